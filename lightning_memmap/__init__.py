@@ -1,0 +1,1 @@
+"""Datasets resident on every device for PyTorch Lightning."""

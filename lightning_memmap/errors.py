@@ -1,0 +1,29 @@
+"""The errors of this package that are more than a wrong argument.
+
+A wrong argument raises ValueError or TypeError. These say that something outside the call does
+not fit: the dataset, the store on disk, or the memory of the devices.
+"""
+
+
+class MemmapError(Exception):
+    """Base of all errors of this package."""
+
+
+class SchemaError(MemmapError, TypeError):
+    """A sample has a type, structure, shape or dtype that cannot be stored."""
+
+
+class DatasetError(MemmapError):
+    """A dataset failed at a row, is random, or is not the one that its store was built from."""
+
+
+class StoreNotFoundError(MemmapError, FileNotFoundError):
+    """There is no store at a path."""
+
+
+class StoreError(MemmapError):
+    """A store is damaged, unsafe to open, or of a format that this version does not read."""
+
+
+class PlacementError(MemmapError):
+    """The shards do not fit where the plan must put them."""

@@ -1,0 +1,208 @@
+"""The manifest of a store: what is in it, checked value by value when it is read.
+
+A manifest may come from a stranger. Reading it runs no code of its author's choice, and every
+size and name in it is checked before a file is touched.
+"""
+
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
+from lightning_memmap.order import shard_rows
+from lightning_memmap.schema import Field, Schema
+
+MANIFEST = "manifest.json"
+FORMAT = "lightning_memmap store"
+VERSION = 1
+
+_MAX_MANIFEST_BYTES = 256 * 2**20
+_MAX_SHARDS = 2**20
+_HEX = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a store holds.
+
+    Args:
+        num_rows: Rows of the dataset.
+        num_shards: Shards that the rows are dealt to.
+        schema: The fields and the nesting of a sample.
+        probes: Row and hash of a few rows, by which the dataset is recognised.
+        checksums: XXH3 (64 bits, hexadecimal) of each shard, by field name.
+        source: Where the store came from, for people to read.
+    """
+
+    num_rows: int
+    num_shards: int
+    schema: Schema
+    probes: tuple[tuple[int, str], ...]
+    checksums: dict[str, tuple[str, ...]]
+    source: dict[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_rows * self.schema.row_bytes
+
+    @property
+    def shard_bytes(self) -> tuple[int, ...]:
+        """Bytes of each shard."""
+        rows = shard_rows(self.num_rows, self.num_shards)
+        return tuple(int(count) * self.schema.row_bytes for count in rows)
+
+    def write(self, directory: Path) -> None:
+        """Write the manifest; its presence is what makes the directory a store."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "num_rows": self.num_rows,
+            "num_shards": self.num_shards,
+            **self.schema.to_json(),
+            "probes": [list(probe) for probe in self.probes],
+            "checksums": {name: list(sums) for name, sums in self.checksums.items()},
+            "source": self.source,
+        }
+        body["digest"] = _digest(body)
+        temporary = directory / f"{MANIFEST}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(body, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / MANIFEST)
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """Read and check the manifest of a store.
+
+        Raises:
+            StoreNotFoundError: There is no store in this directory.
+            StoreError: The manifest is damaged, contradicts itself, or is of another version.
+        """
+        try:
+            check_regular(directory / MANIFEST)
+        except FileNotFoundError:
+            raise StoreNotFoundError(
+                f"no store at {directory}: build it by giving the dataset, or with"
+                f" `lightning-memmap store build {directory} --dataset ...`"
+            ) from None
+        if (directory / MANIFEST).stat().st_size > _MAX_MANIFEST_BYTES:
+            raise StoreError(f"{directory / MANIFEST} is larger than {_MAX_MANIFEST_BYTES} bytes")
+        try:
+            body = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+            if not isinstance(body, dict) or body.get("format") != FORMAT:
+                raise ValueError(f"it does not name the format {FORMAT!r}")
+            if body.get("version") != VERSION:
+                raise StoreError(
+                    f"the store at {directory} has format version {body.get('version')!r}; this"
+                    f" version of lightning_memmap reads version {VERSION}: build it again"
+                )
+            if body.pop("digest", None) != _digest(body):
+                raise ValueError("its digest does not match its content")
+            return cls._from_json(body)
+        except (ValueError, SchemaError, RecursionError) as error:
+            raise StoreError(
+                f"the manifest of the store at {directory} cannot be trusted: {error};"
+                " build the store again"
+            ) from error
+
+    @classmethod
+    def _from_json(cls, body: dict[str, Any]) -> "Manifest":
+        schema = Schema.from_json(body)
+        num_rows = _count(body, "num_rows", 2**48)
+        num_shards = _count(body, "num_shards", _MAX_SHARDS)
+        sums = body.get("checksums")
+        names = [field.name for field in schema.fields]
+        if not isinstance(sums, dict) or list(sums) != names:
+            raise ValueError("its checksums are not those of its fields")
+        for name in names:
+            if not _is_hex_list(sums[name]) or len(sums[name]) != num_shards:
+                raise ValueError(f"the checksums of {name!r} are not one for each shard")
+        probes = body.get("probes")
+        if not isinstance(probes, list) or not all(
+            isinstance(probe, list)
+            and len(probe) == 2
+            and type(probe[0]) is int
+            and 0 <= probe[0] < num_rows
+            and _is_hex_list(probe[1:])
+            for probe in probes
+        ):
+            raise ValueError("its probes are not rows with a hash")
+        source = body.get("source")
+        if not isinstance(source, dict) or not all(
+            isinstance(value, str) for value in source.values()
+        ):
+            raise ValueError("its source is not a table of texts")
+        return cls(
+            num_rows,
+            num_shards,
+            schema,
+            tuple((row, digest) for row, digest in probes),
+            {name: tuple(sums[name]) for name in names},
+            source,
+        )
+
+
+def field_path(directory: Path, field: Field) -> Path:
+    """The file of a field. Field names hold no separators: see `schema`."""
+    return directory / f"{field.name}.memmap"
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Check that every field's file is there, is a plain file, and has exactly its size.
+
+    Raises:
+        StoreError: The message names the file, what was found and what was expected.
+    """
+    for field in manifest.schema.fields:
+        expected = manifest.num_rows * field.row_bytes
+        if not expected:
+            continue
+        path = field_path(directory, field)
+        try:
+            found = check_regular(path)
+        except FileNotFoundError:
+            raise StoreError(f"{path} is missing: build the store again") from None
+        if found != expected:
+            raise StoreError(
+                f"{path} has {found} bytes, expected {expected}"
+                f" ({manifest.num_rows} rows of {field}): build the store again"
+            )
+
+
+def check_regular(path: Path) -> int:
+    """The size of a plain file, in bytes.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        StoreError: It is a link, a directory or a device.
+    """
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreError(f"{path} is a link or no plain file, which is never opened")
+    return status.st_size
+
+
+def _digest(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _count(body: dict[str, Any], key: str, limit: int) -> int:
+    value = body.get(key)
+    if type(value) is not int or not 1 <= value <= limit:
+        raise ValueError(f"{key}={value!r} is not a number from 1 to {limit}")
+    return value
+
+
+def _is_hex_list(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, str) and _HEX.fullmatch(item) for item in value
+    )

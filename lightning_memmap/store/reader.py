@@ -1,0 +1,127 @@
+"""Open a store: from its manifest alone, read-only, nothing ever unpickled."""
+
+import operator
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import MemoryMappedTensor
+from torch import Tensor
+
+from lightning_memmap.order import shard_rows, shard_starts
+from lightning_memmap.schema import Field, Schema
+from lightning_memmap.store.manifest import Manifest, check_files, field_path
+from lightning_memmap.store.probes import check_same_dataset
+from lightning_memmap.store.recovery import is_interrupted, locked, recover
+
+
+class Store:
+    """An open store. Use `open_store` or `build_store` to get one.
+
+    It is a map-style dataset as well: ``store[i]`` is row ``i`` in dataset order, with tensors as
+    leaves. Processes on one machine that open the same store share its pages in memory.
+
+    Attributes:
+        path: The directory.
+        manifest: What the store holds.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._tensors = [self._map(field) for field in self.schema.fields]
+        self._starts = shard_starts(self.num_rows, self.num_shards).tolist()
+        self._rows = shard_rows(self.num_rows, self.num_shards).tolist()
+        self._build: Callable[[Sequence[Tensor]], Any] = self.schema.builder()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the dataset."""
+        return self.manifest.num_rows
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that the rows are dealt to: row ``i`` to shard ``i % num_shards``."""
+        return self.manifest.num_shards
+
+    @property
+    def schema(self) -> Schema:
+        """The fields and the nesting of a sample."""
+        return self.manifest.schema
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """One mapped tensor per field, of shape (num_rows, *field shape), on the CPU: shard 0's
+        rows, then shard 1's, and so on. What is written into one stays in this process."""
+        return self._tensors
+
+    def shard(self, index: int) -> dict[str, Tensor]:
+        """Views of one shard's rows by field name, each of shape (rows of shard, *field shape).
+
+        Raises:
+            IndexError: There is no such shard.
+        """
+        if not 0 <= index < self.num_shards:
+            raise IndexError(f"shard {index}: the store has {self.num_shards} shards")
+        start, rows = self._starts[index], self._rows[index]
+        return {
+            field.name: tensor[start : start + rows]
+            for field, tensor in zip(self.schema.fields, self._tensors, strict=True)
+        }
+
+    def check_dataset(self, dataset: Any) -> None:
+        """Check that this store was built from a dataset: its length, schema and probe rows.
+
+        Raises:
+            DatasetError: It was built from another one; the message says which row differs.
+        """
+        check_same_dataset(
+            dataset, self.num_rows, self.schema, self.manifest.probes, str(self.path)
+        )
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> Any:
+        index = operator.index(row)
+        if not -self.num_rows <= index < self.num_rows:
+            raise IndexError(f"row {row}: the store has {self.num_rows} rows")
+        offset, shard = divmod(index % self.num_rows, self.num_shards)
+        place = self._starts[shard] + offset
+        return self._build([tensor[place].clone() for tensor in self._tensors])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_store, (str(self.path),)
+
+    def __repr__(self) -> str:
+        return f"Store({str(self.path)!r}, {self.num_rows} rows, {self.num_shards} shards)"
+
+    def _map(self, field: Field) -> Tensor:
+        shape = (self.num_rows, *field.shape)
+        if not field.row_bytes:
+            return torch.empty(shape, dtype=field.dtype)
+        # Mode "r" maps copy-on-write: nothing that a process does reaches the file.
+        path = str(field_path(self.path, field))
+        mapped: Tensor = MemoryMappedTensor.from_filename(path, field.dtype, shape, mode="r")
+        return mapped
+
+
+def open_store(path: str | Path) -> Store:
+    """Open a store for reading.
+
+    Args:
+        path: Directory of the store.
+
+    Raises:
+        StoreNotFoundError: There is no store at this path.
+        StoreError: The manifest is damaged or of another version, or a file is missing, linked
+            or of the wrong size.
+    """
+    directory = Path(path).absolute()
+    if is_interrupted(directory):
+        with locked(directory):
+            recover(directory)
+    manifest = Manifest.read(directory)
+    check_files(directory, manifest)
+    return Store(directory, manifest)

@@ -1,0 +1,78 @@
+"""What lies beside a store: the lock, a build under way, an old store on its way out."""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lightning_memmap.store.manifest import MANIFEST
+
+_log = logging.getLogger(__name__)
+
+
+def is_store(directory: Path) -> bool:
+    """Whether there is a manifest: the mark of a store, whole or damaged."""
+    return os.path.lexists(directory / MANIFEST)
+
+
+def building_path(directory: Path) -> Path:
+    """Where the next store grows until it takes the place of ``directory``."""
+    return directory.parent / f".{directory.name}.building"
+
+
+def _old_path(directory: Path) -> Path:
+    return directory.parent / f".{directory.name}.old"
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the one lock for changes to the store at ``directory``; wait while another has it."""
+    lock = FileLock(directory.parent / f".{directory.name}.lock")
+    try:
+        lock.acquire(timeout=0.1)
+    except Timeout:
+        _log.warning("another process builds the store at %s: waiting for it", directory)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def put_in_place(directory: Path) -> None:
+    """Make the finished build the store, in place of an old one. The lock must be held."""
+    if os.path.lexists(directory):
+        os.rename(directory, _old_path(directory))
+    os.rename(building_path(directory), directory)
+    sync_directory(directory.parent)
+    recover(directory)
+
+
+def is_interrupted(directory: Path) -> bool:
+    """Whether a process was killed between the two renames that replace a store."""
+    return not os.path.lexists(directory) and (
+        _old_path(directory).exists() or is_store(building_path(directory))
+    )
+
+
+def recover(directory: Path) -> None:
+    """Finish, or else undo, a replacement that was interrupted. The lock must be held."""
+    old = _old_path(directory)
+    if is_interrupted(directory):
+        finished = is_store(building_path(directory))
+        os.rename(building_path(directory) if finished else old, directory)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def sync_directory(directory: Path) -> None:
+    """Bring a directory's entries to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
