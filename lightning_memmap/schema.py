@@ -114,6 +114,11 @@ class Schema:
         """Bytes of one row over all fields."""
         return sum(field.row_bytes for field in self.fields)
 
+    @property
+    def has_classes(self) -> bool:
+        """Whether a named tuple or dataclass is part of a sample."""
+        return _has_classes(self.structure)
+
     def flatten(self, sample: Any) -> list[Tensor | np.ndarray]:
         """Check a sample against this schema and return its leaves in the order of the fields.
 
@@ -185,6 +190,10 @@ class Schema:
             raise SchemaError("the fields are not the leaves of the structure")
         _check_names(names)
         return cls(tuple(fields), structure)
+
+
+def _has_classes(node: Node) -> bool:
+    return bool(node.name) or any(_has_classes(child) for child in node.children)
 
 
 def _check_names(names: list[str]) -> None:

@@ -48,6 +48,11 @@ class Manifest:
     source: dict[str, str]
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all fields."""
+        return self.schema.row_bytes
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all rows."""
         return self.num_rows * self.schema.row_bytes

@@ -1,0 +1,243 @@
+"""The command ``lightning-memmap``.
+
+``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI with the strategy names of this
+pack registered. ``store`` works on stores: ``build``, ``info``, ``verify``, ``plan``.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch.cli import LightningCLI
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import Dataset
+
+from lightning_memmap.errors import MemmapError, StoreNotFoundError
+from lightning_memmap.order import shard_rows
+from lightning_memmap.placement import (
+    Consumers,
+    Residency,
+    format_bytes,
+    parse_bytes,
+    plan_placement,
+)
+from lightning_memmap.store import Store, build_store, open_store, verify_store
+from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.progress import show_progress
+
+_DESCRIPTION = """Train with data that stays resident on every device.
+"lightning-memmap store --help" lists what can be done with stores."""
+
+
+_MOST_DEVICES = 4096
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command with these arguments, by default those of the process."""
+    given = list(sys.argv[1:] if args is None else args)
+    # A class_path may name a module of the folder the user stands in, as with `python -m`.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    if given and given[0] == "store":
+        sys.exit(_store_command(given[1:]))
+    LightningCLI(args=args, parser_kwargs={"description": _DESCRIPTION})
+
+
+def _store_command(args: list[str]) -> int:
+    parser = ArgumentParser(prog="lightning-memmap store", description="Work on stores.")
+    commands = parser.add_subcommands()
+    commands.add_subcommand("build", _build_parser(), help="store a dataset")
+    commands.add_subcommand("info", _path_parser(), help="print what a store holds")
+    commands.add_subcommand("verify", _path_parser(), help="check every byte of a store")
+    commands.add_subcommand("plan", _plan_parser(), help="print what would live where")
+    config = parser.parse_args(args)
+    run = {"build": _build, "info": _info, "verify": _verify, "plan": _plan}[config.subcommand]
+    options = parser.instantiate_classes(config)[config.subcommand]
+    try:
+        return run(options, Console())
+    except (MemmapError, OSError, ValueError, TypeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _build_parser() -> ArgumentParser:
+    parser = ArgumentParser()
+    parser.add_argument("path", type=str, help="directory of the store")
+    parser.add_argument("--dataset", type=Dataset, required=True, help="class path of the dataset")
+    parser.add_argument("--num_shards", type=int, default=24, help="shards of the store")
+    parser.add_argument("--num_workers", type=int, default=0, help="processes that write")
+    parser.add_argument("--overwrite", type=bool, default=False, help="replace another dataset")
+    return parser
+
+
+def _path_parser() -> ArgumentParser:
+    parser = ArgumentParser()
+    parser.add_argument("path", type=str, help="directory of a store, or of one store per split")
+    return parser
+
+
+def _plan_parser() -> ArgumentParser:
+    parser = _path_parser()
+    parser.add_argument("--devices", type=str, default="1..8", help="counts, like 4 or 1..8")
+    parser.add_argument("--memory", type=str, default="80GiB", help="memory of one device")
+    parser.add_argument(
+        "--memory_fraction", type=float, default=0.7, help="share that shards may take"
+    )
+    return parser
+
+
+def _stores(path: str) -> dict[str, Store]:
+    """The store at a path, or those one level below it, by name."""
+    directory = Path(path)
+    try:
+        return {directory.name: open_store(directory)}
+    except StoreNotFoundError:
+        below = sorted(directory.iterdir()) if directory.is_dir() else []
+        found = {
+            child.name: open_store(child)
+            for child in below
+            if child.is_dir() and not child.name.startswith(".")
+        }
+        if not found:
+            raise
+        return found
+
+
+def _build(options: Namespace, console: Console) -> int:
+    store = build_store(
+        options.dataset,
+        options.path,
+        num_shards=options.num_shards,
+        num_workers=options.num_workers,
+        overwrite=options.overwrite,
+    )
+    _print_info(store, console)
+    return 0
+
+
+def _info(options: Namespace, console: Console) -> int:
+    for store in _stores(options.path).values():
+        _print_info(store, console)
+    return 0
+
+
+def _print_info(store: Store, console: Console) -> None:
+    manifest = store.manifest
+    console.print(
+        f"[bold]{store.path}[/]\n{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)},"
+        f" {store.num_shards} shards of {format_bytes(min(manifest.shard_bytes))} to"
+        f" {format_bytes(max(manifest.shard_bytes))}"
+    )
+    console.print("from " + ", ".join(f"{key} {value}" for key, value in manifest.source.items()))
+    table = Table()
+    for name in ("field", "dtype", "shape", "given as"):
+        table.add_column(name)
+    for name in ("bytes per row", "bytes", "bytes per shard"):
+        table.add_column(name, justify="right")
+    for field in store.schema.fields:
+        table.add_row(
+            field.name,
+            str(field.dtype).removeprefix("torch."),
+            str(tuple(field.shape)),
+            field.kind,
+            str(field.row_bytes),
+            format_bytes(field.row_bytes * store.num_rows),
+            format_bytes(field.row_bytes * -(-store.num_rows // store.num_shards)),
+        )
+    console.print(table)
+
+
+def _verify(options: Namespace, console: Console) -> int:
+    damaged = False
+    for store in _stores(options.path).values():
+        with show_progress("verifying", store.manifest.num_bytes, 1) as advance:
+            damages = verify_store(store.path, advance=advance)
+        for damage in damages:
+            console.print(f"[red]{damage}[/]", soft_wrap=True)
+        if not damages:
+            sums = store.num_shards * len(store.schema.fields)
+            console.print(f"{store.path}: all {sums} checksums match", soft_wrap=True)
+        damaged = damaged or bool(damages)
+    return int(damaged)
+
+
+def _plan(options: Namespace, console: Console) -> int:
+    stores = {name: store.manifest for name, store in _stores(options.path).items()}
+    total = sum(manifest.num_bytes for manifest in stores.values())
+    memory = parse_bytes(options.memory)
+    if not 0 < options.memory_fraction <= 1:
+        raise ValueError(f"memory_fraction={options.memory_fraction}: more than 0 and at most 1")
+    budget = int(memory * options.memory_fraction)
+    table = Table(
+        title=f"{format_bytes(total)} of {', '.join(stores)} on devices of {format_bytes(memory)},"
+        f" {format_bytes(budget)} of each for shards",
+        title_justify="left",
+    )
+    for name in ("devices", "on devices", "in host memory", "fullest device", "fits", "rows"):
+        table.add_column(name, justify="right")
+    for count in _counts(options.devices):
+        held = _held_bytes(stores, count, budget)
+        anew = any(manifest.num_shards % count for manifest in stores.values())
+        table.add_row(
+            str(count),
+            format_bytes(sum(held)),
+            format_bytes(total - sum(held)),
+            format_bytes(max(held)),
+            "yes" if sum(held) == total else "no",
+            "dealt anew" if anew else "as stored",
+        )
+    console.print(table)
+    fewest = _fewest_devices(stores, budget)
+    if fewest is None:
+        console.print(f"Even {_MOST_DEVICES} devices do not hold the data.")
+    else:
+        console.print(f"The fewest devices that hold the data: {fewest}")
+    return 0
+
+
+def _held_bytes(stores: dict[str, Manifest], count: int, budget: int) -> list[int]:
+    """Bytes of shards on each of ``count`` devices under ``residency="auto"``."""
+    devices = tuple(torch.device("cuda", index) for index in range(count))
+    consumers = Consumers(devices)
+    with warnings.catch_warnings():
+        # That rows are dealt anew for some counts is a column of the table.
+        warnings.simplefilter("ignore")
+        placement = plan_placement(
+            stores,
+            consumers,
+            budget_bytes=dict.fromkeys(devices, budget),
+            pinned_budget_bytes=0,
+        )
+    held = [0] * count
+    for split in placement.splits.values():
+        sizes = shard_rows(split.num_rows, split.num_shards) * split.row_bytes
+        for shard, residency in enumerate(split.residency):
+            owner = consumers.owner(shard)
+            if residency is Residency.DEVICE and owner is not None:
+                held[owner] += int(sizes[shard])
+    return held
+
+
+def _fewest_devices(stores: dict[str, Manifest], budget: int) -> int | None:
+    total = sum(manifest.num_bytes for manifest in stores.values())
+    most = min(_MOST_DEVICES, *(manifest.num_rows for manifest in stores.values()))
+    for count in range(max(1, -(-total // max(1, budget))), most + 1):
+        if sum(_held_bytes(stores, count, budget)) == total:
+            return count
+    return None
+
+
+def _counts(text: str) -> range:
+    first, _, last = text.partition("..")
+    try:
+        counts = range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise ValueError(f"devices={text!r}: write a count or a range, like 4 or 1..8") from None
+    if not counts or counts[0] < 1:
+        raise ValueError(f"devices={text!r}: counts start at 1, and the range must not be empty")
+    return counts

@@ -1,0 +1,260 @@
+"""The data module: Lightning's hooks, each handed on to the layer that does the work."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_memmap.errors import StoreNotFoundError
+from lightning_memmap.loading import AssembledLoader, ResidentSplit, ZippedLoader, load_split
+from lightning_memmap.placement import (
+    RESIDENCIES,
+    Consumers,
+    Placement,
+    device_budgets,
+    free_bytes,
+    plan_placement,
+)
+from lightning_memmap.store import Store, build_store, open_store
+
+_SPLITS = ("train", "val", "test", "predict")
+_SPLITS_OF_STAGE = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
+#: Share of the free host memory that may be page-locked.
+_PINNED_FRACTION = 0.5
+
+
+class MemmapDataModule(L.LightningDataModule):
+    """Stores datasets once, keeps them resident on the data devices, and serves super-batches.
+
+    A batch has the structure of the dataset's samples, as ``default_collate`` would give it.
+    Under ``memmap_superbatch`` all data devices of the one process hold shards; under any other
+    strategy each process holds its own shards on its own device. The rows of each global batch
+    are the same.
+
+    Args:
+        train_dataset: Map-style dataset to train on. Where a dataset is None, the store of its
+            split is used as it is.
+        val_dataset: To validate on. May be missing, as may its store.
+        test_dataset: To test on.
+        predict_dataset: To predict on.
+        store_dir: Directory with one store per split in it.
+        batch_size: Rows per data device and step, as under DDP.
+        transform: Batch transform for training: a callable or module, run on each data device
+            without gradients. With a parameter named ``generator`` it is given a seeded one.
+        eval_transform: The same for validation, test and prediction.
+        shuffle: Permute the training rows anew each epoch.
+        drop_last: Drop an incomplete last training step. Evaluation never drops a row.
+        seed: Seed of the row order and of random transforms.
+        num_shards: Shards that the rows are dealt to. Any number of data devices that divides it
+            gives the same global batches.
+        residency: Where shards live: ``auto``, ``device``, ``pinned`` or ``mmap``; see
+            `lightning_memmap.placement`.
+        memory_fraction: Share of a device's free memory at set-up that shards may take. The
+            model, its gradients and its activations need the rest.
+        num_workers: Processes that write a store. None are used for reading.
+        overwrite: Replace stores of other datasets.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        train_dataset: Dataset[Any] | None = None,
+        val_dataset: Dataset[Any] | None = None,
+        test_dataset: Dataset[Any] | None = None,
+        predict_dataset: Dataset[Any] | None = None,
+        *,
+        store_dir: str | Path,
+        batch_size: int = 32,
+        transform: Callable[..., Any] | None = None,
+        eval_transform: Callable[..., Any] | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        num_shards: int = 24,
+        residency: str = "auto",
+        memory_fraction: float = 0.7,
+        num_workers: int = 0,
+        overwrite: bool = False,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: at least 1 row per data device and step")
+        if residency not in RESIDENCIES:
+            raise ValueError(f"residency={residency!r}: choose one of {', '.join(RESIDENCIES)}")
+        if not 0 < memory_fraction <= 1:
+            raise ValueError(f"memory_fraction={memory_fraction}: more than 0 and at most 1")
+        self.datasets = dict(
+            zip(_SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
+        )
+        self.store_dir = Path(store_dir)
+        self.batch_size = batch_size
+        self.transform = transform
+        self.eval_transform = eval_transform
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = seed
+        self.num_shards = num_shards
+        self.residency = residency
+        self.memory_fraction = memory_fraction
+        self.num_workers = num_workers
+        self.overwrite = overwrite
+        #: The open stores by split, from `setup` on.
+        self.stores: dict[str, Store] = {}
+        #: Where the shards live, from `setup` on.
+        self.placement: Placement | None = None
+        self._resident: dict[str, ResidentSplit] = {}
+        self._built: set[str] = set()
+
+    def prepare_data(self) -> None:
+        """Build the stores of the stage's splits, or find them built. One process per node."""
+        for split in self._splits():
+            dataset = self.datasets[split]
+            if dataset is None:
+                continue
+            build_store(
+                dataset,
+                self.store_dir / split,
+                num_shards=self.num_shards,
+                num_workers=self.num_workers,
+                # What this data module has built itself is not built again by the next stage.
+                overwrite=self.overwrite and split not in self._built,
+            )
+            self._built.add(split)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the stores, plan the placement, print it once, and make the shards resident.
+
+        Raises:
+            StoreNotFoundError: A split that the stage needs has neither a dataset nor a store.
+            DatasetError: A store was built from another dataset than the one given.
+            PlacementError: The shards do not fit.
+        """
+        self.teardown(stage)
+        self.stores = {}
+        for split in _SPLITS_OF_STAGE[stage] if stage is not None else self._splits():
+            if (store := self._open(split)) is not None:
+                self.stores[split] = store
+        consumers = self._consumers()
+        self.placement = plan_placement(
+            {split: store.manifest for split, store in self.stores.items()},
+            consumers,
+            self.residency,
+            budget_bytes=device_budgets(consumers.data_devices, self.memory_fraction),
+            pinned_budget_bytes=int(free_bytes(torch.device("cpu")) * _PINNED_FRACTION),
+        )
+        _print_placement(self.placement)
+        self._resident = {
+            split: load_split(store, consumers, self.placement.splits[split])
+            for split, store in self.stores.items()
+        }
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Let go of the resident shards."""
+        self._resident = {}
+
+    def train_dataloader(self) -> ZippedLoader | AssembledLoader:
+        """The training rows in the order of `lightning_memmap.order`."""
+        # Lightning turns shuffling off for overfit_batches, but only in torch's own DataLoader.
+        overfitting = getattr(self.trainer, "overfit_batches", 0) > 0
+        return self._loader(
+            "train",
+            self.transform,
+            shuffle=self.shuffle and not overfitting,
+            drop_last=self.drop_last,
+        )
+
+    def val_dataloader(self) -> ZippedLoader | AssembledLoader | list[Any]:
+        """The validation rows in dataset order; nothing where there are none."""
+        if "val" not in self._resident:
+            return []
+        return self._loader("val", self.eval_transform)
+
+    def test_dataloader(self) -> ZippedLoader | AssembledLoader:
+        """The test rows in dataset order."""
+        return self._loader("test", self.eval_transform)
+
+    def predict_dataloader(self) -> ZippedLoader | AssembledLoader:
+        """The rows to predict on in dataset order, in which the predictions come back."""
+        return self._loader("predict", self.eval_transform)
+
+    def _splits(self) -> tuple[str, ...]:
+        """The splits that the Trainer's present stage needs; all that exist without a Trainer."""
+        if self.trainer is None or self.trainer.state.fn is None:
+            return _SPLITS
+        names = {TrainerFn.FITTING: "fit", TrainerFn.VALIDATING: "validate"}
+        fn = self.trainer.state.fn
+        return _SPLITS_OF_STAGE[names.get(fn, fn.value)]
+
+    def _open(self, split: str) -> Store | None:
+        dataset = self.datasets[split]
+        needed = self.trainer is not None and (split != "val" or dataset is not None)
+        try:
+            store = open_store(self.store_dir / split)
+        except StoreNotFoundError:
+            if dataset is None and not needed:
+                return None
+            if dataset is None:
+                raise StoreNotFoundError(
+                    f"{split}_dataset=None and no store at {self.store_dir / split}: give the"
+                    f" dataset, or a store_dir that holds a store named {split!r}"
+                ) from None
+            raise
+        if dataset is not None:
+            store.check_dataset(dataset)
+        return store
+
+    def _consumers(self) -> Consumers:
+        if self.trainer is None:
+            return Consumers((torch.device("cpu"),))
+        strategy = self.trainer.strategy
+        sharding = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        devices = getattr(strategy, "data_devices", None) or (strategy.root_device,)
+        return Consumers(tuple(devices), sharding["rank"], sharding["num_replicas"])
+
+    def _loader(
+        self,
+        split: str,
+        transform: Callable[..., Any] | None,
+        *,
+        shuffle: bool = False,
+        drop_last: bool = False,
+    ) -> ZippedLoader | AssembledLoader:
+        if split not in self._resident:
+            raise StoreNotFoundError(f"the {split} split is not set up: call setup() first")
+        loader = ZippedLoader(
+            self._resident[split],
+            self.batch_size,
+            build=self._builder(split),
+            transform=transform,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=self.seed,
+        )
+        if self.trainer is None or hasattr(self.trainer.strategy, "data_devices"):
+            return loader
+        # A strategy that knows nothing of super-batches is given plain batches.
+        return loader.to(self.trainer.strategy.root_device)
+
+    def _builder(self, split: str) -> Callable[[Sequence[Tensor]], Any]:
+        schema, dataset = self.stores[split].schema, self.datasets[split]
+        sample = dataset[0] if dataset is not None and schema.has_classes else None
+        return schema.builder(sample)
+
+
+@rank_zero_only
+def _print_placement(placement: Placement) -> None:
+    Console().print(placement.table())

@@ -1,0 +1,14 @@
+"""From resident shards to super-batches: take, transform, zip, assemble."""
+
+from lightning_memmap.loading.shard import ResidentShards, ResidentSplit, load_split
+from lightning_memmap.loading.super_batch import SuperBatch
+from lightning_memmap.loading.zipped import AssembledLoader, ZippedLoader
+
+__all__ = [
+    "AssembledLoader",
+    "ResidentShards",
+    "ResidentSplit",
+    "SuperBatch",
+    "ZippedLoader",
+    "load_split",
+]

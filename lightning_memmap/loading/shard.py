@@ -1,0 +1,181 @@
+"""Resident shards: rows in memory, and the take that copies some of them into a batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memmap.order import Integers, shard_rows, shard_starts
+from lightning_memmap.placement import Consumers, Residency, SplitPlacement
+from lightning_memmap.store import Store
+
+_COPY_ROWS_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class ResidentShards:
+    """Rows of some shards in one place.
+
+    Args:
+        tensors: One tensor per field, each of shape (rows here, *field shape).
+        starts: Where each shard of the stream starts in the tensors, int64 of shape (C,), -1 for
+            shards that are not here. None where the rows lie in the order of other shards, and
+            ``store`` says how.
+        store: Rows and shards of the file mapping that the tensors are, for ``starts=None``.
+    """
+
+    tensors: list[Tensor]
+    starts: Integers | None
+    store: tuple[int, int] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.tensors[0].device
+
+    def locate(self, shards: Integers, offsets: Integers, num_shards: int) -> Integers:
+        """Where rows lie in the tensors.
+
+        Args:
+            shards: Shards of the stream, int64 of shape (B,).
+            offsets: Offsets within them, int64 of shape (B,).
+            num_shards: Shards of the stream, ``C``.
+
+        Returns:
+            Positions along the first dimension of the tensors, int64 of shape (B,).
+        """
+        if self.starts is not None:
+            return self.starts[shards] + offsets
+        assert self.store is not None
+        return _places(offsets * num_shards + shards, *self.store)
+
+    def take(self, locations: Tensor, out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Copy rows into one batch.
+
+        Args:
+            locations: Where the rows lie, int64 of shape (B,), on this device.
+            out: Buffers to copy into, one per field, of shape (B, *field shape). New ones are
+                made where it is None.
+
+        Returns:
+            One tensor of shape (B, *field shape) per field, on this device.
+
+        Raises:
+            IndexError: A location is outside the rows that are here.
+        """
+        if out is None:
+            pin = self.device.type == "cpu" and self.tensors[0].is_pinned()
+            out = [
+                torch.empty(
+                    (len(locations), *tensor.shape[1:]),
+                    dtype=tensor.dtype,
+                    device=self.device,
+                    pin_memory=pin,
+                )
+                for tensor in self.tensors
+            ]
+        for tensor, buffer in zip(self.tensors, out, strict=True):
+            torch.index_select(tensor, 0, locations, out=buffer)
+        return list(out)
+
+
+@dataclass(frozen=True)
+class ResidentSplit:
+    """All shards of one split that this process holds.
+
+    Args:
+        consumers: The data devices and this process's place.
+        num_rows: Rows of the split.
+        num_shards: Shards of the stream.
+        sources: The places that rows are taken from.
+        source_of_shard: Index into ``sources`` for each shard of the stream, int64 of shape
+            (C,), -1 for shards of other processes.
+    """
+
+    consumers: Consumers
+    num_rows: int
+    num_shards: int
+    sources: list[ResidentShards]
+    source_of_shard: Integers
+
+
+def load_split(store: Store, consumers: Consumers, plan: SplitPlacement) -> ResidentSplit:
+    """Bring the shards of a split to where the plan wants them.
+
+    Device and pinned shards are copied from the store in long reads, each shard once; those in
+    the file mapping are not read yet.
+
+    Args:
+        store: The open store.
+        consumers: The data devices and this process's place.
+        plan: Where each shard goes.
+    """
+    groups: dict[tuple[Residency, torch.device], list[int]] = {}
+    for shard, residency in enumerate(plan.residency):
+        owner = consumers.owner(shard)
+        if residency is None or owner is None:
+            continue
+        on_device = residency is Residency.DEVICE
+        place = consumers.data_devices[owner] if on_device else torch.device("cpu")
+        groups.setdefault((residency, place), []).append(shard)
+    sources: list[ResidentShards] = []
+    source_of_shard = np.full(plan.num_shards, -1, np.int64)
+    for (residency, device), shards in groups.items():
+        source_of_shard[shards] = len(sources)
+        if residency is Residency.MMAP:
+            sources.append(_mapped(store, plan.num_shards))
+        else:
+            pin = residency is Residency.PINNED
+            sources.append(_copied(store, shards, plan.num_shards, device, pin=pin))
+    return ResidentSplit(consumers, plan.num_rows, plan.num_shards, sources, source_of_shard)
+
+
+def _mapped(store: Store, num_shards: int) -> ResidentShards:
+    tensors = [tensor.as_subclass(Tensor) for tensor in store.tensors]
+    if num_shards == store.num_shards:
+        return ResidentShards(tensors, shard_starts(store.num_rows, num_shards))
+    return ResidentShards(tensors, None, (store.num_rows, store.num_shards))
+
+
+def _copied(
+    store: Store, shards: list[int], num_shards: int, device: torch.device, *, pin: bool
+) -> ResidentShards:
+    rows = shard_rows(store.num_rows, num_shards)[shards]
+    starts = np.full(num_shards, -1, np.int64)
+    starts[shards] = np.cumsum(rows) - rows
+    total = int(rows.sum())
+    tensors = []
+    for field, mapped in zip(store.schema.fields, store.tensors, strict=True):
+        plain = mapped.as_subclass(Tensor)
+        target = torch.empty(
+            (total, *field.shape), dtype=field.dtype, device=device, pin_memory=pin
+        )
+        for shard, count in zip(shards, rows.tolist(), strict=True):
+            part = target[starts[shard] : starts[shard] + count]
+            _copy_shard(plain, store, shard, num_shards, part, field.row_bytes)
+        tensors.append(target)
+    return ResidentShards(tensors, starts)
+
+
+def _copy_shard(
+    mapped: Tensor, store: Store, shard: int, num_shards: int, part: Tensor, row_bytes: int
+) -> None:
+    if num_shards == store.num_shards:
+        start = int(shard_starts(store.num_rows, num_shards)[shard])
+        part.copy_(mapped[start : start + len(part)])
+        return
+    # The rows of a shard of another striping lie apart: they are copied some at a time.
+    step = max(1, _COPY_ROWS_BYTES // max(1, row_bytes))
+    for first in range(0, len(part), step):
+        piece = part[first : first + step]
+        offsets = np.arange(first, first + len(piece), dtype=np.int64)
+        places = _places(offsets * num_shards + shard, store.num_rows, store.num_shards)
+        piece.copy_(mapped.index_select(0, torch.from_numpy(places)))
+
+
+def _places(rows: Integers, num_rows: int, num_shards: int) -> Integers:
+    """Where rows of the dataset lie in the files of a store."""
+    offsets, shards = np.divmod(rows, num_shards)
+    return shard_starts(num_rows, num_shards)[shards] + offsets

@@ -1,0 +1,156 @@
+"""A super-batch: the batches of all data devices in one step, still on their devices."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_memmap.loading.buffers import BufferPool
+
+
+class SuperBatch:
+    """The batches of one step. ``to(device)`` assembles them there, rows in stream order.
+
+    Row ``j`` of the super-batch is row ``j // D`` of the batch of data device ``(first + j) % D``,
+    so that the order does not depend on how many devices hold the data.
+
+    Attributes:
+        num_rows: Rows of all batches.
+        data_devices: Where the batches are.
+    """
+
+    __slots__ = ("_assembler", "_first", "_parts", "_whole", "data_devices", "num_rows")
+
+    def __init__(
+        self,
+        data_devices: Sequence[torch.device],
+        num_rows: int,
+        first: int,
+        *,
+        whole: list[Tensor] | None = None,
+        parts: list[Any] | None = None,
+        assembler: "Assembler",
+    ) -> None:
+        self.data_devices = data_devices
+        self.num_rows = num_rows
+        self._first = first
+        self._whole = whole
+        self._parts = parts
+        self._assembler = assembler
+
+    @property
+    def batches(self) -> list[Any]:
+        """The batch of each data device, in the structure of the dataset's samples or whatever
+        the transform made of it, on that device."""
+        if self._parts is None:
+            assert self._whole is not None
+            count = len(self.data_devices)
+            self._parts = [
+                self._assembler.build(
+                    [leaf[(index - self._first) % count :: count] for leaf in self._whole]
+                )
+                for index in range(count)
+            ]
+        return self._parts
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Any:
+        """Assemble the super-batch on one device.
+
+        Args:
+            device: Usually the root device.
+            non_blocking: Do not wait for copies between devices.
+
+        Returns:
+            A batch of ``num_rows`` rows in the structure of the dataset's samples. Its memory is
+            used again after the caller has let go of it.
+
+        Raises:
+            ValueError: The transform returned a tensor whose first dimension is not its batch's.
+        """
+        target = torch.device(device)
+        if self._whole is not None:
+            leaves = self._whole
+            if leaves[0].device != target:
+                leaves = [leaf.to(target, non_blocking=non_blocking) for leaf in leaves]
+            return self._assembler.build(leaves)
+        assert self._parts is not None
+        return self._assembler.interleave(self._parts, self._first, self.num_rows, target)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        devices = ", ".join(str(device) for device in self.data_devices)
+        return f"SuperBatch({self.num_rows} rows on {devices})"
+
+
+class Assembler:
+    """Puts the parts of super-batches together, into buffers that it uses again.
+
+    Args:
+        build: Nests one tensor per field like the dataset's samples.
+    """
+
+    def __init__(self, build: Callable[[Sequence[Tensor]], Any]) -> None:
+        self.build = build
+        self._pool: BufferPool | None = None
+        self._pool_key: Any = None
+
+    def interleave(self, parts: list[Any], first: int, num_rows: int, device: torch.device) -> Any:
+        """One batch from one part per data device; see `SuperBatch` for the order of rows."""
+        leaves = [_tensors(part) for part in parts]
+        if len(parts) == 1:
+            if all(leaf.device == device for leaf in leaves[0]):
+                return parts[0]
+            outs = [leaf.to(device, non_blocking=True) for leaf in leaves[0]]
+        else:
+            _check_parts(leaves, first, num_rows)
+            outs = self._buffers(leaves[0], num_rows, device)
+            for index, part in enumerate(leaves):
+                start = (index - first) % len(parts)
+                for out, leaf in zip(outs, part, strict=True):
+                    out[start :: len(parts)].copy_(leaf, non_blocking=True)
+        remaining = iter(outs)
+        return apply_to_collection(parts[0], Tensor, lambda tensor: next(remaining))
+
+    def _buffers(self, leaves: list[Tensor], num_rows: int, device: torch.device) -> list[Tensor]:
+        key = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+        if device.type != "cpu":
+            # torch's caching allocator hands memory out again, in stream order.
+            return [torch.empty((num_rows, *shape), dtype=d, device=device) for shape, d in key]
+        if self._pool is None or self._pool_key != (key, num_rows):
+            self._pool = BufferPool([((num_rows, *shape), dtype) for shape, dtype in key])
+            self._pool_key = (key, num_rows)
+        return self._pool.get()
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    apply_to_collection(batch, Tensor, note)
+    return found
+
+
+def _check_parts(leaves: list[list[Tensor]], first: int, num_rows: int) -> None:
+    count = len(leaves)
+    for index, part in enumerate(leaves):
+        start = (index - first) % count
+        rows = len(range(start, num_rows, count))
+        if len(part) != len(leaves[0]):
+            raise ValueError(
+                f"transform: it returned {len(part)} tensors on data device {index} and"
+                f" {len(leaves[0])} on data device 0; it must return the same structure on all"
+            )
+        for leaf, other in zip(part, leaves[0], strict=True):
+            if leaf.ndim == 0 or len(leaf) != rows or leaf.shape[1:] != other.shape[1:]:
+                raise ValueError(
+                    f"transform: it returned a tensor of shape {tuple(leaf.shape)} for a batch of"
+                    f" {rows} rows on data device {index}; the first dimension of every tensor"
+                    " must be the rows of the batch, and the others alike on all data devices"
+                )

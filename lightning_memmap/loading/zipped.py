@@ -1,0 +1,285 @@
+"""The zipped loader: one super-batch per step from the shards of all data devices."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memmap.loading.buffers import BufferPool
+from lightning_memmap.loading.shard import ResidentShards, ResidentSplit
+from lightning_memmap.loading.super_batch import Assembler, SuperBatch
+from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
+from lightning_memmap.order import Integers, StepPlan, Stream, derive_seed
+
+#: Positions whose order is worked out at once.
+_ORDER_BLOCK = 16384
+#: Steps smaller than this are taken several at once.
+_TAKE_BYTES = 256 * 2**10
+
+
+class ZippedLoader:
+    """Iterates over the super-batches of one epoch.
+
+    The rows of each step, and their order, are those of `lightning_memmap.order`. Works without a
+    Trainer; then call `set_epoch` before each epoch for another order.
+
+    Args:
+        split: The resident shards.
+        batch_size: Rows per data device and step.
+        build: Nests one tensor per field like the dataset's samples.
+        transform: Batch transform that runs on each data device; see `DeviceTransform`.
+        shuffle: Permute the rows of each shard, anew each epoch.
+        drop_last: Drop an incomplete last step.
+        seed: Seed of the order and of random transforms.
+
+    Raises:
+        ValueError: ``batch_size`` is below 1, or no step would have its full size under
+            ``drop_last``.
+    """
+
+    def __init__(
+        self,
+        split: ResidentSplit,
+        batch_size: int,
+        *,
+        build: Callable[[Sequence[Tensor]], Any],
+        transform: BatchTransform | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: at least 1 row per data device")
+        self.stream = Stream(split.num_rows, split.num_shards, seed, shuffle)
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self._split = split
+        self._devices = split.consumers.data_devices
+        self._assembler = Assembler(build)
+        self._transforms = (
+            [DeviceTransform(transform, device) for device in self._devices]
+            if (transform is not None)
+            else []
+        )
+        self._pools: dict[int, BufferPool] = {}
+        # Lightning looks for `batch_sampler.sampler.set_epoch`.
+        self.batch_sampler = SimpleNamespace(sampler=self)
+        self._epoch = 0
+        self._delivered = (0, 0, 0)  # epoch, position, steps
+        self._resume: tuple[int, int, int] | None = None
+        if not len(self):
+            raise ValueError(
+                f"batch_size={batch_size}, drop_last=True: the {split.num_rows} rows do not fill"
+                f" one step of {self.global_batch}; use a smaller batch_size or drop_last=False"
+            )
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a step over all processes, ``G``."""
+        return self.batch_size * self._split.consumers.num_consumers
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration has."""
+        self._epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the stream stands, the same on every rank: after the last step delivered."""
+        epoch, position, steps = self._delivered
+        return {"seed": self.stream.seed, "epoch": epoch, "position": position, "steps": steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where a saved stream stood, if the next iteration is of the same epoch.
+
+        Raises:
+            ValueError: The stream was saved with another seed or for more rows.
+        """
+        if state["seed"] != self.stream.seed:
+            raise ValueError(
+                f"the checkpoint was written with seed={state['seed']}, this loader has"
+                f" seed={self.stream.seed}: give the same seed to go on with the same row order"
+            )
+        if state["position"] > self.stream.num_rows:
+            raise ValueError(
+                f"the checkpoint stands at row {state['position']} of its epoch, and the store"
+                f" has {self.stream.num_rows} rows: it belongs to another dataset"
+            )
+        self._resume = (state["epoch"], state["position"], state["steps"])
+        self._delivered = self._resume
+
+    def __len__(self) -> int:
+        """Steps of the epoch, those before a resume included."""
+        if self._resume is not None and self._resume[0] == self._epoch:
+            return self._resume[2] + len(self._plan(self._resume[1]))
+        return len(self._plan(0))
+
+    def __iter__(self) -> Iterator[SuperBatch]:
+        # Nothing happens before the first step is asked for: Lightning calls iter() before it
+        # sets the epoch and loads the state.
+        return self._steps()
+
+    def to(self, device: torch.device) -> "AssembledLoader":
+        """A loader that assembles each super-batch on a device and yields plain batches."""
+        return AssembledLoader(self, device)
+
+    def _plan(self, start: int) -> StepPlan:
+        stream = self.stream
+        return StepPlan(
+            stream.num_rows, self.global_batch, stream.num_shards, self.drop_last, start
+        )
+
+    def _steps(self) -> Iterator[SuperBatch]:
+        epoch, position, steps = self._epoch, 0, 0
+        if self._resume is not None and self._resume[0] == epoch:
+            _, position, steps = self._resume
+        self._resume = None
+        plan = self._plan(position)
+        for first, bounds in self._blocks(plan):
+            for index, batch in enumerate(self._take_block(epoch, steps + first, bounds)):
+                self._delivered = (epoch, bounds[index][1], steps + first + index + 1)
+                yield batch
+
+    def _blocks(self, plan: StepPlan) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Consecutive steps whose order is worked out together, with the first one's index."""
+        per_block = max(1, _ORDER_BLOCK // self.global_batch)
+        for first in range(0, len(plan), per_block):
+            last = min(first + per_block, len(plan))
+            yield first, [plan.bounds(step) for step in range(first, last)]
+
+    def _take_block(
+        self, epoch: int, first_step: int, bounds: list[tuple[int, int]]
+    ) -> Iterator[SuperBatch]:
+        consumers = self._split.consumers
+        size, rank, count = consumers.size, consumers.rank, len(self._devices)
+        # This process serves the positions p with p % size == rank.
+        cuts = [-(-(bound - rank) // size) for bound in [bounds[0][0], *(b for _, b in bounds)]]
+        positions = range(cuts[0] * size + rank, cuts[-1] * size + rank, size)
+        shards, offsets = self.stream.at(epoch, positions)
+        lengths = [stop - start for start, stop in pairwise(cuts)]
+        firsts = [start % count for start in cuts[:-1]]
+        if self._is_together:
+            yield from self._take_together(shards, offsets, lengths, firsts)
+            return
+        start = 0
+        for index, (length, first) in enumerate(zip(lengths, firsts, strict=True)):
+            step = slice(start, start + length)
+            parts = [
+                self._take_part(
+                    device,
+                    shards[step][at::count],
+                    offsets[step][at::count],
+                    epoch,
+                    first_step + index,
+                )
+                for device in range(count)
+                for at in [(device - first) % count]
+            ]
+            yield SuperBatch(self._devices, length, first, parts=parts, assembler=self._assembler)
+            start += length
+
+    @property
+    def _is_together(self) -> bool:
+        """Whether all rows lie in one place on the only physical device, and stay as they are:
+        then one take serves all logical data devices."""
+        sources = self._split.sources
+        return (
+            not self._transforms
+            and len(sources) == 1
+            and all(device == sources[0].device for device in self._devices)
+        )
+
+    def _take_together(
+        self, shards: Integers, offsets: Integers, lengths: list[int], firsts: list[int]
+    ) -> Iterator[SuperBatch]:
+        source = self._split.sources[0]
+        locations = source.locate(shards, offsets, self.stream.num_shards)
+        places = torch.from_numpy(locations).to(source.device, non_blocking=True)
+        row_bytes = sum(tensor[:1].nbytes for tensor in source.tensors)
+        start = step = 0
+        while step < len(lengths):
+            # Several small steps in one take; the steps are views of what it gives.
+            stop = step + max(1, _TAKE_BYTES // max(1, lengths[step] * row_bytes))
+            taken = lengths[step:stop]
+            total = sum(taken)
+            leaves = self._take_into_buffer(source, places[start : start + total])
+            views = zip(*(torch.split(leaf, taken) for leaf in leaves), strict=True)
+            for length, first, whole in zip(taken, firsts[step:stop], views, strict=True):
+                yield SuperBatch(
+                    self._devices, length, first, whole=list(whole), assembler=self._assembler
+                )
+            start, step = start + total, step + len(taken)
+
+    def _take_into_buffer(self, source: ResidentShards, locations: Tensor) -> list[Tensor]:
+        if source.device.type != "cpu":
+            return source.take(locations)
+        return source.take(locations, self._pool_for(len(locations), source).get())
+
+    def _pool_for(self, num_rows: int, source: ResidentShards) -> BufferPool:
+        if num_rows not in self._pools:
+            shapes = [((num_rows, *t.shape[1:]), t.dtype) for t in source.tensors]
+            self._pools[num_rows] = BufferPool(shapes)
+        return self._pools[num_rows]
+
+    def _take_part(
+        self, index: int, shards: Integers, offsets: Integers, epoch: int, step: int
+    ) -> Any:
+        device = self._devices[index]
+        batch = self._assembler.build(self._take_rows(device, shards, offsets))
+        if self._transforms:
+            rank = self._split.consumers.rank + self._split.consumers.size * index
+            return self._transforms[index](batch, derive_seed(self.stream.seed, epoch, step, rank))
+        return batch
+
+    def _take_rows(self, device: torch.device, shards: Integers, offsets: Integers) -> list[Tensor]:
+        of_row = self._split.source_of_shard[shards]
+        used = np.unique(of_row)
+        parts = []
+        for which in used.tolist():
+            source = self._split.sources[which]
+            mine = np.flatnonzero(of_row == which)
+            places = source.locate(shards[mine], offsets[mine], self.stream.num_shards)
+            taken = source.take(torch.from_numpy(places).to(source.device, non_blocking=True))
+            parts.append((mine, [leaf.to(device, non_blocking=True) for leaf in taken]))
+        if len(parts) == 1:
+            return parts[0][1]
+        # Some shards of this device live elsewhere: their rows are put back into stream order.
+        order = torch.from_numpy(np.argsort(np.concatenate([mine for mine, _ in parts])))
+        order = order.to(device, non_blocking=True)
+        columns = zip(*(leaves for _, leaves in parts), strict=True)
+        return [torch.cat(leaves).index_select(0, order) for leaves in columns]
+
+
+class AssembledLoader:
+    """A zipped loader whose super-batches are assembled on one device: it yields plain batches.
+
+    Args:
+        loader: The zipped loader; its epoch and its state are shared.
+        device: Usually the root device.
+    """
+
+    def __init__(self, loader: ZippedLoader, device: torch.device) -> None:
+        self.loader = loader
+        self.device = device
+        self.batch_sampler = loader.batch_sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration has."""
+        self.loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the stream stands; see `ZippedLoader.state_dict`."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where a saved stream stood; see `ZippedLoader.load_state_dict`."""
+        self.loader.load_state_dict(state)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for super_batch in self.loader:
+            yield super_batch.to(self.device)

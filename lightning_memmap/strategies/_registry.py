@@ -1,0 +1,21 @@
+"""The strategy names of this pack, registered with Lightning's Trainer."""
+
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from lightning_memmap.strategies.superbatch import SuperBatchStrategy
+
+#: Name in ``Trainer(strategy=...)``, class, and what the name stands for.
+STRATEGIES: tuple[tuple[str, type[Strategy], str], ...] = (
+    (
+        "memmap_superbatch",
+        SuperBatchStrategy,
+        "one process: shards on all devices, super-batches on the root device, which trains",
+    ),
+)
+
+
+def register() -> None:
+    """Make the names known to the Trainer. Doing it again changes nothing."""
+    for name, strategy, description in STRATEGIES:
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, strategy, description=description)

@@ -1,0 +1,128 @@
+"""``memmap_superbatch``: all devices hold data, the root device trains."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from typing_extensions import override
+
+from lightning_memmap.loading import SuperBatch, ZippedLoader
+from lightning_memmap.placement import check_device
+
+
+class SuperBatchStrategy(SingleDeviceStrategy):
+    """Trains on the root device from data that all devices hold, in one process.
+
+    A `MemmapDataModule` places its shards on ``data_devices``; each step, every data device takes
+    its batch, and the batches are assembled on the root device, rows in stream order. The model
+    sees one batch of ``batch_size * len(data_devices)`` rows, so that training equals training on
+    one device with that batch size.
+
+    On a CPU, ``Trainer(devices=4)`` gives four logical data devices.
+
+    Args:
+        data_devices: Devices that hold shards, repeats allowed. By default all devices of the
+            Trainer, the root device first.
+        root_holds_data: Whether the root device holds shards when ``data_devices`` is not given.
+        accelerator: As for every Lightning strategy.
+        checkpoint_io: As for every Lightning strategy.
+        precision_plugin: As for every Lightning strategy.
+
+    Raises:
+        ValueError: A device does not exist, no device is left to hold data, or the Trainer asks
+            for more than one node.
+    """
+
+    strategy_name = "memmap_superbatch"
+
+    def __init__(
+        self,
+        data_devices: Sequence[str | torch.device] | None = None,
+        root_holds_data: bool = True,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+        )
+        if data_devices is not None and not data_devices:
+            raise ValueError("data_devices=[]: name at least one device, or leave it out")
+        if data_devices is not None and not root_holds_data:
+            raise ValueError(
+                "root_holds_data=False with data_devices: leave one of them out; the devices that"
+                " you name are the ones that hold data"
+            )
+        self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
+        self._root_holds_data = root_holds_data
+        self._parallel_devices: list[torch.device] = []
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices of the Trainer; it sets them. The first one is the root device."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if self._explicit is None and not self._root_holds_data and len(devices) < 2:
+            raise ValueError(
+                f"root_holds_data=False with Trainer(devices={len(devices)}): no device is left"
+                " to hold data; use at least 2 devices"
+            )
+        self._parallel_devices = list(devices)
+        self._root_device = devices[0]
+        for device in self.data_devices:
+            check_device(device)
+
+    @property
+    def data_devices(self) -> tuple[torch.device, ...]:
+        """The devices that hold shards and take batches."""
+        if self._explicit is not None:
+            return tuple(self._explicit)
+        first = 0 if self._root_holds_data else 1
+        return tuple(self._parallel_devices[first:])
+
+    @property
+    def num_nodes(self) -> int:
+        """One: the Trainer sets it, and more are refused."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1:
+            raise ValueError(
+                f"num_nodes={num_nodes}: memmap_superbatch is one process on one machine; use"
+                " Lightning's ddp or fsdp with the same MemmapDataModule for several"
+            )
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # Batches are assembled before Lightning sees them: the precision plugin and the
+        # module's transfer hooks are then given what they expect.
+        if isinstance(dataloader, ZippedLoader):
+            return dataloader.to(self.root_device)
+        return dataloader
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        # A super-batch comes here from a loader that the Trainer does not know as zipped.
+        if isinstance(batch, SuperBatch):
+            batch = batch.to(device or self.root_device)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"data_devices: {name!r} is no device: {error}") from error
+    # "cuda" and "cuda:0" are one device, and are compared.
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)
+    return device

@@ -1,0 +1,120 @@
+"""Batch transforms: what runs on every batch, on the data device that took it.
+
+Any callable or module that maps a batch to a batch is a batch transform. `PerSample` makes one of
+a callable that maps a sample.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.utils.data import default_collate
+
+
+class PerSample:
+    """Runs a per-sample callable on each row of a batch.
+
+    Without ``keywords`` the callable is given one sample in the structure of the batch, with
+    tensors as leaves on the batch's device, and returns one; the results are collated as
+    ``default_collate`` does.
+
+    With ``keywords`` it is called the way Albumentations wants it: with numpy arrays on the CPU
+    as keyword arguments, images with channels last, and it returns a mapping with the same keys.
+    What it returns goes back to the batch's device, images with channels first.
+
+    Args:
+        function: The per-sample callable, an Albumentations ``Compose`` for instance.
+        keywords: By keyword argument of the callable, the field it is given: the key, name or
+            position in the batch, levels joined by dots, such as ``{"image": "image", "mask":
+            "target.mask"}``. The batch must be of dicts and lists along these names.
+
+    Example:
+        >>> halve = PerSample(lambda sample: [sample[0] / 2, sample[1]])
+        >>> halve([torch.tensor([2.0, 4.0]), torch.tensor([0, 1])])
+        [tensor([1., 2.]), tensor([0, 1])]
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], keywords: Mapping[str, str] | None = None
+    ) -> None:
+        self.function = function
+        self.keywords = dict(keywords) if keywords is not None else None
+
+    def __call__(self, batch: Any) -> Any:
+        """Transform a batch of B rows.
+
+        Raises:
+            KeyError: A field that ``keywords`` names is not in the batch.
+        """
+        if self.keywords is not None:
+            return self._call_with_keywords(batch, self.keywords)
+        rows = _num_rows(batch)
+        samples = [
+            self.function(apply_to_collection(batch, Tensor, lambda leaf, row=row: leaf[row]))
+            for row in range(rows)
+        ]
+        return default_collate(samples)
+
+    def _call_with_keywords(self, batch: Any, keywords: dict[str, str]) -> Any:
+        fields = {keyword: _find(batch, name) for keyword, name in keywords.items()}
+        arrays = {keyword: _channels_last(leaf) for keyword, leaf in fields.items()}
+        results: dict[str, list[np.ndarray]] = {keyword: [] for keyword in keywords}
+        for row in range(_num_rows(batch)):
+            result = self.function(**{key: array[row] for key, array in arrays.items()})
+            for keyword, rows in results.items():
+                rows.append(np.asarray(result[keyword]))
+        for keyword, rows in results.items():
+            leaf = _channels_first(np.stack(rows), fields[keyword].ndim)
+            batch = _replace(batch, keywords[keyword].split("."), leaf.to(fields[keyword].device))
+        return batch
+
+
+def _num_rows(batch: Any) -> int:
+    leaves: list[Tensor] = []
+    apply_to_collection(batch, Tensor, leaves.append)
+    return len(leaves[0])
+
+
+def _key(container: Any, part: str) -> Any:
+    if isinstance(container, (list, tuple)):
+        return int(part)
+    return part
+
+
+def _find(batch: Any, name: str) -> Tensor:
+    found = batch
+    for part in name.split("."):
+        try:
+            found = found[_key(found, part)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise KeyError(f"keywords: the batch has no field {name!r}") from None
+    if not isinstance(found, Tensor):
+        raise KeyError(f"keywords: {name!r} is a {type(found).__name__}, not a field")
+    return found
+
+
+def _replace(batch: Any, path: list[str], leaf: Tensor) -> Any:
+    """A copy of the containers along the path, with another leaf at its end."""
+    if not path:
+        return leaf
+    key = _key(batch, path[0])
+    changed = dict(batch) if isinstance(batch, Mapping) else list(batch)
+    changed[key] = _replace(batch[key], path[1:], leaf)
+    return changed
+
+
+def _channels_last(leaf: Tensor) -> np.ndarray:
+    """Rows of (C, H, W) as (H, W, C); others as they are."""
+    array: np.ndarray = leaf.cpu().numpy()
+    return np.moveaxis(array, 1, -1) if array.ndim == 4 else array
+
+
+def _channels_first(array: np.ndarray, ndim: int) -> Tensor:
+    if ndim == 4 and array.ndim == 3:  # A transform dropped the only channel.
+        array = array[..., None]
+    if array.ndim == 4:
+        array = np.moveaxis(array, -1, 1)
+    return torch.from_numpy(np.ascontiguousarray(array))
