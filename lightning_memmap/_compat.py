@@ -1,5 +1,7 @@
 """The only user of names that torch and Lightning keep to themselves."""
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -9,5 +11,7 @@ def storage_use_count(tensor: Tensor) -> int:
 
     Views, tensors saved for backward, numpy arrays and DLPack capsules all count.
     """
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+    storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    # All who ask for the storage itself share one Python object, which C++ counts once.
+    return count + sys.getrefcount(storage)

@@ -45,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.path.append(os.getcwd())
     if given and given[0] == "store":
         sys.exit(_store_command(given[1:]))
-    LightningCLI(args=args, parser_kwargs={"description": _DESCRIPTION})
+    LightningCLI(args=None if args is None else given, parser_kwargs={"description": _DESCRIPTION})
 
 
 def _store_command(args: list[str]) -> int:

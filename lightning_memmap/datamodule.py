@@ -164,6 +164,8 @@ class MemmapDataModule(L.LightningDataModule):
 
     def teardown(self, stage: str | None = None) -> None:
         """Let go of the resident shards."""
+        for split in self._resident.values():
+            split.release()
         self._resident = {}
 
     def train_dataloader(self) -> ZippedLoader | AssembledLoader:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Integers = NDArray[np.int64]
 Digits = NDArray[np.uint32]
 
-_ROUNDS = 6
+_ROUNDS = 8
 _MAX_SEED = 2**63 - 1
 
 

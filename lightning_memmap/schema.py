@@ -31,6 +31,7 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 
 _MAX_DEPTH = 32
+_MAX_NAME_LENGTH = 255 - len(".memmap")  # What file systems take as a file name.
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -129,8 +130,11 @@ class Schema:
         _flatten(sample, self.structure, "", leaves)
         arrays = []
         for field, leaf in zip(self.fields, leaves, strict=True):
-            array, kind = _to_array(field.name, leaf)
-            found = (_array_dtype(field.name, array), tuple(array.shape))
+            try:
+                array, kind = _to_array(field.name, leaf)
+                found = (_array_dtype(field.name, array), tuple(array.shape))
+            except SchemaError as error:
+                raise SchemaError(f"{error}; expected {field} ({field.kind})") from error
             # A palette image and a grey one have the same shape and dtype, and other meanings.
             other_mode = kind.startswith("image") and kind != field.kind
             if found != (field.dtype, field.shape) or other_mode:
@@ -199,6 +203,11 @@ def _has_classes(node: Node) -> bool:
 def _check_names(names: list[str]) -> None:
     seen: dict[str, str] = {}
     for name in names:
+        if len(name) > _MAX_NAME_LENGTH:
+            raise SchemaError(
+                f"field {name!r}: the name is longer than the {_MAX_NAME_LENGTH} characters that"
+                " fit into a file name: use shorter keys in the dataset"
+            )
         # Compared without case, for file systems that do the same.
         if name.casefold() in seen:
             raise SchemaError(
@@ -209,8 +218,10 @@ def _check_names(names: list[str]) -> None:
 
 
 def _part(key: str | int) -> str:
-    # Percent-encoding keeps names unique and safe as file names; a dot separates levels.
-    return quote(str(key), safe="").replace(".", "%2E").replace("~", "%7E") or "%00"
+    # Percent-encoding, with "~" for "%", keeps names unique and safe as file names; tensordict
+    # encodes a "%" once more. A dot separates levels.
+    encoded = quote(str(key), safe="", errors="surrogatepass")
+    return encoded.replace(".", "%2E").replace("~", "%7E").replace("%", "~") or "~"
 
 
 def _field_name(path: tuple[str | int, ...]) -> str:
@@ -231,10 +242,11 @@ def _children(value: Any, path: tuple[str | int, ...]) -> tuple[str, list[Any], 
         return None
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, (str, int)) or isinstance(key, bool):
+            # Not their subclasses either: a store could not give an enum's member back.
+            if type(key) not in (str, int):
                 raise SchemaError(
-                    f"field {_field_name(path)!r}: the dict key {key!r} is neither a string nor"
-                    " an integer: rename it in the dataset"
+                    f"field {_field_name(path)!r}: the dict key {key!r} is neither a plain string"
+                    " nor a plain integer: rename it in the dataset"
                 )
         return "dict", list(value), list(value.values())
     if _is_namedtuple(value):
@@ -362,7 +374,9 @@ def _builder(node: Node, sample: Any, counter: Any) -> Callable[[Sequence[Tensor
         return lambda leaves: leaves[index]
     found = _children(sample, ()) if sample is not None else None
     samples: Sequence[Any] = [None] * len(node.keys)
-    if found is not None and found[0] == node.kind and set(found[1]) == set(node.keys):
+    if found is not None and (found[0] != node.kind or set(found[1]) != set(node.keys)):
+        found = None
+    if found is not None:
         by_key = dict(zip(found[1], found[2], strict=True))
         samples = [by_key[key] for key in node.keys]
     children = [_builder(*pair, counter) for pair in zip(node.children, samples, strict=True)]
@@ -414,7 +428,8 @@ def _node_from_json(value: Any, depth: int) -> Node:
         raise SchemaError(f"unknown container {kind!r}")
     keys, children = _entry(value, "keys", list), _entry(value, "children", list)
     name = _entry(value, "name", str) if kind in ("namedtuple", "dataclass") else ""
-    if any(type(key) not in (str, int) for key in keys) or len(keys) != len(children):
+    plain = all(type(key) in (str, int) for key in keys)
+    if not plain or len(set(keys)) != len(keys) or len(keys) != len(children):
         raise SchemaError(f"the keys {keys!r} do not fit {len(children)} children")
     if kind in ("tuple", "list") and keys != list(range(len(keys))):
         raise SchemaError(f"the keys of a {kind} are {keys!r}")

@@ -25,6 +25,10 @@ class PerSample:
     as keyword arguments, images with channels last, and it returns a mapping with the same keys.
     What it returns goes back to the batch's device, images with channels first.
 
+    A callable with random numbers of its own and a method ``set_random_seed``, as a ``Compose``
+    has since Albumentations 1.4.21, is seeded for each batch from torch's global generator, which
+    the loader seeds: so a run can be repeated and resumed exactly.
+
     Args:
         function: The per-sample callable, an Albumentations ``Compose`` for instance.
         keywords: By keyword argument of the callable, the field it is given: the key, name or
@@ -49,6 +53,9 @@ class PerSample:
         Raises:
             KeyError: A field that ``keywords`` names is not in the batch.
         """
+        set_random_seed = getattr(self.function, "set_random_seed", None)
+        if set_random_seed is not None:
+            set_random_seed(int(torch.randint(2**31, ())))
         if self.keywords is not None:
             return self._call_with_keywords(batch, self.keywords)
         rows = _num_rows(batch)

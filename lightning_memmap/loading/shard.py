@@ -100,6 +100,11 @@ class ResidentSplit:
     sources: list[ResidentShards]
     source_of_shard: Integers
 
+    def release(self) -> None:
+        """Let go of the rows. A loader over this split, which a Trainer keeps long after it has
+        used it, gives no more batches then."""
+        self.sources.clear()
+
 
 def load_split(store: Store, consumers: Consumers, plan: SplitPlacement) -> ResidentSplit:
     """Bring the shards of a split to where the plan wants them.

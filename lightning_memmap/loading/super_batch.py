@@ -1,6 +1,7 @@
 """A super-batch: the batches of all data devices in one step, still on their devices."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +68,9 @@ class SuperBatch:
             used again after the caller has let go of it.
 
         Raises:
-            ValueError: The transform returned a tensor whose first dimension is not its batch's.
+            ValueError: The transform returned a tensor whose first dimension is not its batch's,
+                or other tensors on one data device than on another.
+            TypeError: The transform returned something else than tensors in containers.
         """
         target = torch.device(device)
         if self._whole is not None:
@@ -100,13 +103,12 @@ class Assembler:
 
     def interleave(self, parts: list[Any], first: int, num_rows: int, device: torch.device) -> Any:
         """One batch from one part per data device; see `SuperBatch` for the order of rows."""
-        leaves = [_tensors(part) for part in parts]
+        leaves = _checked_leaves(parts, first, num_rows)
         if len(parts) == 1:
             if all(leaf.device == device for leaf in leaves[0]):
                 return parts[0]
             outs = [leaf.to(device, non_blocking=True) for leaf in leaves[0]]
         else:
-            _check_parts(leaves, first, num_rows)
             outs = self._buffers(leaves[0], num_rows, device)
             for index, part in enumerate(leaves):
                 start = (index - first) % len(parts)
@@ -126,31 +128,47 @@ class Assembler:
         return self._pool.get()
 
 
-def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    apply_to_collection(batch, Tensor, note)
-    return found
-
-
-def _check_parts(leaves: list[list[Tensor]], first: int, num_rows: int) -> None:
-    count = len(leaves)
-    for index, part in enumerate(leaves):
-        start = (index - first) % count
-        rows = len(range(start, num_rows, count))
-        if len(part) != len(leaves[0]):
+def _checked_leaves(parts: list[Any], first: int, num_rows: int) -> list[list[Tensor]]:
+    """The tensors of each part, which has one row of each for every row of its batch."""
+    named = [dict(_leaves(part)) for part in parts]
+    for index, part in enumerate(named):
+        rows = len(range((index - first) % len(parts), num_rows, len(parts)))
+        if list(part) != list(named[0]):
             raise ValueError(
-                f"transform: it returned {len(part)} tensors on data device {index} and"
-                f" {len(leaves[0])} on data device 0; it must return the same structure on all"
+                f"transform: it returned the tensors {list(part)} on data device {index} and"
+                f" {list(named[0])} on data device 0; it must return the same structure on all"
             )
-        for leaf, other in zip(part, leaves[0], strict=True):
+        for name, leaf in part.items():
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"transform: it returned a {type(leaf).__name__} at batch{name}; return"
+                    " tensors, in any nesting of dicts, lists, tuples and dataclasses"
+                )
+            other = named[0][name]
             if leaf.ndim == 0 or len(leaf) != rows or leaf.shape[1:] != other.shape[1:]:
                 raise ValueError(
                     f"transform: it returned a tensor of shape {tuple(leaf.shape)} for a batch of"
                     f" {rows} rows on data device {index}; the first dimension of every tensor"
                     " must be the rows of the batch, and the others alike on all data devices"
                 )
+            if leaf.dtype != other.dtype:
+                raise ValueError(
+                    f"transform: it returned {leaf.dtype} at batch{name} on data device {index}"
+                    f" and {other.dtype} on data device 0; it must return one dtype on all"
+                )
+    return [list(part.values()) for part in named]
+
+
+def _leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values in the order of `apply_to_collection`."""
+    if isinstance(batch, Mapping):
+        for key, child in batch.items():
+            yield from _leaves(child, f"{name}[{key!r}]")
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        for index, child in enumerate(batch):
+            yield from _leaves(child, f"{name}[{index}]")
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Tensor)):
+        for field in dataclasses.fields(batch):
+            yield from _leaves(getattr(batch, field.name), f"{name}.{field.name}")
+    else:
+        yield name, batch

@@ -1,6 +1,7 @@
 """The zipped loader: one super-batch per step from the shards of all data devices."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,25 @@ from lightning_memmap.order import Integers, StepPlan, Stream, derive_seed
 _ORDER_BLOCK = 16384
 #: Steps smaller than this are taken several at once.
 _TAKE_BYTES = 256 * 2**10
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """Where a stream stands, the same on every rank.
+
+    Args:
+        seed: Seed of the order.
+        num_shards: Shards of the stream.
+        epoch: The epoch.
+        position: The first position of the epoch that was not delivered.
+        steps: The steps of the epoch that were delivered.
+    """
+
+    seed: int
+    num_shards: int
+    epoch: int = 0
+    position: int = 0
+    steps: int = 0
 
 
 class ZippedLoader:
@@ -69,9 +89,10 @@ class ZippedLoader:
         # Lightning looks for `batch_sampler.sampler.set_epoch`.
         self.batch_sampler = SimpleNamespace(sampler=self)
         self._epoch = 0
-        self._delivered = (0, 0, 0)  # epoch, position, steps
-        self._resume: tuple[int, int, int] | None = None
-        if not len(self):
+        self._began = StreamState(seed, split.num_shards)
+        self._position = self._steps_taken = 0
+        self._resume: StreamState | None = None
+        if not self.num_steps:
             raise ValueError(
                 f"batch_size={batch_size}, drop_last=True: the {split.num_rows} rows do not fill"
                 f" one step of {self.global_batch}; use a smaller batch_size or drop_last=False"
@@ -88,32 +109,48 @@ class ZippedLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Where the stream stands, the same on every rank: after the last step delivered."""
-        epoch, position, steps = self._delivered
-        return {"seed": self.stream.seed, "epoch": epoch, "position": position, "steps": steps}
+        return asdict(replace(self._began, position=self._position, steps=self._steps_taken))
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where a saved stream stood, if the next iteration is of the same epoch.
 
-        Raises:
-            ValueError: The stream was saved with another seed or for more rows.
+        The number of data devices and the batch size may be others than before.
         """
-        if state["seed"] != self.stream.seed:
+        self._began = self._resume = StreamState(**state)
+        self._position, self._steps_taken = self._began.position, self._began.steps
+
+    def _start(self) -> StreamState:
+        """Where the epoch begins: at its first row, or where a saved stream stood.
+
+        Raises:
+            ValueError: The saved stream had another row order than this one.
+        """
+        stream, saved = self.stream, self._resume
+        if saved is None or saved.epoch != self._epoch:
+            return StreamState(stream.seed, stream.num_shards, self._epoch)
+        for name in ("seed", "num_shards"):
+            if (then := getattr(saved, name)) != (now := getattr(stream, name)):
+                raise ValueError(
+                    f"the checkpoint stands inside an epoch with {name}={then}, and this loader"
+                    f" has {name}={now}, which is another row order: resume with {name}={then}"
+                    " (for shards: with a number of data devices that divides it), or from a"
+                    " checkpoint of the end of an epoch"
+                )
+        if saved.position > stream.num_rows:
             raise ValueError(
-                f"the checkpoint was written with seed={state['seed']}, this loader has"
-                f" seed={self.stream.seed}: give the same seed to go on with the same row order"
+                f"the checkpoint stands at row {saved.position} of its epoch, and the store has"
+                f" {stream.num_rows} rows: it belongs to another dataset"
             )
-        if state["position"] > self.stream.num_rows:
-            raise ValueError(
-                f"the checkpoint stands at row {state['position']} of its epoch, and the store"
-                f" has {self.stream.num_rows} rows: it belongs to another dataset"
-            )
-        self._resume = (state["epoch"], state["position"], state["steps"])
-        self._delivered = self._resume
+        return saved
 
     def __len__(self) -> int:
         """Steps of the epoch, those before a resume included."""
-        if self._resume is not None and self._resume[0] == self._epoch:
-            return self._resume[2] + len(self._plan(self._resume[1]))
+        start = self._start()
+        return start.steps + len(self._plan(start.position))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch that is not resumed."""
         return len(self._plan(0))
 
     def __iter__(self) -> Iterator[SuperBatch]:
@@ -132,22 +169,31 @@ class ZippedLoader:
         )
 
     def _steps(self) -> Iterator[SuperBatch]:
-        epoch, position, steps = self._epoch, 0, 0
-        if self._resume is not None and self._resume[0] == epoch:
-            _, position, steps = self._resume
-        self._resume = None
-        plan = self._plan(position)
-        for first, bounds in self._blocks(plan):
-            for index, batch in enumerate(self._take_block(epoch, steps + first, bounds)):
-                self._delivered = (epoch, bounds[index][1], steps + first + index + 1)
-                yield batch
+        if not self._split.sources:
+            raise RuntimeError(
+                "the shards of this loader were let go of by teardown(): call setup(), and ask for"
+                " a new loader"
+            )
+        self._began = start = self._start()
+        self._position, self._steps_taken, self._resume = start.position, start.steps, None
+        for bounds in self._blocks(self._plan(start.position)):
+            super_batches = self._take_block(start.epoch, self._steps_taken, bounds)
+            for _, position in bounds:
+                # What was delivered counts, before the consumer sees it: a checkpoint that is
+                # written during a step goes on with the next one.
+                super_batch = next(super_batches)
+                self._position = position
+                self._steps_taken += 1
+                yield super_batch
+                # Not held while the next one is taken: its memory may be free by then.
+                del super_batch
 
-    def _blocks(self, plan: StepPlan) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Consecutive steps whose order is worked out together, with the first one's index."""
+    def _blocks(self, plan: StepPlan) -> Iterator[list[tuple[int, int]]]:
+        """The bounds of consecutive steps whose order is worked out together."""
         per_block = max(1, _ORDER_BLOCK // self.global_batch)
         for first in range(0, len(plan), per_block):
             last = min(first + per_block, len(plan))
-            yield first, [plan.bounds(step) for step in range(first, last)]
+            yield [plan.bounds(step) for step in range(first, last)]
 
     def _take_block(
         self, epoch: int, first_step: int, bounds: list[tuple[int, int]]
@@ -204,12 +250,25 @@ class ZippedLoader:
             stop = step + max(1, _TAKE_BYTES // max(1, lengths[step] * row_bytes))
             taken = lengths[step:stop]
             total = sum(taken)
-            leaves = self._take_into_buffer(source, places[start : start + total])
-            views = zip(*(torch.split(leaf, taken) for leaf in leaves), strict=True)
-            for length, first, whole in zip(taken, firsts[step:stop], views, strict=True):
-                yield SuperBatch(
-                    self._devices, length, first, whole=list(whole), assembler=self._assembler
+            # Ordinary tensors in inference mode too: it may be over before the last of these steps.
+            with torch.inference_mode(False):
+                leaves = self._take_into_buffer(source, places[start : start + total])
+                columns = [torch.split(leaf, taken) for leaf in leaves]
+                del leaves
+            views = [list(view) for view in zip(*columns, strict=True)]
+            del columns
+            for index, length in enumerate(taken):
+                whole, views[index] = views[index], []
+                super_batch = SuperBatch(
+                    self._devices,
+                    length,
+                    firsts[step + index],
+                    whole=whole,
+                    assembler=self._assembler,
                 )
+                del whole
+                yield super_batch
+                del super_batch
             start, step = start + total, step + len(taken)
 
     def _take_into_buffer(self, source: ResidentShards, locations: Tensor) -> list[Tensor]:
@@ -282,4 +341,7 @@ class AssembledLoader:
 
     def __iter__(self) -> Iterator[Any]:
         for super_batch in self.loader:
-            yield super_batch.to(self.device)
+            batch = super_batch.to(self.device)
+            del super_batch
+            yield batch
+            del batch

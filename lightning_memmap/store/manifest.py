@@ -5,6 +5,7 @@ size and name in it is checked before a file is touched.
 """
 
 import json
+import math
 import os
 import re
 import stat
@@ -24,6 +25,7 @@ VERSION = 1
 
 _MAX_MANIFEST_BYTES = 256 * 2**20
 _MAX_SHARDS = 2**20
+_MAX_FILE_BYTES = 2**62
 _HEX = re.compile(r"[0-9a-f]{16}")
 
 
@@ -93,7 +95,7 @@ class Manifest:
         """
         try:
             check_regular(directory / MANIFEST)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise StoreNotFoundError(
                 f"no store at {directory}: build it by giving the dataset, or with"
                 f" `lightning-memmap store build {directory} --dataset ...`"
@@ -123,6 +125,11 @@ class Manifest:
         schema = Schema.from_json(body)
         num_rows = _count(body, "num_rows", 2**48)
         num_shards = _count(body, "num_shards", _MAX_SHARDS)
+        for field in schema.fields:
+            # Empty sizes count as one: torch multiplies them in this way for the strides.
+            sizes = (max(1, size) for size in field.shape)
+            if num_rows * math.prod(sizes) * field.dtype.itemsize > _MAX_FILE_BYTES:
+                raise ValueError(f"{num_rows} rows of {field} fit into no file")
         sums = body.get("checksums")
         names = [field.name for field in schema.fields]
         if not isinstance(sums, dict) or list(sums) != names:
@@ -180,6 +187,15 @@ def check_files(directory: Path, manifest: Manifest) -> None:
                 f"{path} has {found} bytes, expected {expected}"
                 f" ({manifest.num_rows} rows of {field}): build the store again"
             )
+
+
+def manifest_mark(directory: Path) -> tuple[int, int] | None:
+    """What changes when another store takes the place of this one; None without a manifest."""
+    try:
+        status = os.lstat(directory / MANIFEST)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def check_regular(path: Path) -> int:

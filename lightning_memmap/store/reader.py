@@ -9,11 +9,12 @@ import torch
 from tensordict import MemoryMappedTensor
 from torch import Tensor
 
+from lightning_memmap.errors import MemmapError
 from lightning_memmap.order import shard_rows, shard_starts
 from lightning_memmap.schema import Field, Schema
-from lightning_memmap.store.manifest import Manifest, check_files, field_path
+from lightning_memmap.store.manifest import Manifest, check_files, field_path, manifest_mark
 from lightning_memmap.store.probes import check_same_dataset
-from lightning_memmap.store.recovery import is_interrupted, locked, recover
+from lightning_memmap.store.recovery import finish_interrupted, is_interrupted
 
 
 class Store:
@@ -118,10 +119,19 @@ def open_store(path: str | Path) -> Store:
         StoreError: The manifest is damaged or of another version, or a file is missing, linked
             or of the wrong size.
     """
-    directory = Path(path).absolute()
-    if is_interrupted(directory):
-        with locked(directory):
-            recover(directory)
-    manifest = Manifest.read(directory)
-    check_files(directory, manifest)
-    return Store(directory, manifest)
+    directory = Path(path).resolve()
+    while True:
+        finish_interrupted(directory)
+        before = manifest_mark(directory)
+        try:
+            manifest = Manifest.read(directory)
+            check_files(directory, manifest)
+            store = Store(directory, manifest)
+        except (MemmapError, OSError, RuntimeError):
+            if not is_interrupted(directory) and manifest_mark(directory) == before:
+                raise
+        else:
+            # Else another process has just replaced the store: its files must not be read by
+            # the manifest of the old one.
+            if manifest_mark(directory) == before:
+                return store

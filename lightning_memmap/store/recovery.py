@@ -59,6 +59,13 @@ def is_interrupted(directory: Path) -> bool:
     )
 
 
+def finish_interrupted(directory: Path) -> None:
+    """Let a reader finish the replacement that a killed process left half done."""
+    if is_interrupted(directory):
+        with locked(directory):
+            recover(directory)
+
+
 def recover(directory: Path) -> None:
     """Finish, or else undo, a replacement that was interrupted. The lock must be held."""
     old = _old_path(directory)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.manifest import Manifest, check_files, field_path
+from lightning_memmap.store.recovery import finish_interrupted
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def verify_store(
         StoreNotFoundError: There is no store at this path.
         StoreError: The manifest is damaged, or a file is missing or has the wrong size.
     """
-    directory = Path(path)
+    directory = Path(path).resolve()
+    finish_interrupted(directory)
     manifest = Manifest.read(directory)
     check_files(directory, manifest)
     found = compute_checksums(

@@ -96,7 +96,7 @@ def build_store(
         raise ValueError(f"num_shards={num_shards}: at least 1 is needed")
     if num_workers < 0:
         raise ValueError(f"num_workers={num_workers}: 0 or more processes")
-    directory = Path(path).absolute()
+    directory = Path(path).resolve()
     directory.parent.mkdir(parents=True, exist_ok=True)
     with locked(directory):
         recover(directory)
@@ -346,8 +346,11 @@ def _read_journal(
     except (OSError, ValueError, StoreError):
         # Whatever cannot be read there is no build to resume: a new one starts.
         return None
-    lines = text.split("\n")[:-1]  # What follows the last line end was cut off by the kill.
-    return {int(line) for line in lines if line.isdecimal()}
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        # A kill cut the last line off; what is noted next must not be joined to it.
+        os.truncate(building / _JOURNAL, len(whole))
+    return {int(line) for line in whole.split() if line.isdecimal()}
 
 
 def _as_it_is(outcome: Any) -> Any:
@@ -393,6 +396,8 @@ class _BlockWriter(Dataset[Any]):
             for buffer, leaf in zip(self._buffers, leaves, strict=True):
                 buffer.set(index, leaf)
         for buffer in self._buffers:
+            if not buffer.row_bytes:
+                continue
             for shard, rows in _deal(first, num_rows, build.num_shards):
                 place = self._starts[shard] + (first + rows.start) // build.num_shards
                 _write_all(buffer.descriptor, buffer.rows(rows), place * buffer.row_bytes)

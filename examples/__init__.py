@@ -1,0 +1,1 @@
+"""Examples: each file is a script and a module whose classes the configs name."""

@@ -1,0 +1,5 @@
+"""Callbacks of this pack, one file each."""
+
+from lightning_memmap.callbacks.run_summary import RunSummary
+
+__all__ = ["RunSummary"]

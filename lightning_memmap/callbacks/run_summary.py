@@ -1,0 +1,204 @@
+"""A table at the end of a run: what was stored, where it was placed, how fast it was used."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.data import extract_batch_size
+from rich import get_console
+from rich.table import Table
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.order import shard_rows
+from lightning_memmap.placement import Consumers, Residency, SplitPlacement, format_bytes
+from lightning_memmap.store.manifest import Manifest
+
+
+class RunSummary(L.Callback):
+    """Prints one table after ``fit`` and one after ``test``.
+
+    It shows for each split what its store holds, for each data device which shards it held, the
+    throughput of training, and the metrics that the run logged. The table of a test shows the fit
+    before it too, so that the last table of a program tells the whole of it.
+
+    Throughput is rows per second over all processes: the rows that the training steps of an epoch
+    were given, divided by the wall time of that epoch without its validation. The first epoch of
+    a fit is the warm-up and stands apart; of the others the table gives the median, the slowest
+    and the fastest.
+
+    All ranks run this callback and wait for their own device once an epoch. Rank zero prints, and
+    of data devices it shows those of its own process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._splits: dict[str, _Split] = {}
+        self._rates: list[float] = []
+        self._rows = 0
+        self._epoch_start_s = self._validation_start_s = 0.0
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Note what the data module has stored and placed for this stage.
+
+        Raises:
+            TypeError: The Trainer runs without a `MemmapDataModule`.
+        """
+        data = getattr(trainer, "datamodule", None)
+        if not isinstance(data, MemmapDataModule) or data.placement is None:
+            raise TypeError(
+                f"RunSummary: the Trainer's data module is a {type(data).__name__}, and the"
+                " summary is about stores and shards: pass datamodule=MemmapDataModule(...), or"
+                " leave the callback out"
+            )
+        if stage == "fit":
+            self._splits, self._rates = {}, []
+        for name, store in data.stores.items():
+            self._splits[name] = _Split(
+                store.manifest, data.placement.splits[name], data.placement.consumers
+            )
+
+    @override
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._rows = 0
+        self._epoch_start_s = _now_s(trainer)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._rows += extract_batch_size(batch)
+
+    @override
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validation_start_s = _now_s(trainer)
+
+    @override
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # As if the epoch had begun later. Outside an epoch this means nothing and does no harm.
+        self._epoch_start_s += _now_s(trainer) - self._validation_start_s
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        train = self._splits["train"]
+        # Rank 0 of R has the positions p with p % R == 0: at most R - 1 rows more than others.
+        rows = min(self._rows * train.consumers.size, train.manifest.num_rows)
+        self._rates.append(rows / (_now_s(trainer) - self._epoch_start_s))
+
+    @override
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._print(trainer, "fit")
+
+    @override
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._print(trainer, "test")
+
+    def _print(self, trainer: L.Trainer, stage: str) -> None:
+        # On every rank: a metric that is computed here for the first time is synchronised.
+        metrics = dict(trainer.callback_metrics)
+        _print_table(self._table(stage, metrics))
+
+    def _table(self, stage: str, metrics: Mapping[str, Tensor]) -> Table:
+        table = Table(title="Run summary", title_justify="left", show_header=False)
+        table.add_column(style="bold")
+        table.add_column()
+        table.add_column(overflow="fold")
+        sections = {
+            "stored": self._stored(),
+            "placed": self._placed(),
+            "samples/s": self._throughput(),
+            stage: {name: f"{float(value):.4g}" for name, value in metrics.items()},
+        }
+        for section, lines in sections.items():
+            for index, (name, value) in enumerate(lines.items()):
+                table.add_row(section if index == 0 else "", name, value)
+            table.add_section()
+        return table
+
+    def _stored(self) -> dict[str, str]:
+        lines = {}
+        for name, split in self._splits.items():
+            fields = "; ".join(f"{field.name} {field}" for field in split.manifest.schema.fields)
+            size = format_bytes(split.manifest.num_bytes)
+            lines[name] = f"{split.manifest.num_rows:,} rows, {size}: {fields}"
+        return lines
+
+    def _placed(self) -> dict[str, str]:
+        """By data device, what it held: shards by residency, all splits together."""
+        held: dict[str, dict[Residency, _Holding]] = defaultdict(lambda: defaultdict(_Holding))
+        for name, split in self._splits.items():
+            shard_bytes = (
+                shard_rows(split.placement.num_rows, split.placement.num_shards)
+                * split.placement.row_bytes
+            )
+            for shard, residency in enumerate(split.placement.residency):
+                index = split.consumers.owner(shard)
+                if index is not None and residency is not None:
+                    device = f"{index}: {split.consumers.data_devices[index]}"
+                    held[device][residency].add(name, int(shard_bytes[shard]))
+        return {
+            device: "; ".join(f"{residency.value}: {holding}" for residency, holding in by.items())
+            for device, by in held.items()
+        }
+
+    def _throughput(self) -> dict[str, str]:
+        lines = {}
+        if self._rates:
+            lines["first epoch"] = f"{self._rates[0]:,.0f} (warm-up)"
+        if later := self._rates[1:]:
+            lines["later epochs"] = (
+                f"{median(later):,.0f} (median of {len(later)}; {min(later):,.0f} to"
+                f" {max(later):,.0f})"
+            )
+        return lines
+
+
+@dataclass(frozen=True)
+class _Split:
+    """One split as it was stored and placed."""
+
+    manifest: Manifest
+    placement: SplitPlacement
+    consumers: Consumers
+
+
+class _Holding:
+    """The shards of one data device with one residency."""
+
+    def __init__(self) -> None:
+        self._shards: dict[str, int] = defaultdict(int)
+        self._bytes = 0
+
+    def add(self, split: str, num_bytes: int) -> None:
+        self._shards[split] += 1
+        self._bytes += num_bytes
+
+    def __str__(self) -> str:
+        splits = ", ".join(f"{count} {split}" for split, count in self._shards.items())
+        return f"{splits} shards, {format_bytes(self._bytes)}"
+
+
+def _now_s(trainer: L.Trainer) -> float:
+    """The clock, read once the root device has done what it was given."""
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize(trainer.strategy.root_device)
+    return perf_counter()
+
+
+@rank_zero_only
+def _print_table(table: Table) -> None:
+    # The console of Lightning's rich progress bar, which a print on another one would break up.
+    get_console().print(table)

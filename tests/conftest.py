@@ -1,0 +1,86 @@
+"""Guards that every test runs under, the warnings that are not ours, and stores to share."""
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from time import monotonic, sleep
+
+import pytest
+import torch
+
+from lightning_memmap.store import Store, build_store
+from tests.rows import NumberedRows
+
+#: Warnings of other packages that say nothing about ours. All others are errors.
+_FOREIGN_WARNINGS = (
+    # Tests train for a few steps: less than Lightning's logging interval.
+    "ignore:The number of training batches .* is smaller than the logging interval",
+    # Several fits of one test write to one directory.
+    "ignore:Checkpoint directory .* exists and is not empty",
+    # Modules of tests override hooks that data modules have too.
+    "ignore:You have overridden `.*` in `LightningModule` but have passed in a",
+    # Lightning builds its tree specs from a torch class that torch has renamed.
+    "ignore:.*isinstance\\(treespec, LeafSpec\\).* is deprecated",
+)
+_SETTLE_S = 10.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in _FOREIGN_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(autouse=True)
+def guard_environment() -> Iterator[None]:
+    """A test leaves the environment variables as it found them."""
+    before = _environment()
+    yield
+    after = _environment()
+    for name in before.keys() | after.keys():
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    leaked = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
+    assert not leaked, f"the test changed environment variables: {leaked}"
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture(autouse=True)
+def guard_process_group() -> Iterator[None]:
+    """A test leaves no process group behind."""
+    yield
+    leaked = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if leaked:
+        torch.distributed.destroy_process_group()
+    assert not leaked, "the test left a process group behind"
+
+
+@pytest.fixture(autouse=True)
+def guard_threads() -> Iterator[None]:
+    """A test leaves no thread running."""
+    before = set(threading.enumerate())
+    yield
+    deadline = monotonic() + _SETTLE_S
+    while (leaked := set(threading.enumerate()) - before) and monotonic() < deadline:
+        sleep(0.01)
+    assert not leaked, f"the test left threads running: {leaked}"
+
+
+@pytest.fixture(scope="session")
+def numbered_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Store]:
+    """Stores of numbered rows, by number of rows and of shards; each is built once."""
+    directory = tmp_path_factory.mktemp("numbered")
+
+    @functools.cache
+    def build(num_rows: int, num_shards: int) -> Store:
+        path = directory / f"{num_rows}-{num_shards}"
+        return build_store(NumberedRows(num_rows), path, num_shards=num_shards, progress=False)
+
+    return build

@@ -1,0 +1,480 @@
+"""The examples: scripts and configs run as a user runs them, and their parts by what they do."""
+
+import gzip
+import hashlib
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from examples import digits, segmentation
+from examples.digits import Digits, FashionMNIST, Normalize, ShiftAndNormalize, read_idx
+from examples.segmentation import MirrorAndTurn, Shapes, ToTraining
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.loading.transform import DeviceTransform
+from lightning_memmap.transforms import PerSample
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+TIMEOUT_S = 200
+
+
+def run(directory: Path, *command: str) -> str:
+    """Run a program whose working directory is empty at first; its whole output."""
+    environment = {
+        **os.environ,
+        "COLUMNS": "160",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+def run_cli(directory: Path, stage: str, config: str, *options: str) -> str:
+    path = str(ROOT / "examples" / "configs" / config)
+    return run(directory, "-m", "lightning_memmap", stage, "--config", path, *options)
+
+
+def metric(printed: str, name: str) -> float:
+    """A metric from the last table that names it."""
+    found = re.findall(rf"{name} +│ +([0-9.]+) +│", printed)
+    assert found, printed[-5000:]
+    return float(found[-1])
+
+
+# Scripts
+
+
+def test_digits_script_learns_and_summarises(tmp_path: Path) -> None:
+    printed = run(tmp_path, str(ROOT / "examples" / "digits.py"))
+    assert metric(printed, "test_accuracy") > 0.95
+    summary = printed.rpartition("Run summary")[2]
+    assert "1,257 rows" in summary
+    assert "3: cpu" in summary
+    assert "samples/s" in summary
+    assert [path.name for path in tmp_path.iterdir()] == ["stores"]
+
+
+def test_segmentation_script_learns_and_summarises(tmp_path: Path) -> None:
+    printed = run(tmp_path, str(ROOT / "examples" / "segmentation.py"), "--max_epochs", "4")
+    # Without learning: about 0.2 (all background), 0.5 and 0.6.
+    assert metric(printed, "test_mask_iou") > 0.45
+    assert metric(printed, "test_striped_accuracy") > 0.9
+    assert metric(printed, "test_kinds_accuracy") > 0.65
+    assert "640 rows" in printed.rpartition("Run summary")[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["stores"]
+
+
+# Configs
+
+
+@pytest.mark.parametrize(
+    ("name", "max_epochs", "measure", "at_least"),
+    [("digits", 4, "accuracy", 0.9), ("segmentation", 2, "striped_accuracy", 0.8)],
+)
+def test_config_serves_all_subcommands(
+    tmp_path: Path, name: str, max_epochs: int, measure: str, at_least: float
+) -> None:
+    config = f"{name}.yaml"
+    run_cli(tmp_path, "fit", config, "--trainer.max_epochs", str(max_epochs))
+    checkpoint = ("--ckpt_path", f"checkpoints/{name}/best.ckpt")
+    validated = run_cli(tmp_path, "validate", config, *checkpoint)
+    assert metric(validated, f"val_{measure}") > at_least
+    tested = run_cli(tmp_path, "test", config, *checkpoint)
+    assert metric(tested, f"test_{measure}") > at_least
+    run_cli(tmp_path, "predict", config, *checkpoint)
+    # All of these are git-ignored.
+    made = sorted(path.name for path in tmp_path.iterdir())
+    assert made == ["checkpoints", "lightning_logs", "stores"]
+
+
+# Digits and Fashion-MNIST
+
+
+def test_digits_splits_are_disjoint_and_repeat() -> None:
+    splits = {name: Digits(name) for name in ("train", "val", "test")}
+    assert [len(split) for split in splits.values()] == [1257, 270, 270]
+    for name, split in splits.items():
+        again = Digits(name)
+        assert torch.equal(split.images, again.images)
+        assert split.labels == again.labels
+        assert set(split.labels) == set(range(10))
+    whole = torch.cat([split.images for split in splits.values()])
+    from_file = digits.load_digits().images.reshape(-1, 64)
+    assert len(whole) == len(from_file)
+    ours = sorted(map(tuple, np.rint(whole.reshape(-1, 64).numpy() * (16 / 255)).tolist()))
+    assert ours == sorted(map(tuple, from_file.tolist()))
+    assert Digits("train")[0]["image"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("dataset", [Digits, FashionMNIST, Shapes])
+def test_datasets_unknown_split_is_refused(dataset: Any) -> None:
+    with pytest.raises(ValueError, match="split='dev': choose one of train, val, test"):
+        dataset("dev")
+
+
+needs_fashion_mnist = pytest.mark.skipif(
+    not digits.DEBIAN_FOLDER.exists(),
+    reason=f"no {digits.DEBIAN_FOLDER}: apt-get install dataset-fashion-mnist",
+)
+
+
+@needs_fashion_mnist
+def test_fashion_mnist_files_give_all_rows() -> None:
+    splits = {name: FashionMNIST(name) for name in ("train", "val", "test")}
+    assert [len(split) for split in splits.values()] == [55_000, 5_000, 10_000]
+    known = torch.cat([splits["train"].images, splits["val"].images]).float() / 255
+    assert known.mean().item() == pytest.approx(0.2860, abs=1e-4)
+    assert known.std().item() == pytest.approx(0.3530, abs=1e-4)
+    labels = splits["train"].labels + splits["val"].labels
+    assert np.bincount(labels).tolist() == [6000] * 10
+    assert np.bincount(splits["test"].labels).tolist() == [1000] * 10
+    # The first training image is an ankle boot.
+    assert splits["train"][0]["label"] == 9
+    assert splits["train"][0]["image"].shape == (1, 28, 28)
+
+
+@needs_fashion_mnist
+def test_fashion_mnist_config_learns(tmp_path: Path) -> None:
+    limits = {"limit_train_batches": "60", "limit_val_batches": "5", "max_epochs": "1"}
+    options = [word for name, limit in limits.items() for word in (f"--trainer.{name}", limit)]
+    fitted = run_cli(tmp_path, "fit", "fashion_mnist.yaml", *options)
+    assert metric(fitted, "val_accuracy") > 0.6
+    assert "55,000 rows" in fitted
+
+
+def test_fashion_mnist_script_without_files_names_the_ways_out(tmp_path: Path) -> None:
+    command = [str(ROOT / "examples" / "digits.py"), "--data", "fashion-mnist"]
+    with pytest.raises(AssertionError, match="apt-get install dataset-fashion-mnist"):
+        run(tmp_path, *command, "--folder", str(tmp_path))
+
+
+def test_fashion_mnist_missing_files_names_the_ways_out(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        FashionMNIST("train", tmp_path)
+    for way in ("apt-get install dataset-fashion-mnist", "folder=", "download=True"):
+        assert way in str(caught.value)
+
+
+def test_fashion_mnist_download_without_folder_is_refused() -> None:
+    with pytest.raises(ValueError, match="name the folder"):
+        FashionMNIST("train", download=True)
+
+
+@pytest.fixture
+def tiny_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of Fashion-MNIST on this machine: empty images, and labels 0 to 9 in turn."""
+    home = tmp_path / "home"
+    home.mkdir()
+    images = gzip.compress(struct.pack(">HBBIII", 0, 8, 3, 10_000, 28, 28) + bytes(7_840_000))
+    labels = gzip.compress(struct.pack(">HBBI", 0, 8, 1, 10_000) + bytes(range(10)) * 1000)
+    for name, data in (("images-idx3", images), ("labels-idx1", labels)):
+        name = f"t10k-{name}-ubyte.gz"
+        (home / name).write_bytes(data)
+        monkeypatch.setitem(digits.FASHION_MNIST_MD5, name, hashlib.md5(data).hexdigest())
+    monkeypatch.setattr(digits, "FASHION_MNIST_URL", home.as_uri())
+    return home
+
+
+def test_fashion_mnist_download_is_kept(tmp_path: Path, tiny_home: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    first = FashionMNIST("test", folder, download=True)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        path.name for path in tiny_home.iterdir()
+    )
+    for path in tiny_home.iterdir():
+        path.unlink()
+    again = FashionMNIST("test", folder, download=True)
+    assert first.labels == again.labels == list(range(10)) * 1000
+
+
+def test_fashion_mnist_damaged_download_is_not_kept(tmp_path: Path, tiny_home: Path) -> None:
+    images = tiny_home / "t10k-images-idx3-ubyte.gz"
+    images.write_bytes(images.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="MD5"):
+        FashionMNIST("test", tmp_path / "folder", download=True)
+    assert not (tmp_path / "folder").exists()
+
+
+def test_fashion_mnist_impossible_label_is_refused(tmp_path: Path, tiny_home: Path) -> None:
+    header = struct.pack(">HBBI", 0, 8, 1, 10_000)
+    (tiny_home / "t10k-labels-idx1-ubyte.gz").unlink()
+    (tiny_home / "t10k-labels-idx1-ubyte").write_bytes(header + b"\x0a" * 10_000)
+    with pytest.raises(ValueError, match="the label 10"):
+        FashionMNIST("test", tiny_home)
+
+
+def idx(*shape: int, kind: int = 8, zeros: int = 0, data: bytes | None = None) -> bytes:
+    header = struct.pack(f">HBB{len(shape)}I", zeros, kind, len(shape), *shape)
+    return header + (bytes(range(int(np.prod(shape)))) if data is None else data)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_read_idx_whole_file_gives_its_array(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"images{suffix}"
+    path.write_bytes(gzip.compress(idx(2, 3, 4)) if suffix else idx(2, 3, 4))
+    assert read_idx(path, (2, 3, 4)).tolist() == np.arange(24).reshape(2, 3, 4).tolist()
+
+
+@pytest.mark.parametrize(
+    ("damaged", "message"),
+    [
+        (b"", "starts with"),
+        (idx(2, 3, 4)[:10], "starts with"),
+        (idx(2, 3, 4)[:-1], "only 23 bytes"),
+        (idx(2, 3, 4) + b"\0", "more than 24 bytes"),
+        (idx(2, 3, 4, zeros=1), "starts with"),
+        (idx(2, 3, 4, kind=13), "starts with"),
+        (idx(3, 2, 4), "starts with"),
+        (idx(24), "starts with"),
+        (struct.pack("<HBB3I", 0, 8, 3, 2, 3, 4) + bytes(24), "starts with"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_read_idx_damaged_file_is_refused(
+    tmp_path: Path, damaged: bytes, message: str, packed: bool
+) -> None:
+    path = tmp_path / ("images.gz" if packed else "images")
+    path.write_bytes(gzip.compress(damaged) if packed else damaged)
+    with pytest.raises(ValueError, match=message):
+        read_idx(path, (2, 3, 4))
+
+
+@pytest.mark.parametrize("cut", [slice(0, 5), slice(0, 30), slice(0, -1), slice(3, None)])
+def test_read_idx_damaged_gzip_is_refused(tmp_path: Path, cut: slice) -> None:
+    path = tmp_path / "images.gz"
+    path.write_bytes(gzip.compress(idx(2, 3, 4))[cut])
+    with pytest.raises(ValueError, match="no whole gzip file"):
+        read_idx(path, (2, 3, 4))
+
+
+def test_read_idx_flipped_bit_in_gzip_is_refused(tmp_path: Path) -> None:
+    data = bytearray(gzip.compress(idx(2, 3, 4)))
+    data[-8] ^= 1  # In the checksum.
+    path = tmp_path / "images.gz"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="no whole gzip file"):
+        read_idx(path, (2, 3, 4))
+
+
+# Batch transforms
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def shapes_batch(rows: int = 12, size: int = 16) -> dict[str, Tensor]:
+    generator = seeded(0)
+    return {
+        "image": torch.randint(256, (rows, 3, size, size), generator=generator, dtype=torch.uint8),
+        "mask": torch.randint(4, (rows, 1, size, size), generator=generator, dtype=torch.uint8),
+        "striped": torch.arange(rows) % 2 == 0,
+        "kinds": torch.randint(2, (rows, 3), generator=generator, dtype=torch.uint8),
+    }
+
+
+@pytest.mark.parametrize(
+    ("transform", "batch"),
+    [
+        (MirrorAndTurn(), shapes_batch()),
+        (ShiftAndNormalize(0.3, 0.4), {"image": shapes_batch()["image"][:, :1]}),
+    ],
+    ids=["MirrorAndTurn", "ShiftAndNormalize"],
+)
+def test_augmentation_same_seed_repeats(transform: Any, batch: dict[str, Tensor]) -> None:
+    kept = {name: leaf.clone() for name, leaf in batch.items()}
+    on_device = DeviceTransform(transform, CPU)
+    first, again, other = on_device(batch, 1), on_device(batch, 1), on_device(batch, 2)
+    for name in first:
+        assert torch.equal(first[name], again[name])
+    assert not torch.equal(first["image"], other["image"])
+    for name, leaf in kept.items():
+        assert torch.equal(batch[name], leaf), f"{name} was changed in place"
+
+
+def aligned_batch(rows: int, height: int, width: int) -> dict[str, Tensor]:
+    """Images that equal their masks: ramps, on which interpolation is exact."""
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    ramp = torch.stack([x if row % 2 else y for row in range(rows)])[:, None].to(torch.uint8)
+    batch = shapes_batch(rows)
+    return {**batch, "image": ramp.expand(-1, 3, -1, -1), "mask": ramp}
+
+
+def pixels(image: Tensor) -> Tensor:
+    """Undo the conversion to -1 to 1."""
+    return (image + 1) * 127.5
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (20, 28)])
+def test_mirror_and_turn_image_and_mask_stay_aligned(seed: int, height: int, width: int) -> None:
+    batch = aligned_batch(64, height, width)
+    moved = MirrorAndTurn(max_degrees=15)(batch, seeded(seed))
+    apart = (pixels(moved["image"]) - moved["mask"][:, None]).abs().amax(dim=(1, 2, 3))
+    # The nearest pixel is at most half a pixel away, along each axis.
+    assert apart.max() <= 0.5 + 1e-3
+    # And something was moved: the classes of the mask are no longer where they were.
+    assert (moved["mask"] != batch["mask"][:, 0]).flatten(1).any(dim=1).float().mean() > 0.9
+
+
+def test_mirror_and_turn_without_free_angle_gives_all_eight_symmetries_exactly() -> None:
+    rows = 200
+    one = shapes_batch(1)
+    batch = {name: leaf.expand(rows, *leaf.shape[1:]) for name, leaf in one.items()}
+    moved = MirrorAndTurn(max_degrees=0)(batch, seeded(0))
+    pairs = {
+        (turns, mirrored): (
+            turned(one["image"][0], turns, mirrored).float(),
+            turned(one["mask"][0], turns, mirrored)[0],
+        )
+        for turns in range(4)
+        for mirrored in (False, True)
+    }
+    found = set()
+    for row in range(rows):
+        matches = [
+            key
+            for key, (image, mask) in pairs.items()
+            if torch.allclose(pixels(moved["image"][row]), image, atol=0.05)
+            and torch.equal(moved["mask"][row], mask.long())
+        ]
+        assert len(matches) == 1, f"row {row} is none of the symmetries"
+        found.update(matches)
+    assert found == set(pairs)
+
+
+def turned(image: Tensor, turns: int, mirrored: bool) -> Tensor:
+    return torch.rot90(image.flip(-1) if mirrored else image, turns, dims=(-2, -1))
+
+
+def test_mirror_and_turn_keeps_labels_and_converts_as_evaluation_does() -> None:
+    batch = shapes_batch()
+    moved, converted = MirrorAndTurn()(batch, seeded(0)), ToTraining()(batch)
+    for name, leaf in converted.items():
+        assert (moved[name].dtype, moved[name].shape) == (leaf.dtype, leaf.shape)
+    assert torch.equal(moved["striped"], batch["striped"].float())
+    assert torch.equal(moved["kinds"], batch["kinds"].float())
+    assert torch.allclose(pixels(converted["image"]), batch["image"].float(), atol=1e-3)
+
+
+def test_shift_and_normalize_moves_each_row_within_its_range() -> None:
+    rows = 300
+    image = torch.zeros(rows, 1, 9, 9, dtype=torch.uint8)
+    image[:, 0, 4, 4] = 255
+    moved = ShiftAndNormalize(0.0, 1.0, max_shift=2)({"image": image}, seeded(0))["image"]
+    assert moved.sum().item() == rows
+    places = {tuple(place[2:]) for place in torch.nonzero(moved).tolist()}
+    assert places == {(y, x) for y in range(2, 7) for x in range(2, 7)}
+
+
+def test_shift_and_normalize_without_shift_only_normalizes() -> None:
+    batch = {"image": shapes_batch()["image"], "label": torch.arange(12)}
+    shifted = ShiftAndNormalize(0.3, 0.4, max_shift=0)(batch, seeded(0))
+    normalized = Normalize(0.3, 0.4)(batch)
+    assert torch.equal(shifted["image"], normalized["image"])
+    expected = (batch["image"].float() / 255 - 0.3) / 0.4
+    assert torch.allclose(normalized["image"], expected, atol=1e-5)
+    assert torch.equal(normalized["label"], batch["label"])
+
+
+class OwnRandomNumbers:
+    """Random like an Albumentations ``Compose``: from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng()
+
+    def set_random_seed(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __call__(self, image: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+        turns = int(self.rng.integers(4))
+        return {"image": np.rot90(image, turns), "mask": np.rot90(mask, turns)}
+
+
+def test_per_sample_with_own_random_numbers_repeats_and_stays_aligned() -> None:
+    batch = aligned_batch(24, 16, 16)
+    augment = PerSample(OwnRandomNumbers(), {"image": "image", "mask": "mask"})
+    transform = DeviceTransform(augment, CPU)
+    first, again, other = transform(batch, 1), transform(batch, 1), transform(batch, 2)
+    assert torch.equal(first["image"], again["image"])
+    assert not torch.equal(first["image"], other["image"])
+    assert torch.equal(first["image"], first["mask"].expand(-1, 3, -1, -1))
+
+
+# Segmentation data
+
+
+def test_shapes_are_made_once_and_are_the_same_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(segmentation._NUM_ROWS, "val", 20)
+    first, elsewhere = Shapes("val", tmp_path / "one"), Shapes("val", tmp_path / "two")
+    monkeypatch.setattr(segmentation, "make_shapes", None)
+    again = Shapes("val", tmp_path / "one")
+    assert len(first) == len(again) == len(elsewhere) == 20
+    seen = torch.zeros(4)
+    for row in range(20):
+        sample = first[row]
+        for other in (again[row], elsewhere[row]):
+            assert np.array_equal(sample["image"], other["image"])
+            assert torch.equal(sample["mask"], other["mask"])
+            assert torch.equal(sample["kinds"], other["kinds"])
+            assert sample["striped"] == other["striped"]
+        present = torch.tensor([bool((sample["mask"] == k).any()) for k in (1, 2, 3)])
+        assert torch.equal(sample["kinds"].bool(), present)
+        seen += torch.tensor([sample["striped"], *present.tolist()])
+    assert ((seen > 0) & (seen < 20)).all()
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["val"]
+
+
+def test_shapes_own_folder_is_stored_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    for kind in ("images", "masks"):
+        (folder / "test" / kind).mkdir(parents=True)
+    rows = ["name,striped,circle,cross,triangle"]
+    for row in range(6):
+        Image.new("RGB", (12, 8), (row, 0, 9)).save(folder / "test" / "images" / f"i{row}.png")
+        mask = Image.new("P", (12, 8), row % 4)
+        mask.putpalette(range(12))
+        mask.save(folder / "test" / "masks" / f"i{row}.png")
+        rows.append(f"i{row},{row % 2},0,1,0")
+    (folder / "test" / "labels.csv").write_text("\n".join(rows))
+    data = MemmapDataModule(
+        test_dataset=Shapes("test", folder), store_dir=tmp_path / "store", batch_size=6
+    )
+    data.prepare_data()
+    data.setup("test")
+    (batch,) = [step.to(CPU) for step in data.test_dataloader()]
+    assert batch["image"].shape == (6, 3, 8, 12)
+    assert batch["image"][:, 0, 0, 0].tolist() == list(range(6))
+    assert batch["mask"][:, 0, 7, 11].tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch["striped"].tolist() == [False, True] * 3
+    assert batch["kinds"].tolist() == [[0, 1, 0]] * 6
+
+
+def test_shapes_mask_of_colors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(segmentation._NUM_ROWS, "val", 1)
+    dataset = Shapes("val", tmp_path)
+    Image.new("RGB", (32, 32)).save(tmp_path / "val" / "masks" / "0000.png")
+    with pytest.raises(ValueError, match=r"0000\.png has mode RGB"):
+        dataset[0]

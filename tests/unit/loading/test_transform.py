@@ -1,0 +1,287 @@
+"""Batch transforms in the loader: repeatable, without a trace outside, and checked."""
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memmap.loading import ZippedLoader
+from lightning_memmap.loading.transform import DeviceTransform
+from lightning_memmap.store import Store
+from tests.rows import CPU, image_of, make_loader, stream_rows, take_steps
+
+Stores = Callable[[int, int], Store]
+
+
+def with_noise(batch: Any, noise: Any) -> Any:
+    return {"row": batch["row"], "noise": noise}
+
+
+def generator_noise(batch: Any, generator: torch.Generator) -> Any:
+    return with_noise(batch, torch.rand(len(batch["row"]), generator=generator))
+
+
+def keyword_noise(batch: Any, *, generator: torch.Generator) -> Any:
+    return generator_noise(batch, generator)
+
+
+def torch_noise(batch: Any) -> Any:
+    return with_noise(batch, torch.rand(len(batch["row"])))
+
+
+def numpy_noise(batch: Any) -> Any:
+    return with_noise(batch, torch.from_numpy(np.random.rand(len(batch["row"]))))
+
+
+def python_noise(batch: Any) -> Any:
+    return with_noise(batch, torch.tensor([random.random() for _ in batch["row"]]))
+
+
+class ModuleNoise(nn.Module):
+    def forward(self, batch: Any, generator: torch.Generator) -> Any:
+        return generator_noise(batch, generator)
+
+
+class CallableNoise:
+    def __call__(self, batch: Any, generator: torch.Generator) -> Any:
+        return generator_noise(batch, generator)
+
+
+NOISES: dict[str, Callable[..., Any]] = {
+    "generator": generator_noise,
+    "keyword": keyword_noise,
+    "partial": functools.partial(generator_noise),
+    "module": ModuleNoise(),
+    "callable": CallableNoise(),
+    "torch": torch_noise,
+    "numpy": numpy_noise,
+    "python": python_noise,
+}
+
+
+def noises(loader: ZippedLoader, epoch: int = 0) -> list[list[list[float]]]:
+    """The noise of each step and data device."""
+    loader.set_epoch(epoch)
+    return [[batch["noise"].tolist() for batch in super_batch.batches] for super_batch in loader]
+
+
+class TestRandomness:
+    @pytest.mark.parametrize("name", NOISES)
+    def test_random_transform_repeats_exactly(self, numbered_store: Stores, name: str) -> None:
+        make = functools.partial(make_loader, numbered_store(97, 24), 3, transform=NOISES[name])
+        one, other = make(seed=4), make(seed=4)
+        torch.rand(3), np.random.rand(3), random.random()
+        # In another order of epochs too.
+        assert [noises(one, 0), noises(one, 1)] == [noises(other, 1), noises(other, 0)][::-1]
+
+    @pytest.mark.parametrize("name", NOISES)
+    def test_random_transform_differs_by_step_device_epoch_and_seed(
+        self, numbered_store: Stores, name: str
+    ) -> None:
+        make = functools.partial(make_loader, numbered_store(96, 24), 3, transform=NOISES[name])
+        draws = [
+            value
+            for seed in (1, 2)
+            for epoch in (0, 1)
+            for step in noises(make(seed=seed), epoch)
+            for batch in step
+            for value in batch
+        ]
+        assert len(set(draws)) == len(draws) == 2 * 2 * 96
+
+    def test_random_transform_differs_by_process(self, numbered_store: Stores) -> None:
+        draws = [
+            value
+            for rank in range(4)
+            for step in noises(
+                make_loader(numbered_store(96, 24), 2, rank=rank, size=4, transform=torch_noise)
+            )
+            for batch in step
+            for value in batch
+        ]
+        assert len(set(draws)) == len(draws) == 96
+
+    def test_random_transform_of_a_consumer_is_the_same_however_consumers_are_grouped(
+        self, numbered_store: Stores
+    ) -> None:
+        store = numbered_store(96, 24)
+        together = noises(make_loader(store, 4, transform=torch_noise))
+        apart = [
+            noises(make_loader(store, 2, rank=rank, size=2, transform=torch_noise))
+            for rank in range(2)
+        ]
+        for step, whole in enumerate(together):
+            # Consumer w = r + R * d is data device d of process r.
+            assert whole == [apart[w % 2][step][w // 2] for w in range(4)]
+
+    @pytest.mark.parametrize("name", NOISES)
+    def test_random_transform_leaves_global_generators_alone(
+        self, numbered_store: Stores, name: str
+    ) -> None:
+        before = global_states()
+        noises(make_loader(numbered_store(97, 24), 3, transform=NOISES[name]))
+        assert_states(before)
+
+    def test_transform_that_raises_leaves_global_generators_alone(
+        self, numbered_store: Stores
+    ) -> None:
+        def fail(batch: Any) -> Any:
+            torch_noise(batch), numpy_noise(batch), python_noise(batch)
+            raise RuntimeError("the transform's own error")
+
+        before = global_states()
+        with pytest.raises(RuntimeError, match="the transform's own error"):
+            noises(make_loader(numbered_store(97, 24), transform=fail))
+        assert_states(before)
+
+
+def global_states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # type: ignore[index]
+
+
+def assert_states(before: tuple[Any, ...]) -> None:
+    after = global_states()
+    assert torch.equal(before[0], after[0])
+    assert np.array_equal(before[1], after[1])
+    assert before[2] == after[2]
+
+
+class Scale(nn.Module):
+    """Counts its calls in a buffer, and scales by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, batch: Any) -> Any:
+        self.calls += 1
+        return {"row": batch["row"] * self.weight, "calls": self.calls.expand(len(batch["row"]))}
+
+
+class TestModules:
+    def test_module_is_copied_to_each_data_device(self, numbered_store: Stores) -> None:
+        module = Scale()
+        loader = make_loader(numbered_store(96, 24), 2, 12, transform=module)
+        with torch.no_grad():
+            module.weight.fill_(100)
+        calls = []
+        for super_batch in loader:
+            batch = super_batch.to(CPU)
+            assert torch.equal(batch["row"] / 2, (batch["row"] / 2).round())
+            calls.append(batch["calls"].unique().tolist())
+        assert calls == [[1], [2], [3], [4]]
+        assert module.calls == 0
+
+    def test_module_runs_without_gradients(self, numbered_store: Stores) -> None:
+        for num_devices in (1, 2):
+            (step,) = take_steps(
+                make_loader(numbered_store(97, 24), num_devices, transform=Scale()), 1
+            )
+            assert not step.to(CPU)["row"].requires_grad
+
+    def test_module_on_another_device_is_moved_there(self) -> None:
+        transform = DeviceTransform(Scale(), torch.device("meta"))
+        batch = {"row": torch.ones(3, device="meta")}
+        assert transform(batch, seed=0)["row"].device.type == "meta"
+
+
+class TestOutput:
+    @pytest.mark.parametrize("num_devices", [1, 3, 4])
+    def test_transform_to_other_dtypes_shapes_and_structure_keeps_the_row_order(
+        self, numbered_store: Stores, num_devices: int
+    ) -> None:
+        def reshape(batch: Any) -> Any:
+            flat = batch["image"].flatten(1).float() / 255
+            return flat, {"mean": flat.mean(1), "id": [batch["row"].int()]}
+
+        loader = make_loader(
+            numbered_store(97, 24), num_devices, 24 // num_devices, transform=reshape, shuffle=True
+        )
+        rows = []
+        for super_batch in loader:
+            flat, others = super_batch.to(CPU)
+            assert flat.dtype == torch.float32
+            assert others["id"][0].dtype == torch.int32
+            images = image_of(others["id"][0]).flatten(1).float() / 255
+            assert torch.equal(flat, images)
+            assert torch.equal(others["mean"], images.mean(1))
+            rows += others["id"][0].tolist()
+        assert rows == stream_rows(loader.stream, 0, 0, 97)
+
+    def test_transform_may_change_its_batch_in_place(self, numbered_store: Stores) -> None:
+        def negate(batch: Any) -> Any:
+            batch["row"].neg_()
+            return batch
+
+        store = numbered_store(97, 24)
+        for residency in ("mmap", "device"):
+            loader = make_loader(store, 2, transform=negate, residency=residency)
+            for _ in range(2):
+                rows = [row for step in loader for row in step.to(CPU)["row"].tolist()]
+                assert rows == [-row for row in range(97)]
+
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    def test_transform_that_returns_other_rows_raises(
+        self, numbered_store: Stores, num_devices: int
+    ) -> None:
+        loader = make_loader(
+            numbered_store(97, 24), num_devices, transform=lambda batch: batch["row"][1:]
+        )
+        with pytest.raises(ValueError, match=r"transform: .* shape \(3,\) for a batch of 4 rows"):
+            next(iter(loader)).to(CPU)
+
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    def test_transform_that_returns_a_scalar_raises(
+        self, numbered_store: Stores, num_devices: int
+    ) -> None:
+        loader = make_loader(
+            numbered_store(97, 24), num_devices, transform=lambda batch: batch["row"].sum()
+        )
+        with pytest.raises(ValueError, match=r"transform: .* shape \(\) for a batch of 4 rows"):
+            next(iter(loader)).to(CPU)
+
+    @pytest.mark.parametrize(
+        "second",
+        [
+            lambda batch: {"row": batch["row"]},
+            lambda batch: {**batch, "more": batch["row"]},
+            lambda batch: {"row": batch["row"], "picture": batch["image"]},
+            lambda batch: [batch["row"], batch["image"]],
+            lambda batch: {"row": batch["row"].float(), "image": batch["image"]},
+            lambda batch: {"row": batch["row"], "image": batch["image"].flatten(1)},
+        ],
+        ids=["fewer", "more", "names", "containers", "dtypes", "shapes"],
+    )
+    def test_transform_that_differs_between_devices_raises(
+        self, numbered_store: Stores, second: Callable[[Any], Any]
+    ) -> None:
+        def by_device(batch: Any) -> Any:
+            # Unshuffled, data device 1 of 2 has the odd rows.
+            return second(batch) if batch["row"][0] % 2 else dict(batch)
+
+        loader = make_loader(numbered_store(96, 24), 2, transform=by_device)
+        with pytest.raises(ValueError, match=r"transform: it returned .*data device 1"):
+            next(iter(loader)).to(CPU)
+
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    def test_transform_that_returns_arrays_raises(
+        self, numbered_store: Stores, num_devices: int
+    ) -> None:
+        loader = make_loader(
+            numbered_store(97, 24),
+            num_devices,
+            transform=lambda batch: {"row": batch["row"], "image": batch["image"].numpy()},
+        )
+        with pytest.raises((TypeError, ValueError), match=r"transform: it returned .*ndarray"):
+            next(iter(loader)).to(CPU)
+
+    def test_transform_that_is_not_callable_raises(self, numbered_store: Stores) -> None:
+        with pytest.raises(TypeError, match="not a callable"):
+            make_loader(numbered_store(97, 24), transform="flip")

@@ -1,0 +1,766 @@
+"""The zipped loader: which rows, in which order, once each, and never overwritten."""
+
+import dataclasses
+import functools
+import random
+import threading
+from collections import Counter, namedtuple
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_sharer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from lightning_memmap.loading import SuperBatch, ZippedLoader, load_split
+from lightning_memmap.order import StepPlan, Stream, striping
+from lightning_memmap.placement import Consumers, Residency, SplitPlacement
+from lightning_memmap.store import Store, build_store
+from tests.rows import (
+    CPU,
+    check_save_and_resume,
+    epoch_rows,
+    joined,
+    make_loader,
+    make_split,
+    rows_of,
+    stream_rows,
+    take_steps,
+)
+from tests.unit.loading.holder import keep_batches
+
+Stores = Callable[[int, int], Store]
+
+device_counts = st.sampled_from([1, 2, 3, 4, 8])
+residencies = st.sampled_from(["mmap", "device"])
+
+
+def untouched(batch: Any) -> Any:
+    """A transform that changes nothing: with it, every data device takes its own batch."""
+    return batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One way to load a store."""
+
+    num_rows: int
+    num_shards: int
+    num_devices: int
+    size: int
+    batch_size: int
+    residency: str
+    options: dict[str, Any]
+
+    @property
+    def num_consumers(self) -> int:
+        return self.num_devices * self.size
+
+    @property
+    def global_batch(self) -> int:
+        return self.batch_size * self.num_consumers
+
+    @property
+    def stream(self) -> Stream:
+        shards = striping(self.num_shards, self.num_consumers)
+        return Stream(self.num_rows, shards, self.options["seed"], self.options["shuffle"])
+
+    def loaders(self, stores: Stores) -> list[ZippedLoader]:
+        """One loader for each process."""
+        return [
+            make_loader(
+                stores(self.num_rows, self.num_shards),
+                self.num_devices,
+                self.batch_size,
+                residency=self.residency,
+                rank=rank,
+                size=self.size,
+                **self.options,
+            )
+            for rank in range(self.size)
+        ]
+
+    def steps(self) -> list[tuple[int, int]]:
+        plan = StepPlan(
+            self.num_rows, self.global_batch, self.stream.num_shards, self.options["drop_last"]
+        )
+        return [plan.bounds(step) for step in range(len(plan))]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    num_devices, size = draw(device_counts), draw(st.integers(1, 4))
+    num_shards = draw(st.sampled_from([1, 4, 7, 12, 24]))
+    batch_size = draw(st.integers(1, 9))
+    # From a few stores, so that not each example builds its own.
+    num_rows = draw(st.sampled_from([1, 5, 24, 37, 97, 100, 181]))
+    drop_last = draw(st.booleans())
+    consumers = num_devices * size
+    assume(num_rows >= consumers * (batch_size if drop_last else 1))
+    options = {
+        "drop_last": drop_last,
+        "shuffle": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**40)),
+        "transform": draw(st.sampled_from([None, untouched])),
+    }
+    residency = draw(residencies)
+    return Layout(num_rows, num_shards, num_devices, size, batch_size, residency, options)
+
+
+class TestRows:
+    @given(layout=layouts(), epoch=st.integers(0, 3))
+    @settings(deadline=None, max_examples=100)
+    def test_epoch_over_all_processes_is_the_stream(
+        self, numbered_store: Stores, layout: Layout, epoch: int
+    ) -> None:
+        loaders = layout.loaders(numbered_store)
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        steps = [epoch_rows(loader) for loader in loaders]
+
+        bounds = layout.steps()
+        assert {len(loader) for loader in loaders} == {len(bounds)}
+        assert {len(rank_steps) for rank_steps in steps} == {len(bounds)}
+        assert all(rows for rank_steps in steps for rows in rank_steps)
+        for step, (first, last) in enumerate(bounds):
+            for rank in range(layout.size):
+                # Rank r serves the positions p with p % R == r, in their order.
+                expected = stream_rows(layout.stream, epoch, first, last)
+                mine = slice((rank - first) % layout.size, None, layout.size)
+                assert steps[rank][step] == expected[mine]
+
+        delivered = [row for rank_steps in steps for rows in rank_steps for row in rows]
+        assert len(set(delivered)) == len(delivered)
+        if not layout.options["drop_last"]:
+            assert sorted(delivered) == list(range(layout.num_rows))
+
+    @given(layout=layouts())
+    @settings(deadline=None, max_examples=50)
+    def test_batches_of_devices_are_rows_of_their_own_shards(
+        self, numbered_store: Stores, layout: Layout
+    ) -> None:
+        total, shards = layout.num_consumers, layout.stream.num_shards
+        for rank, loader in enumerate(layout.loaders(numbered_store)):
+            for super_batch in loader:
+                whole = rows_of(super_batch.to(CPU))
+                assert len(super_batch) == super_batch.num_rows == len(whole)
+                assert len(super_batch.batches) == layout.num_devices
+                parts = [rows_of(batch) for batch in super_batch.batches]
+                assert sorted(joined(parts)) == sorted(whole)
+                for index, rows in enumerate(parts):
+                    consumer = rank + layout.size * index
+                    assert {row % shards % total for row in rows} <= {consumer}
+                    # What a device delivers, it delivers in stream order.
+                    assert rows == [row for row in whole if row in set(rows)]
+
+    @given(
+        num_rows=st.sampled_from([37, 97, 181]),
+        num_devices=device_counts,
+        batch_size=st.integers(1, 9),
+        residency=residencies,
+        transform=st.sampled_from([None, untouched]),
+    )
+    @settings(deadline=None, max_examples=25)
+    def test_epoch_not_shuffled_is_dataset_order(
+        self, numbered_store: Stores, num_rows: int, **layout: Any
+    ) -> None:
+        residency = layout.pop("residency")
+        loader = make_loader(numbered_store(num_rows, 24), residency=residency, **layout)
+        assert joined(epoch_rows(loader)) == list(range(num_rows))
+
+    @pytest.mark.parametrize("residency", ["mmap", "device"])
+    @pytest.mark.parametrize("num_devices", [2, 3, 4, 6, 8, 12, 24])
+    def test_global_batches_on_any_number_of_devices_are_the_same(
+        self, numbered_store: Stores, num_devices: int, residency: str
+    ) -> None:
+        store = numbered_store(181, 24)
+        one = make_loader(store, 1, 24, shuffle=True, seed=3)
+        many = make_loader(
+            store, num_devices, 24 // num_devices, residency=residency, shuffle=True, seed=3
+        )
+        for epoch in range(2):
+            one.set_epoch(epoch)
+            many.set_epoch(epoch)
+            assert epoch_rows(many) == epoch_rows(one)
+
+    def test_epochs_shuffled_differ_and_repeat(self, numbered_store: Stores) -> None:
+        def epochs(seed: int) -> list[list[list[int]]]:
+            loader = make_loader(numbered_store(181, 24), 4, shuffle=True, seed=seed)
+            found = []
+            for epoch in (0, 1, 0):
+                loader.set_epoch(epoch)
+                found.append(epoch_rows(loader))
+            return found
+
+        first, second, again = epochs(1)
+        assert first == again
+        assert first != second
+        assert epochs(1) == [first, second, first]
+        assert epochs(2)[0] != first
+
+    def test_many_small_steps_cross_the_blocks_of_the_order(self, numbered_store: Stores) -> None:
+        # More rows than are ordered at once, in steps of which many are taken together.
+        store = numbered_store(40_000, 24)
+        loader = make_loader(store, 4, 1, shuffle=True)
+        stream = Stream(40_000, 24, 0, True)
+        rows = epoch_rows(loader)
+        assert {len(step) for step in rows} == {4}
+        assert joined(rows) == stream_rows(stream, 0, 0, 40_000)
+
+    @pytest.mark.parametrize("num_devices", [1, 3])
+    def test_residency_mixed_within_devices_is_the_stream(
+        self, numbered_store: Stores, num_devices: int
+    ) -> None:
+        store, consumers = numbered_store(181, 24), Consumers((CPU,) * num_devices)
+        residency = tuple(
+            Residency.DEVICE if shard % 5 in (0, 3) else Residency.MMAP for shard in range(24)
+        )
+        plan = SplitPlacement("train", store.num_rows, 24, store.manifest.row_bytes, residency)
+        split = load_split(store, consumers, plan)
+        for transform in (None, untouched):
+            loader = ZippedLoader(
+                split, 7, build=store.schema.builder(), shuffle=True, seed=5, transform=transform
+            )
+            assert joined(epoch_rows(loader)) == stream_rows(Stream(181, 24, 5, True), 0, 0, 181)
+
+    def test_residency_mixed_and_restriped_is_the_stream(self, numbered_store: Stores) -> None:
+        store, consumers = numbered_store(181, 24), Consumers((CPU,) * 5)
+        residency = tuple(Residency.DEVICE if shard % 3 else Residency.MMAP for shard in range(25))
+        plan = SplitPlacement("train", store.num_rows, 25, store.manifest.row_bytes, residency)
+        loader = ZippedLoader(
+            load_split(store, consumers, plan), 4, build=store.schema.builder(), shuffle=True
+        )
+        assert joined(epoch_rows(loader)) == stream_rows(Stream(181, 25, 0, True), 0, 0, 181)
+
+    def test_device_residency_reads_no_file_any_more(self, tmp_path: Path) -> None:
+        store = build_store(Pairs(), tmp_path / "store", num_shards=4, progress=False)
+        split = make_split(store, 2, residency="device")
+        loader = ZippedLoader(split, 4, build=store.schema.builder())
+        for file in (tmp_path / "store").glob("*.memmap"):
+            file.write_bytes(b"\xff" * file.stat().st_size)
+        rows = [row for super_batch in loader for row in super_batch.to(CPU)[1].tolist()]
+        assert rows == list(range(len(Pairs())))
+
+
+class TestArguments:
+    @pytest.mark.parametrize("batch_size", [0, -1])
+    def test_batch_size_below_one_raises(self, numbered_store: Stores, batch_size: int) -> None:
+        with pytest.raises(ValueError, match=f"batch_size={batch_size}: at least 1"):
+            make_loader(numbered_store(37, 24), batch_size=batch_size)
+
+    def test_drop_last_with_too_few_rows_raises_with_ways_out(self, numbered_store: Stores) -> None:
+        with pytest.raises(
+            ValueError, match=r"37 rows do not fill one step of 40.*drop_last=False"
+        ):
+            make_loader(numbered_store(37, 24), 4, 10, drop_last=True)
+
+    def test_drop_last_with_just_enough_rows_is_one_step(self, numbered_store: Stores) -> None:
+        loader = make_loader(numbered_store(37, 24), 4, 9, drop_last=True)
+        assert [len(rows) for rows in epoch_rows(loader)] == [36]
+
+    def test_negative_seed_raises(self, numbered_store: Stores) -> None:
+        with pytest.raises(ValueError, match="seed=-1"):
+            make_loader(numbered_store(37, 24), seed=-1)
+
+    def test_repr_of_super_batch_names_rows_and_devices(self, numbered_store: Stores) -> None:
+        (super_batch,) = take_steps(make_loader(numbered_store(37, 24), 2, 3), 1)
+        assert repr(super_batch) == "SuperBatch(6 rows on cpu, cpu)"
+
+    def test_assembled_loader_gives_the_same_batches(self, numbered_store: Stores) -> None:
+        loader = make_loader(numbered_store(97, 24), 4, shuffle=True)
+        assembled = loader.to(CPU)
+        assembled.set_epoch(2)
+        batches = [rows_of(batch) for batch in assembled]
+        assert assembled.state_dict() == loader.state_dict()
+        assert len(batches) == len(assembled) == len(loader)
+        loader.set_epoch(2)
+        assert batches == epoch_rows(loader)
+
+
+class TestResume:
+    @pytest.mark.parametrize("transform", [None, untouched])
+    @pytest.mark.parametrize("drop_last", [False, True])
+    @pytest.mark.parametrize("num_devices", [1, 4])
+    def test_resume_after_any_step_goes_on_with_the_next_row(
+        self, numbered_store: Stores, num_devices: int, drop_last: bool, transform: Any
+    ) -> None:
+        make = functools.partial(
+            make_loader,
+            numbered_store(97, 24),
+            num_devices,
+            3,
+            shuffle=True,
+            drop_last=drop_last,
+            transform=transform,
+        )
+        check_save_and_resume(make, epoch=2)
+
+    @pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+    @pytest.mark.parametrize("batch_size", [1, 5, 20])
+    def test_resume_on_other_devices_and_batch_size_goes_on_with_the_next_row(
+        self, numbered_store: Stores, num_devices: int, batch_size: int
+    ) -> None:
+        make = functools.partial(make_loader, numbered_store(97, 24), shuffle=True)
+        check_save_and_resume(
+            functools.partial(make, 4, 3), 1, functools.partial(make, num_devices, batch_size)
+        )
+
+    def test_resume_over_several_processes_goes_on_with_the_next_row(
+        self, numbered_store: Stores
+    ) -> None:
+        store = numbered_store(97, 24)
+        for rank in range(3):
+            make = functools.partial(make_loader, store, 2, 3, rank=rank, size=3, shuffle=True)
+            check_save_and_resume(make, 1)
+
+    def test_state_over_several_processes_is_the_same(self, numbered_store: Stores) -> None:
+        ranks = [make_loader(numbered_store(97, 24), 2, 3, rank=r, size=3) for r in range(3)]
+        for loader in ranks:
+            loader.set_epoch(4)
+        for _ in zip(*ranks, strict=True):
+            states = [loader.state_dict() for loader in ranks]
+            assert states[0] == states[1] == states[2]
+        assert states[0]["epoch"] == 4
+        assert states[0]["position"] == 97
+
+    def test_transforms_after_resume_repeat_those_not_interrupted(
+        self, numbered_store: Stores
+    ) -> None:
+        def noise(batch: Any, generator: torch.Generator) -> Any:
+            return {**batch, "noise": torch.rand(len(batch["row"]), generator=generator)}
+
+        def steps(loader: ZippedLoader) -> list[list[float]]:
+            return [super_batch.to(CPU)["noise"].tolist() for super_batch in loader]
+
+        make = functools.partial(make_loader, numbered_store(97, 24), 4, 3, transform=noise)
+        whole = steps(make())
+        for count in range(1, len(whole)):
+            saved, resumed = make(), make()
+            for _ in take_steps(saved, count):
+                pass
+            resumed.load_state_dict(saved.state_dict())
+            assert steps(resumed) == whole[count:]
+
+    def test_resume_twice_in_one_epoch_goes_on_with_the_next_row(
+        self, numbered_store: Stores
+    ) -> None:
+        make = functools.partial(make_loader, numbered_store(97, 24), 2, 5, shuffle=True)
+        whole = epoch_rows(make())
+        loader, rows = make(), []
+        while len(rows) < len(whole):
+            rows += [rows_of(step.to(CPU)) for step in take_steps(loader, 1)]
+            fresh = make()
+            fresh.load_state_dict(loader.state_dict())
+            loader = fresh
+        assert rows == whole
+        assert epoch_rows(loader) == []
+
+    def test_state_of_another_epoch_starts_the_epoch_anew(self, numbered_store: Stores) -> None:
+        make = functools.partial(make_loader, numbered_store(97, 24), shuffle=True)
+        saved, loader, plain = make(), make(), make()
+        for _ in take_steps(saved, 3):
+            pass
+        loader.load_state_dict(saved.state_dict())
+        loader.set_epoch(1)
+        plain.set_epoch(1)
+        assert len(loader) == len(plain)
+        assert epoch_rows(loader) == epoch_rows(plain)
+
+    def test_state_loaded_again_is_the_one_saved(self, numbered_store: Stores) -> None:
+        saved, loader = (make_loader(numbered_store(97, 24), shuffle=True) for _ in range(2))
+        for _ in take_steps(saved, 3):
+            pass
+        loader.load_state_dict(saved.state_dict())
+        assert loader.state_dict() == saved.state_dict()
+
+    @pytest.mark.parametrize(
+        ("other", "named"),
+        [
+            ({"seed": 8}, "seed=7"),
+            ({"num_devices": 5}, "num_shards=24"),
+        ],
+    )
+    def test_state_of_another_order_is_refused(
+        self, numbered_store: Stores, other: dict[str, Any], named: str
+    ) -> None:
+        options: dict[str, Any] = {"num_devices": 4, "seed": 7, "shuffle": True}
+        saved = make_loader(numbered_store(97, 24), **options)
+        for _ in take_steps(saved, 1):
+            pass
+        loader = make_loader(numbered_store(97, 24), **{**options, **other})
+        with pytest.raises(ValueError, match=f"resume with {named}"):
+            epoch_rows(_with_state(loader, saved))
+
+    def test_state_of_a_longer_dataset_is_refused(self, numbered_store: Stores) -> None:
+        saved = make_loader(numbered_store(97, 24), 1, 10)
+        for _ in take_steps(saved, 9):
+            pass
+        loader = make_loader(numbered_store(37, 24), 1, 10)
+        with pytest.raises(ValueError, match=r"row 89 of its epoch, and the store has 37 rows"):
+            epoch_rows(_with_state(loader, saved))
+
+
+def _with_state(loader: ZippedLoader, saved: ZippedLoader) -> ZippedLoader:
+    loader.load_state_dict(saved.state_dict())
+    return loader
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    """Samples of a given structure around a vector, an array and a number."""
+
+    def __init__(self, structure: Callable[..., Any] = lambda *leaves: (leaves[0], leaves[2])):
+        self.structure = structure
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < 20:
+            raise IndexError(index)
+        return self.structure(torch.full((2,), float(index)), np.arange(3) + index, index)
+
+
+Named = namedtuple("Named", ["vector", "number"])
+
+
+@dataclasses.dataclass
+class Mutable:
+    vector: Any
+    inner: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    vector: Any
+    number: Any
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.number, int), "a batch is not made by __init__"
+
+
+STRUCTURES: dict[str, Callable[..., Any]] = {
+    "tensor": lambda vector, array, number: vector,
+    "number": lambda vector, array, number: number,
+    "tuple": lambda vector, array, number: (vector, array, number),
+    "list": lambda vector, array, number: [vector, number],
+    "dict": lambda vector, array, number: {"vector": vector, "number": number},
+    "int keys": lambda vector, array, number: {0: vector, 7: number},
+    "namedtuple": lambda vector, array, number: Named(vector, number),
+    "nested": lambda vector, array, number: (
+        {"a": [vector, {"b": array}], "c": Named(number, (vector, {"d.e": number}))},
+        number,
+    ),
+}
+
+
+class TestStructure:
+    @pytest.mark.parametrize("transform", [None, untouched])
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    @pytest.mark.parametrize("name", STRUCTURES)
+    def test_batch_of_any_structure_is_that_of_default_collate(
+        self, tmp_path: Path, name: str, num_devices: int, transform: Any
+    ) -> None:
+        dataset = Pairs(STRUCTURES[name])
+        batches = load_pairs(dataset, tmp_path, num_devices, transform)
+        samples = [dataset[index] for index in range(8)]
+        assert_same(batches[0], default_collate(samples))
+
+    @pytest.mark.parametrize("transform", [None, untouched])
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    def test_batch_of_dataclasses_is_one_with_batched_fields(
+        self, tmp_path: Path, num_devices: int, transform: Any
+    ) -> None:
+        dataset = Pairs(lambda vector, _, number: Mutable(vector, Named(vector, number)))
+        batch = load_pairs(dataset, tmp_path, num_devices, transform)[0]
+        assert type(batch) is Mutable
+        assert type(batch.inner) is Named
+        for vector in (batch.vector, batch.inner.vector):
+            assert vector[:, 0].tolist() == list(range(8))
+        assert batch.inner.number.tolist() == list(range(8))
+
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    def test_batch_of_frozen_dataclasses_is_one_with_batched_fields(
+        self, tmp_path: Path, num_devices: int
+    ) -> None:
+        dataset = Pairs(lambda vector, _, number: Frozen(vector, number))
+        batch = load_pairs(dataset, tmp_path, num_devices, None)[0]
+        assert type(batch) is Frozen
+        assert batch.number.tolist() == batch.vector[:, 0].tolist() == list(range(8))
+
+    def test_batches_of_one_device_have_the_structure_of_samples(self, tmp_path: Path) -> None:
+        dataset = Pairs(STRUCTURES["nested"])
+        store = build_store(dataset, tmp_path / "store", num_shards=4, progress=False)
+        loader = make_builder_loader(store, dataset, 2, None)
+        (super_batch,) = take_steps(loader, 1)
+        for device, batch in enumerate(super_batch.batches):
+            samples = [dataset[index] for index in range(device, 8, 2)]
+            assert_same(batch, default_collate(samples))
+
+
+def load_pairs(dataset: Pairs, path: Path, num_devices: int, transform: Any) -> list[Any]:
+    store = build_store(dataset, path / "store", num_shards=4, progress=False)
+    loader = make_builder_loader(store, dataset, num_devices, transform)
+    return [super_batch.to(CPU) for super_batch in loader]
+
+
+def make_builder_loader(
+    store: Store, dataset: Pairs, num_devices: int, transform: Any
+) -> ZippedLoader:
+    return ZippedLoader(
+        make_split(store, num_devices),
+        8 // num_devices,
+        build=store.schema.builder(dataset[0]),
+        transform=transform,
+    )
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Same containers, same keys, same values, same dtypes."""
+    assert type(found) is type(expected)
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_same(found[key], expected[key])
+    else:
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+
+
+class Weighted(torch.autograd.Function):
+    """Saves its input for backward, as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, batch: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(batch)
+        return (batch * weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (batch,) = ctx.saved_tensors
+        return None, gradient * batch.sum()
+
+
+def saved_for_backward(super_batch: SuperBatch) -> tuple[Tensor, Tensor]:
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    return Weighted.apply(super_batch.to(CPU)["row"], weight), weight
+
+
+def gradient(kept: tuple[Tensor, Tensor]) -> Any:
+    return torch.autograd.grad(*kept, retain_graph=True)[0].tolist()
+
+
+#: Ways to hold on to memory of a super-batch: what is kept, and how it is read.
+KEEPERS: dict[str, tuple[Callable[[SuperBatch], Any], Callable[[Any], Any]]] = {
+    "super-batch": (lambda step: step, lambda kept: rows_of(kept.to(CPU))),
+    "batch": (lambda step: step.to(CPU), rows_of),
+    "leaf": (lambda step: step.to(CPU)["image"], Tensor.tolist),
+    "view": (lambda step: step.to(CPU)["image"][-1:, 0, 1], Tensor.tolist),
+    "detached": (lambda step: step.to(CPU)["row"].detach(), Tensor.tolist),
+    "other dtype": (lambda step: step.to(CPU)["row"].view(torch.uint8), Tensor.tolist),
+    "transposed": (lambda step: step.to(CPU)["image"].mT, Tensor.tolist),
+    "numpy": (lambda step: step.to(CPU)["image"].numpy(), np.ndarray.tolist),
+    "numpy view": (lambda step: step.to(CPU)["row"].numpy()[1:], np.ndarray.tolist),
+    "memoryview": (lambda step: memoryview(step.to(CPU)["row"].numpy()), memoryview.tolist),
+    "dlpack": (lambda step: np.from_dlpack(step.to(CPU)["row"]), np.ndarray.tolist),
+    "storage": (lambda step: step.to(CPU)["image"].untyped_storage(), list),
+    "parts": (lambda step: step.batches, lambda kept: [rows_of(batch) for batch in kept]),
+    "one part": (lambda step: step.batches[-1]["row"], Tensor.tolist),
+    "backward": (saved_for_backward, gradient),
+}
+
+
+class Kept:
+    """Memory that is held, and what was in it when it was taken hold of."""
+
+    def __init__(self, name: str, super_batch: SuperBatch) -> None:
+        keep, self._read = KEEPERS[name]
+        self._kept = keep(super_batch)
+        self._expected = self._read(self._kept)
+
+    def check(self) -> None:
+        assert self._read(self._kept) == self._expected
+
+
+class TestKeeping:
+    @pytest.mark.parametrize("keeper", KEEPERS)
+    @pytest.mark.parametrize("transform", [None, untouched])
+    @pytest.mark.parametrize("num_devices", [1, 4])
+    def test_everything_kept_of_an_epoch_is_never_overwritten(
+        self, numbered_store: Stores, num_devices: int, transform: Any, keeper: str
+    ) -> None:
+        loader = make_loader(
+            numbered_store(181, 24), num_devices, 12 // num_devices, transform=transform
+        )
+        kept = []
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            kept += [Kept(keeper, super_batch) for super_batch in loader]
+        for one in kept:
+            one.check()
+
+    @given(
+        seed=st.integers(0, 2**20),
+        num_devices=device_counts,
+        batch_size=st.integers(1, 6),
+        transform=st.sampled_from([None, untouched]),
+        inference=st.booleans(),
+    )
+    @settings(deadline=None, max_examples=50)
+    def test_anything_kept_for_a_while_is_never_overwritten(
+        self,
+        numbered_store: Stores,
+        seed: int,
+        num_devices: int,
+        batch_size: int,
+        transform: Any,
+        inference: bool,
+    ) -> None:
+        choose = random.Random(seed)
+        loader = make_loader(
+            numbered_store(181, 24), num_devices, batch_size, transform=transform, shuffle=True
+        )
+        names = [name for name in KEEPERS if not (inference and name == "backward")]
+        kept: list[Kept] = []
+        with torch.inference_mode(inference):
+            for super_batch in loader:
+                chosen = choose.choices(names, k=choose.choice([0, 0, 1, 2]))
+                kept += [Kept(name, super_batch) for name in chosen]
+                while kept and choose.random() < 0.4:
+                    kept.pop(choose.randrange(len(kept))).check()
+            for one in kept:
+                one.check()
+
+    def test_several_iterations_at_once_do_not_disturb_each_other(
+        self, numbered_store: Stores
+    ) -> None:
+        loader = make_loader(numbered_store(181, 24), 2, 5)
+        for one, two in zip(loader, loader, strict=True):
+            first, second = one.to(CPU), two.to(CPU)
+            assert rows_of(first) == rows_of(second)
+            second["row"].zero_()
+            assert rows_of(first)[-1] > 0
+
+    def test_batches_kept_in_another_thread_are_never_overwritten(
+        self, numbered_store: Stores
+    ) -> None:
+        kept: list[Any] = []
+        taken = threading.Semaphore(0)
+
+        def keep(batch: Any) -> None:
+            kept.append(batch["row"][1:])
+            taken.release()
+
+        expected = []
+        for super_batch in make_loader(numbered_store(181, 24), 2, 5):
+            batch = super_batch.to(CPU)
+            expected.append(rows_of(batch)[1:])
+            thread = threading.Thread(target=keep, args=(batch,))
+            thread.start()
+            thread.join()
+            del batch, super_batch, thread
+        assert [rows.tolist() for rows in kept] == expected
+
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    def test_batches_kept_in_another_process_are_never_overwritten(
+        self, numbered_store: Stores, num_devices: int
+    ) -> None:
+        expected = []
+        with holding_process() as (inbox, outbox):
+            loader = make_loader(numbered_store(97, 24), num_devices, 8 // num_devices)
+            for super_batch in loader:
+                batch = super_batch.to(CPU)
+                expected.append(rows_of(batch))
+                inbox.put(batch["row"])
+                del batch, super_batch
+                # Now the other process holds it, and this one does not.
+                assert outbox.get(timeout=60) == len(expected)
+            inbox.put(None)
+            assert outbox.get(timeout=60) == expected
+
+    @pytest.mark.parametrize("transform", [None, untouched])
+    def test_batches_not_kept_use_the_same_memory(
+        self, numbered_store: Stores, transform: Any
+    ) -> None:
+        loader = make_loader(numbered_store(40_000, 24), 2, 50, transform=transform)
+        addresses: Counter[int] = Counter()
+        for super_batch in loader:
+            batch = super_batch.to(CPU)
+            addresses[batch["row"].untyped_storage().data_ptr()] += 1
+            del batch, super_batch
+        assert sum(addresses.values()) == 400
+        assert len(addresses) <= 4
+
+    def test_batches_while_one_is_kept_use_the_same_memory(self, numbered_store: Stores) -> None:
+        loader = make_loader(numbered_store(40_000, 24), 2, 2000)
+        addresses = set()
+        previous = None
+        for super_batch in loader:
+            previous = super_batch.to(CPU)
+            addresses.add(previous["row"].untyped_storage().data_ptr())
+            del super_batch
+        assert len(addresses) <= 3
+
+
+class TestInferenceMode:
+    @pytest.mark.parametrize("transform", [None, untouched])
+    def test_loader_used_in_inference_mode_trains_after_it(
+        self, numbered_store: Stores, transform: Any
+    ) -> None:
+        loader = make_loader(numbered_store(97, 24), 2, transform=transform)
+        with torch.inference_mode():
+            inside = epoch_rows(loader)
+        train(loader)
+        with torch.inference_mode():
+            assert epoch_rows(loader) == inside
+
+    @pytest.mark.parametrize("transform", [None, untouched])
+    def test_iterator_that_leaves_inference_mode_trains(
+        self, numbered_store: Stores, transform: Any
+    ) -> None:
+        steps = iter(make_loader(numbered_store(97, 24), 2, transform=transform))
+        with torch.inference_mode():
+            next(steps).to(CPU)
+        train(steps)
+
+
+def train(steps: Iterator[SuperBatch] | ZippedLoader) -> None:
+    """What training does with a batch and inference tensors forbid: save it, change it."""
+    for super_batch in steps:
+        batch = super_batch.to(CPU)
+        weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+        loss = Weighted.apply(batch["row"], weight)
+        loss.backward()
+        assert weight.grad == batch["row"].sum()
+        batch["row"].add_(1)
+
+
+class holding_process:  # noqa: N801  (used as a function)
+    """A process that keeps what is put into its inbox."""
+
+    def __enter__(self) -> tuple[Any, Any]:
+        context = torch.multiprocessing.get_context("spawn")
+        self.inbox, self.outbox = context.Queue(), context.Queue()
+        self.process = context.Process(target=keep_batches, args=(self.inbox, self.outbox))
+        self.process.start()
+        return self.inbox, self.outbox
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.join(timeout=30)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        for queue in (self.inbox, self.outbox):
+            queue.close()
+            queue.join_thread()
+        resource_sharer.stop()
+        assert self.process.exitcode == 0

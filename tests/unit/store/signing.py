@@ -1,0 +1,22 @@
+"""A manifest edited and signed anew: a liar's manifest, whose digest fits what it says."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_memmap.store.manifest import MANIFEST, _digest
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    return body
+
+
+def sign_manifest(directory: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Edit a store's manifest in place and give it the digest of its new content."""
+    body = read_manifest(directory)
+    body.pop("digest", None)
+    edit(body)
+    body["digest"] = _digest(body)
+    (directory / MANIFEST).write_text(json.dumps(body), encoding="utf-8")

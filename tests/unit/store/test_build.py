@@ -1,0 +1,594 @@
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensordict import TensorDict
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
+from lightning_memmap.order import shard_rows, shard_starts
+from lightning_memmap.schema import DTYPES
+from lightning_memmap.store import build_store, open_store, verify_store
+from tests.datasets import Counting, Numbered, Replaced, Wrapped, holds, in_dataset_order
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def build(dataset: Any, path: Path, **arguments: Any) -> Any:
+    return build_store(dataset, path, **{"num_shards": 3, "progress": False, **arguments})
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def assert_nothing_built(path: Path) -> None:
+    assert not path.exists()
+    with pytest.raises(StoreNotFoundError):
+        open_store(path)
+
+
+# Rows
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 24])
+@pytest.mark.parametrize("num_rows", [1, 5, 24, 2500])
+def test_build_any_counts_stores_each_row_in_its_place(
+    tmp_path: Path, num_rows: int, num_shards: int, num_workers: int
+) -> None:
+    if num_workers and num_shards not in (3, 24):
+        pytest.skip("workers cost a second each time: two shard counts are enough")
+    dataset = Numbered(num_rows)
+    store = build(dataset, tmp_path / "s", num_shards=num_shards, num_workers=num_workers)
+    assert len(store) == store.num_rows == num_rows
+    assert store.num_shards == num_shards
+    assert holds(store, dataset)
+    assert verify_store(tmp_path / "s") == []
+    for row in {0, 1, num_rows // 2, num_rows - 1} & set(range(num_rows)):
+        sample, expected = store[row], dataset[row]
+        assert torch.equal(sample["x"], expected["x"])
+        assert sample["label"].item() == expected["label"]
+
+
+def test_store_shards_hold_every_cth_row(tmp_path: Path) -> None:
+    dataset = Numbered(50)
+    store = build(dataset, tmp_path / "s", num_shards=7)
+    for shard in range(7):
+        expected = {name: rows[shard::7] for name, rows in dataset.expected().items()}
+        found = store.shard(shard)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for shard in (-1, 7):
+        with pytest.raises(IndexError, match=f"shard {shard}: the store has 7 shards"):
+            store.shard(shard)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, 24])
+def test_store_opened_by_tensordict_holds_the_same_rows(tmp_path: Path, num_shards: int) -> None:
+    dataset = Numbered(50)
+    build(dataset, tmp_path / "s", num_shards=num_shards)
+    stored = TensorDict.load_memmap(str(tmp_path / "s"))
+    assert stored.batch_size == (50,)
+    assert set(stored.keys()) == {"x", "label"}
+    starts = shard_starts(50, num_shards)
+    assert shard_rows(50, num_shards).sum() == 50
+    for row in range(50):
+        place = int(starts[row % num_shards]) + row // num_shards
+        assert torch.equal(stored["x"][place], dataset[row]["x"])
+        assert stored["label"][place].item() == dataset[row]["label"]
+
+
+@pytest.mark.parametrize("row", [50, -51, 1000])
+def test_store_row_outside_raises_index_error(tmp_path: Path, row: int) -> None:
+    store = build(Numbered(50), tmp_path / "s")
+    assert torch.equal(store[-1]["x"], store[49]["x"])
+    with pytest.raises(IndexError, match=f"row {row}: the store has 50 rows"):
+        store[row]
+
+
+def test_store_is_itself_a_dataset_that_can_be_stored(tmp_path: Path) -> None:
+    dataset = Numbered(50)
+    first = build(dataset, tmp_path / "one")
+    second = build(first, tmp_path / "two", num_shards=5)
+    assert holds(second, dataset)
+
+
+# Dtypes and leaves
+
+
+def random_rows(dtype: torch.dtype, num_rows: int) -> Tensor:
+    """Rows of any bits: NaN payloads, negative zeros and denormals among them."""
+    generator = torch.Generator().manual_seed(0)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (num_rows, 2, 3), generator=generator).bool()
+    raw = torch.randint(
+        0, 256, (num_rows, 2, 3 * dtype.itemsize), dtype=torch.uint8, generator=generator
+    )
+    if dtype.is_floating_point:
+        raw[0] = 255  # A NaN with every bit set.
+    return raw.view(dtype)
+
+
+@pytest.mark.parametrize("as_array", [False, True], ids=["tensor", "array"])
+@pytest.mark.parametrize("name", DTYPES)
+def test_build_any_dtype_comes_back_bit_for_bit(tmp_path: Path, name: str, as_array: bool) -> None:
+    rows = random_rows(DTYPES[name], 10)
+    if as_array and name == "bfloat16":
+        with pytest.raises(TypeError, match="BFloat16"):
+            rows.numpy()  # numpy has no such type: no array can hold it.
+        return
+    dataset = list(rows.numpy()) if as_array else list(rows)
+    assert len(DTYPES) == 15
+    store = build(dataset, tmp_path / "s")
+    found = in_dataset_order(store)["value"]
+    assert found.dtype == rows.dtype
+    assert found.shape == rows.shape
+    assert torch.equal(found.view(torch.uint8), rows.view(torch.uint8))
+    again = build(dataset, tmp_path / "s")
+    assert torch.equal(
+        again[7].reshape(-1).view(torch.uint8), rows[7].reshape(-1).view(torch.uint8)
+    )
+
+
+VALUES = np.arange(24, dtype=np.int32).reshape(4, 6) * 1_000_003
+
+
+def read_only() -> np.ndarray:
+    array = VALUES.copy()
+    array.flags.writeable = False
+    return array
+
+
+ARRAYS: dict[str, Callable[[], Any]] = {
+    "big-endian": lambda: VALUES.astype(">i4"),
+    "big-endian of eight bytes": lambda: VALUES.astype(">i8"),
+    "big-endian complex": lambda: VALUES.astype(">c8"),
+    "read-only": read_only,
+    "negative strides": lambda: VALUES[::-1, ::-2],
+    "fortran order": lambda: np.asfortranarray(VALUES),
+    "broadcast": lambda: np.broadcast_to(VALUES[0], (3, 6)),
+    "transposed tensor": lambda: torch.from_numpy(VALUES.copy()).T,
+    "expanded tensor": lambda: torch.from_numpy(VALUES.copy())[:1].expand(5, 6),
+    "parameter": lambda: torch.nn.Parameter(torch.arange(6.0)),
+    "conjugated tensor": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "scalar array": lambda: np.array(7, ">u2"),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_build_leaf_of_any_layout_is_stored_right(tmp_path: Path, kind: str) -> None:
+    leaf = ARRAYS[kind]()
+    if isinstance(leaf, Tensor):
+        expected = leaf.detach().resolve_conj().contiguous()
+    else:
+        expected = torch.from_numpy(leaf.astype(leaf.dtype.newbyteorder("=")).copy())
+    store = build([(leaf, row) for row in range(10)], tmp_path / "s")
+    for row in (0, 9):
+        found, label = store[row]
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+        assert label.item() == row
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "I;16", "RGBA"])
+def test_build_images_of_any_mode_come_back(tmp_path: Path, mode: str) -> None:
+    images = []
+    for row in range(5):
+        image = Image.new(mode, (7, 5))
+        bands = len(image.getbands())
+        image.putpixel((row, row), row + 1 if bands == 1 else tuple(range(row, row + bands)))
+        images.append(image)
+    store = build(images, tmp_path / "s", num_shards=2)
+    for row, image in enumerate(images):
+        pixels = np.asarray(image)
+        expected = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+        assert expected.any()
+        assert np.array_equal(store[row].numpy(), expected)
+        assert store[row].numpy().dtype == expected.dtype
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+@dataclasses.dataclass
+class Example:
+    image: Any
+    label: Any
+
+
+def test_build_nested_samples_come_back_nested(tmp_path: Path) -> None:
+    rows = [
+        {
+            "a.b": torch.full((2,), row),
+            "pair": Pair(row, [row * 2]),
+            3: (),
+            "": Example(row / 2, (row % 2 == 0,)),
+            "two words/é": {"..": row},
+        }
+        for row in range(10)
+    ]
+    store = build(rows, tmp_path / "s")
+    sample = open_store(tmp_path / "s")[7]
+    assert list(sample) == ["a.b", "pair", 3, "", "two words/é"]
+    assert sample["a.b"].tolist() == [7, 7]
+    assert type(sample["pair"]).__name__ == "Pair"
+    assert sample["pair"].image.item() == 7
+    assert [leaf.item() for leaf in sample["pair"].label] == [14]
+    assert sample[3] == []
+    assert type(sample[""]).__name__ == "Example"
+    assert sample[""].image.item() == 3.5
+    assert [leaf.item() for leaf in sample[""].label] == [False]
+    assert sample["two words/é"][".."].item() == 7
+    names = {field.name for field in store.schema.fields}
+    assert set(TensorDict.load_memmap(str(tmp_path / "s")).keys()) == names
+    assert {path.name for path in (tmp_path / "s").iterdir()} == {
+        "manifest.json",
+        "meta.json",
+        *(f"{name}.memmap" for name in names),
+    }
+
+
+def test_build_field_without_elements_is_kept(tmp_path: Path) -> None:
+    rows = [{"nothing": torch.zeros(0, 3), "label": row} for row in range(10)]
+    store = build(rows, tmp_path / "s")
+    assert store[4]["nothing"].shape == (0, 3)
+    assert in_dataset_order(store)["label"].tolist() == list(range(10))
+    assert verify_store(tmp_path / "s") == []
+    only_nothing = build([np.zeros((2, 0), np.uint8)] * 10, tmp_path / "t")
+    assert only_nothing[9].shape == (2, 0)
+    assert only_nothing[9].dtype == torch.uint8
+
+
+def test_build_rows_of_more_than_a_block_are_stored_whole(tmp_path: Path) -> None:
+    # Rows of 40 MiB: each is larger than what is written at once.
+    rows = [torch.full((40 * 2**20,), row, dtype=torch.uint8) for row in range(3)]
+    store = build(rows, tmp_path / "s", num_shards=2)
+    assert all(torch.equal(store[row], rows[row]) for row in range(3))
+
+
+# A second build
+
+
+def test_rebuild_same_dataset_reads_only_probe_rows(tmp_path: Path) -> None:
+    build(Numbered(1000), tmp_path / "s")
+    before = contents(tmp_path / "s")
+    dataset = Counting(Numbered(1000))
+    store = build(dataset, tmp_path / "s")
+    assert len(dataset.rows) <= 8
+    assert {0, 999} <= set(dataset.rows)
+    assert holds(store, Numbered(1000))
+    assert contents(tmp_path / "s") == before
+
+
+def test_build_reads_each_row_once_besides_probes(tmp_path: Path) -> None:
+    dataset = Counting(Numbered(3000))
+    build(dataset, tmp_path / "s")
+    reads = {row: dataset.rows.count(row) for row in set(dataset.rows)}
+    assert set(reads) == set(range(3000))
+    # Eight probe rows are read twice more to find out random datasets, row 0 for its schema.
+    assert len([row for row, count in reads.items() if count > 1]) <= 8
+    assert max(reads.values()) <= 4
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "longer": (lambda: Numbered(101), "the dataset has 101 rows, the store 100"),
+    "shorter": (lambda: Numbered(99), "the dataset has 99 rows, the store 100"),
+    "first row": (
+        lambda: Replaced(Numbered(100), {0: Numbered(100)[1]}),
+        "row 0 of the dataset differs",
+    ),
+    "last row": (
+        lambda: Replaced(Numbered(100), {99: Numbered(100)[1]}),
+        "row 99 of the dataset differs",
+    ),
+    "dtype": (
+        lambda: [{"x": row["x"].int(), "label": row["label"]} for row in Numbered(100)],
+        r"row 0, field 'x': found int32 \(4,\) \(tensor\), expected int64 \(4,\)",
+    ),
+    "structure": (
+        lambda: [(row["x"], row["label"]) for row in Numbered(100)],
+        "row 0, field 'value': found tuple, expected dict",
+    ),
+    "raises": (
+        lambda: Replaced(Numbered(100), {99: OSError("gone")}),
+        "the dataset raised at row 99: OSError: gone",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_rebuild_other_dataset_is_refused_and_the_store_unharmed(tmp_path: Path, kind: str) -> None:
+    make, message = OTHERS[kind]
+    build(Numbered(100), tmp_path / "s")
+    before = contents(tmp_path / "s")
+    with pytest.raises(DatasetError, match=message) as caught:
+        build(make(), tmp_path / "s")
+    if kind != "raises":
+        assert "built from another dataset" in str(caught.value)
+        assert "overwrite=True" in str(caught.value)
+    assert contents(tmp_path / "s") == before
+    assert holds(open_store(tmp_path / "s"), Numbered(100))
+
+
+def test_rebuild_with_overwrite_replaces_the_store(tmp_path: Path) -> None:
+    build(Numbered(100), tmp_path / "s")
+    old = open_store(tmp_path / "s")
+    store = build(Numbered(77, version=1), tmp_path / "s", num_shards=5, overwrite=True)
+    assert holds(store, Numbered(77, version=1))
+    assert holds(open_store(tmp_path / "s"), Numbered(77, version=1))
+    # Who has the old one open keeps its rows.
+    assert holds(old, Numbered(100))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"s", ".s.lock"}
+    assert contents(tmp_path / "s").keys() == {
+        "manifest.json",
+        "meta.json",
+        "x.memmap",
+        "label.memmap",
+    }
+
+
+def test_rebuild_with_overwrite_that_fails_leaves_the_old_store(tmp_path: Path) -> None:
+    build(Numbered(3000), tmp_path / "s")
+    before = contents(tmp_path / "s")
+    broken = Replaced(Numbered(3000, version=1), {2500: ValueError("broken")})
+    with pytest.raises(DatasetError, match="row 2500"):
+        build(broken, tmp_path / "s", overwrite=True)
+    assert contents(tmp_path / "s") == before
+
+
+def test_rebuild_other_number_of_shards_is_refused(tmp_path: Path) -> None:
+    build(Numbered(100), tmp_path / "s", num_shards=3)
+    with pytest.raises(StoreError, match=r"num_shards=4: .* has 3 shards.*overwrite=True"):
+        build(Numbered(100), tmp_path / "s", num_shards=4)
+    assert holds(open_store(tmp_path / "s"), Numbered(100))
+
+
+def test_rebuild_of_damaged_store_is_refused_without_overwrite(tmp_path: Path) -> None:
+    build(Numbered(100), tmp_path / "s")
+    (tmp_path / "s" / "manifest.json").write_text("{}")
+    with pytest.raises(StoreError, match="cannot be trusted"):
+        build(Numbered(100), tmp_path / "s")
+    assert holds(build(Numbered(100), tmp_path / "s", overwrite=True), Numbered(100))
+
+
+def test_build_through_a_link_reads_and_replaces_the_linked_store(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    build(Numbered(10), tmp_path / "disk" / "s")
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "s")
+    assert holds(open_store(tmp_path / "link"), Numbered(10))
+    new = Numbered(20, version=1)
+    assert holds(build(new, tmp_path / "link", overwrite=True), new)
+    assert (tmp_path / "link").is_symlink()
+    assert holds(open_store(tmp_path / "disk" / "s"), new)
+    assert holds(build(new, tmp_path / "link"), new)
+
+
+def test_build_parent_that_is_missing_is_made(tmp_path: Path) -> None:
+    store = build(Numbered(10), tmp_path / "a" / "b" / "s")
+    assert holds(store, Numbered(10))
+
+
+# Datasets that do not fit
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_build_empty_dataset_raises_value_error(tmp_path: Path, num_workers: int) -> None:
+    with pytest.raises(ValueError, match="the dataset is empty"):
+        build([], tmp_path / "s", num_workers=num_workers)
+    assert_nothing_built(tmp_path / "s")
+
+
+def test_build_iterable_dataset_raises_type_error(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"Endless.* has no length: .* map-style"):
+        build(Endless(), tmp_path / "s")
+    assert_nothing_built(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [({"num_shards": 0}, "num_shards=0"), ({"num_workers": -1}, "-1")]
+)
+def test_build_bad_argument_is_named(tmp_path: Path, arguments: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        build(Numbered(10), tmp_path / "s", **arguments)
+    assert_nothing_built(tmp_path / "s")
+
+
+MISFITS: dict[str, tuple[Any, list[str]]] = {
+    "shape": (
+        {"x": torch.zeros(5, dtype=torch.int64), "label": 1},
+        [r"field 'x': found int64 \(5,\) \(tensor\), expected int64 \(4,\) \(tensor\)"],
+    ),
+    "dtype": (
+        {"x": torch.zeros(4), "label": 1},
+        [r"field 'x': found float32 \(4,\) \(tensor\), expected int64 \(4,\) \(tensor\)"],
+    ),
+    "structure": (
+        {"x": torch.zeros(4, dtype=torch.int64), "label": (1, 2)},
+        ["field 'label': found tuple", r"expected int64 \(\) \(number\)"],
+    ),
+    "keys": (
+        {"x": torch.zeros(4, dtype=torch.int64)},
+        [r"found dict of \['x'\], expected \['x', 'label'\]"],
+    ),
+    "none": ({"x": None, "label": 1}, ["field 'x': found NoneType", r"expected int64 \(4,\)"]),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", MISFITS)
+def test_build_sample_that_does_not_fit_names_row_field_found_and_expected(
+    tmp_path: Path, kind: str, num_workers: int
+) -> None:
+    sample, messages = MISFITS[kind]
+    dataset = Replaced(Numbered(8000), {7301: sample})
+    with pytest.raises(SchemaError, match=".*".join(["row 7301, ", *messages])):
+        build(dataset, tmp_path / "s", num_workers=num_workers)
+    assert_nothing_built(tmp_path / "s")
+    # Once the dataset is mended, what was written before is not wrong.
+    assert holds(build(Numbered(8000), tmp_path / "s"), Numbered(8000))
+
+
+def test_build_first_sample_that_cannot_be_stored_names_row_and_field(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match="row 0, field 'text': found str"):
+        build([{"text": "a"}] * 10, tmp_path / "s")
+    assert_nothing_built(tmp_path / "s")
+
+
+class StrangeError(Exception):
+    """An exception that cannot cross to another process."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be pickled")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("row", [0, 1, 2999])
+def test_build_dataset_that_raises_names_the_row(
+    tmp_path: Path, row: int, num_workers: int
+) -> None:
+    dataset = Replaced(Numbered(3000), {row: StrangeError(3, 4)})
+    with pytest.raises(DatasetError, match=f"raised at row {row}: StrangeError: 3 and 4") as caught:
+        build(dataset, tmp_path / "s", num_workers=num_workers)
+    # The cause tells where in the dataset it was raised.
+    assert caught.value.__cause__ is not None
+    if row == 1:
+        assert "datasets.py" in str(caught.value.__cause__)
+    assert_nothing_built(tmp_path / "s")
+
+
+class Random(Wrapped):
+    def __getitem__(self, row: int) -> Any:
+        return torch.rand(3)
+
+
+class RandomOnceRead(Wrapped):
+    """Each row is the same for the first two reads, and another one from then on."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        self.reads: dict[int, int] = {}
+
+    def __getitem__(self, row: int) -> Any:
+        self.reads[row] = self.reads.get(row, 0) + 1
+        sample = super().__getitem__(row)
+        return {**sample, "label": sample["label"] + max(0, self.reads[row] - 3)}
+
+
+@pytest.mark.parametrize("kind", [Random, RandomOnceRead])
+def test_build_random_dataset_is_refused_and_points_to_transform(
+    tmp_path: Path, kind: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(DatasetError, match=r"(?s)row \d+.*random.*`transform=`"):
+        build(kind(Numbered(100)), tmp_path / "s")
+    assert_nothing_built(tmp_path / "s")
+    assert {path.name for path in tmp_path.iterdir()} <= {".s.lock"}
+
+
+# Places that cannot be used
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("kind", ["directory", "empty directory", "file", "tensordict"])
+def test_build_path_that_is_no_store_is_refused_and_untouched(
+    tmp_path: Path, kind: str, overwrite: bool
+) -> None:
+    path = tmp_path / "s"
+    if kind == "file":
+        path.write_text("mine")
+    elif kind == "tensordict":
+        TensorDict({"x": torch.arange(5)}, [5]).memmap(str(path))
+    else:
+        path.mkdir()
+        if kind == "directory":
+            (path / "mine.txt").write_text("mine")
+    before = contents(path) if path.is_dir() else path.read_bytes()
+    with pytest.raises(StoreError, match=r"exists and is no store: choose another `store_dir`"):
+        build(Numbered(10), path, overwrite=overwrite)
+    assert (contents(path) if path.is_dir() else path.read_bytes()) == before
+
+
+def test_build_on_full_disk_raises_enospc_with_both_numbers_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    unshare = shutil.which("unshare")
+    namespace = [str(unshare), "--mount", "--map-root-user"]
+    probe = [*namespace, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    if unshare is None or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("this machine lets no process mount a small file system of its own")
+    result = subprocess.run(
+        [*namespace, sys.executable, "-m", "tests.unit.store.full_disk", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert result.returncode == 0, result.stderr
+    outcomes = json.loads(result.stdout)
+
+    first = outcomes["larger than the disk"]
+    assert first["errno"] == errno.ENOSPC
+    assert f"needs {5 * 2**18} bytes" in first["message"]
+    assert str(first["free"]) in first["message"]
+    assert first["left"] == []
+
+    exact = outcomes["exactly what is free"]
+    assert exact["errno"] == errno.ENOSPC
+    needed = exact["free"] // 4 * 4
+    assert f"needs {needed} bytes" in exact["message"]
+    assert exact["left"] == []
+
+    # There is room again: nothing of the failed ones was left on the disk.
+    assert outcomes["small"] == {**outcomes["small"], "num_rows": 5, "left": ["train"]}
+    overwrite = outcomes["overwrite"]
+    assert overwrite["errno"] == errno.ENOSPC
+    assert overwrite["left"] == ["train"]
+    assert overwrite["old rows"] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_build_closes_every_file(tmp_path: Path, num_workers: int) -> None:
+    build(Numbered(100), tmp_path / "warm", num_workers=num_workers)
+    before = len(os.listdir("/proc/self/fd"))
+    for index in range(5):
+        build(Numbered(100), tmp_path / str(index), num_workers=num_workers)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_build_shows_progress_only_when_asked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    build(Numbered(100), tmp_path / "quiet", progress=False)
+    assert capfd.readouterr() == ("", "")
+    build(Numbered(100), tmp_path / "loud", progress=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "storing" in err
+    assert "100/100 rows" in err
+    assert "checksums" in err

@@ -1,0 +1,340 @@
+"""The data module: its hooks with a Trainer and without one."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+import pytest
+import torch
+
+from lightning_memmap import MemmapDataModule, build_store, open_store
+from lightning_memmap.errors import DatasetError, PlacementError, StoreError, StoreNotFoundError
+from lightning_memmap.loading import SuperBatch
+from lightning_memmap.strategies import SuperBatchStrategy
+from tests.models import Points, Regression, make_trainer
+from tests.rows import CPU, joined, take_steps
+
+TRAIN, VAL, TEST, PREDICT = Points(60), Points(20, 100), Points(25, 200), Points(30, 300)
+
+#: What Lightning says where a module could validate and there is nothing to validate on.
+NO_VALIDATION = "Total length of `list` across ranks is zero"
+
+
+def make_data(path: Path, **options: Any) -> MemmapDataModule:
+    defaults: dict[str, Any] = {
+        "train_dataset": TRAIN,
+        "val_dataset": VAL,
+        "test_dataset": TEST,
+        "predict_dataset": PREDICT,
+        "store_dir": path / "stores",
+        "batch_size": 4,
+    }
+    return MemmapDataModule(**{**defaults, **options})
+
+
+def set_up(data: MemmapDataModule, stage: str | None = None) -> MemmapDataModule:
+    data.prepare_data()
+    data.setup(stage)
+    return data
+
+
+def rows(loader: Any) -> list[int]:
+    batches = [batch.to(CPU) if isinstance(batch, SuperBatch) else batch for batch in loader]
+    return [row for batch in batches for row in batch["row"].tolist()]
+
+
+class TestWithoutTrainer:
+    def test_hooks_without_trainer_give_all_splits(self, tmp_path: Path) -> None:
+        data = set_up(make_data(tmp_path))
+        assert sorted(rows(data.train_dataloader())) == list(range(60))
+        assert rows(data.val_dataloader()) == list(range(100, 120))
+        assert rows(data.test_dataloader()) == list(range(200, 225))
+        assert rows(data.predict_dataloader()) == list(range(300, 330))
+        assert {split.name for split in (tmp_path / "stores").iterdir() if split.is_dir()} == {
+            "train", "val", "test", "predict"
+        }  # fmt: skip
+
+    def test_setup_of_one_stage_opens_its_splits(self, tmp_path: Path) -> None:
+        data = set_up(make_data(tmp_path), "test")
+        assert rows(data.test_dataloader()) == list(range(200, 225))
+        with pytest.raises(StoreNotFoundError, match=r"the train split is not set up"):
+            data.train_dataloader()
+
+    def test_setup_twice_gives_the_same(self, tmp_path: Path) -> None:
+        data = set_up(make_data(tmp_path))
+        first = rows(data.train_dataloader())
+        assert rows(set_up(data).train_dataloader()) == first
+
+    def test_setup_prints_the_placement(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        set_up(make_data(tmp_path))
+        output = capsys.readouterr().out
+        for word in ("Placement of shards", "train", "val", "mmap", "60"):
+            assert word in output
+
+    def test_train_split_is_shuffled_by_the_seed_unless_told_otherwise(
+        self, tmp_path: Path
+    ) -> None:
+        orders = [
+            rows(set_up(make_data(tmp_path, **options)).train_dataloader())
+            for options in ({"seed": 1}, {"seed": 1}, {"seed": 2}, {"shuffle": False})
+        ]
+        assert orders[0] == orders[1] != orders[2]
+        assert orders[3] == list(range(60))
+        assert orders[0] != orders[3]
+
+    def test_drop_last_is_for_training_alone(self, tmp_path: Path) -> None:
+        data = set_up(make_data(tmp_path, batch_size=16, drop_last=True))
+        assert len(rows(data.train_dataloader())) == 48
+        assert len(rows(data.test_dataloader())) == 25
+
+    def test_transforms_are_for_training_and_for_the_rest(self, tmp_path: Path) -> None:
+        def mark(value: int) -> Callable[[Any], Any]:
+            return lambda batch: {"row": torch.full_like(batch["row"], value)}
+
+        data = set_up(make_data(tmp_path, transform=mark(1), eval_transform=mark(2)))
+        loaders = [
+            data.train_dataloader(),
+            data.val_dataloader(),
+            data.test_dataloader(),
+            data.predict_dataloader(),
+        ]
+        assert [set(rows(loader)) for loader in loaders] == [{1}, {2}, {2}, {2}]
+
+    def test_device_residency_serves_the_same_rows(self, tmp_path: Path) -> None:
+        mapped = rows(set_up(make_data(tmp_path)).train_dataloader())
+        resident = rows(set_up(make_data(tmp_path, residency="device")).train_dataloader())
+        assert mapped == resident
+
+    def test_loader_before_setup_raises(self, tmp_path: Path) -> None:
+        with pytest.raises(StoreNotFoundError, match=r"call setup\(\) first"):
+            make_data(tmp_path).train_dataloader()
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"batch_size": 0}, r"batch_size=0"),
+            ({"residency": "gpu"}, r"residency='gpu': choose one of auto, device, pinned, mmap"),
+            ({"memory_fraction": 0}, r"memory_fraction=0"),
+            ({"memory_fraction": 1.5}, r"memory_fraction=1\.5"),
+        ],
+    )
+    def test_argument_out_of_range_raises_at_once(
+        self, tmp_path: Path, options: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            make_data(tmp_path, **options)
+
+    @pytest.mark.parametrize("options", [{"num_shards": 0}, {"num_workers": -1}])
+    def test_argument_for_the_store_out_of_range_raises_in_prepare(
+        self, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
+        (name, value) = next(iter(options.items()))
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            make_data(tmp_path, **options).prepare_data()
+
+    def test_pinned_on_cpu_raises_in_setup(self, tmp_path: Path) -> None:
+        with pytest.raises(PlacementError, match="residency='pinned'"):
+            set_up(make_data(tmp_path, residency="pinned"))
+
+    def test_device_that_does_not_fit_raises_in_setup(self, tmp_path: Path) -> None:
+        data = make_data(tmp_path, residency="device", memory_fraction=1e-9)
+        with pytest.raises(PlacementError, match="memory_fraction"):
+            set_up(data)
+
+
+class TestStores:
+    def test_stores_without_datasets_are_used_as_they_are(self, tmp_path: Path) -> None:
+        set_up(make_data(tmp_path))
+        nothing = dict.fromkeys(
+            ("train_dataset", "val_dataset", "test_dataset", "predict_dataset")
+        )
+        data = set_up(make_data(tmp_path, **nothing))
+        assert sorted(rows(data.train_dataloader())) == list(range(60))
+        assert rows(data.predict_dataloader()) == list(range(300, 330))
+
+    @pytest.mark.parametrize(
+        ("run", "split"),
+        [("fit", "train"), ("test", "test"), ("predict", "predict")],
+    )
+    def test_no_dataset_and_no_store_raises_and_names_the_split(
+        self, tmp_path: Path, run: str, split: str
+    ) -> None:
+        data = MemmapDataModule(store_dir=tmp_path / "stores")
+        message = rf"{split}_dataset=None and no store at .*stores/{split}: give the dataset"
+        with pytest.raises(StoreNotFoundError, match=message):
+            getattr(make_trainer(tmp_path), run)(Regression(), datamodule=data)
+
+    def test_store_built_already_is_not_built_again(self, tmp_path: Path) -> None:
+        manifest = tmp_path / "stores" / "train" / "manifest.json"
+        make_data(tmp_path).prepare_data()
+        before = manifest.stat()
+        make_data(tmp_path).prepare_data()
+        assert manifest.stat().st_ino == before.st_ino
+        assert manifest.stat().st_mtime_ns == before.st_mtime_ns
+
+    @pytest.mark.parametrize("other", [Points(61), Points(60, 5)], ids=["length", "content"])
+    def test_other_dataset_is_refused(self, tmp_path: Path, other: Points) -> None:
+        make_data(tmp_path).prepare_data()
+        with pytest.raises(DatasetError, match=r"built from another dataset.*overwrite=True"):
+            make_data(tmp_path, train_dataset=other).prepare_data()
+        with pytest.raises(DatasetError, match=r"built from another dataset"):
+            make_data(tmp_path, train_dataset=other).setup()
+
+    def test_other_dataset_with_overwrite_replaces_the_store(self, tmp_path: Path) -> None:
+        make_data(tmp_path).prepare_data()
+        data = set_up(make_data(tmp_path, train_dataset=Points(40, 5), overwrite=True))
+        assert sorted(rows(data.train_dataloader())) == list(range(5, 45))
+        assert open_store(tmp_path / "stores" / "train").num_rows == 40
+
+    def test_overwrite_builds_once_for_several_stages(self, tmp_path: Path) -> None:
+        data = make_data(tmp_path, overwrite=True)
+        manifest = tmp_path / "stores" / "val" / "manifest.json"
+        trainer = make_trainer(tmp_path)
+        trainer.fit(Regression(), datamodule=data)
+        before = manifest.stat().st_ino
+        trainer.validate(Regression(), datamodule=data, verbose=False)
+        assert manifest.stat().st_ino == before
+
+    def test_other_number_of_shards_is_refused(self, tmp_path: Path) -> None:
+        make_data(tmp_path).prepare_data()
+        with pytest.raises(StoreError, match=r"num_shards=12.*has 24 shards"):
+            make_data(tmp_path, num_shards=12).prepare_data()
+
+    def test_store_of_another_dataset_class_with_the_same_rows_is_used(
+        self, tmp_path: Path
+    ) -> None:
+        build_store(TRAIN, tmp_path / "stores" / "train", progress=False)
+        listed = [TRAIN[index] for index in range(60)]
+        data = set_up(make_data(tmp_path, train_dataset=listed))
+        assert sorted(rows(data.train_dataloader())) == list(range(60))
+
+
+class TestWithTrainer:
+    @pytest.mark.parametrize(
+        ("run", "built"),
+        [
+            ("fit", {"train", "val"}),
+            ("validate", {"val"}),
+            ("test", {"test"}),
+            ("predict", {"predict"}),
+        ],
+    )
+    def test_stage_builds_and_opens_its_own_splits(
+        self, tmp_path: Path, run: str, built: set[str]
+    ) -> None:
+        data, module = make_data(tmp_path), Regression()
+        getattr(make_trainer(tmp_path), run)(module, datamodule=data)
+        found = {path.name for path in (tmp_path / "stores").iterdir() if path.is_dir()}
+        assert found == built
+        assert set(data.stores) == built
+
+    @pytest.mark.parametrize("strategy", ["auto", "memmap_superbatch"])
+    def test_stages_after_each_other_see_their_rows(self, tmp_path: Path, strategy: str) -> None:
+        data, module = make_data(tmp_path), Regression()
+        trainer = make_trainer(tmp_path, strategy=strategy, num_sanity_val_steps=0)
+        trainer.fit(module, datamodule=data)
+        trainer.test(module, datamodule=data, verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, datamodule=data)
+        seen = {stage: joined(batches) for stage, batches in module.seen.items()}
+        assert sorted(seen["train"]) == sorted([*range(60)] * 2)
+        assert seen["val"] == [*range(100, 120)] * 2
+        assert seen["test"] == list(range(200, 225))
+
+    def test_fit_without_validation_data_trains(self, tmp_path: Path) -> None:
+        data, module = make_data(tmp_path, val_dataset=None), Regression()
+        with pytest.warns(UserWarning, match=NO_VALIDATION):
+            make_trainer(tmp_path).fit(module, datamodule=data)
+        assert sorted(joined(module.seen["train"])) == list(range(60))
+
+    def test_fit_with_stored_validation_data_validates(self, tmp_path: Path) -> None:
+        build_store(VAL, tmp_path / "stores" / "val", progress=False)
+        data, module = make_data(tmp_path, val_dataset=None), Regression()
+        make_trainer(tmp_path, num_sanity_val_steps=0).fit(module, datamodule=data)
+        assert module.seen["val"] == [list(range(n, n + 4)) for n in range(100, 120, 4)]
+
+    def test_other_strategy_is_given_plain_batches(self, tmp_path: Path) -> None:
+        class Checked(Regression):
+            def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+                assert type(batch) is dict
+                return batch
+
+        module = Checked()
+        make_trainer(tmp_path).fit(module, datamodule=make_data(tmp_path))
+        assert len(module.seen["train"]) == 15
+
+    def test_placement_under_superbatch_is_on_all_data_devices(self, tmp_path: Path) -> None:
+        data = make_data(tmp_path)
+        trainer = make_trainer(tmp_path, strategy=SuperBatchStrategy(), devices=3)
+        trainer.fit(Regression(), datamodule=data)
+        assert data.placement is not None
+        assert data.placement.consumers.data_devices == (CPU,) * 3
+        assert data.placement.consumers.num_consumers == 3
+
+
+class Wide(torch.utils.data.Dataset[Any]):
+    """A few rows of one MiB each."""
+
+    num_bytes = 96 * 2**20
+
+    def __init__(self) -> None:
+        self.pad = torch.zeros(2**20, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return self.num_bytes // len(self.pad)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"row": index, "x": torch.full((8,), 0.5), "y": torch.ones(1), "pad": self.pad}
+
+
+def used_bytes() -> int:
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
+
+
+class Watch(L.Callback):
+    """Notes how much memory the process uses while it trains."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.bytes = used_bytes()
+
+
+class TestTeardown:
+    @pytest.mark.filterwarnings(f"ignore:{NO_VALIDATION}")
+    def test_teardown_by_the_trainer_frees_resident_shards(self, tmp_path: Path) -> None:
+        data = make_data(tmp_path, train_dataset=Wide(), val_dataset=None, residency="device")
+        watch = Watch()
+        trainer = make_trainer(tmp_path, callbacks=[watch], limit_train_batches=1)
+        trainer.fit(Regression(), datamodule=data)
+        # Also while the Trainer is still there, with the loaders that it has used.
+        assert watch.bytes - used_bytes() > 0.9 * Wide.num_bytes
+        assert trainer.global_step == 1
+
+    def test_teardown_without_trainer_frees_resident_shards(self, tmp_path: Path) -> None:
+        data = set_up(make_data(tmp_path, train_dataset=Wide(), residency="device"), "fit")
+        loader = data.train_dataloader()
+        before = used_bytes()
+        data.teardown()
+        assert before - used_bytes() > 0.9 * Wide.num_bytes
+        with pytest.raises(RuntimeError, match=r"let go of by teardown\(\): call setup\(\)"):
+            next(iter(loader))
+        with pytest.raises(StoreNotFoundError, match=r"not set up"):
+            data.train_dataloader()
+
+    def test_setup_again_frees_the_shards_of_before(self, tmp_path: Path) -> None:
+        data = set_up(make_data(tmp_path, train_dataset=Wide(), residency="device"), "fit")
+        loaders = [data.train_dataloader()]
+        before = used_bytes()
+        for _ in range(3):
+            data.setup("fit")
+            loaders.append(data.train_dataloader())
+        assert used_bytes() - before < 0.1 * Wide.num_bytes
+        (super_batch,) = take_steps(loaders[-1], 1)
+        assert len(super_batch) == 4

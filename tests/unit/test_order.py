@@ -1,0 +1,455 @@
+import math
+import tracemalloc
+from collections import Counter
+from itertools import pairwise, permutations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_memmap.order import (
+    StepPlan,
+    Stream,
+    derive_seed,
+    shard_rows,
+    shard_starts,
+    striping,
+)
+
+SEEDS = st.integers(0, 2**63 - 1)
+EPOCHS = st.integers(0, 2**32)
+
+
+@st.composite
+def streams(draw: st.DrawFn, shuffle: bool | None = None) -> Stream:
+    return Stream(
+        num_rows=draw(st.integers(1, 400)),
+        num_shards=draw(st.integers(1, 30)),
+        seed=draw(SEEDS),
+        shuffle=draw(st.booleans()) if shuffle is None else shuffle,
+    )
+
+
+def rows_at(stream: Stream, epoch: int, positions: range) -> list[int]:
+    shards, offsets = stream.at(epoch, positions)
+    assert shards.dtype == offsets.dtype == np.int64
+    assert shards.shape == offsets.shape == (len(positions),)
+    return (offsets * stream.num_shards + shards).tolist()
+
+
+def whole_epoch(stream: Stream, epoch: int) -> list[int]:
+    return rows_at(stream, epoch, range(stream.num_rows))
+
+
+# Shards
+
+
+@given(st.integers(1, 500), st.integers(1, 60))
+@settings(deadline=None)
+def test_shard_rows_any_counts_match_dealing_row_by_row(num_rows: int, num_shards: int) -> None:
+    dealt = Counter(row % num_shards for row in range(num_rows))
+    rows = shard_rows(num_rows, num_shards).tolist()
+    assert rows == [dealt[shard] for shard in range(num_shards)]
+    starts = shard_starts(num_rows, num_shards).tolist()
+    assert starts == [sum(rows[:shard]) for shard in range(num_shards)]
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "num_consumers", "expected"),
+    [(24, 1, 24), (24, 8, 24), (24, 24, 24), (24, 5, 25), (24, 7, 28), (24, 48, 48), (1, 3, 3)],
+)
+def test_striping_consumers_gives_next_multiple(
+    num_shards: int, num_consumers: int, expected: int
+) -> None:
+    assert striping(num_shards, num_consumers) == expected
+
+
+# The stream
+
+
+@given(streams(), EPOCHS)
+@settings(deadline=None)
+def test_stream_any_epoch_holds_each_row_once(stream: Stream, epoch: int) -> None:
+    assert sorted(whole_epoch(stream, epoch)) == list(range(stream.num_rows))
+
+
+@given(streams(shuffle=False), EPOCHS)
+@settings(deadline=None)
+def test_stream_unshuffled_is_dataset_order(stream: Stream, epoch: int) -> None:
+    assert whole_epoch(stream, epoch) == list(range(stream.num_rows))
+
+
+@given(streams(shuffle=True), EPOCHS)
+@settings(deadline=None)
+def test_stream_shuffled_keeps_rows_in_their_shard_at_its_positions(
+    stream: Stream, epoch: int
+) -> None:
+    shards, offsets = stream.at(epoch, range(stream.num_rows))
+    assert shards.tolist() == [p % stream.num_shards for p in range(stream.num_rows)]
+    sizes = shard_rows(stream.num_rows, stream.num_shards)
+    assert (offsets >= 0).all()
+    assert (offsets < sizes[shards]).all()
+
+
+@given(st.data(), streams(), EPOCHS)
+@settings(deadline=None, max_examples=200)
+def test_stream_contiguous_range_equals_slice_of_whole(
+    data: st.DataObject, stream: Stream, epoch: int
+) -> None:
+    start = data.draw(st.integers(0, stream.num_rows))
+    stop = data.draw(st.integers(start, stream.num_rows))
+    expected = whole_epoch(stream, epoch)[start:stop]
+    assert rows_at(stream, epoch, range(start, stop)) == expected
+
+
+@given(st.data(), streams(), EPOCHS)
+@settings(deadline=None, max_examples=200)
+def test_stream_strided_range_equals_slice_of_whole(
+    data: st.DataObject, stream: Stream, epoch: int
+) -> None:
+    num_shards = stream.num_shards
+    divisors = [step for step in range(1, num_shards + 1) if num_shards % step == 0]
+    step = data.draw(st.sampled_from(divisors))
+    start = data.draw(st.integers(0, stream.num_rows))
+    stop = data.draw(st.integers(start, stream.num_rows))
+    expected = whole_epoch(stream, epoch)[start:stop:step]
+    assert rows_at(stream, epoch, range(start, stop, step)) == expected
+
+
+@given(st.data(), streams(), EPOCHS)
+@settings(deadline=None)
+def test_stream_consumers_together_take_each_row_of_their_own_shards_once(
+    data: st.DataObject, stream: Stream, epoch: int
+) -> None:
+    num_shards, num_rows = stream.num_shards, stream.num_rows
+    divisors = [count for count in range(1, num_shards + 1) if num_shards % count == 0]
+    consumers = data.draw(st.sampled_from(divisors))
+    taken = []
+    for consumer in range(consumers):
+        rows = rows_at(stream, epoch, range(consumer, num_rows, consumers))
+        assert all(row % num_shards % consumers == consumer for row in rows)
+        taken += rows
+    assert sorted(taken) == list(range(num_rows))
+
+
+@given(SEEDS, SEEDS, EPOCHS, EPOCHS, st.integers(1, 8))
+@settings(deadline=None)
+def test_stream_other_seed_or_epoch_gives_other_order(
+    seed: int, other_seed: int, epoch: int, other_epoch: int, num_shards: int
+) -> None:
+    assume((seed, epoch) != (other_seed, other_epoch))
+    one = Stream(200, num_shards, seed, shuffle=True)
+    other = Stream(200, num_shards, other_seed, shuffle=True)
+    assert whole_epoch(one, epoch) != whole_epoch(other, other_epoch)
+
+
+@given(streams(), EPOCHS)
+@settings(deadline=None)
+def test_stream_same_values_give_same_order(stream: Stream, epoch: int) -> None:
+    again = Stream(stream.num_rows, stream.num_shards, stream.seed, stream.shuffle)
+    first = whole_epoch(stream, epoch)
+    # Other epochs in between must not matter: the state is the arguments alone.
+    for other in range(epoch + 1, epoch + 6):
+        whole_epoch(stream, other)
+    assert whole_epoch(again, epoch) == first
+
+
+def test_stream_shards_are_shuffled_independently() -> None:
+    stream = Stream(24 * 50, 24, seed=3, shuffle=True)
+    shards, offsets = stream.at(0, range(stream.num_rows))
+    orders = {tuple(offsets[shards == shard].tolist()) for shard in range(24)}
+    assert len(orders) == 24
+
+
+def test_stream_known_seed_gives_known_rows() -> None:
+    # Checkpoints hold seed, epoch and position: the order they stand for must never change.
+    assert whole_epoch(Stream(13, 3, seed=42, shuffle=True), 5) == GOLDEN_SMALL
+    large = Stream(10**9, 24, seed=7, shuffle=True)
+    assert rows_at(large, 2, range(123_456_789, 123_456_794)) == GOLDEN_LARGE
+
+
+GOLDEN_SMALL = [0, 7, 5, 9, 1, 8, 12, 4, 11, 6, 10, 2, 3]
+GOLDEN_LARGE = [246214341, 652487062, 304582679, 836442264, 666753337]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_shards"),
+    [(10**9, 24), (10**9 + 17, 1), (24 * 2**32 + 12_345, 24), (2**42, 8)],
+)
+def test_stream_of_huge_dataset_is_exact_and_small_in_memory(
+    num_rows: int, num_shards: int
+) -> None:
+    tracemalloc.start()
+    try:
+        stream = Stream(num_rows, num_shards, seed=11, shuffle=True)
+        count = 50_000
+        first = rows_at(stream, 3, range(count))
+        middle = rows_at(stream, 3, range(num_rows // 2, num_rows // 2 + count))
+        last = rows_at(stream, 3, range(num_rows - count, num_rows))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    rows = first + middle + last
+    assert len(set(rows)) == 3 * count
+    assert min(rows) >= 0
+    assert max(rows) < num_rows
+    assert [row % num_shards for row in first] == [p % num_shards for p in range(count)]
+    # Spread over the whole dataset: the mean of so many rows lies near the middle, and its
+    # standard error is N / sqrt(12 * 150,000) = 0.00075 N.
+    assert abs(np.mean(rows) / num_rows - 0.5) < 0.005
+    # One byte a row would be at least 1 GB.
+    assert peak_bytes < 2**29
+
+
+def test_stream_of_huge_dataset_has_no_repeat_in_a_whole_shard() -> None:
+    # 3.2 million rows in one shard: the permutation is a bijection beyond one table's length.
+    stream = Stream(3_200_001, 1, seed=5, shuffle=True)
+    _, offsets = stream.at(0, range(3_200_001))
+    assert (np.bincount(offsets, minlength=3_200_001) == 1).all()
+
+
+# Mixing. The seeds are fixed, so each outcome is fixed; the critical values are the 99.9 %
+# quantiles of the chi-square distribution (a fair shuffle passes with 999 of 1000 seed lists).
+
+CHI_SQUARE_999 = {23: 49.73, 49: 85.35, 379: 469.81, 399: 492.02}
+
+
+def chi_square(counts: np.ndarray, expected: float) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_shuffle_four_rows_gives_all_24_orders_equally_often() -> None:
+    found = Counter(tuple(whole_epoch(Stream(4, 1, seed, True), 0)) for seed in range(2400))
+    assert set(found) == set(permutations(range(4)))
+    assert chi_square(np.array(list(found.values())), 100) < CHI_SQUARE_999[23]
+
+
+@pytest.mark.parametrize("position", [0, 1, 25, 49])
+def test_shuffle_each_row_is_equally_often_at_a_position(position: int) -> None:
+    counts = np.zeros(50)
+    for seed in range(5000):
+        counts[rows_at(Stream(50, 1, seed, True), 0, range(position, position + 1))] += 1
+    assert chi_square(counts, 100) < CHI_SQUARE_999[49]
+
+
+@pytest.mark.parametrize("position", [0, 9, 18])
+def test_shuffle_each_pair_of_neighbours_is_equally_frequent(position: int) -> None:
+    counts = np.zeros((20, 20))
+    for seed in range(7_600):
+        one, other = rows_at(Stream(20, 1, seed, True), 0, range(position, position + 2))
+        counts[one, other] += 1
+    assert not counts.diagonal().any()
+    pairs = counts[~np.eye(20, dtype=bool)]
+    assert chi_square(pairs, 20) < CHI_SQUARE_999[379]
+
+
+@pytest.mark.parametrize("num_rows", [24, 100, 1000])
+def test_shuffle_rows_that_were_neighbours_stay_so_only_by_chance(num_rows: int) -> None:
+    # Row i + 1 follows row i (N - 1) / N times in a fair shuffle, very nearly as a Poisson
+    # variable: the bound is 4 standard errors, 5.7 %.
+    kept = 0
+    for seed in range(5000):
+        order = np.array(whole_epoch(Stream(num_rows, 1, seed, True), 0))
+        kept += int((np.diff(order) == 1).sum())
+    expected = 5000 * (num_rows - 1) / num_rows
+    assert abs(kept - expected) < 4 * math.sqrt(expected)
+
+
+def test_shuffle_consecutive_seeds_and_epochs_are_independent() -> None:
+    by_seed, by_epoch = np.zeros((20, 20)), np.zeros((20, 20))
+    seeds = [rows_at(Stream(20, 1, seed, True), 0, range(1))[0] for seed in range(8_001)]
+    epochs = [rows_at(Stream(20, 1, 1, True), epoch, range(1))[0] for epoch in range(8_001)]
+    for one, other in pairwise(seeds):
+        by_seed[one, other] += 1
+    for one, other in pairwise(epochs):
+        by_epoch[one, other] += 1
+    assert chi_square(by_seed, 20) < CHI_SQUARE_999[399]
+    assert chi_square(by_epoch, 20) < CHI_SQUARE_999[399]
+
+
+def test_shuffle_shards_are_independent_of_each_other() -> None:
+    counts = np.zeros((20, 20))
+    for seed in range(8_000):
+        _, offsets = Stream(40, 2, seed, True).at(0, range(2))
+        counts[tuple(offsets)] += 1
+    assert chi_square(counts, 20) < CHI_SQUARE_999[399]
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"num_rows": 0, "num_shards": 1}, "num_rows=0"),
+        ({"num_rows": 1, "num_shards": 0}, "num_shards=0"),
+        ({"num_rows": 1, "num_shards": 1, "seed": -1}, "seed=-1"),
+        ({"num_rows": 1, "num_shards": 1, "seed": 2**63}, "seed=9223372036854775808"),
+    ],
+)
+def test_stream_bad_argument_is_named(arguments: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Stream(**arguments)
+
+
+def test_stream_step_that_does_not_divide_shards_is_refused() -> None:
+    with pytest.raises(ValueError, match="a step of 5 does not divide 24"):
+        Stream(100, 24).at(0, range(0, 100, 5))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4), st.data())
+@settings(deadline=None)
+def test_derive_seed_one_other_word_gives_another_seed_in_range(
+    words: list[int], data: st.DataObject
+) -> None:
+    other = list(words)
+    place = data.draw(st.integers(0, len(words) - 1))
+    other[place] = data.draw(st.integers(0, 2**32 - 1).filter(lambda word: word != words[place]))
+    seed, other_seed = derive_seed(*words), derive_seed(*other)
+    assert seed != other_seed
+    assert seed == derive_seed(*words)
+    assert 0 <= seed < 2**63
+
+
+def test_derive_seed_order_of_words_matters() -> None:
+    assert derive_seed(0, 1, 2) != derive_seed(0, 2, 1)
+
+
+# Steps
+
+
+def sizes_of(plan: StepPlan) -> list[int]:
+    return [stop - start for start, stop in map(plan.bounds, range(len(plan)))]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "global_batch", "num_shards", "drop_last", "start", "expected"),
+    [
+        # Nothing is left over.
+        (12, 4, 4, False, 0, [4, 4, 4]),
+        (12, 4, 4, True, 0, [4, 4, 4]),
+        (5, 1, 24, False, 0, [1, 1, 1, 1, 1]),
+        # C rows or more are left over: a step of their own.
+        (10, 4, 2, False, 0, [4, 4, 2]),
+        (73, 48, 24, False, 0, [48, 25]),
+        # Fewer than C: shared evenly with the step before, the odd row to the first.
+        (9, 4, 2, False, 0, [4, 3, 2]),
+        (100, 48, 24, False, 0, [48, 26, 26]),
+        (71, 48, 24, False, 0, [36, 35]),
+        (10, 8, 12, False, 0, [5, 5]),
+        # Too few for two steps of gcd(G, C) consumers: one step.
+        (9, 4, 4, False, 0, [4, 5]),
+        (11, 4, 4, False, 0, [4, 7]),
+        (7, 3, 24, False, 0, [3, 4]),
+        (10, 6, 24, False, 0, [10]),
+        (25, 24, 24, False, 0, [25]),
+        (47, 24, 24, False, 0, [47]),
+        # An epoch shorter than one step.
+        (3, 4, 24, False, 0, [3]),
+        (1, 1, 1, False, 0, [1]),
+        (0, 4, 2, False, 0, []),
+        # The incomplete last step is dropped.
+        (10, 4, 2, True, 0, [4, 4]),
+        (9, 4, 4, True, 0, [4, 4]),
+        (3, 4, 24, True, 0, []),
+        # From the middle of an epoch.
+        (10, 4, 2, False, 4, [4, 2]),
+        (10, 4, 2, False, 3, [4, 3]),
+        (10, 4, 4, False, 3, [7]),
+        (10, 4, 2, True, 3, [4]),
+        (10, 4, 2, False, 10, []),
+    ],
+)
+def test_step_plan_tail_matches_hand_computed_sizes(
+    num_rows: int,
+    global_batch: int,
+    num_shards: int,
+    drop_last: bool,
+    start: int,
+    expected: list[int],
+) -> None:
+    plan = StepPlan(num_rows, global_batch, num_shards, drop_last, start)
+    assert sizes_of(plan) == expected
+    assert len(plan) == len(expected)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    num_rows = draw(st.integers(0, 300))
+    global_batch = draw(st.integers(1, 60))
+    # Often related to G: the rule's edges lie where they share a divisor.
+    num_shards = draw(
+        st.one_of(
+            st.integers(1, 48),
+            st.sampled_from([k for k in range(1, 61) if global_batch % k == 0]),
+            st.integers(1, 4).map(lambda k: k * global_batch),
+        )
+    )
+    start = draw(st.one_of(st.just(0), st.integers(0, num_rows)))
+    return StepPlan(num_rows, global_batch, num_shards, draw(st.booleans()), start)
+
+
+@given(plans())
+@settings(deadline=None, max_examples=500)
+def test_step_plan_any_counts_covers_the_rest_of_the_epoch_in_order(plan: StepPlan) -> None:
+    position = plan.start
+    for step in range(len(plan)):
+        first, last = plan.bounds(step)
+        assert first == position
+        assert last > first
+        position = last
+    left = plan.num_rows - plan.start
+    dropped = left % plan.global_batch if plan.drop_last else 0
+    assert position == plan.num_rows - dropped
+
+
+@given(plans())
+@settings(deadline=None, max_examples=500)
+def test_step_plan_any_counts_bounds_the_size_of_each_step(plan: StepPlan) -> None:
+    sizes = sizes_of(plan)
+    assert all(size == plan.global_batch for size in sizes[:-2])
+    assert all(size < 2 * plan.global_batch for size in sizes)
+    if plan.drop_last:
+        assert all(size == plan.global_batch for size in sizes)
+
+
+@given(plans())
+@settings(deadline=None, max_examples=500)
+def test_step_plan_any_counts_gives_every_consumer_a_row_in_every_step(plan: StepPlan) -> None:
+    common = math.gcd(plan.global_batch, plan.num_shards)
+    for consumers in (count for count in range(1, common + 1) if common % count == 0):
+        if plan.num_rows - plan.start < consumers:
+            continue
+        for step in range(len(plan)):
+            served = {position % consumers for position in range(*plan.bounds(step))}
+            assert served == set(range(consumers))
+
+
+@given(plans())
+@settings(deadline=None, max_examples=300)
+def test_step_plan_resumed_at_any_step_has_the_same_steps_left(plan: StepPlan) -> None:
+    bounds = [plan.bounds(step) for step in range(len(plan))]
+    starts = [first for first, _ in bounds] + [last for _, last in bounds[-1:]]
+    for step, start in enumerate(starts):
+        resumed = StepPlan(plan.num_rows, plan.global_batch, plan.num_shards, plan.drop_last, start)
+        assert [resumed.bounds(k) for k in range(len(resumed))] == bounds[step:]
+
+
+@pytest.mark.parametrize("step", [-1, 3, 100])
+def test_step_plan_step_outside_raises_index_error(step: int) -> None:
+    with pytest.raises(IndexError, match=f"step={step}: the plan has 3 steps"):
+        StepPlan(12, 4, 4).bounds(step)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"global_batch": 0}, "global_batch=0"),
+        ({"global_batch": 4, "start": 13}, "start=13"),
+        ({"global_batch": 4, "start": -1}, "start=-1"),
+    ],
+)
+def test_step_plan_bad_argument_is_named(arguments: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        StepPlan(num_rows=12, num_shards=4, **arguments)

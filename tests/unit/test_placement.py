@@ -1,0 +1,322 @@
+"""Placement: the plan is pure, so that devices which are not here can be planned for."""
+
+import warnings
+from dataclasses import dataclass
+from io import StringIO
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from lightning_memmap.errors import PlacementError
+from lightning_memmap.order import shard_rows
+from lightning_memmap.placement import (
+    Consumers,
+    Placement,
+    Residency,
+    check_device,
+    device_budgets,
+    format_bytes,
+    free_bytes,
+    parse_bytes,
+    plan_placement,
+)
+
+CPU = torch.device("cpu")
+GPUS = tuple(torch.device("cuda", index) for index in range(8))
+DEVICE, PINNED, MMAP = Residency.DEVICE, Residency.PINNED, Residency.MMAP
+
+
+@dataclass(frozen=True)
+class Size:
+    """A store as the plan sees it."""
+
+    num_rows: int
+    num_shards: int = 24
+    row_bytes: int = 10
+
+
+def plan(
+    stores: dict[str, Size],
+    devices: tuple[torch.device, ...],
+    residency: str = "auto",
+    *,
+    budget: int = 2**40,
+    pinned: int = 2**40,
+    rank: int = 0,
+    size: int = 1,
+) -> Placement:
+    return plan_placement(
+        stores,
+        Consumers(devices, rank, size),
+        residency,
+        budget_bytes=dict.fromkeys(devices, budget),
+        pinned_budget_bytes=pinned,
+    )
+
+
+def count(placement: Placement, split: str = "train") -> dict[Residency | None, int]:
+    found = placement.splits[split].residency
+    return {residency: found.count(residency) for residency in set(found)}
+
+
+class TestConsumers:
+    @given(
+        num_devices=st.integers(1, 8),
+        size=st.integers(1, 6),
+        num_shards=st.integers(1, 60),
+    )
+    @settings(deadline=None, max_examples=50)
+    def test_owner_over_all_ranks_is_one(
+        self, num_devices: int, size: int, num_shards: int
+    ) -> None:
+        ranks = [Consumers((CPU,) * num_devices, rank, size) for rank in range(size)]
+        for shard in range(num_shards):
+            owners = [
+                rank + size * index
+                for rank, consumers in enumerate(ranks)
+                if (index := consumers.owner(shard)) is not None
+            ]
+            # Consumer w owns the shards c with c % W == w.
+            assert owners == [shard % (size * num_devices)]
+
+    def test_num_consumers_of_several_processes_counts_all_devices(self) -> None:
+        assert Consumers((CPU,) * 3, rank=1, size=4).num_consumers == 12
+
+    def test_consumers_without_device_raises(self) -> None:
+        with pytest.raises(ValueError, match=r"data_devices=\(\): at least one device"):
+            Consumers(())
+
+    @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
+    def test_consumers_with_rank_outside_processes_raises(self, rank: int, size: int) -> None:
+        with pytest.raises(ValueError, match=f"rank={rank}: outside the {size} processes"):
+            Consumers((CPU,), rank, size)
+
+
+class TestAuto:
+    def test_plan_on_gpus_with_room_is_all_on_devices(self) -> None:
+        assert count(plan({"train": Size(240)}, GPUS[:4])) == {DEVICE: 24}
+
+    def test_plan_on_full_gpus_falls_back_to_pinned_shard_by_shard(self) -> None:
+        # 24 shards of 10 rows of 10 bytes; each of the 2 devices has room for 3 shards.
+        placement = plan({"train": Size(240)}, GPUS[:2], budget=399)
+        assert placement.splits["train"].residency == (DEVICE,) * 6 + (PINNED,) * 18
+
+    def test_plan_on_full_gpus_and_host_falls_back_to_mmap(self) -> None:
+        placement = plan({"train": Size(240)}, GPUS[:2], budget=300, pinned=450)
+        assert count(placement) == {DEVICE: 6, PINNED: 4, MMAP: 14}
+
+    def test_plan_of_several_splits_serves_the_first_one_first(self) -> None:
+        stores = {"train": Size(240), "val": Size(240)}
+        placement = plan(stores, GPUS[:1], budget=2500, pinned=1000)
+        assert count(placement, "train") == {DEVICE: 24}
+        assert count(placement, "val") == {DEVICE: 1, PINNED: 10, MMAP: 13}
+
+    def test_plan_on_unequal_gpus_fills_each_up_to_its_budget(self) -> None:
+        placement = plan_placement(
+            {"train": Size(240)},
+            Consumers(GPUS[:2]),
+            budget_bytes={GPUS[0]: 0, GPUS[1]: 2**20},
+            pinned_budget_bytes=0,
+        )
+        assert placement.splits["train"].residency == (MMAP, DEVICE) * 12
+
+    def test_plan_with_one_gpu_named_twice_shares_its_budget(self) -> None:
+        placement = plan({"train": Size(240)}, (GPUS[0], GPUS[0]), budget=700, pinned=0)
+        assert count(placement) == {DEVICE: 7, MMAP: 17}
+
+    def test_plan_on_cpu_is_the_file_mapping(self) -> None:
+        assert count(plan({"train": Size(240)}, (CPU,) * 4)) == {MMAP: 24}
+
+    def test_plan_of_one_of_several_processes_is_of_its_own_shards(self) -> None:
+        ranks = [
+            plan({"train": Size(240)}, (GPUS[rank],), rank=rank, size=4).splits["train"].residency
+            for rank in range(4)
+        ]
+        for shard, found in enumerate(zip(*ranks, strict=True)):
+            expected: list[Residency | None] = [None] * 4
+            expected[shard % 4] = DEVICE
+            assert list(found) == expected
+
+    @given(
+        num_rows=st.integers(8, 500),
+        num_shards=st.sampled_from([8, 24, 40]),
+        num_devices=st.sampled_from([1, 2, 4, 8]),
+        budget=st.integers(0, 6000),
+        pinned=st.integers(0, 6000),
+    )
+    @settings(deadline=None, max_examples=50)
+    def test_plan_within_any_budget_keeps_to_it(
+        self, num_rows: int, num_shards: int, num_devices: int, budget: int, pinned: int
+    ) -> None:
+        devices = GPUS[:num_devices]
+        store = Size(num_rows, num_shards)
+        placement = plan({"train": store}, devices, budget=budget, pinned=pinned)
+        sizes = (shard_rows(num_rows, num_shards) * store.row_bytes).tolist()
+        used = dict.fromkeys((*range(num_devices), "pinned"), 0)
+        for shard, residency in enumerate(placement.splits["train"].residency):
+            place = "pinned" if residency is PINNED else shard % num_devices
+            used[place] += sizes[shard] * (residency is not MMAP)
+        assert used.pop("pinned") <= pinned
+        assert max(used.values()) <= budget
+        total = sum(sizes)
+        if max(sizes) * -(-num_shards // num_devices) <= budget:
+            assert sum(used.values()) == total
+
+
+class TestChosenResidency:
+    def test_device_that_does_not_fit_raises_with_both_numbers_and_ways_out(self) -> None:
+        with pytest.raises(PlacementError) as caught:
+            plan({"train": Size(240)}, GPUS[:2], "device", budget=1199)
+        message = str(caught.value)
+        assert "need 1200 bytes" in message
+        assert "1199 bytes" in message
+        assert "cuda:0" in message
+        for way_out in ("more data devices", "memory_fraction", "dtypes", "residency='auto'"):
+            assert way_out in message
+
+    def test_device_that_just_fits_is_on_devices(self) -> None:
+        assert count(plan({"train": Size(240)}, GPUS[:2], "device", budget=1200)) == {DEVICE: 24}
+
+    def test_device_on_cpu_is_a_copy_in_memory(self) -> None:
+        assert count(plan({"train": Size(240)}, (CPU,), "device")) == {DEVICE: 24}
+
+    def test_pinned_that_does_not_fit_raises_with_both_numbers_and_ways_out(self) -> None:
+        with pytest.raises(PlacementError) as caught:
+            plan({"train": Size(240)}, GPUS[:2], "pinned", pinned=2399)
+        message = str(caught.value)
+        for part in ("2400 bytes", "2399 bytes", "'auto'", "'mmap'"):
+            assert part in message
+
+    def test_pinned_for_gpus_is_pinned(self) -> None:
+        assert count(plan({"train": Size(240)}, GPUS[:2], "pinned", budget=0)) == {PINNED: 24}
+
+    def test_pinned_on_cpu_raises(self) -> None:
+        with pytest.raises(PlacementError, match=r"residency='pinned'.*data device is cpu.*'auto'"):
+            plan({"train": Size(240)}, (CPU,), "pinned")
+
+    def test_mmap_for_gpus_uses_no_device_memory(self) -> None:
+        assert count(plan({"train": Size(240)}, GPUS[:2], "mmap", budget=0, pinned=0)) == {MMAP: 24}
+
+    def test_unknown_residency_raises_with_the_known_ones(self) -> None:
+        with pytest.raises(ValueError, match=r"residency='gpu'.*auto, device, pinned, mmap"):
+            plan({"train": Size(240)}, GPUS[:1], "gpu")
+
+
+class TestStriping:
+    def test_plan_with_fewer_rows_than_devices_raises_with_the_most_devices(self) -> None:
+        with pytest.raises(PlacementError, match=r"val split has 7 rows for 8.*at most 7"):
+            plan({"train": Size(240), "val": Size(7)}, GPUS)
+
+    def test_plan_with_fewer_rows_than_devices_of_all_processes_raises(self) -> None:
+        with pytest.raises(PlacementError, match=r"7 rows for 8 data devices"):
+            plan({"train": Size(7)}, GPUS[:2], rank=3, size=4)
+
+    def test_plan_with_as_many_rows_as_devices_gives_each_a_row(self) -> None:
+        placement = plan({"train": Size(8, 24)}, GPUS)
+        rows = shard_rows(8, placement.splits["train"].num_shards)
+        owner = placement.consumers.owner
+        assert [sum(rows[c] for c in range(24) if owner(c) == d) for d in range(8)] == [1] * 8
+
+    def test_plan_with_devices_that_do_not_divide_warns_and_names_a_good_count(self) -> None:
+        with pytest.warns(UserWarning, match=r"24 shards, which 5 data devices") as caught:
+            placement = plan({"train": Size(240)}, GPUS[:5])
+        assert placement.splits["train"].num_shards == 25
+        assert "num_shards=25" in str(caught[0].message)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plan({"train": Size(240, 25)}, GPUS[:5])
+
+
+class TestTable:
+    def test_table_of_mixed_placement_names_devices_rows_and_bytes(self) -> None:
+        stores = {"train": Size(240)}
+        output = StringIO()
+        Console(width=200, file=output).print(
+            plan(stores, GPUS[:2], budget=300, pinned=450).table()
+        )
+        lines = [
+            [cell.strip() for cell in line.split("│")[1:-1]]
+            for line in output.getvalue().splitlines()
+            if "cuda" in line
+        ]
+        assert lines == [
+            ["0: cuda:0", "train", "device", "3", "30", "300 B", "300 B"],
+            ["0: cuda:0", "train", "pinned", "2", "20", "200 B", "-"],
+            ["0: cuda:0", "train", "mmap", "7", "70", "700 B", "-"],
+            ["1: cuda:1", "train", "device", "3", "30", "300 B", "300 B"],
+            ["1: cuda:1", "train", "pinned", "2", "20", "200 B", "-"],
+            ["1: cuda:1", "train", "mmap", "7", "70", "700 B", "-"],
+        ]
+
+
+class TestDevices:
+    @pytest.mark.parametrize("name", ["cuda:7", "meta", "xpu:0"])
+    def test_check_device_that_is_not_here_raises_with_those_that_are(self, name: str) -> None:
+        if name == "cuda:7" and torch.cuda.device_count() > 7:
+            pytest.skip("this machine has eight GPUS")
+        with pytest.raises(ValueError, match=rf"{name} does not exist here; there are: cpu"):
+            check_device(torch.device(name))
+
+    def test_check_device_cpu_passes(self) -> None:
+        check_device(CPU)
+
+    @pytest.mark.parametrize("name", ["cuda:99", "meta"])
+    def test_free_bytes_of_missing_device_raises(self, name: str) -> None:
+        with pytest.raises(ValueError, match=name):
+            free_bytes(torch.device(name))
+
+    @pytest.mark.parametrize("fraction", [0, -0.1, 1.01, float("nan")])
+    def test_budgets_with_fraction_out_of_bounds_raises(self, fraction: float) -> None:
+        with pytest.raises(ValueError, match=f"memory_fraction={fraction}"):
+            device_budgets([CPU], fraction)
+
+    def test_budgets_with_fraction_is_a_share_of_free_memory(self) -> None:
+        total = psutil.virtual_memory().total
+        small, large = (device_budgets([CPU], fraction)[CPU] for fraction in (0.01, 1))
+        assert 0 < small <= 0.01 * total
+        assert small < large <= total
+
+
+class TestBytes:
+    @pytest.mark.parametrize(
+        ("text", "count"),
+        [
+            ("4096", 4096),
+            ("0", 0),
+            ("1B", 1),
+            ("80GiB", 80 * 2**30),
+            (" 1.5 TB ", 1_500_000_000_000),
+            ("1.5TiB", 3 * 2**39),
+            ("3K", 3000),
+            ("3Ki", 3072),
+            ("2 MB", 2_000_000),
+        ],
+    )
+    def test_parse_bytes_with_unit_gives_bytes(self, text: str, count: int) -> None:
+        assert parse_bytes(text) == count
+
+    @pytest.mark.parametrize(
+        "text", ["", "GiB", "-1GiB", "80 Gib x", "1e9", "1.GB", "i", "5iB", "80gib", "nan", "1 PB"]
+    )
+    def test_parse_bytes_without_number_or_unit_raises(self, text: str) -> None:
+        with pytest.raises(ValueError, match="is not a size: write it like 80GiB"):
+            parse_bytes(text)
+
+    @pytest.mark.parametrize(
+        ("count", "text"),
+        [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.0 KiB"),
+            (1536, "1.5 KiB"),
+            (80 * 2**30, "80.0 GiB"),
+            (3 * 2**39, "1.5 TiB"),
+            (2**51, "2048.0 TiB"),
+        ],
+    )
+    def test_format_bytes_uses_binary_units(self, count: int, text: str) -> None:
+        assert format_bytes(count) == text

@@ -1,0 +1,642 @@
+import collections
+import dataclasses
+import enum
+import json
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from lightning_memmap.errors import SchemaError
+from lightning_memmap.schema import DTYPES, Field, Node, Schema
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+@dataclasses.dataclass
+class Example:
+    image: Any
+    label: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A class whose own checks hold for one sample and not for a batch."""
+
+    score: Any
+
+    def __post_init__(self) -> None:
+        if isinstance(self.score, Tensor) and self.score.ndim:
+            raise ValueError("one score only")
+
+
+def stacked(schema: Schema, samples: list[Any]) -> list[Tensor]:
+    """One batch tensor per field, as a take makes them."""
+    rows = [[torch.as_tensor(leaf) for leaf in schema.flatten(sample)] for sample in samples]
+    return [torch.stack(leaves) for leaves in zip(*rows, strict=True)]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_same(found[key], expected[key])
+    else:
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+
+
+def names_of(schema: Schema) -> list[str]:
+    return [field.name for field in schema.fields]
+
+
+# Nesting
+
+MakeSample = Callable[[int], Any]
+
+COLLATED: dict[str, tuple[MakeSample, list[str]]] = {
+    "tensor": (lambda i: torch.full((2, 3), i), ["value"]),
+    "array": (lambda i: np.full((2, 3), i, np.uint8), ["value"]),
+    "scalar array": (lambda i: np.float32(i), ["value"]),
+    "int": (lambda i: i, ["value"]),
+    "float": (lambda i: i / 2, ["value"]),
+    "bool": (lambda i: i % 2 == 0, ["value"]),
+    "tuple": (lambda i: (torch.tensor([i]), i), ["0", "1"]),
+    "list": (lambda i: [torch.tensor([i]), i], ["0", "1"]),
+    "tuple of one": (lambda i: (i,), ["0"]),
+    "dict": (lambda i: {"image": torch.tensor([i]), "label": i}, ["image", "label"]),
+    "dict not sorted": (lambda i: {"z": i, "a": i / 2}, ["z", "a"]),
+    "dict of int keys": (lambda i: {3: i, 0: -i}, ["3", "0"]),
+    "namedtuple": (lambda i: Pair(torch.tensor([i]), i), ["image", "label"]),
+    "nested": (
+        lambda i: {"views": (torch.tensor([i]), [i, {"x": i / 2}]), "pair": Pair(i, (i, i))},
+        ["views.0", "views.1.0", "views.1.1.x", "pair.image", "pair.label.0", "pair.label.1"],
+    ),
+    "empty containers": (lambda i: ({}, i), ["1"]),
+}
+
+
+@pytest.mark.parametrize("kind", COLLATED)
+def test_builder_any_nesting_equals_default_collate(kind: str) -> None:
+    make, names = COLLATED[kind]
+    samples = [make(i) for i in range(5)]
+    schema = Schema.from_sample(samples[0])
+    assert names_of(schema) == names
+    batch = schema.builder(samples[0])(stacked(schema, samples))
+    assert_same(batch, default_collate(samples))
+
+
+@pytest.mark.parametrize("kind", COLLATED)
+def test_builder_without_a_sample_gives_same_names_and_values(kind: str) -> None:
+    make, _ = COLLATED[kind]
+    samples = [make(i) for i in range(5)]
+    schema = Schema.from_json(json.loads(json.dumps(Schema.from_sample(samples[0]).to_json())))
+    leaves = stacked(schema, samples)
+    found, expected = schema.builder()(leaves), default_collate(samples)
+    if kind == "namedtuple":
+        assert type(found).__name__ == "Pair"
+        assert found._fields == expected._fields
+        found, expected = list(found), list(expected)
+    elif kind == "nested":
+        assert found["pair"]._fields == ("image", "label")
+        found["pair"], expected["pair"] = list(found["pair"]), list(expected["pair"])
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("mapping", [collections.OrderedDict, types.MappingProxyType])
+def test_builder_other_mapping_becomes_dict(mapping: Any) -> None:
+    samples = [mapping({"b": i, "a": -i}) for i in range(3)]
+    schema = Schema.from_sample(samples[0])
+    assert names_of(schema) == ["b", "a"]
+    batch = schema.builder(samples[0])(stacked(schema, samples))
+    assert_same(batch, {"b": torch.tensor([0, 1, 2]), "a": torch.tensor([0, -1, -2])})
+
+
+def test_builder_dataclass_keeps_its_class() -> None:
+    samples = [Example(torch.tensor([i]), i) for i in range(3)]
+    schema = Schema.from_sample(samples[0])
+    assert names_of(schema) == ["image", "label"]
+    batch = schema.builder(samples[0])(stacked(schema, samples))
+    assert type(batch) is Example
+    assert torch.equal(batch.image, torch.tensor([[0], [1], [2]]))
+    assert torch.equal(batch.label, torch.tensor([0, 1, 2]))
+
+
+def test_builder_dataclass_without_a_sample_gives_look_alike() -> None:
+    schema = Schema.from_sample((Example(1, 2.0), 3))
+    first, second = schema.builder()(stacked(schema, [(Example(1, 2.0), 3)]))
+    assert type(first).__name__ == "Example"
+    assert [field.name for field in dataclasses.fields(first)] == ["image", "label"]
+    assert (first.image.item(), first.label.item(), second.item()) == (1, 2.0, 3)
+
+
+def test_builder_dataclass_skips_checks_of_a_single_sample() -> None:
+    schema = Schema.from_sample(Checked(1.0))
+    batch = schema.builder(Checked(1.0))(stacked(schema, [Checked(1.0), Checked(2.0)]))
+    assert type(batch) is Checked
+    assert batch.score.tolist() == [1.0, 2.0]
+
+
+def test_builder_sample_of_another_kind_gives_look_alike() -> None:
+    schema = Schema.from_sample(Pair(1, 2))
+    batch = schema.builder({"image": 1, "label": 2})([torch.ones(3), torch.zeros(3)])
+    assert type(batch).__name__ == "Pair"
+    assert batch._fields == ("image", "label")
+
+
+def test_has_classes_only_where_a_class_is_part_of_the_sample() -> None:
+    assert Schema.from_sample([{"a": Pair(1, 2)}]).has_classes
+    assert Schema.from_sample(Example(1, 2)).has_classes
+    assert not Schema.from_sample([{"a": (1, 2)}]).has_classes
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("image", "image"),
+        ("Image_2-b", "Image_2-b"),
+        (-1, "-1"),
+        ("a.b", "a~2Eb"),
+        ("..", "~2E~2E"),
+        ("../../etc/passwd", "~2E~2E~2F~2E~2E~2Fetc~2Fpasswd"),
+        ("/", "~2F"),
+        ("\0", "~00"),
+        ("", "~"),
+        ("~", "~7E"),
+        ("%41", "~2541"),
+        ("two words", "two~20words"),
+        ("é", "~C3~A9"),
+        ("\ud800", "~ED~A0~80"),
+    ],
+)
+def test_field_name_any_key_is_one_safe_file_name(key: str | int, name: str) -> None:
+    schema = Schema.from_sample({key: 1, "other": {key: 2}})
+    assert names_of(schema) == [name, f"other.{name}"]
+    assert Schema.from_json(json.loads(json.dumps(schema.to_json()))) == schema
+
+
+@given(st.lists(st.text(max_size=6), min_size=1, max_size=6, unique_by=str.casefold))
+@settings(deadline=None)
+def test_field_name_different_keys_have_different_names_without_separators(
+    keys: list[str],
+) -> None:
+    names = names_of(Schema.from_sample(dict.fromkeys(keys, 1)))
+    assert len(set(names)) == len(keys)
+    for name in names:
+        assert name not in ("", ".", "..")
+        assert Path(name).name == name
+        assert name.isascii()
+        assert name.isprintable()
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [{"image": 1, "Image": 2}, {1: 1, "1": 2}, {"a": {"b": 1}, "A": {"B": 2}}],
+)
+def test_field_names_that_share_a_file_are_refused(sample: Any) -> None:
+    with pytest.raises(SchemaError, match="would share one file name"):
+        Schema.from_sample(sample)
+
+
+def test_field_name_too_long_for_a_file_is_refused() -> None:
+    assert names_of(Schema.from_sample({"k" * 248: 1})) == ["k" * 248]
+    with pytest.raises(SchemaError, match="longer than the 248 characters"):
+        Schema.from_sample({"k" * 249: 1})
+    with pytest.raises(SchemaError, match="longer than the 248 characters"):
+        Schema.from_sample({"k" * 200: {"k" * 100: 1}})
+
+
+class Colour(str, enum.Enum):
+    RED = "red"
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+@pytest.mark.parametrize("key", [True, 1.5, None, (1, 2), b"a", Colour.RED, Number.ONE])
+def test_dict_key_that_json_cannot_give_back_is_refused(key: Any) -> None:
+    with pytest.raises(SchemaError, match=r"dict key .* is neither a plain string nor a plain"):
+        Schema.from_sample({"outer": {key: 1}})
+
+
+def test_sample_without_leaf_is_refused() -> None:
+    for sample in ((), [], {}, [{}, ()]):
+        with pytest.raises(SchemaError, match="holds no tensor"):
+            Schema.from_sample(sample)
+
+
+def test_sample_nested_too_deeply_is_refused() -> None:
+    sample: Any = 1
+    for _ in range(32):
+        sample = [sample]
+    assert Schema.from_sample(sample).fields[0].name == ".".join(["0"] * 32)
+    endless: list[Any] = []
+    endless.append(endless)
+    for deep in ([sample], endless):
+        with pytest.raises(SchemaError, match="nested deeper than 32 levels"):
+            Schema.from_sample(deep)
+
+
+# Leaves
+
+
+@pytest.mark.parametrize(
+    ("leaf", "dtype", "shape", "kind"),
+    [
+        (torch.zeros(2, 3, dtype=torch.bfloat16), torch.bfloat16, (2, 3), "tensor"),
+        (torch.zeros(()), torch.float32, (), "tensor"),
+        (torch.zeros(0, 3), torch.float32, (0, 3), "tensor"),
+        (np.zeros((2, 3), np.uint16), torch.uint16, (2, 3), "array"),
+        (np.zeros(2, np.longlong), torch.int64, (2,), "array"),
+        (np.zeros(2, ">f4"), torch.float32, (2,), "array"),
+        (np.int8(1), torch.int8, (), "array"),
+        (np.float64(1), torch.float64, (), "array"),
+        (True, torch.bool, (), "number"),
+        (7, torch.int64, (), "number"),
+        (-(2**63), torch.int64, (), "number"),
+        (0.5, torch.float64, (), "number"),
+        (1j, torch.complex128, (), "number"),
+    ],
+)
+def test_leaf_is_described_as_it_is(
+    leaf: Any, dtype: torch.dtype, shape: tuple[int, ...], kind: str
+) -> None:
+    schema = Schema.from_sample(leaf)
+    assert schema.fields == (Field("value", dtype, shape, kind),)
+    assert schema.row_bytes == torch.empty(shape, dtype=dtype).nbytes
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "shape"),
+    [
+        ("RGB", torch.uint8, (3, 4, 5)),
+        ("L", torch.uint8, (1, 4, 5)),
+        ("P", torch.uint8, (1, 4, 5)),
+        ("1", torch.bool, (1, 4, 5)),
+        ("I;16", torch.uint16, (1, 4, 5)),
+        ("RGBA", torch.uint8, (4, 4, 5)),
+        ("F", torch.float32, (1, 4, 5)),
+    ],
+)
+def test_image_of_any_mode_becomes_channels_height_width(
+    mode: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    image = Image.new(mode, (5, 4))
+    bands = len(image.getbands())
+    for row in range(4):
+        for column in range(5):
+            value = [(row * 5 + column) * 3 + band for band in range(bands)]
+            image.putpixel((column, row), value[0] if bands == 1 else tuple(value))
+    schema = Schema.from_sample(image)
+    assert schema.fields == (Field("value", dtype, shape, f"image:{mode}"),)
+    (pixels,) = schema.flatten(image)
+    for row in range(4):
+        for column in range(5):
+            expected = image.getpixel((column, row))
+            found = [pixels[band][row][column].item() for band in range(bands)]
+            # Pillow tells a pixel of mode "1" as 0 or 255.
+            assert found == ([bool(expected)] if mode == "1" else list(np.atleast_1d(expected)))
+
+
+REFUSED = {
+    "float8": torch.zeros(2, dtype=torch.float8_e4m3fn),
+    "other float8": torch.zeros(2, dtype=torch.float8_e5m2),
+    "text": "a text",
+    "bytes": b"bytes",
+    "none": None,
+    "object array": np.array([object()]),
+    "text array": np.array(["a", "b"]),
+    "dates": np.array(["2020-01-01"], "datetime64[D]"),
+    "records": np.zeros(2, [("a", "i4")]),
+    "long double": np.zeros(2, np.longdouble),
+    "sparse": torch.eye(3).to_sparse(),
+    "set": {1, 2},
+    "number beyond int64": 2**63,
+    "class": Example,
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_leaf_that_cannot_be_stored_is_refused_and_its_field_named(kind: str) -> None:
+    with pytest.raises(SchemaError, match=r"field 'outer\.1'"):
+        Schema.from_sample({"outer": (1, REFUSED[kind])})
+
+
+def test_flatten_tensor_with_pending_operations_gives_plain_values() -> None:
+    leaf = torch.tensor([1 + 2j], requires_grad=True)
+    values = [leaf.conj(), leaf.conj().imag]
+    schema = Schema.from_sample(values)
+    arrays = schema.flatten(values)
+    assert all(not array.requires_grad for array in arrays)
+    assert not arrays[0].is_conj()
+    assert not arrays[1].is_neg()
+    assert arrays[0].numpy().tolist() == [1 - 2j]
+    assert arrays[1].numpy().tolist() == [-2.0]
+
+
+def test_flatten_dict_in_another_order_gives_order_of_the_fields() -> None:
+    schema = Schema.from_sample({"a": 1, "b": 2.5})
+    assert [array.item() for array in schema.flatten({"b": 0.5, "a": 7})] == [7, 0.5]
+
+
+BASE = {"image": torch.zeros(3, 4, dtype=torch.uint8), "label": (1, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("sample", "named"),
+    [
+        (
+            {"image": torch.zeros(3, 5, dtype=torch.uint8), "label": (1, 2.0)},
+            [r"'image'", r"uint8 \(3, 5\)", r"expected uint8 \(3, 4\)"],
+        ),
+        (
+            {"image": torch.zeros(3, 4), "label": (1, 2.0)},
+            [r"'image'", r"float32 \(3, 4\)", r"expected uint8 \(3, 4\)"],
+        ),
+        (
+            {"image": BASE["image"], "label": (1, 2)},
+            [r"'label\.1'", r"int64 \(\)", r"expected float64 \(\)"],
+        ),
+        (
+            {"image": BASE["image"], "label": [1, 2.0]},
+            [r"'label'", "found list", "expected tuple"],
+        ),
+        (
+            {"image": BASE["image"], "label": (1, 2.0, 3)},
+            [r"'label'", r"found tuple of \[0, 1, 2\]", r"expected \[0, 1\]"],
+        ),
+        (
+            {"image": BASE["image"], "label": (1, (2.0,))},
+            [r"'label\.1'", "found tuple", r"expected float64 \(\)"],
+        ),
+        (
+            {"image": None, "label": (1, 2.0)},
+            [r"'image'", "found NoneType", r"expected uint8 \(3, 4\)"],
+        ),
+        ({"image": BASE["image"]}, [r"'value'", r"found dict of \['image'\]", "'label'"]),
+        (BASE["image"], [r"'value'", "found Tensor", "expected dict"]),
+    ],
+)
+def test_flatten_sample_that_does_not_fit_names_field_found_and_expected(
+    sample: Any, named: list[str]
+) -> None:
+    schema = Schema.from_sample(BASE)
+    with pytest.raises(SchemaError, match=".*".join(named)):
+        schema.flatten(sample)
+
+
+def test_flatten_image_of_another_mode_with_same_shape_is_refused() -> None:
+    schema = Schema.from_sample(Image.new("L", (5, 4)))
+    with pytest.raises(SchemaError, match=r"\(image:P\), expected uint8 \(1, 4, 5\) \(image:L\)"):
+        schema.flatten(Image.new("P", (5, 4)))
+
+
+# JSON
+
+LEAVES = st.one_of(
+    st.sampled_from(list(DTYPES.values())).flatmap(
+        lambda dtype: st.lists(st.integers(0, 3), max_size=3).map(
+            lambda shape: torch.zeros(shape, dtype=dtype)
+        )
+    ),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(),
+    st.booleans(),
+    st.complex_numbers(),
+    st.sampled_from([np.zeros(2, np.float16), np.int16(1), Image.new("RGB", (2, 1))]),
+)
+# No upper-case letters: keys that differ in case alone are refused.
+KEYS = st.text(alphabet="ab_.~/% é\0", max_size=3)
+
+
+def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(
+        st.lists(children, max_size=3),
+        st.lists(children, max_size=3).map(tuple),
+        st.dictionaries(KEYS, children, max_size=3),
+        st.dictionaries(st.integers(-5, 5), children, max_size=3),
+        st.builds(Pair, children, children),
+        st.builds(Example, children, children),
+        st.builds(Checked, st.integers(0, 9)),
+    )
+
+
+SAMPLES = st.tuples(LEAVES, st.recursive(LEAVES, containers, max_leaves=8))
+
+
+@given(SAMPLES)
+@settings(deadline=None, max_examples=200)
+def test_json_any_schema_comes_back_equal(sample: Any) -> None:
+    schema = Schema.from_sample(sample)
+    text = json.dumps(schema.to_json())
+    again = Schema.from_json(json.loads(text))
+    assert again == schema
+    assert json.dumps(again.to_json()) == text
+
+
+@given(SAMPLES)
+@settings(deadline=None, max_examples=100)
+def test_builder_any_sample_gives_back_the_leaves_in_their_places(sample: Any) -> None:
+    schema = Schema.from_sample(sample)
+    leaves = [torch.tensor([index]) for index in range(len(schema.fields))]
+    for built in (schema.builder(sample)(leaves), schema.builder()(leaves)):
+        again = Schema.from_sample(built)
+        assert names_of(again) == names_of(schema)
+        assert [leaf.item() for leaf in again.flatten(built)] == list(range(len(leaves)))
+
+
+def valid_json() -> Any:
+    sample = {"image": torch.zeros(3, 4), "pair": Pair(1, 2), "example": Example(1, (2, 3))}
+    value = Schema.from_sample(sample).to_json()
+    Schema.from_json(value)
+    return value
+
+
+def one_leaf(name: str, structure: Any) -> Any:
+    field = {"name": name, "dtype": "int64", "shape": [], "kind": "number"}
+    return {"fields": [field], "structure": structure}
+
+
+def with_container(kind: str, keys: list[Any], name: Any = "Sample") -> Any:
+    """A structure of one container of leaves, whose fields are named as the keys."""
+    fields = [{"name": str(key), "dtype": "int64", "shape": [], "kind": "number"} for key in keys]
+    leaves = [{"kind": "leaf"}] * len(keys)
+    return {
+        "fields": fields,
+        "structure": {"kind": kind, "keys": keys, "name": name, "children": leaves},
+    }
+
+
+def edited(*path: Any, value: Any) -> Any:
+    root = valid_json()
+    place = root
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return root
+
+
+def nested(depth: int) -> Any:
+    structure: Any = {"kind": "leaf"}
+    for _ in range(depth):
+        structure = {"kind": "list", "keys": [0], "children": [structure]}
+    return one_leaf(".".join(["0"] * depth), structure)
+
+
+HOSTILE = {
+    "not a dict": [],
+    "null": None,
+    "empty": {},
+    "no fields": edited("fields", value=[]),
+    "fields is a dict": edited("fields", value={}),
+    "field is a text": edited("fields", 0, value="image"),
+    "unknown dtype": edited("fields", 0, "dtype", value="float8_e4m3fn"),
+    "attribute of torch as dtype": edited("fields", 0, "dtype", value="load"),
+    "dtype is a number": edited("fields", 0, "dtype", value=1),
+    "negative size": edited("fields", 0, "shape", value=[-1]),
+    "huge size": edited("fields", 0, "shape", value=[2**40]),
+    "bool as size": edited("fields", 0, "shape", value=[True]),
+    "float as size": edited("fields", 0, "shape", value=[1.0]),
+    "shape is a text": edited("fields", 0, "shape", value="34"),
+    "kind is missing": edited("fields", 0, "kind", value=None),
+    "duplicate names": edited("fields", 1, "name", value="image"),
+    "name with a slash": edited("fields", 0, "name", value="a/b"),
+    "name that points up": edited("fields", 0, "name", value=".."),
+    "absolute name": edited("fields", 0, "name", value="/etc/passwd"),
+    "name and structure with a slash": one_leaf(
+        "../x", {"kind": "dict", "keys": ["../x"], "children": [{"kind": "leaf"}]}
+    ),
+    "name that is no leaf": edited("fields", 0, "name", value="other"),
+    "unknown container": edited("structure", "kind", value="set"),
+    "container is a list": edited("structure", value=[]),
+    "keys are missing": edited("structure", "keys", value=None),
+    "too few keys": edited("structure", "keys", value=["image"]),
+    "bool as key": with_container("dict", [True]),
+    "null as key": with_container("dict", [None]),
+    "list as key": with_container("dict", [["a"]]),
+    "float as key": with_container("dict", [1.5]),
+    "duplicate keys": with_container("dict", ["a", "a"]),
+    "duplicate keys of nothing": {
+        **one_leaf("b", None),
+        "structure": {
+            "kind": "dict",
+            "keys": ["a", "a", "b"],
+            "children": [{"kind": "list", "keys": [], "children": []}] * 2 + [{"kind": "leaf"}],
+        },
+    },
+    "keys that differ in case": with_container("dict", ["a", "A"]),
+    "positions out of order": with_container("tuple", [1, 0]),
+    "names as positions": with_container("list", ["a"]),
+    "too deep": nested(33),
+    "much too deep": nested(400),
+    "code as field of a named tuple": with_container("namedtuple", ['__import__("os")']),
+    "code as field of a dataclass": with_container("dataclass", ['__import__("os")']),
+    "code as name of a named tuple": with_container("namedtuple", ["a"], '__import__("os")'),
+    "keyword in a named tuple": with_container("namedtuple", ["class"]),
+    "keyword in a dataclass": with_container("dataclass", ["class"]),
+    "keyword as name": with_container("namedtuple", ["a"], "lambda"),
+    "private field of a named tuple": with_container("namedtuple", ["_a"]),
+    "duplicate fields of a dataclass": with_container("dataclass", ["a", "a"]),
+    "number as field of a dataclass": with_container("dataclass", [1]),
+    "number as field of a named tuple": with_container("namedtuple", [1]),
+    "null as name": with_container("namedtuple", ["a"], None),
+    "no name": with_container("dataclass", ["a"], []),
+    "null byte in a name": with_container("dataclass", ["a"], "A\0B"),
+    "name too long": with_container("dict", ["k" * 249]),
+    "lone surrogate": with_container("dict", ["\ud800"]),
+}
+
+
+def test_json_edited_value_is_valid_without_the_edit() -> None:
+    # What the table below rests on: each entry is refused for its one edit.
+    for value in (
+        one_leaf("a", {"kind": "dict", "keys": ["a"], "children": [{"kind": "leaf"}]}),
+        with_container("dict", ["a", "b"]),
+        with_container("namedtuple", ["a", "b"]),
+        with_container("dataclass", ["a", "b"]),
+        with_container("tuple", [0, 1]),
+        with_container("dict", ["k" * 248]),
+        nested(32),
+    ):
+        assert isinstance(Schema.from_json(value), Schema)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_json_hostile_value_raises_schema_error(kind: str) -> None:
+    with pytest.raises(SchemaError):
+        Schema.from_json(HOSTILE[kind])
+
+
+def test_json_hostile_class_name_is_text_alone(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    name = f'__import__("pathlib").Path({str(mark)!r}).touch()'
+    schema = Schema.from_json(with_container("dataclass", ["a"], name))
+    built = schema.builder()([torch.ones(1)])
+    assert type(built).__name__ == name
+    assert repr(built).startswith(name)
+    assert not mark.exists()
+
+
+JSON_VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
+    lambda children: st.one_of(
+        st.lists(children, max_size=3), st.dictionaries(st.text(max_size=8), children, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON value."""
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    found = [(value, key) for key in keys]
+    for key in keys:
+        if isinstance(value[key], (dict, list)):
+            found += places(value[key])
+    return found
+
+
+@given(st.data(), JSON_VALUES)
+@settings(deadline=None, max_examples=300)
+def test_json_any_value_replaced_is_refused_or_a_sound_schema(
+    data: st.DataObject, value: Any
+) -> None:
+    root = valid_json()
+    container, key = data.draw(st.sampled_from(places(root)))
+    siblings = [other[key] for other, name in places(root) if name == key]
+    container[key] = data.draw(st.one_of(st.just(value), st.sampled_from(siblings)))
+    try:
+        schema = Schema.from_json(root)
+    except SchemaError:
+        return
+    assert Schema.from_json(schema.to_json()) == schema
+    leaves = [torch.tensor([index]) for index in range(len(schema.fields))]
+    assert names_of(Schema.from_sample(schema.builder()(leaves))) == names_of(schema)
+
+
+def test_node_and_schema_are_values() -> None:
+    assert Schema.from_sample({"a": 1}) == Schema.from_sample({"a": 2})
+    assert Schema.from_sample({"a": 1}) != Schema.from_sample({"a": 1.0})
+    assert hash(Schema.from_sample([1])) == hash(Schema.from_sample([2]))
+    assert Schema.from_sample((1,)).structure == Node("tuple", (0,), (Node("leaf"),))

@@ -1,0 +1,204 @@
+"""Adapters that make batch transforms of per-sample callables."""
+
+import random
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from lightning_memmap.store import Store
+from lightning_memmap.transforms import PerSample
+from tests.rows import CPU, image_of, make_loader
+
+Pair = namedtuple("Pair", ["image", "label"])
+
+
+class Flip:
+    """Called as Albumentations is: arrays by keyword, channels last, a mapping back.
+
+    Args:
+        channels: Channels of the images.
+    """
+
+    def __init__(self, channels: int = 3) -> None:
+        self.channels = channels
+
+    def __call__(self, **arrays: Any) -> dict[str, Any]:
+        for array in arrays.values():
+            assert isinstance(array, np.ndarray), "keyword arguments are arrays"
+        image, mask = arrays["image"], arrays["mask"]
+        assert image.shape == (4, 5, self.channels), "images have their channels last"
+        assert mask.shape == (4, 5), "a mask without channels stays as it is"
+        return {"image": image[:, ::-1], "mask": mask[:, ::-1], "other": None}
+
+
+def images(channels: int = 3) -> torch.Tensor:
+    return torch.arange(2 * channels * 20, dtype=torch.uint8).view(2, channels, 4, 5)
+
+
+def masks() -> torch.Tensor:
+    return torch.arange(40).view(2, 4, 5)
+
+
+class TestSamples:
+    def test_per_sample_gives_samples_and_collates_results(self) -> None:
+        given = []
+
+        def transform(sample: Any) -> Any:
+            given.append(sample)
+            return {"image": sample["image"].float() / 2, "sum": sample["label"] + 1}
+
+        batch = {"image": images(), "label": torch.tensor([3, 4])}
+        found = PerSample(transform)(batch)
+        samples = [{"image": images()[row], "label": torch.tensor(3 + row)} for row in range(2)]
+        for one, other in zip(given, samples, strict=True):
+            assert torch.equal(one["image"], other["image"])
+            assert one["label"] == other["label"]
+        assert torch.equal(found["image"], images().float() / 2)
+        assert found["sum"].tolist() == [4, 5]
+
+    @pytest.mark.parametrize(
+        "batch",
+        [
+            torch.arange(3),
+            [torch.arange(3), torch.arange(6).view(3, 2)],
+            Pair(torch.arange(6).view(3, 2), torch.arange(3)),
+            {"a": [torch.arange(3)], "b": {"c": torch.ones(3, 2, 2)}},
+        ],
+        ids=["tensor", "list", "namedtuple", "nested"],
+    )
+    def test_per_sample_without_change_gives_the_batch_back(self, batch: Any) -> None:
+        found = PerSample(lambda sample: sample)(batch)
+        assert type(found) is type(batch)
+        for one, other in zip(leaves(found), leaves(batch), strict=True):
+            assert torch.equal(one, other)
+
+    def test_per_sample_to_another_shape_collates_it(self) -> None:
+        found = PerSample(lambda sample: (sample[0, :, :2].numpy(), 1.5))(images())
+        assert found[0].shape == (2, 4, 2)
+        assert found[0].dtype == torch.uint8
+        assert found[1].tolist() == [1.5, 1.5]
+
+
+def leaves(batch: Any) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    children = batch.values() if isinstance(batch, dict) else batch
+    return [leaf for child in children for leaf in leaves(child)]
+
+
+class TestKeywords:
+    @pytest.mark.parametrize("channels", [1, 3])
+    def test_keywords_give_arrays_and_take_results_back(self, channels: int) -> None:
+        batch = {"image": images(channels), "mask": masks(), "label": torch.tensor([3, 4])}
+        transform = PerSample(Flip(channels), keywords={"image": "image", "mask": "mask"})
+        found = transform(batch)
+        assert list(found) == ["image", "mask", "label"]
+        assert torch.equal(found["image"], images(channels).flip(-1))
+        assert torch.equal(found["mask"], masks().flip(-1))
+        assert found["image"].dtype == torch.uint8
+        assert found["mask"].dtype == torch.int64
+        assert torch.equal(found["label"], batch["label"])
+
+    def test_keywords_leave_the_given_batch_as_it_was(self) -> None:
+        batch = {"image": images(), "target": {"mask": masks()}}
+        transform = PerSample(Flip(), keywords={"image": "image", "mask": "target.mask"})
+        found = transform(batch)
+        assert torch.equal(batch["image"], images())
+        assert torch.equal(batch["target"]["mask"], masks())
+        assert torch.equal(found["target"]["mask"], masks().flip(-1))
+
+    def test_keywords_name_positions_in_lists(self) -> None:
+        batch = [images(), {"mask": masks()}, torch.tensor([3, 4])]
+        found = PerSample(Flip(), keywords={"image": "0", "mask": "1.mask"})(batch)
+        assert torch.equal(found[0], images().flip(-1))
+        assert torch.equal(found[1]["mask"], masks().flip(-1))
+        assert found[2].tolist() == [3, 4]
+
+    def test_keywords_with_new_shape_and_dtype_go_back_with_channels_first(self) -> None:
+        def crop(image: Any) -> dict[str, Any]:
+            return {"image": (image[:2, :3] / 2).astype(np.float32)}
+
+        found = PerSample(crop, keywords={"image": "image"})({"image": images()})
+        assert found["image"].dtype == torch.float32
+        assert torch.equal(found["image"], images()[:, :, :2, :3] / 2)
+
+    def test_keywords_with_dropped_channel_put_it_back(self) -> None:
+        def squeeze(image: Any) -> dict[str, Any]:
+            return {"image": image[..., 0]}
+
+        found = PerSample(squeeze, keywords={"image": "image"})({"image": images(1)})
+        assert torch.equal(found["image"], images(1))
+
+    def test_keywords_with_numbers_give_numbers(self) -> None:
+        def shift(image: Any, label: Any) -> dict[str, Any]:
+            return {"image": image, "label": label + 1}
+
+        batch = {"image": images(), "label": torch.tensor([3, 4])}
+        keywords = {"image": "image", "label": "label"}
+        assert PerSample(shift, keywords=keywords)(batch)["label"].tolist() == [4, 5]
+
+    @pytest.mark.parametrize("name", ["mask", "image.0", "target.mask", "0", ""])
+    def test_keywords_of_missing_field_raise_and_name_it(self, name: str) -> None:
+        transform = PerSample(Flip(), keywords={"image": "image", "mask": name})
+        with pytest.raises(KeyError, match=rf"the batch has no field '{name}'"):
+            transform({"image": images(), "target": [masks()]})
+
+    def test_keywords_of_missing_position_raise_and_name_it(self) -> None:
+        transform = PerSample(Flip(), keywords={"image": "0", "mask": "5"})
+        with pytest.raises(KeyError, match=r"the batch has no field '5'"):
+            transform([images(), masks()])
+
+    def test_keywords_of_container_raise_and_name_it(self) -> None:
+        transform = PerSample(Flip(), keywords={"image": "image", "mask": "target"})
+        with pytest.raises(KeyError, match=r"'target' is a list, not a field"):
+            transform({"image": images(), "target": [masks()]})
+
+    def test_keywords_with_results_of_other_shapes_raise(self) -> None:
+        sizes = iter([2, 3])
+
+        def crop(image: Any) -> dict[str, Any]:
+            return {"image": image[: next(sizes)]}
+
+        with pytest.raises(ValueError, match="shape"):
+            PerSample(crop, keywords={"image": "image"})({"image": images()})
+
+
+class TestInLoader:
+    @pytest.mark.parametrize("num_devices", [1, 3])
+    def test_per_sample_in_loader_is_that_of_the_samples(
+        self, numbered_store: Callable[[int, int], Store], num_devices: int
+    ) -> None:
+        store = numbered_store(37, 24)
+
+        def brighten(image: Any) -> dict[str, Any]:
+            return {"image": image + random.randrange(1, 5)}
+
+        make = [
+            make_loader(
+                store,
+                num_devices,
+                6 // num_devices,
+                transform=PerSample(brighten, keywords={"image": "image"}),
+            )
+            for _ in range(2)
+        ]
+        shifts = []
+        for one, other in zip(*make, strict=True):
+            batch, again = one.to(CPU), other.to(CPU)
+            assert torch.equal(batch["image"], again["image"])
+            difference = batch["image"] - image_of(batch["row"])
+            shifts += [value.unique().tolist() for value in difference]
+        assert {len(shift) for shift in shifts} == {1}
+        assert {shift[0] for shift in shifts} == {1, 2, 3, 4}
+
+    def test_per_sample_structure_is_that_of_default_collate(self) -> None:
+        batch = [torch.arange(4), {"x": torch.ones(4, 2)}]
+        samples = [[torch.tensor(row), {"x": torch.ones(2)}] for row in range(4)]
+        found, expected = PerSample(lambda sample: sample)(batch), default_collate(samples)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1]["x"], expected[1]["x"])
