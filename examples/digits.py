@@ -254,7 +254,7 @@ class DigitsClassifier(L.LightningModule):
         width: Channels of the first layer.
     """
 
-    def __init__(self, lr: float = 2e-3, width: int = 32) -> None:
+    def __init__(self, lr: float = 2e-3, width: int = 16) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.lr = lr

@@ -1,9 +1,12 @@
 """The only user of names that torch and Lightning keep to themselves."""
 
 import sys
+from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 def storage_use_count(tensor: Tensor) -> int:
@@ -15,3 +18,39 @@ def storage_use_count(tensor: Tensor) -> int:
     count: int = torch._C._storage_Use_Count(storage._cdata)
     # All who ask for the storage itself share one Python object, which C++ counts once.
     return count + sys.getrefcount(storage)
+
+
+class _RenewTrainLoader(L.Callback):
+    def __init__(self, epoch: int, num_steps: int) -> None:
+        self._epoch = epoch
+        self._num_steps = num_steps
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch != self._epoch:
+            # The checkpoint is of the last step of its epoch. The Trainer counts the next epoch
+            # from zero only where the steps that it has done reach the steps of an epoch.
+            trainer.fit_loop.epoch_loop.batch_progress.current.completed = self._num_steps
+            self._renew(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        self._renew(trainer)
+
+    def _renew(self, trainer: Any) -> None:
+        trainer.fit_loop._combined_loader = None
+        trainer.callbacks.remove(self)
+
+
+def renew_train_loader_after_epoch(trainer: Any, epoch: int, num_steps: int) -> None:
+    """Let the Trainer ask for the training loader, and its length, anew after an epoch.
+
+    It asks once per fit. That is too seldom where the first epoch was resumed from a checkpoint
+    of another number of data devices, and so has another number of steps than the next ones.
+
+    Args:
+        trainer: The Trainer.
+        epoch: The epoch that is resumed.
+        num_steps: The steps of all later epochs.
+    """
+    trainer.callbacks.append(_RenewTrainLoader(epoch, num_steps))

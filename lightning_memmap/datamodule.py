@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_memmap._compat import renew_train_loader_after_epoch
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.loading import AssembledLoader, ResidentSplit, ZippedLoader, load_split
 from lightning_memmap.placement import (
@@ -118,6 +119,8 @@ class MemmapDataModule(L.LightningDataModule):
         self.placement: Placement | None = None
         self._resident: dict[str, ResidentSplit] = {}
         self._built: set[str] = set()
+        self._train_loader: ZippedLoader | AssembledLoader | None = None
+        self._train_state: dict[str, int] | None = None
 
     def prepare_data(self) -> None:
         """Build the stores of the stage's splits, or find them built. One process per node."""
@@ -172,12 +175,33 @@ class MemmapDataModule(L.LightningDataModule):
         """The training rows in the order of `lightning_memmap.order`."""
         # Lightning turns shuffling off for overfit_batches, but only in torch's own DataLoader.
         overfitting = getattr(self.trainer, "overfit_batches", 0) > 0
-        return self._loader(
+        loader = self._loader(
             "train",
             self.transform,
             shuffle=self.shuffle and not overfitting,
             drop_last=self.drop_last,
         )
+        self._train_loader = loader
+        if self._train_state is not None and self.trainer is not None:
+            # Before the Trainer asks for the length: with another number of data devices than
+            # before, the epoch that is resumed has another number of steps than the next ones.
+            loader.set_epoch(self.trainer.current_epoch)
+            loader.load_state_dict(self._train_state)
+            if len(loader) != loader.num_steps:
+                renew_train_loader_after_epoch(
+                    self.trainer, self.trainer.current_epoch, loader.num_steps
+                )
+            self._train_state = None
+        return loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training stream stands, the same on every rank."""
+        return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next fit go on where the training stream stood."""
+        if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
+            self._train_state = state_dict.get("train")
 
     def val_dataloader(self) -> ZippedLoader | AssembledLoader | list[Any]:
         """The validation rows in dataset order; nothing where there are none."""

@@ -23,7 +23,7 @@ _FOREIGN_WARNINGS = (
     # Lightning builds its tree specs from a torch class that torch has renamed.
     "ignore:.*isinstance\\(treespec, LeafSpec\\).* is deprecated",
 )
-_SETTLE_S = 10.0
+_SETTLE_S = 5.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,12 +65,17 @@ def guard_process_group() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def guard_threads() -> Iterator[None]:
     """A test leaves no thread running."""
-    before = set(threading.enumerate())
+    before = _threads()
     yield
     deadline = monotonic() + _SETTLE_S
-    while (leaked := set(threading.enumerate()) - before) and monotonic() < deadline:
+    while (leaked := _threads() - before) and monotonic() < deadline:
         sleep(0.01)
     assert not leaked, f"the test left threads running: {leaked}"
+
+
+def _threads() -> set[threading.Thread]:
+    # The monitor of tqdm serves every progress bar of the process and never ends.
+    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
 
 
 @pytest.fixture(scope="session")

@@ -337,6 +337,17 @@ def test_mirror_and_turn_image_and_mask_stay_aligned(seed: int, height: int, wid
     assert (moved["mask"] != batch["mask"][:, 0]).flatten(1).any(dim=1).float().mean() > 0.9
 
 
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (20, 28), (28, 20)])
+def test_mirror_and_turn_keeps_distances(height: int, width: int) -> None:
+    batch = aligned_batch(64, height, width)
+    image = pixels(MirrorAndTurn(max_degrees=15)(batch, seeded(0))["image"])[:, 0]
+    middle = image[:, height // 2 - 2 : height // 2 + 2, width // 2 - 2 : width // 2 + 2]
+    # A ramp that is turned still rises by one a pixel, in some direction.
+    along_y, along_x = middle.diff(dim=1)[:, :, :3], middle.diff(dim=2)[:, :3]
+    rise = (along_y**2 + along_x**2).sqrt()
+    assert torch.allclose(rise, torch.ones_like(rise), atol=1e-3)
+
+
 def test_mirror_and_turn_without_free_angle_gives_all_eight_symmetries_exactly() -> None:
     rows = 200
     one = shapes_batch(1)

@@ -324,6 +324,11 @@ class AssembledLoader:
         self.device = device
         self.batch_sampler = loader.batch_sampler
 
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch that is not resumed."""
+        return self.loader.num_steps
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has."""
         self.loader.set_epoch(epoch)

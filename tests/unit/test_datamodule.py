@@ -295,8 +295,10 @@ class Wide(torch.utils.data.Dataset[Any]):
 
 
 def used_bytes() -> int:
+    """Memory of this process without the pages of mapped files."""
     gc.collect()
-    return int(psutil.Process().memory_info().rss)
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
 
 
 class Watch(L.Callback):

@@ -1,0 +1,543 @@
+"""What every strategy of this pack must do for Lightning: the same checks on each name.
+
+Wherever a result has a right value, it is that of Lightning's own single-device strategy with the
+same global batches.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
+
+from lightning_memmap import MemmapDataModule, register
+from lightning_memmap.strategies import STRATEGIES
+from tests.models import Points, Regression, make_trainer, weights
+from tests.rows import joined
+
+NAMES = [name for name, *_ in STRATEGIES]
+DEVICES = 2
+BATCH_SIZE = 5
+GLOBAL_BATCH = DEVICES * BATCH_SIZE
+#: Seven steps of an epoch: six of 10 rows, and the last two, of 7 and 6.
+TRAIN = Points(63)
+VAL, TEST = Points(20, 100), Points(25, 200)
+
+every_strategy = pytest.mark.parametrize("name", NAMES)
+
+
+def make_data(path: Path, batch_size: int = BATCH_SIZE, **options: Any) -> MemmapDataModule:
+    # All runs of a test share the stores; the runs of the reference, too.
+    return MemmapDataModule(
+        TRAIN, VAL, TEST, TEST, store_dir=path / "stores", batch_size=batch_size, **options
+    )
+
+
+def make_pair(name: str, path: Path, **options: Any) -> tuple[L.Trainer, MemmapDataModule]:
+    """A Trainer and its data: under a strategy of this pack, or under ``auto`` as reference."""
+    if name == "auto":
+        return make_trainer(path, **options), make_data(path, GLOBAL_BATCH)
+    return make_trainer(path, strategy=name, devices=DEVICES, **options), make_data(path)
+
+
+def fit(
+    name: str, path: Path, module: Regression | None = None, **options: Any
+) -> tuple[Regression, L.Trainer]:
+    trainer, data = make_pair(name, path, **options)
+    module = module or Regression()
+    trainer.fit(module, datamodule=data)
+    return module, trainer
+
+
+def assert_as_reference(
+    name: str, path: Path, make: Callable[[], Regression] = Regression, **options: Any
+) -> Regression:
+    """Train under a strategy and under the reference: same rows, same weights."""
+    found, trainer = fit(name, path, make(), **options)
+    expected, reference = fit("auto", path, make(), **options)
+    assert trainer.global_step == reference.global_step > 0
+    assert not torch.equal(weights(found), weights(make().to(weights(found).dtype)))
+    torch.testing.assert_close(weights(found), weights(expected))
+    assert [sorted(rows) for rows in found.seen["train"]] == [
+        sorted(rows) for rows in expected.seen["train"]
+    ]
+    return found
+
+
+@every_strategy
+class TestRegistration:
+    def test_name_is_listed_by_lightning(self, name: str) -> None:
+        assert name in StrategyRegistry.available_strategies()
+
+    def test_registering_again_changes_nothing(self, name: str) -> None:
+        before = dict(StrategyRegistry)
+        register()
+        register()
+        assert dict(StrategyRegistry) == before
+
+    def test_name_selects_the_strategy(self, name: str, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, strategy=name, devices=DEVICES)
+        assert type(trainer.strategy) is strategy_class(name)
+
+    def test_object_is_used_as_it_is(self, name: str, tmp_path: Path) -> None:
+        strategy = strategy_class(name)()
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=DEVICES)
+        assert trainer.strategy is strategy
+        module = Regression()
+        trainer.fit(module, datamodule=make_data(tmp_path))
+        assert sorted(joined(module.seen["train"])) == list(range(63))
+
+
+def strategy_class(name: str) -> Any:
+    return {entry[0]: entry[1] for entry in STRATEGIES}[name]
+
+
+@every_strategy
+class TestStages:
+    def test_fit_sees_each_row_once_an_epoch(self, name: str, tmp_path: Path) -> None:
+        module, trainer = fit(name, tmp_path, max_epochs=3, num_sanity_val_steps=0)
+        steps = [module.seen["train"][start : start + 7] for start in (0, 7, 14)]
+        for epoch in steps:
+            assert sorted(joined(epoch)) == list(range(63))
+        assert steps[0] != steps[1] != steps[2]
+        assert joined(module.seen["val"]) == [*range(100, 120)] * 3
+        assert trainer.global_step == 21
+
+    def test_fit_learns(self, name: str, tmp_path: Path) -> None:
+        module, trainer = fit(name, tmp_path, max_epochs=15)
+        assert trainer.callback_metrics["val_loss"] < 0.3 * mean_loss(Regression(), VAL)
+
+    @pytest.mark.parametrize(("stage", "points"), [("validate", VAL), ("test", TEST)])
+    def test_evaluation_is_over_all_rows_once(
+        self, name: str, tmp_path: Path, stage: str, points: Points
+    ) -> None:
+        trainer, data = make_pair(name, tmp_path)
+        module = Regression()
+        (metrics,) = getattr(trainer, stage)(module, datamodule=data, verbose=False)
+        ((key, value),) = metrics.items()
+        assert value == pytest.approx(mean_loss(Regression(), points), rel=1e-5)
+        assert joined(module.seen[key.removesuffix("_loss")]) == points.row.tolist()
+
+    def test_predictions_are_in_dataset_order(self, name: str, tmp_path: Path) -> None:
+        trainer, data = make_pair(name, tmp_path)
+        predictions = trainer.predict(Regression(), datamodule=data)
+        assert predictions is not None
+        rows = torch.cat([batch["row"] for batch in predictions])
+        values = torch.cat([batch["y"] for batch in predictions])
+        assert rows.tolist() == list(range(200, 225))
+        torch.testing.assert_close(values, Regression().net(TEST.x).detach())
+
+    def test_prediction_writer_gets_every_batch(self, name: str, tmp_path: Path) -> None:
+        class Writer(BasePredictionWriter):
+            rows: list[int]
+
+            def write_on_batch_end(
+                self, trainer: Any, pl_module: Any, prediction: Any, indices: Any, batch: Any,
+                batch_idx: int, dataloader_idx: int,
+            ) -> None:  # fmt: skip
+                assert torch.equal(batch["row"], prediction["row"])
+                self.rows += prediction["row"].tolist()
+
+        writer = Writer("batch")
+        writer.rows = []
+        trainer, data = make_pair(name, tmp_path, callbacks=[writer])
+        # Lightning knows the rows of a batch from torch's own DataLoader alone.
+        with pytest.warns(UserWarning, match="Couldn't infer the batch indices"):
+            trainer.predict(Regression(), datamodule=data, return_predictions=False)
+        assert writer.rows == list(range(200, 225))
+
+
+def mean_loss(module: Regression, points: Points) -> float:
+    with torch.no_grad():
+        return nn.functional.mse_loss(module.net(points.x), points.y).item()
+
+
+@every_strategy
+class TestTraining:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"max_epochs": 2},
+            {"accumulate_grad_batches": 2},
+            {"accumulate_grad_batches": 3, "max_epochs": 2},
+            {"gradient_clip_val": 0.01},
+            {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+            {"max_steps": 9, "max_epochs": 3},
+            {"limit_train_batches": 3, "max_epochs": 2},
+            {"limit_train_batches": 0.5, "max_epochs": 2},
+            {"overfit_batches": 2, "max_epochs": 2},
+            {"fast_dev_run": True},
+            {"fast_dev_run": 3},
+            {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
+            {"val_check_interval": 2, "max_epochs": 2},
+            {"val_check_interval": 0.5},
+            {"num_sanity_val_steps": 0},
+            {"precision": "bf16-mixed"},
+            {"precision": "64-true"},
+            {"precision": "bf16-true"},
+            {"inference_mode": False},
+        ],
+        ids=lambda options: " ".join(f"{key}={value}" for key, value in options.items()),
+    )
+    def test_fit_with_options_is_as_on_one_device(
+        self, name: str, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
+        assert_as_reference(name, tmp_path, **options)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}, {"precision": "bf16-mixed"}],
+        ids=lambda options: next(iter(options)),
+    )
+    def test_fit_with_options_is_not_as_without(
+        self, name: str, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
+        # Adam forgives a scale: plain SGD shows it.
+        with_option, _ = fit(name, tmp_path, Sgd(), **options)
+        without, _ = fit(name, tmp_path, Sgd())
+        assert not torch.allclose(weights(with_option), weights(without), rtol=1e-4)
+
+    @pytest.mark.parametrize(
+        ("precision", "dtype", "inner"),
+        [
+            ("32-true", torch.float32, torch.float32),
+            ("bf16-mixed", torch.float32, torch.bfloat16),
+            ("64-true", torch.float64, torch.float64),
+            ("bf16-true", torch.bfloat16, torch.bfloat16),
+        ],
+    )
+    def test_precision_casts_what_training_step_sees(
+        self, name: str, tmp_path: Path, precision: Any, dtype: torch.dtype, inner: torch.dtype
+    ) -> None:
+        found = set()
+        module = Regression()
+        module.net[0].register_forward_hook(lambda _, args, output: found.add(output.dtype))
+        fit(name, tmp_path, module, precision=precision, num_sanity_val_steps=0)
+        assert module.dtypes == {dtype}
+        assert found == {inner}
+        assert sorted(joined(module.seen["train"])) == list(range(63))
+
+    def test_sanity_check_changes_nothing(self, name: str, tmp_path: Path) -> None:
+        checked, _ = fit(name, tmp_path, num_sanity_val_steps=2)
+        unchecked, _ = fit(name, tmp_path, num_sanity_val_steps=0)
+        assert torch.equal(weights(checked), weights(unchecked))
+        assert checked.seen["val"] == [[*range(100, 110)], [*range(110, 120)]] + (
+            unchecked.seen["val"]
+        )
+
+    def test_overfit_batches_gives_the_same_rows_each_epoch(
+        self, name: str, tmp_path: Path
+    ) -> None:
+        module, _ = fit(name, tmp_path, overfit_batches=2, max_epochs=2, num_sanity_val_steps=0)
+        assert module.seen["train"] == [[*range(10)], [*range(10, 20)]] * 2
+
+    def test_limits_hold_in_each_stage(self, name: str, tmp_path: Path) -> None:
+        trainer, data = make_pair(
+            name,
+            tmp_path,
+            limit_train_batches=3,
+            limit_val_batches=2,
+            limit_test_batches=1,
+            limit_predict_batches=0.5,
+            num_sanity_val_steps=0,
+        )
+        module = Regression()
+        trainer.fit(module, datamodule=data)
+        trainer.test(module, datamodule=data, verbose=False)
+        predictions = trainer.predict(module, datamodule=data)
+        assert {stage: len(steps) for stage, steps in module.seen.items()} == {
+            "train": 3, "val": 2, "test": 1
+        }  # fmt: skip
+        # Of three steps: 10 rows, and two that share the other 15.
+        assert predictions is not None
+        assert [len(batch["row"]) for batch in predictions] == [10]
+
+    def test_reloading_each_epoch_gives_the_same_epochs(self, name: str, tmp_path: Path) -> None:
+        once, _ = fit(name, tmp_path, max_epochs=3)
+        anew, _ = fit(name, tmp_path, max_epochs=3, reload_dataloaders_every_n_epochs=1)
+        assert anew.seen == once.seen
+        assert torch.equal(weights(anew), weights(once))
+
+    def test_fit_twice_is_the_same(self, name: str, tmp_path: Path) -> None:
+        one, _ = fit(name, tmp_path, max_epochs=2)
+        other, _ = fit(name, tmp_path, max_epochs=2)
+        assert torch.equal(weights(one), weights(other))
+
+    def test_compiled_module_is_as_one_that_is_not(self, name: str, tmp_path: Path) -> None:
+        plain, _ = fit(name, tmp_path, Quiet())
+        module: Any = Quiet()
+        trainer, data = make_pair(name, tmp_path)
+        trainer.fit(torch.compile(module, backend="aot_eager"), datamodule=data)
+        torch._dynamo.reset()
+        torch.testing.assert_close(weights(module), weights(plain))
+
+
+class Quiet(Regression):
+    """Steps that compute and do nothing else, which is what a compiler is given."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
+
+
+class Sgd(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Manual(Regression):
+    """Optimizes by hand, every second batch, with its own clipping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = self.loss(batch, "train")
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            optimizer: Any = self.optimizers()
+            self.clip_gradients(optimizer, gradient_clip_val=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class TwoOptimizers(Regression):
+    """Two parts, two optimizers, two schedulers, taken in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        schedulers: Any = self.lr_schedulers()
+        optimizer = optimizers[batch_idx % 2]
+        self.toggle_optimizer(optimizer)
+        self.manual_backward(self.loss(batch, "train"))
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+        schedulers[batch_idx % 2].step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [
+            torch.optim.Adam(self.net[0].parameters(), lr=0.05),
+            torch.optim.SGD(self.net[2].parameters(), lr=0.1, momentum=0.9),
+        ]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in optimizers]
+
+
+class Scheduled(Regression):
+    """A learning rate that halves with every optimizer step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.08)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Plateau(Regression):
+    """A learning rate that follows the validation loss."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.08)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.1, patience=0, threshold=1e9, threshold_mode="abs"
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
+        }
+
+
+@every_strategy
+class TestOptimizers:
+    @pytest.mark.parametrize("make", [Manual, TwoOptimizers, Scheduled, Plateau])
+    def test_fit_with_optimizers_is_as_on_one_device(
+        self, name: str, tmp_path: Path, make: Callable[[], Regression]
+    ) -> None:
+        module = assert_as_reference(name, tmp_path, make, max_epochs=2)
+        for parameter, before in zip(module.parameters(), make().parameters(), strict=True):
+            assert not torch.equal(parameter, before)
+
+    def test_scheduler_and_its_monitor_follow_the_steps(self, name: str, tmp_path: Path) -> None:
+        logger = CSVLogger(tmp_path)
+        trainer = make_trainer(
+            tmp_path,
+            strategy=name,
+            devices=DEVICES,
+            logger=logger,
+            log_every_n_steps=1,
+            callbacks=[LearningRateMonitor("step")],
+        )
+        trainer.fit(Scheduled(), datamodule=make_data(tmp_path))
+        logged = [entry["lr-Adam"] for entry in logger.experiment.metrics if "lr-Adam" in entry]
+        assert logged == []  # All is written by the end.
+        lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+        column = lines[0].split(",").index("lr-Adam")
+        rates = [float(line.split(",")[column]) for line in lines[1:] if line.split(",")[column]]
+        assert rates == pytest.approx([0.08 * 0.5**step for step in range(7)])
+
+
+@every_strategy
+class TestCallbacks:
+    def test_model_checkpoint_keeps_the_best_and_it_loads(self, name: str, tmp_path: Path) -> None:
+        checkpoint = ModelCheckpoint(
+            tmp_path / "best", monitor="val_loss", save_top_k=1, filename="{epoch}"
+        )
+        losses = []
+
+        class Note(L.Callback):
+            def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+                losses.append(trainer.callback_metrics["val_loss"].item())
+
+        fit(
+            name,
+            tmp_path,
+            callbacks=[Note(), checkpoint],
+            enable_checkpointing=True,
+            num_sanity_val_steps=0,
+            max_epochs=4,
+        )
+        best = min(range(4), key=losses.__getitem__)
+        assert Path(checkpoint.best_model_path).name == f"epoch={best}.ckpt"
+        loaded = Regression.load_from_checkpoint(
+            checkpoint.best_model_path, map_location="cpu", weights_only=True
+        )
+        assert mean_loss(loaded, VAL) == pytest.approx(losses[best], rel=1e-5)
+
+    def test_evaluation_with_checkpoint_path_loads_it(self, name: str, tmp_path: Path) -> None:
+        trainer, data = make_pair(name, tmp_path, max_epochs=2)
+        module = Regression()
+        trainer.fit(module, datamodule=data)
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        fresh, data = make_pair(name, tmp_path)
+        (metrics,) = fresh.test(
+            Regression(), datamodule=data, ckpt_path=tmp_path / "end.ckpt", verbose=False,
+            weights_only=True,
+        )  # fmt: skip
+        assert metrics["test_loss"] == pytest.approx(mean_loss(module, TEST), rel=1e-5)
+
+    def test_early_stopping_stops(self, name: str, tmp_path: Path) -> None:
+        stopping = EarlyStopping("val_loss", min_delta=1e9, patience=2)
+        _, trainer = fit(name, tmp_path, callbacks=[stopping], max_epochs=10)
+        assert trainer.current_epoch == 3
+
+    def test_transfer_hooks_get_plain_batches_and_may_change_them(
+        self, name: str, tmp_path: Path
+    ) -> None:
+        calls = []
+
+        class Hooked(Regression):
+            def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+                calls.append("before")
+                assert type(batch) is dict
+                assert all(type(leaf) is Tensor for leaf in batch.values())
+                return {**batch, "x": batch["x"] * 2}
+
+            def transfer_batch_to_device(self, batch: Any, device: Any, index: int) -> Any:
+                calls.append("transfer")
+                return super().transfer_batch_to_device(batch, device, index)
+
+            def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+                calls.append("after")
+                assert type(batch) is dict
+                return {**batch, "row": batch["row"] + 1000}
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                rows = batch["row"] - 1000
+                torch.testing.assert_close(batch["x"], 2 * TRAIN.x[rows])
+                return super().training_step(batch, batch_idx)
+
+        module, _ = fit(name, tmp_path, Hooked(), num_sanity_val_steps=0)
+        assert sorted(joined(module.seen["train"])) == list(range(1000, 1063))
+        assert calls == ["before", "transfer", "after"] * (7 + len(module.seen["val"]))
+
+    def test_metric_of_training_is_the_mean_over_rows(self, name: str, tmp_path: Path) -> None:
+        class Frozen(Regression):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.log(
+                    "mean_row",
+                    batch["row"].float().mean(),
+                    on_step=False,
+                    on_epoch=True,
+                    batch_size=len(batch["row"]),
+                )
+                return super().training_step(batch, batch_idx)
+
+        _, trainer = fit(name, tmp_path, Frozen())
+        assert trainer.callback_metrics["mean_row"].item() == pytest.approx(31)
+
+
+class SaveEverywhere(L.Callback):
+    """Saves a checkpoint at every point where a run may stop for good: after each optimizer step,
+    validation and epoch. (Gradients that are still being gathered are in no checkpoint.)"""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.global_step = 0
+
+    def save(self, trainer: L.Trainer, when: str) -> None:
+        number = len(list(self.directory.glob("*.ckpt")))
+        trainer.save_checkpoint(self.directory / f"{number:03} {when} {trainer.global_step}.ckpt")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step != self.global_step:
+            self.save(trainer, "step")
+        self.global_step = trainer.global_step
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.save(trainer, "epoch")
+
+
+@every_strategy
+class TestResume:
+    @pytest.mark.parametrize(
+        ("make", "options"),
+        [
+            (Scheduled, {}),
+            (Regression, {"accumulate_grad_batches": 3}),
+            (TwoOptimizers, {}),
+            (Regression, {"val_check_interval": 3}),
+            (Regression, {"val_check_interval": 3, "accumulate_grad_batches": 3}),
+            (Regression, {"limit_train_batches": 5}),
+        ],
+        ids=["plain", "accumulation", "optimizers", "validation", "both", "limit"],
+    )
+    def test_resume_from_anywhere_ends_with_the_same_weights(
+        self, name: str, tmp_path: Path, make: Callable[[], Regression], options: dict[str, Any]
+    ) -> None:
+        (tmp_path / "saved").mkdir()
+        options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
+        callback = SaveEverywhere(tmp_path / "saved")
+        whole, _ = fit(name, tmp_path, make(), callbacks=[callback], **options)
+        checkpoints = sorted((tmp_path / "saved").glob("*.ckpt"))
+        assert len(checkpoints) > 4
+        for checkpoint in checkpoints:
+            done = torch.load(checkpoint, weights_only=True)["loops"]["fit_loop"]
+            num_done = done["epoch_loop.batch_progress"]["total"]["processed"]
+            module = make()
+            trainer, data = make_pair(name, tmp_path, **options)
+            trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+            assert module.seen.get("train", []) == whole.seen["train"][num_done:], checkpoint.name
+            assert torch.equal(weights(module), weights(whole)), checkpoint.name
+            assert trainer.current_epoch == 2

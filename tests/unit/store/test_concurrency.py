@@ -1,0 +1,101 @@
+"""Several processes at one store at the same time."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_memmap.store import build_store, open_store, verify_store
+from tests.datasets import Numbered, holds
+from tests.unit.store.build_server import Build, BuildServer
+
+NUM_ROWS = 1000
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[BuildServer]:
+    with BuildServer() as started:
+        yield started
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_build_by_three_processes_at_once_reads_the_dataset_once(
+    server: BuildServer, tmp_path: Path, num_workers: int
+) -> None:
+    logs = [tmp_path / f"log{index}" for index in range(3)]
+    builds = [
+        Build(
+            str(tmp_path / "s"),
+            NUM_ROWS,
+            num_workers=num_workers,
+            delay_s=0.003,
+            log=str(log),
+        )
+        for log in logs
+    ]
+    pids = [server.start(build) for build in builds]
+    # Each of them has compared every row of the store that it was given.
+    assert [server.wait(pid) for pid in pids] == [0, 0, 0]
+    read = sorted((len(log.read_text().splitlines()), index) for index, log in enumerate(logs))
+    counts = [count for count, _ in read]
+    # One has read all rows, and the probes; the others the eight probes alone.
+    assert counts[2] >= NUM_ROWS
+    assert counts[:2] == [8, 8]
+    rows = {int(line) for line in logs[read[2][1]].read_text().splitlines()}
+    assert rows == set(range(NUM_ROWS))
+    assert holds(open_store(tmp_path / "s"), Numbered(NUM_ROWS))
+    assert verify_store(tmp_path / "s") == []
+
+
+def test_build_while_another_process_builds_waits_and_says_so(
+    server: BuildServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "log"
+    slow = Build(str(tmp_path / "s"), NUM_ROWS, delay_s=0.02, log=str(log))
+    pid = server.start(slow)
+    while not log.exists():
+        pass
+    store = build_store(Numbered(NUM_ROWS), tmp_path / "s", num_shards=3, progress=False)
+    assert holds(store, Numbered(NUM_ROWS))
+    assert f"another process builds the store at {tmp_path / 's'}" in caplog.text
+    assert server.wait(pid) == 0
+
+
+def test_build_of_two_datasets_at_once_stores_one_and_refuses_the_other(
+    server: BuildServer, tmp_path: Path
+) -> None:
+    first = Build(str(tmp_path / "s"), NUM_ROWS, version=1, delay_s=0.003)
+    pids = [server.start(first), server.start(replace(first, version=2))]
+    statuses = [server.wait(pid) for pid in pids]
+    assert sorted(statuses) == [0, 1]
+    winner = 1 + statuses.index(0)
+    assert holds(open_store(tmp_path / "s"), Numbered(NUM_ROWS, winner))
+
+
+def test_overwrite_by_two_processes_at_once_leaves_one_whole_store(
+    server: BuildServer, tmp_path: Path
+) -> None:
+    # Each of them may find the other's store when it opens its own: only the end counts.
+    build = Build(str(tmp_path / "s"), NUM_ROWS, overwrite=True, delay_s=0.001)
+    pids = [server.start(build) for _ in range(3)]
+    assert [server.wait(pid) for pid in pids] == [0, 0, 0]
+    assert holds(open_store(tmp_path / "s"), Numbered(NUM_ROWS))
+    assert {path.name for path in tmp_path.iterdir()} == {"s", ".s.lock"}
+
+
+def test_open_while_another_process_overwrites_never_fails_nor_mixes_two_stores(
+    server: BuildServer, tmp_path: Path
+) -> None:
+    # All of these stores have files of the same sizes and hold the same rows, each in another
+    # order: files of one read by the manifest of another would give wrong rows.
+    path = tmp_path / "s"
+    build_store(Numbered(50), path, num_shards=2, progress=False)
+    pid = server.start(Build(str(path), 50, overwrite=True, times=60))
+    seen = set()
+    while 3 + 60 - 1 not in seen:
+        store = open_store(path)
+        assert holds(store, Numbered(50))
+        seen.add(store.num_shards)
+    assert server.wait(pid) == 0
+    assert len(seen) > 10

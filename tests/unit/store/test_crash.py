@@ -1,0 +1,388 @@
+"""Builders that are killed: a store is whole and of one dataset, or it is not there."""
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memmap.errors import DatasetError, StoreNotFoundError
+from lightning_memmap.store import build_store, open_store, verify_store
+from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.recovery import building_path
+from tests.datasets import Counting, Numbered, Replaced, holds
+from tests.unit.store.build_server import Build, BuildServer, killed
+
+OLD, NEW = 1, 2
+NUM_ROWS = 1000
+BLOCK_ROWS = 100
+# A row in block 7 that is no probe.
+DEADLY_ROW = 730
+NUM_KILLS = 15
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[BuildServer]:
+    with BuildServer() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def beginnings(server: BuildServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What each kind of build starts from: a directory in which the store is named ``s``."""
+    root = tmp_path_factory.mktemp("beginnings")
+    paths = {name: root / name for name in ("new", "overwrite", "resume", "resumed overwrite")}
+    for path in paths.values():
+        path.mkdir()
+    for name in ("overwrite", "resumed overwrite"):
+        assert server.run(build_of(paths[name], version=OLD)) == 0
+    for name in ("resume", "resumed overwrite"):
+        deadly = build_of(paths[name], kill_at_row=DEADLY_ROW, overwrite=True)
+        assert killed(server.run(deadly))
+        assert building_path(paths[name] / "s").is_dir()
+    return paths
+
+
+KINDS = ["new", "overwrite", "resume", "resumed overwrite"]
+
+
+def build_of(directory: Path, **arguments: Any) -> Build:
+    values = {"version": NEW, "overwrite": True, "block_rows": BLOCK_ROWS, **arguments}
+    return Build(str(directory / "s"), NUM_ROWS, **values)
+
+
+def version_in(directory: Path) -> int | None:
+    """The version of the one dataset whose rows the store holds; None where there is no store."""
+    try:
+        store = open_store(directory / "s")
+    except StoreNotFoundError:
+        return None
+    versions = [version for version in (OLD, NEW) if holds(store, Numbered(NUM_ROWS, version))]
+    assert len(versions) == 1, "the store holds rows of no dataset, or of two"
+    assert verify_store(directory / "s") == []
+    return versions[0]
+
+
+def assert_whole_or_old(directory: Path, kind: str) -> int | None:
+    """What must hold whenever a build ends, however it ends."""
+    version = version_in(directory)
+    # Where there was a store, there is one at any time.
+    assert version is not None or "overwrite" not in kind
+    assert version != OLD or "overwrite" in kind
+    return version
+
+
+def assert_finishes(server: BuildServer, directory: Path) -> None:
+    assert server.run(build_of(directory)) == 0
+    assert version_in(directory) == NEW
+    left = {path.name for path in directory.iterdir()}
+    assert left == {"s", ".s.lock"}
+    files = {path.name for path in (directory / "s").iterdir()}
+    assert files <= {"manifest.json", "meta.json", "x.memmap", "label.memmap"}
+
+
+# Kills
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_build_killed_before_any_change_of_the_file_system_leaves_a_whole_store_or_none(
+    server: BuildServer, beginnings: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    versions = []
+    for event in range(1000):
+        directory = tmp_path / str(event)
+        shutil.copytree(beginnings[kind], directory)
+        status = server.run(build_of(directory, kill_at_event=event))
+        if status == 0:
+            break
+        assert killed(status)
+        versions.append(assert_whole_or_old(directory, kind))
+        assert_finishes(server, directory)
+        shutil.rmtree(directory)
+    else:
+        pytest.fail("the build never came to its end")
+    assert version_in(directory) == NEW
+    # The kills came before and after the commit.
+    assert versions[0] == (OLD if "overwrite" in kind else None)
+    assert versions[-1] == NEW
+    assert versions == sorted(versions, key=lambda version: version == NEW)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_build_killed_at_random_moments_leaves_a_whole_store_or_none(
+    server: BuildServer,
+    beginnings: dict[str, Path],
+    tmp_path: Path,
+    kind: str,
+    num_workers: int,
+) -> None:
+    moments = random.Random(f"{kind} {num_workers}")
+    slow = {"num_workers": num_workers, "delay_s": 0.003}
+    shutil.copytree(beginnings[kind], tmp_path / "calibrate")
+    start = monotonic()
+    assert server.run(build_of(tmp_path / "calibrate", **slow)) == 0
+    duration_s = monotonic() - start
+    num_killed = 0
+    for index in range(NUM_KILLS if num_workers == 0 else 5):
+        directory = tmp_path / str(index)
+        shutil.copytree(beginnings[kind], directory)
+        pid = server.start(build_of(directory, **slow))
+        sleep(moments.uniform(0, duration_s))
+        # With its workers, as when a machine goes down: each builder leads a group of its own.
+        os.kill(pid, signal.SIGKILL)
+        if num_workers:
+            kill_group(pid)
+        num_killed += killed(server.wait(pid))
+        assert_whole_or_old(directory, kind)
+        assert_finishes(server, directory)
+    assert num_killed > 0
+
+
+def kill_group(pid: int) -> None:
+    # A builder that was killed before it had a group of its own has no workers either.
+    if os.getpgid(pid) == pid:
+        os.killpg(pid, signal.SIGKILL)
+
+
+def test_build_killed_again_and_again_comes_to_its_end(server: BuildServer, tmp_path: Path) -> None:
+    moments = random.Random("again")
+    versions = []
+    for _ in range(NUM_KILLS):
+        pid = server.start(build_of(tmp_path, delay_s=0.005))
+        sleep(moments.uniform(0.02, 0.15))
+        os.kill(pid, signal.SIGKILL)
+        server.wait(pid)
+        versions.append(version_in(tmp_path))
+    assert versions[0] is None
+    assert_finishes(server, tmp_path)
+
+
+def test_build_killed_without_its_workers_is_followed_by_a_right_one(
+    server: BuildServer, tmp_path: Path
+) -> None:
+    # The workers live on for a while. What they still write must not reach the next store,
+    # which is of another dataset.
+    pid = server.start(build_of(tmp_path, version=OLD, num_workers=2, delay_s=0.05))
+    while not building_path(tmp_path / "s").exists():
+        sleep(0.001)
+    sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    assert killed(server.wait(pid))
+    assert_finishes(server, tmp_path)
+
+
+# Resuming
+
+
+def rows_in(log: Path) -> list[int]:
+    return [int(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_build_resumed_after_a_kill_reads_only_what_is_missing(
+    server: BuildServer, beginnings: dict[str, Path], tmp_path: Path, num_workers: int
+) -> None:
+    directory, log = tmp_path / "resume", tmp_path / "log"
+    shutil.copytree(beginnings["resume"], directory)
+    assert server.run(build_of(directory, log=str(log), num_workers=num_workers)) == 0
+    read = rows_in(log)
+    done = DEADLY_ROW // BLOCK_ROWS * BLOCK_ROWS
+    probes = set(probe_rows(NUM_ROWS))
+    assert {row for row in read if row < done} <= probes
+    assert sorted(set(read) | probes) == sorted(probes | set(range(done, NUM_ROWS)))
+    missing = [row for row in read if row >= done and row not in probes]
+    assert len(missing) == len(set(missing))
+    assert version_in(directory) == NEW
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_build_resumed_after_an_exception_reads_only_what_is_missing(
+    tmp_path: Path, num_workers: int
+) -> None:
+    # In this process, with blocks of the size that users have: 1024 rows.
+    numbered = Numbered(5000)
+    broken = Replaced(numbered, {3500: OSError("unplugged")})
+    with pytest.raises(DatasetError, match="row 3500"):
+        build_store(broken, tmp_path / "s", num_shards=3, num_workers=num_workers, progress=False)
+    with pytest.raises(StoreNotFoundError):
+        open_store(tmp_path / "s")
+    mended = Counting(numbered)
+    store = build_store(mended, tmp_path / "s", num_shards=3, progress=False)
+    assert holds(store, numbered)
+    assert {row for row in mended.rows if row < 3072} <= set(probe_rows(5000))
+    assert set(range(3072, 5000)) <= set(mended.rows)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": OLD},
+        {"num_shards": 4},
+        {"block_rows": 50},
+    ],
+    ids=str,
+)
+def test_build_resumed_with_other_dataset_or_layout_starts_anew(
+    server: BuildServer, beginnings: dict[str, Path], tmp_path: Path, change: dict[str, int]
+) -> None:
+    directory, log = tmp_path / "resume", tmp_path / "log"
+    shutil.copytree(beginnings["resume"], directory)
+    assert server.run(replace(build_of(directory, log=str(log)), **change)) == 0
+    assert set(rows_in(log)) == set(range(NUM_ROWS))
+    assert version_in(directory) == change.get("version", NEW)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["truncated field", "missing field", "linked field", "no plan", "broken plan", "no journal"],
+)
+def test_build_resumed_from_what_cannot_be_trusted_starts_anew(
+    server: BuildServer, beginnings: dict[str, Path], tmp_path: Path, damage: str
+) -> None:
+    directory, log = tmp_path / "resume", tmp_path / "log"
+    shutil.copytree(beginnings["resume"], directory)
+    building = building_path(directory / "s")
+    field, plan, journal = (building / name for name in ("x.memmap", "plan.json", "journal"))
+    outside = tmp_path / "outside"
+    if damage == "truncated field":
+        os.truncate(field, 100)
+    elif damage == "missing field":
+        field.unlink()
+    elif damage == "linked field":
+        shutil.copy(field, outside)
+        field.unlink()
+        field.symlink_to(outside)
+    elif damage == "no plan":
+        plan.unlink()
+    elif damage == "broken plan":
+        os.truncate(plan, plan.stat().st_size // 2)
+    else:
+        journal.unlink()
+    before = outside.read_bytes() if outside.exists() else b""
+    assert server.run(build_of(directory, log=str(log))) == 0
+    assert set(rows_in(log)) == set(range(NUM_ROWS))
+    assert version_in(directory) == NEW
+    assert before == (outside.read_bytes() if outside.exists() else b"")
+
+
+@pytest.mark.parametrize("torn", [b"1", b"7", b"\0\0\0", b"1\n\0"])
+def test_build_resumed_from_a_torn_journal_stores_every_row(
+    server: BuildServer, tmp_path: Path, torn: bytes
+) -> None:
+    # The power went while a line of the journal was written. What the next builder notes must
+    # not be joined to the rest of that line: "1" and "9" would make a block 19 that nobody wrote.
+    build = replace(build_of(tmp_path), block_rows=40)
+    assert killed(server.run(replace(build, kill_at_row=330)))
+    journal = building_path(tmp_path / "s") / "journal"
+    with open(journal, "ab") as file:
+        file.write(torn)
+    for row in (530, 745):
+        assert killed(server.run(replace(build, kill_at_row=row)))
+    assert server.run(build) == 0
+    assert version_in(tmp_path) == NEW
+
+
+def test_build_journal_names_only_blocks_whose_rows_are_in_the_files(
+    beginnings: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = tmp_path / "resume"
+    shutil.copytree(beginnings["resume"], directory)
+    building = building_path(directory / "s")
+    done = [int(line) for line in (building / "journal").read_text().splitlines()]
+    assert done == list(range(DEADLY_ROW // BLOCK_ROWS))
+    # Shard 0 of 3 comes first: rows 0, 3, 6, ...
+    labels = torch.frombuffer(
+        bytearray((building / "label.memmap").read_bytes()), dtype=torch.int64
+    )
+    rows = torch.arange(0, len(done) * BLOCK_ROWS, 3)
+    assert torch.equal(labels[: len(rows)], Numbered(NUM_ROWS, NEW).expected()["label"][rows])
+
+
+# Between the two renames of a replacement
+
+
+def stored(path: Path, version: int) -> None:
+    build_store(Numbered(NUM_ROWS, version), path, num_shards=3, progress=False)
+
+
+def old_path(path: Path) -> Path:
+    return path.parent / f".{path.name}.old"
+
+
+def test_open_old_store_moved_and_new_one_whole_gives_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    stored(building_path(path), NEW)
+    stored(old_path(path), OLD)
+    assert version_in(tmp_path) == NEW
+    assert path.is_dir()
+    assert not building_path(path).exists()
+
+
+def test_open_old_store_moved_and_new_one_unfinished_gives_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    stored(building_path(path), NEW)
+    (building_path(path) / "manifest.json").unlink()
+    stored(old_path(path), OLD)
+    assert version_in(tmp_path) == OLD
+    assert path.is_dir()
+    assert not old_path(path).exists()
+
+
+def test_open_first_store_whole_but_not_renamed_gives_it(tmp_path: Path) -> None:
+    stored(building_path(tmp_path / "s"), NEW)
+    assert version_in(tmp_path) == NEW
+
+
+def test_open_first_store_unfinished_raises_store_not_found(tmp_path: Path) -> None:
+    stored(building_path(tmp_path / "s"), NEW)
+    (building_path(tmp_path / "s") / "manifest.json").unlink()
+    assert version_in(tmp_path) is None
+    with pytest.raises(StoreNotFoundError):
+        verify_store(tmp_path / "s")
+
+
+def test_open_new_store_in_place_ignores_what_is_left_of_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    stored(path, NEW)
+    stored(old_path(path), OLD)
+    (old_path(path) / "manifest.json").unlink()
+    assert version_in(tmp_path) == NEW
+    # The next build clears it away.
+    stored(path, NEW)
+    assert version_in(tmp_path) == NEW
+    assert not old_path(path).exists()
+
+
+def test_open_store_in_place_ignores_a_whole_build_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    stored(path, OLD)
+    stored(building_path(path), NEW)
+    assert version_in(tmp_path) == OLD
+
+
+@pytest.mark.parametrize("read", [open_store, verify_store])
+def test_read_of_an_interrupted_replacement_finishes_it(tmp_path: Path, read: Any) -> None:
+    path = tmp_path / "s"
+    stored(building_path(path), NEW)
+    stored(old_path(path), OLD)
+    read(path)
+    assert {entry.name for entry in tmp_path.iterdir() if entry.suffix != ".lock"} == {"s"}
+    assert version_in(tmp_path) == NEW
+
+
+def test_build_of_an_interrupted_replacement_finishes_it_first(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    stored(building_path(path), NEW)
+    stored(old_path(path), OLD)
+    dataset = Counting(Numbered(NUM_ROWS, NEW))
+    build_store(dataset, path, num_shards=3, progress=False)
+    assert len(dataset.rows) <= 8
+    assert version_in(tmp_path) == NEW

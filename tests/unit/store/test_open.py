@@ -1,0 +1,549 @@
+import json
+import math
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.store import Store, build_store, open_store, verify_store
+from lightning_memmap.store.manifest import MANIFEST, Manifest
+from tests.datasets import Numbered, holds
+from tests.unit.store.signing import read_manifest, sign_manifest
+
+DATASET = Numbered(100)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("open") / "s"
+    build_store(DATASET, path, num_shards=3, progress=False)
+    return path
+
+
+@pytest.fixture
+def path(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of a whole store, to be damaged."""
+    return Path(shutil.copytree(pristine, tmp_path / "s"))
+
+
+def sizes(directory: Path) -> dict[str, int]:
+    return {file.name: file.lstat().st_size for file in directory.iterdir()}
+
+
+# Where there is no store
+
+
+def test_open_nothing_there_raises_store_not_found(tmp_path: Path) -> None:
+    for path in (tmp_path / "s", tmp_path / "a" / "b"):
+        with pytest.raises(StoreNotFoundError, match=r"no store at .*: build it"):
+            open_store(path)
+    with pytest.raises(FileNotFoundError):
+        open_store(tmp_path / "s")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_open_directory_or_file_that_is_no_store_raises_store_not_found(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").write_text("{}")
+    for name in ("directory", "file", "file/below"):
+        with pytest.raises(StoreNotFoundError, match="no store at"):
+            open_store(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["directory", "file"]
+
+
+# Damaged files
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def grow(file: Path) -> None:
+    os.truncate(file, file.stat().st_size + 1)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def link(file: Path) -> None:
+    target = file.with_name("elsewhere")
+    file.rename(target)
+    file.symlink_to(target)
+
+
+def dangling_link(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/nowhere")
+
+
+def fifo(file: Path) -> None:
+    # Opening one blocks until somebody writes: the test would hang.
+    file.unlink()
+    os.mkfifo(file)
+
+
+def directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("name", ["x.memmap", "label.memmap"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, r"has \d+ bytes, expected \d+ \(100 rows of int64"),
+        (grow, r"has \d+ bytes, expected \d+ \(100 rows of int64"),
+        (empty, r"has 0 bytes, expected \d+"),
+        (Path.unlink, "is missing: build the store again"),
+        (link, "is a link or no plain file"),
+        (dangling_link, "is a link or no plain file"),
+        (fifo, "is a link or no plain file"),
+        (directory, "is a link or no plain file"),
+    ],
+)
+def test_open_damaged_field_file_is_refused_named_and_left_alone(
+    path: Path, name: str, damage: Callable[[Path], Any], message: str
+) -> None:
+    damage(path / name)
+    before = sizes(path)
+    for read in (open_store, verify_store):
+        with pytest.raises(StoreError, match=f"{name}.* {message}|{name} {message}"):
+            read(path)
+    assert sizes(path) == before
+
+
+@pytest.mark.parametrize("damage", [link, dangling_link, fifo, directory])
+def test_open_manifest_that_is_no_plain_file_is_refused(
+    path: Path, damage: Callable[[Path], Any]
+) -> None:
+    damage(path / MANIFEST)
+    for read in (open_store, verify_store):
+        with pytest.raises(StoreError, match=r"manifest\.json is a link or no plain file"):
+            read(path)
+
+
+def test_open_from_the_manifest_alone_needs_no_other_description(path: Path) -> None:
+    (path / "meta.json").unlink()
+    assert holds(open_store(path), DATASET)
+
+
+# Lies in the manifest
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"{}",
+        b'"manifest"',
+        b"\xff\xfe",
+        b'{"format": "lightning_memmap store"}',
+        b'{"format": "lightning_memmap store", "version": 1}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"1" * 10_000,
+    ],
+)
+def test_open_manifest_that_is_no_manifest_is_refused(path: Path, text: bytes) -> None:
+    (path / MANIFEST).write_bytes(text)
+    with pytest.raises(StoreError, match=r"cannot be trusted|format version None"):
+        open_store(path)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
+def test_open_other_format_version_is_refused_and_both_are_named(path: Path, version: Any) -> None:
+    sign_manifest(path, lambda body: body.update(version=version))
+    with pytest.raises(StoreError, match=r"has format version .* reads version 1: build it again"):
+        open_store(path)
+
+
+@pytest.mark.parametrize("key", ["num_rows", "num_shards", "probes", "source", "checksums"])
+def test_open_manifest_edited_without_its_digest_is_refused(path: Path, key: str) -> None:
+    body = read_manifest(path)
+    body[key] = {"num_rows": 99, "num_shards": 4}.get(key, type(body[key])())
+    (path / MANIFEST).write_text(json.dumps(body))
+    with pytest.raises(StoreError, match="its digest does not match its content"):
+        open_store(path)
+
+
+def test_open_manifest_signed_anew_without_a_lie_is_the_same_store(path: Path) -> None:
+    # What the tables of lies rest on: the digest alone refuses none of them.
+    before = Manifest.read(path)
+    sign_manifest(path, lambda body: None)
+    assert Manifest.read(path) == before
+    assert holds(open_store(path), DATASET)
+
+
+def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def edit(body: Any) -> None:
+        for key in keys[:-1]:
+            body = body[key]
+        body[keys[-1]] = value
+
+    return edit
+
+
+def drop(key: str) -> Callable[[dict[str, Any]], None]:
+    return lambda body: body.pop(key)
+
+
+def rename_field(name: str, key: str | None = None) -> Callable[[dict[str, Any]], None]:
+    """A field whose name, and with ``key`` also the structure, leads elsewhere."""
+
+    def edit(body: dict[str, Any]) -> None:
+        body["fields"][0]["name"] = name
+        sums = list(body["checksums"].values())
+        body["checksums"] = {name: sums[0], "label": sums[1]}
+        if key is not None:
+            body["structure"]["keys"][0] = key
+
+    return edit
+
+
+def empty_shape(*shape: int) -> Callable[[dict[str, Any]], None]:
+    """A field of no bytes, which needs no file, of a shape that no tensor can have."""
+    return put("fields", 0, "shape", value=list(shape))
+
+
+SUM = "0123456789abcdef"
+
+LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "more rows": put("num_rows", value=101),
+    "fewer rows": put("num_rows", value=96),
+    "no rows": put("num_rows", value=0),
+    "negative rows": put("num_rows", value=-1),
+    "too many rows": put("num_rows", value=2**48 + 1),
+    "most rows": put("num_rows", value=2**48),
+    "rows as float": put("num_rows", value=100.0),
+    "rows as text": put("num_rows", value="100"),
+    "rows as bool": put("num_rows", value=True),
+    "rows as null": put("num_rows", value=None),
+    "more shards": put("num_shards", value=4),
+    "fewer shards": put("num_shards", value=2),
+    "no shards": put("num_shards", value=0),
+    "too many shards": put("num_shards", value=2**20 + 1),
+    "shards as bool": put("num_shards", value=True),
+    "larger shape": put("fields", 0, "shape", value=[5]),
+    "smaller shape": put("fields", 0, "shape", value=[3]),
+    "more dimensions": put("fields", 0, "shape", value=[4, 2]),
+    "huge shape": put("fields", 0, "shape", value=[2**39, 2**39]),
+    "negative shape": put("fields", 0, "shape", value=[-4]),
+    "two negative sizes": put("fields", 0, "shape", value=[-2, -2]),
+    "shape as text": put("fields", 0, "shape", value="4"),
+    "shape of bools": put("fields", 0, "shape", value=[True, 4]),
+    "empty and huge shape": empty_shape(2**39, 2**39, 0),
+    "empty and huge shape behind": empty_shape(0, 2**39, 2**39),
+    "wider dtype": put("fields", 0, "dtype", value="complex128"),
+    "narrower dtype": put("fields", 0, "dtype", value="int32"),
+    "unknown dtype": put("fields", 0, "dtype", value="float8_e4m3fn"),
+    "object dtype": put("fields", 0, "dtype", value="object"),
+    "name outside": rename_field("../x"),
+    "name and key outside": rename_field("../x", "../x"),
+    "absolute name": rename_field("/etc/passwd", "/etc/passwd"),
+    "name of another file": rename_field("meta"),
+    "name and key of a missing file": rename_field("other", "other"),
+    "name of more than a file name": rename_field("k" * 300, "k" * 300),
+    "surrogate as name": rename_field("\ud800", "\ud800"),
+    "null byte as name": rename_field("x\0", "x\0"),
+    "same file twice": put("structure", "keys", value=["x", "x"]),
+    "keyword as class": put("structure", value={"kind": "namedtuple"}),
+    "no structure": drop("structure"),
+    "no fields": drop("fields"),
+    "empty fields": put("fields", value=[]),
+    "field is null": put("fields", 0, value=None),
+    "structure is a list": put("structure", value=[]),
+    "no number of rows": drop("num_rows"),
+    "no number of shards": drop("num_shards"),
+    "no checksums": drop("checksums"),
+    "checksums are a list": put("checksums", value=[]),
+    "checksums of another field": put("checksums", value={"y": [SUM] * 3, "label": [SUM] * 3}),
+    "checksums of one more field": put("checksums", "y", value=[SUM] * 3),
+    "too few checksums": put("checksums", "x", value=[SUM] * 2),
+    "checksums as text": put("checksums", "x", value="abc"),
+    "checksums not hexadecimal": put("checksums", "x", value=["0123456789abcdeg"] * 3),
+    "checksums too long": put("checksums", "x", value=[SUM + "0"] * 3),
+    "no probes": drop("probes"),
+    "probes as text": put("probes", value="probes"),
+    "probe beyond the rows": put("probes", value=[[100, SUM]]),
+    "probe before the rows": put("probes", value=[[-1, SUM]]),
+    "probe as bool": put("probes", value=[[True, SUM]]),
+    "probe without hash": put("probes", value=[[1]]),
+    "probe with a wrong hash": put("probes", value=[[1, 2]]),
+    "no source": drop("source"),
+    "source of a number": put("source", value={"a": 1}),
+    "other format": put("format", value="another store"),
+    "no format": drop("format"),
+}
+
+
+@pytest.mark.parametrize("kind", LIES)
+def test_open_manifest_that_lies_is_refused_and_nothing_touched(path: Path, kind: str) -> None:
+    sign_manifest(path, LIES[kind])
+    before = sizes(path)
+    outside = sorted(os.listdir(path.parent))
+    for read in (open_store, verify_store):
+        with pytest.raises(StoreError):
+            read(path)
+    assert sizes(path) == before
+    assert sorted(os.listdir(path.parent)) == outside
+
+
+def test_open_manifest_names_a_file_outside_that_fits_is_refused(path: Path) -> None:
+    # The file is there and of the right size: only the name is wrong.
+    shutil.copy(path / "x.memmap", path.parent / "x.memmap")
+    for key in (None, "../x"):
+        sign_manifest(path, rename_field("../x", key))
+        with pytest.raises(StoreError, match="cannot be trusted"):
+            open_store(path)
+
+
+def test_open_manifest_of_more_rows_with_files_that_fit_opens_them_as_they_are(
+    path: Path,
+) -> None:
+    # A manifest that agrees with its files is no lie that opening can find; verifying does.
+    sign_manifest(path, put("num_rows", value=102))
+    for file, row_bytes in (("x.memmap", 32), ("label.memmap", 8)):
+        os.truncate(path / file, 102 * row_bytes)
+    assert len(open_store(path)) == 102
+    assert verify_store(path)
+
+
+def test_open_manifest_beyond_the_size_limit_is_not_read(path: Path) -> None:
+    os.truncate(path / MANIFEST, 257 * 2**20)
+    with pytest.raises(StoreError, match="is larger than 268435456 bytes"):
+        open_store(path)
+
+
+# Nothing is executed
+
+
+class Touch:
+    """Unpickling it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def test_open_directory_with_hostile_files_runs_nothing(path: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    hostile = pickle.dumps(Touch(mark))
+    pickle.loads(hostile)
+    assert mark.exists()  # It does run where something unpickles it.
+    mark.unlink()
+
+    for name in ("other.pickle", "x.pickle", "_pickle", "data.pkl"):
+        (path / name).write_bytes(hostile)
+    meta = {
+        "_class": "tests.unit.store.test_open:Touch",
+        "_type": "<class 'tests.unit.store.test_open.Touch'>",
+        "shape": [100],
+        "device": "cpu",
+        "x": {"type": "Touch"},
+        "non_tensor": {"type": "NonTensorData"},
+    }
+    (path / "meta.json").write_text(json.dumps(meta))
+    (path / "non_tensor").mkdir()
+    (path / "non_tensor" / "other.pickle").write_bytes(hostile)
+    (path / "non_tensor" / "meta.json").write_text(
+        '{"_type": "<class \'tensordict.NonTensorData\'>"}'
+    )
+
+    store = open_store(path)
+    assert holds(store, DATASET)
+    store[3]
+    store.check_dataset(DATASET)
+    assert verify_store(path) == []
+    build_store(DATASET, path, num_shards=3, progress=False)
+    assert not mark.exists()
+
+
+def test_open_manifest_with_code_for_names_runs_nothing(path: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    code = f"__import__('pathlib').Path({str(mark)!r}).touch()"
+    for kind in ("namedtuple", "dataclass"):
+        for keys, name in (([code, "label"], "Sample"), (["x", "label"], code)):
+
+            def edit(
+                body: dict[str, Any], kind: str = kind, keys: Any = keys, name: str = name
+            ) -> None:
+                body["structure"] = {
+                    "kind": kind,
+                    "keys": keys,
+                    "name": name,
+                    "children": [{"kind": "leaf"}] * 2,
+                }
+
+            sign_manifest(path, edit)
+            if kind == "dataclass" and keys == ["x", "label"]:
+                # The name of a class is a text that nothing evaluates.
+                assert type(open_store(path)[0]).__name__ == code
+            else:
+                with pytest.raises(StoreError, match="cannot be trusted"):
+                    open_store(path)
+    assert not mark.exists()
+
+
+# What is mapped
+
+
+def test_open_tensor_written_in_process_leaves_the_file(path: Path) -> None:
+    before = (path / "x.memmap").read_bytes()
+    store = open_store(path)
+    store.tensors[0].fill_(-1)
+    store.shard(1)["x"].zero_()
+    assert (store.tensors[0][0] == -1).all()
+    assert (path / "x.memmap").read_bytes() == before
+    assert holds(open_store(path), DATASET)
+
+
+def test_open_sample_written_by_the_user_leaves_the_store(path: Path) -> None:
+    store = open_store(path)
+    store[5]["x"].fill_(-1)
+    assert torch.equal(store[5]["x"], DATASET[5]["x"])
+
+
+def test_open_files_without_write_permission_opens(path: Path) -> None:
+    for file in path.iterdir():
+        file.chmod(0o444)
+    path.chmod(0o555)
+    try:
+        assert holds(open_store(path), DATASET)
+    finally:
+        path.chmod(0o755)
+
+
+def test_store_pickled_is_a_path_and_works(path: Path) -> None:
+    data = pickle.dumps(open_store(path))
+    assert len(data) < 1000
+    store = pickle.loads(data)
+    assert isinstance(store, Store)
+    assert holds(store, DATASET)
+    assert store.path == path
+    shutil.rmtree(path)
+    with pytest.raises(StoreNotFoundError):
+        pickle.loads(data)
+
+
+def test_open_relative_path_survives_a_change_of_directory(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    data = pickle.dumps(open_store("s"))
+    monkeypatch.chdir("/")
+    assert holds(pickle.loads(data), DATASET)
+
+
+def test_manifest_sizes_agree_with_the_files(path: Path) -> None:
+    manifest = open_store(path).manifest
+    assert manifest.row_bytes == 40
+    assert manifest.num_bytes == sum(file.stat().st_size for file in path.glob("*.memmap"))
+    assert manifest.shard_bytes == (34 * 40, 33 * 40, 33 * 40)
+    assert manifest.source["dataset"] == "tests.datasets.Numbered"
+
+
+# Fuzzed manifests
+
+
+@st.composite
+def fuzzed(draw: st.DrawFn, data: bytes) -> bytes:
+    """The bytes with some of them changed, cut out, doubled or put in."""
+    result = bytearray(data)
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, max(0, len(result) - 1)))
+        length = draw(st.integers(0, 40))
+        kind = draw(st.sampled_from(["flip", "cut", "cut off", "double", "insert"]))
+        if kind == "flip" and result:
+            result[start] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "cut":
+            del result[start : start + length]
+        elif kind == "cut off":
+            del result[start:]
+        elif kind == "double":
+            result[start:start] = result[start : start + length]
+        else:
+            result[start:start] = draw(st.binary(max_size=8))
+    return bytes(result)
+
+
+@pytest.fixture(scope="module")
+def fuzzing(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path_factory.mktemp("fuzz") / "s"))
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+def test_open_fuzzed_manifest_is_refused_or_says_the_same(
+    pristine: Path, fuzzing: Path, data: st.DataObject
+) -> None:
+    original = (pristine / MANIFEST).read_bytes()
+    (fuzzing / MANIFEST).write_bytes(data.draw(fuzzed(original)))
+    try:
+        store = open_store(fuzzing)
+    except StoreError:
+        return
+    assert store.manifest == Manifest.read(pristine)
+
+
+JSON_VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**70), 2**70),
+        st.floats(),
+        st.text(max_size=8),
+        st.sampled_from([2**48, 2**39, [2**39, 0], "int8", "leaf", SUM]),
+    ),
+    lambda children: st.one_of(
+        st.lists(children, max_size=3), st.dictionaries(st.text(max_size=8), children, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON value."""
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    found = [(value, key) for key in keys]
+    for key in keys:
+        if isinstance(value[key], (dict, list)):
+            found += places(value[key])
+    return found
+
+
+@given(st.data(), JSON_VALUES)
+@settings(deadline=None, max_examples=300)
+def test_open_any_signed_value_is_refused_or_agrees_with_the_files(
+    pristine: Path, fuzzing: Path, data: st.DataObject, value: Any
+) -> None:
+    shutil.copy(pristine / MANIFEST, fuzzing / MANIFEST)
+
+    def edit(body: dict[str, Any]) -> None:
+        container, key = data.draw(st.sampled_from(places(body)))
+        container[key] = value
+
+    sign_manifest(fuzzing, edit)
+    try:
+        store = open_store(fuzzing)
+    except StoreError:
+        return
+    for field, tensor in zip(store.schema.fields, store.tensors, strict=True):
+        assert tuple(tensor.shape) == (store.num_rows, *field.shape)
+        file = fuzzing / f"{field.name}.memmap"
+        assert tensor.nbytes == math.prod(tensor.shape) * field.dtype.itemsize
+        if tensor.nbytes:
+            assert file.stat().st_size == tensor.nbytes

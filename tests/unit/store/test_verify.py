@@ -1,0 +1,132 @@
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.order import shard_starts
+from lightning_memmap.store import Damage, build_store, open_store, verify_store
+from lightning_memmap.store.manifest import MANIFEST
+from tests.datasets import Numbered
+
+NUM_ROWS, NUM_SHARDS = 100, 7
+ROW_BYTES = {"x": 32, "label": 8}
+STARTS = shard_starts(NUM_ROWS, NUM_SHARDS).tolist()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole store; who damages it mends it."""
+    path = tmp_path_factory.mktemp("verify") / "s"
+    build_store(Numbered(NUM_ROWS), path, num_shards=NUM_SHARDS, progress=False)
+    return path
+
+
+@pytest.fixture
+def path(shared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(shared, tmp_path / "s"))
+
+
+def flip(file: Path, byte: int, bit: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(byte)
+        value = opened.read(1)[0]
+        opened.seek(byte)
+        opened.write(bytes([value ^ (1 << bit)]))
+
+
+def shard_of(field: str, byte: int) -> int:
+    row = byte // ROW_BYTES[field]
+    return max(shard for shard in range(NUM_SHARDS) if STARTS[shard] <= row)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 8])
+def test_verify_whole_store_finds_nothing(shared: Path, num_threads: int) -> None:
+    assert verify_store(shared, num_threads=num_threads) == []
+    assert verify_store(str(shared), num_threads=num_threads) == []
+
+
+@pytest.mark.parametrize("shard", range(NUM_SHARDS))
+@pytest.mark.parametrize("field", ROW_BYTES)
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_verify_flipped_bit_at_the_edge_of_a_shard_names_field_and_shard(
+    path: Path, field: str, shard: int, end: str
+) -> None:
+    stops = [*STARTS[1:], NUM_ROWS]
+    row_bytes = ROW_BYTES[field]
+    byte = STARTS[shard] * row_bytes if end == "first" else stops[shard] * row_bytes - 1
+    file = path / f"{field}.memmap"
+    flip(file, byte, 0)
+    (damage,) = verify_store(path)
+    assert damage == Damage(field, shard, file)
+    assert str(damage) == f"field {field!r}, shard {shard} is damaged ({file})"
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_verify_any_flipped_bits_name_exactly_their_shards(
+    shared: Path, data: st.DataObject
+) -> None:
+    flips = data.draw(
+        st.lists(
+            st.sampled_from(sorted(ROW_BYTES)).flatmap(
+                lambda field: st.tuples(
+                    st.just(field),
+                    st.integers(0, NUM_ROWS * ROW_BYTES[field] - 1),
+                    st.integers(0, 7),
+                )
+            ),
+            min_size=1,
+            max_size=4,
+            unique=True,
+        )
+    )
+    for field, byte, bit in flips:
+        flip(shared / f"{field}.memmap", byte, bit)
+    try:
+        found = {(damage.field, damage.shard) for damage in verify_store(shared)}
+    finally:
+        for field, byte, bit in flips:
+            flip(shared / f"{field}.memmap", byte, bit)
+    assert found == {(field, shard_of(field, byte)) for field, byte, _ in flips}
+    assert verify_store(shared) == []
+
+
+def test_verify_swapped_rows_of_one_shard_are_found(path: Path) -> None:
+    file = path / "label.memmap"
+    data = bytearray(file.read_bytes())
+    data[0:8], data[8:16] = data[8:16], data[0:8]
+    file.write_bytes(data)
+    assert [(damage.field, damage.shard) for damage in verify_store(path)] == [("label", 0)]
+
+
+def test_verify_damage_that_opening_cannot_see_opens(path: Path) -> None:
+    # Opening reads no rows: it stays fast, and verifying is a step of its own.
+    flip(path / "x.memmap", 5, 3)
+    assert len(open_store(path)) == NUM_ROWS
+
+
+def test_verify_tells_every_byte_that_it_reads(shared: Path) -> None:
+    counts: list[int] = []
+    verify_store(shared, advance=counts.append)
+    assert sum(counts) == NUM_ROWS * sum(ROW_BYTES.values())
+
+
+def test_verify_file_of_another_size_raises_store_error(path: Path) -> None:
+    os.truncate(path / "x.memmap", NUM_ROWS * 32 - 1)
+    with pytest.raises(StoreError, match=r"x\.memmap has 3199 bytes, expected 3200"):
+        verify_store(path)
+
+
+def test_verify_damaged_manifest_raises_store_error(path: Path) -> None:
+    flip(path / MANIFEST, 30, 0)
+    with pytest.raises(StoreError):
+        verify_store(path)
+
+
+def test_verify_nothing_there_raises_store_not_found(tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFoundError):
+        verify_store(tmp_path / "s")
