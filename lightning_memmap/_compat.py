@@ -1,10 +1,12 @@
 """The only user of names that torch and Lightning keep to themselves."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,6 +20,19 @@ def storage_use_count(tensor: Tensor) -> int:
     count: int = torch._C._storage_Use_Count(storage._cdata)
     # All who ask for the storage itself share one Python object, which C++ counts once.
     return count + sys.getrefcount(storage)
+
+
+class BatchIndices(_IndexBatchSamplerWrapper):
+    """Where Lightning looks for the rows of a batch that a prediction writer is told.
+
+    Args:
+        sampler: What Lightning calls ``set_epoch`` of.
+        rows: The dataset rows of each step.
+    """
+
+    def __init__(self, sampler: Any, rows: Sequence[list[int]]) -> None:
+        self.sampler = sampler
+        self.seen_batch_indices: Any = rows
 
 
 class _RenewTrainLoader(L.Callback):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memmap._compat import BatchIndices
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.shard import ResidentShards, ResidentSplit
 from lightning_memmap.loading.super_batch import Assembler, SuperBatch
@@ -86,8 +86,11 @@ class ZippedLoader:
             else []
         )
         self._pools: dict[int, BufferPool] = {}
-        # Lightning looks for `batch_sampler.sampler.set_epoch`.
-        self.batch_sampler = SimpleNamespace(sampler=self)
+        # Lightning looks for `batch_sampler.sampler.set_epoch`, and there too for the rows of
+        # the steps that a prediction writer is told.
+        self.batch_sampler = (
+            SimpleNamespace(sampler=self) if shuffle else BatchIndices(self, StepRows(self))
+        )
         self._epoch = 0
         self._began = StreamState(seed, split.num_shards)
         self._position = self._steps_taken = 0
@@ -162,6 +165,19 @@ class ZippedLoader:
         """A loader that assembles each super-batch on a device and yields plain batches."""
         return AssembledLoader(self, device)
 
+    def bounds(self, step: int) -> tuple[int, int]:
+        """First and one-past-last position of a step of an epoch that is not resumed.
+
+        Raises:
+            IndexError: There is no such step.
+        """
+        return self._plan(0).bounds(step)
+
+    def positions(self, first: int, last: int) -> range:
+        """The positions in ``[first, last)`` that this process serves: ``p % size == rank``."""
+        rank, size = self._split.consumers.rank, self._split.consumers.size
+        return range(first + (rank - first) % size, last, size)
+
     def _plan(self, start: int) -> StepPlan:
         stream = self.stream
         return StepPlan(
@@ -198,14 +214,12 @@ class ZippedLoader:
     def _take_block(
         self, epoch: int, first_step: int, bounds: list[tuple[int, int]]
     ) -> Iterator[SuperBatch]:
-        consumers = self._split.consumers
-        size, rank, count = consumers.size, consumers.rank, len(self._devices)
-        # This process serves the positions p with p % size == rank.
-        cuts = [-(-(bound - rank) // size) for bound in [bounds[0][0], *(b for _, b in bounds)]]
-        positions = range(cuts[0] * size + rank, cuts[-1] * size + rank, size)
-        shards, offsets = self.stream.at(epoch, positions)
-        lengths = [stop - start for start, stop in pairwise(cuts)]
-        firsts = [start % count for start in cuts[:-1]]
+        count = len(self._devices)
+        shards, offsets = self.stream.at(epoch, self.positions(bounds[0][0], bounds[-1][1]))
+        steps = [self.positions(*bound) for bound in bounds]
+        lengths = [len(positions) for positions in steps]
+        # The data device of a step's first row; see SuperBatch.
+        firsts = [positions.start // self._split.consumers.size % count for positions in steps]
         if self._is_together:
             yield from self._take_together(shards, offsets, lengths, firsts)
             return
@@ -309,6 +323,21 @@ class ZippedLoader:
         order = order.to(device, non_blocking=True)
         columns = zip(*(leaves for _, leaves in parts), strict=True)
         return [torch.cat(leaves).index_select(0, order) for leaves in columns]
+
+
+class StepRows(Sequence[list[int]]):
+    """The dataset rows of each step of this process, for a loader that does not shuffle."""
+
+    def __init__(self, loader: ZippedLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return self._loader.num_steps
+
+    def __getitem__(self, step: Any) -> Any:
+        if isinstance(step, slice):
+            return [self[index] for index in range(*step.indices(len(self)))]
+        return list(self._loader.positions(*self._loader.bounds(step)))
 
 
 class AssembledLoader:

@@ -147,14 +147,13 @@ class TestStages:
                 batch_idx: int, dataloader_idx: int,
             ) -> None:  # fmt: skip
                 assert torch.equal(batch["row"], prediction["row"])
+                assert [index + 200 for index in indices] == batch["row"].tolist()
                 self.rows += prediction["row"].tolist()
 
         writer = Writer("batch")
         writer.rows = []
         trainer, data = make_pair(name, tmp_path, callbacks=[writer])
-        # Lightning knows the rows of a batch from torch's own DataLoader alone.
-        with pytest.warns(UserWarning, match="Couldn't infer the batch indices"):
-            trainer.predict(Regression(), datamodule=data, return_predictions=False)
+        trainer.predict(Regression(), datamodule=data, return_predictions=False)
         assert writer.rows == list(range(200, 225))
 
 

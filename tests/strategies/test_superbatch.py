@@ -1,0 +1,311 @@
+"""What is particular to ``memmap_superbatch``: its devices, its batches, its configs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_memmap import MemmapDataModule, SuperBatchStrategy
+from lightning_memmap.loading import SuperBatch
+from tests.models import Points, Regression, make_trainer, weights
+from tests.rows import CPU, joined, make_loader
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TRAIN, VAL = Points(63), Points(20, 100)
+
+
+def make_data(path: Path, batch_size: int, **options: Any) -> MemmapDataModule:
+    return MemmapDataModule(
+        TRAIN, VAL, store_dir=path / "stores", batch_size=batch_size, **options
+    )
+
+
+def fit(
+    path: Path, strategy: Any, batch_size: int, devices: int = 1, **options: Any
+) -> tuple[Regression, MemmapDataModule, L.Trainer]:
+    module, data = Regression(), make_data(path, batch_size)
+    trainer = make_trainer(path, strategy=strategy, devices=devices, **options)
+    trainer.fit(module, datamodule=data)
+    return module, data, trainer
+
+
+class TestDevices:
+    def test_devices_of_the_trainer_hold_data(self, tmp_path: Path) -> None:
+        strategy = make_trainer(tmp_path, strategy="memmap_superbatch", devices=4).strategy
+        assert isinstance(strategy, SuperBatchStrategy)
+        assert strategy.data_devices == (CPU,) * 4
+        assert strategy.root_device == CPU
+
+    def test_data_devices_given_with_repeats_hold_data(self, tmp_path: Path) -> None:
+        strategy = SuperBatchStrategy(data_devices=["cpu", CPU, "cpu"])
+        module, data, trainer = fit(tmp_path, strategy, 3)
+        assert data.placement is not None
+        assert data.placement.consumers.data_devices == strategy.data_devices == (CPU,) * 3
+        assert [len(rows) for rows in module.seen["train"]] == [9] * 7
+        assert trainer.global_step == 7
+
+    def test_root_that_holds_no_data_leaves_it_to_the_others(self, tmp_path: Path) -> None:
+        strategy = SuperBatchStrategy(root_holds_data=False)
+        module, data, _ = fit(tmp_path, strategy, 3, devices=4)
+        assert strategy.data_devices == (CPU,) * 3
+        assert [len(rows) for rows in module.seen["train"]] == [9] * 7
+
+    def test_root_that_holds_no_data_on_one_device_raises(self, tmp_path: Path) -> None:
+        strategy = SuperBatchStrategy(root_holds_data=False)
+        with pytest.raises(ValueError, match=r"root_holds_data=False"):
+            make_trainer(tmp_path, strategy=strategy, devices=1)
+
+    def test_root_that_holds_no_data_with_data_devices_raises(self) -> None:
+        with pytest.raises(ValueError, match=r"root_holds_data=False with data_devices"):
+            SuperBatchStrategy(data_devices=["cpu"], root_holds_data=False)
+
+    def test_no_data_devices_raises(self) -> None:
+        with pytest.raises(ValueError, match=r"data_devices=\[\]"):
+            SuperBatchStrategy(data_devices=[])
+
+    def test_name_of_no_device_raises(self) -> None:
+        with pytest.raises(ValueError, match=r"data_devices: 'gpu0' is no device"):
+            SuperBatchStrategy(data_devices=["cpu", "gpu0"])
+
+    @pytest.mark.parametrize("name", ["cuda:99", "meta"])
+    def test_device_that_does_not_exist_raises_when_the_trainer_is_made(
+        self, tmp_path: Path, name: str
+    ) -> None:
+        strategy = SuperBatchStrategy(data_devices=["cpu", name])
+        with pytest.raises(ValueError, match=rf"{name} does not exist here; there are: cpu"):
+            make_trainer(tmp_path, strategy=strategy)
+
+    def test_two_nodes_raise(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"num_nodes=2: .*one machine; use.*ddp"):
+            make_trainer(tmp_path, strategy="memmap_superbatch", num_nodes=2)
+
+    def test_more_devices_than_rows_raise_before_the_first_step(self, tmp_path: Path) -> None:
+        data = MemmapDataModule(Points(3), store_dir=tmp_path / "stores")
+        trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=4)
+        with pytest.raises(Exception, match=r"3 rows for 4 data devices"):
+            trainer.fit(Regression(), datamodule=data)
+        assert trainer.global_step == 0
+
+    def test_devices_that_do_not_divide_the_shards_warn_and_train(self, tmp_path: Path) -> None:
+        with pytest.warns(UserWarning, match=r"24 shards, which 5 data devices .*num_shards=25"):
+            module, _, _ = fit(tmp_path, "memmap_superbatch", 2, devices=5)
+        assert sorted(joined(module.seen["train"])) == list(range(63))
+
+
+class TestTraining:
+    def test_world_is_one_process(self, tmp_path: Path) -> None:
+        _, _, trainer = fit(tmp_path, "memmap_superbatch", 2, devices=4)
+        assert trainer.world_size == 1
+        assert trainer.global_rank == 0
+        assert trainer.distributed_sampler_kwargs is None
+
+    @pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
+    def test_checkpoint_goes_on_with_another_number_of_devices(
+        self, tmp_path: Path, devices: int
+    ) -> None:
+        whole, _, _ = fit(tmp_path, "memmap_superbatch", 6, devices=4, max_epochs=2)
+        _, _, saved = fit(tmp_path, "memmap_superbatch", 6, devices=4, max_steps=2)
+        saved.save_checkpoint(tmp_path / "saved.ckpt")
+
+        module = Regression()
+        trainer = make_trainer(
+            tmp_path, strategy="memmap_superbatch", devices=devices, max_epochs=2
+        )
+        trainer.fit(
+            module,
+            datamodule=make_data(tmp_path, 24 // devices),
+            ckpt_path=tmp_path / "saved.ckpt",
+            weights_only=True,
+        )
+        assert module.seen["train"] == whole.seen["train"][2:]
+        assert torch.equal(weights(module), weights(whole))
+
+    def test_checkpoint_of_another_seed_is_refused(self, tmp_path: Path) -> None:
+        _, _, saved = fit(tmp_path, "memmap_superbatch", 6, devices=4, max_steps=1)
+        saved.save_checkpoint(tmp_path / "saved.ckpt")
+        trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=4)
+        with pytest.raises(ValueError, match=r"seed=0, and this loader has seed=1"):
+            trainer.fit(
+                Regression(),
+                datamodule=make_data(tmp_path, 6, seed=1),
+                ckpt_path=tmp_path / "saved.ckpt",
+                weights_only=True,
+            )
+
+    def test_checkpoint_goes_on_under_lightnings_own_strategy(self, tmp_path: Path) -> None:
+        whole, _, _ = fit(tmp_path, "memmap_superbatch", 6, devices=4, max_epochs=2)
+        _, _, saved = fit(tmp_path, "memmap_superbatch", 6, devices=4, max_steps=2)
+        saved.save_checkpoint(tmp_path / "saved.ckpt")
+        module, data = Regression(), make_data(tmp_path, 24)
+        make_trainer(tmp_path, max_epochs=2).fit(
+            module, datamodule=data, ckpt_path=tmp_path / "saved.ckpt", weights_only=True
+        )
+        assert torch.equal(weights(module), weights(whole))
+
+    def test_plain_dataloaders_train_as_under_auto(self, tmp_path: Path) -> None:
+        modules = []
+        for strategy in ("memmap_superbatch", "auto"):
+            module = Regression()
+            trainer = make_trainer(tmp_path, strategy=strategy)
+            # Lightning advises workers for its own loaders; eight rows need none.
+            with pytest.warns(UserWarning, match="does not have many workers"):
+                trainer.fit(module, DataLoader(TRAIN, 16), DataLoader(VAL, 16))
+            modules.append(module)
+        assert modules[0].seen == modules[1].seen
+        assert torch.equal(weights(modules[0]), weights(modules[1]))
+
+    def test_super_batches_of_any_loader_are_assembled(
+        self, tmp_path: Path, numbered_store: Any
+    ) -> None:
+        class Rows(Regression):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                assert type(batch) is dict
+                self.seen.setdefault("train", []).append(batch["row"].tolist())
+                return self.net(torch.ones(1, 8)).sum()
+
+        # A list: nothing tells Lightning that these are super-batches.
+        super_batches = list(make_loader(numbered_store(37, 24), 3, 4))
+        assert {type(batch) for batch in super_batches} == {SuperBatch}
+        module = Rows()
+        make_trainer(tmp_path, strategy="memmap_superbatch", devices=3).fit(module, super_batches)
+        assert joined(module.seen["train"]) == list(range(37))
+
+    def test_zipped_loader_without_data_module_trains(
+        self, tmp_path: Path, numbered_store: Any
+    ) -> None:
+        class Rows(Regression):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.seen.setdefault("train", []).append(batch["row"].tolist())
+                return self.net(torch.ones(1, 8)).sum()
+
+        loader = make_loader(numbered_store(37, 24), 3, 4, shuffle=True)
+        module = Rows()
+        make_trainer(tmp_path, strategy="memmap_superbatch", devices=3, max_epochs=2).fit(
+            module, loader
+        )
+        first, second = module.seen["train"][: len(loader)], module.seen["train"][len(loader) :]
+        assert sorted(joined(first)) == sorted(joined(second)) == list(range(37))
+        assert first != second
+
+
+#: A program's own module and dataset, in the folder that the command is run from.
+PROGRAM = '''
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch.utils.data import Dataset
+
+
+class Line(Dataset):
+    def __init__(self, num_rows: int):
+        self.x = torch.linspace(-1, 1, num_rows)[:, None]
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], 2 * self.x[index]
+
+
+class Slope(L.LightningModule):
+    def __init__(self, lr: float = 0.5):
+        super().__init__()
+        self.lr = lr
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.net(x), y)
+
+    def on_train_end(self):
+        devices = ",".join(str(device) for device in self.trainer.strategy.data_devices)
+        name = type(self.trainer.strategy).__name__
+        print(f"trained {self.trainer.global_step} steps under {name} with data on {devices}")
+        print(f"slope {self.net.weight.item():.2f}")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+'''
+
+CONFIG = """
+seed_everything: 1
+model:
+  class_path: program.Slope
+data:
+  class_path: lightning_memmap.MemmapDataModule
+  init_args:
+    train_dataset:
+      class_path: program.Line
+      init_args:
+        num_rows: 64
+    store_dir: stores
+    batch_size: 4
+trainer:
+  accelerator: cpu
+  max_epochs: 10
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+"""
+
+BY_NAME = """
+  strategy: memmap_superbatch
+  devices: 4
+"""
+
+BY_CLASS = """
+  devices: 1
+  strategy:
+    class_path: lightning_memmap.strategies.SuperBatchStrategy
+    init_args:
+      data_devices: [cpu, cpu]
+"""
+
+
+def run_command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``lightning-memmap`` as a user does: another process, in the user's folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_memmap", *arguments],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+class TestCommand:
+    @pytest.mark.parametrize(
+        ("strategy", "expected"),
+        [
+            (BY_NAME, "trained 40 steps under SuperBatchStrategy with data on cpu,cpu,cpu,cpu"),
+            (BY_CLASS, "trained 80 steps under SuperBatchStrategy with data on cpu,cpu\n"),
+        ],
+        ids=["name", "class_path"],
+    )
+    def test_fit_from_yaml_trains(self, tmp_path: Path, strategy: str, expected: str) -> None:
+        (tmp_path / "program.py").write_text(dedent(PROGRAM))
+        (tmp_path / "config.yaml").write_text(CONFIG + strategy)
+        done = run_command(tmp_path, "fit", "--config", "config.yaml")
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
+        assert "slope 2.00" in done.stdout
+        assert "Placement of shards" in done.stdout
+        assert (tmp_path / "stores" / "train" / "manifest.json").is_file()
+
+    def test_fit_from_yaml_with_missing_device_says_so(self, tmp_path: Path) -> None:
+        (tmp_path / "program.py").write_text(dedent(PROGRAM))
+        (tmp_path / "config.yaml").write_text(CONFIG + BY_CLASS.replace("cpu, cpu", "cuda:99"))
+        done = run_command(tmp_path, "fit", "--config", "config.yaml")
+        assert done.returncode != 0
+        assert "cuda:99 does not exist here" in done.stderr
