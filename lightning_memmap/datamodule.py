@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import lightning as L
 import torch
@@ -24,6 +24,13 @@ from lightning_memmap.placement import (
     plan_placement,
 )
 from lightning_memmap.store import Store, build_store, open_store
+
+if TYPE_CHECKING:
+    MapDataset: TypeAlias = Dataset[Any]
+else:
+    # jsonargparse would take the arguments of a dataset in a config for those of a subscripted
+    # class, whatever subclass of it the config names.
+    MapDataset = Dataset
 
 _SPLITS = ("train", "val", "test", "predict")
 _SPLITS_OF_STAGE = {
@@ -73,10 +80,10 @@ class MemmapDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        train_dataset: Dataset[Any] | None = None,
-        val_dataset: Dataset[Any] | None = None,
-        test_dataset: Dataset[Any] | None = None,
-        predict_dataset: Dataset[Any] | None = None,
+        train_dataset: MapDataset | None = None,
+        val_dataset: MapDataset | None = None,
+        test_dataset: MapDataset | None = None,
+        predict_dataset: MapDataset | None = None,
         *,
         store_dir: str | Path,
         batch_size: int = 32,

@@ -18,6 +18,8 @@ _FOREIGN_WARNINGS = (
     "ignore:The number of training batches .* is smaller than the logging interval",
     # Several fits of one test write to one directory.
     "ignore:Checkpoint directory .* exists and is not empty",
+    # Stock loaders in tests have a few rows and need no worker process.
+    "ignore:The '.*_dataloader' does not have many workers",
     # Modules of tests override hooks that data modules have too.
     "ignore:You have overridden `.*` in `LightningModule` but have passed in a",
     # Lightning builds its tree specs from a torch class that torch has renamed.

@@ -225,7 +225,7 @@ def test_shuffle_four_rows_gives_all_24_orders_equally_often() -> None:
     assert chi_square(np.array(list(found.values())), 100) < CHI_SQUARE_999[23]
 
 
-@pytest.mark.parametrize("position", [0, 1, 25, 49])
+@pytest.mark.parametrize("position", [0, 25, 49])
 def test_shuffle_each_row_is_equally_often_at_a_position(position: int) -> None:
     counts = np.zeros(50)
     for seed in range(5000):
@@ -233,7 +233,7 @@ def test_shuffle_each_row_is_equally_often_at_a_position(position: int) -> None:
     assert chi_square(counts, 100) < CHI_SQUARE_999[49]
 
 
-@pytest.mark.parametrize("position", [0, 9, 18])
+@pytest.mark.parametrize("position", [0, 18])
 def test_shuffle_each_pair_of_neighbours_is_equally_frequent(position: int) -> None:
     counts = np.zeros((20, 20))
     for seed in range(7_600):
@@ -258,22 +258,22 @@ def test_shuffle_rows_that_were_neighbours_stay_so_only_by_chance(num_rows: int)
 
 def test_shuffle_consecutive_seeds_and_epochs_are_independent() -> None:
     by_seed, by_epoch = np.zeros((20, 20)), np.zeros((20, 20))
-    seeds = [rows_at(Stream(20, 1, seed, True), 0, range(1))[0] for seed in range(8_001)]
-    epochs = [rows_at(Stream(20, 1, 1, True), epoch, range(1))[0] for epoch in range(8_001)]
+    seeds = [rows_at(Stream(20, 1, seed, True), 0, range(1))[0] for seed in range(6_001)]
+    epochs = [rows_at(Stream(20, 1, 1, True), epoch, range(1))[0] for epoch in range(6_001)]
     for one, other in pairwise(seeds):
         by_seed[one, other] += 1
     for one, other in pairwise(epochs):
         by_epoch[one, other] += 1
-    assert chi_square(by_seed, 20) < CHI_SQUARE_999[399]
-    assert chi_square(by_epoch, 20) < CHI_SQUARE_999[399]
+    assert chi_square(by_seed, 15) < CHI_SQUARE_999[399]
+    assert chi_square(by_epoch, 15) < CHI_SQUARE_999[399]
 
 
 def test_shuffle_shards_are_independent_of_each_other() -> None:
     counts = np.zeros((20, 20))
-    for seed in range(8_000):
+    for seed in range(6_000):
         _, offsets = Stream(40, 2, seed, True).at(0, range(2))
         counts[tuple(offsets)] += 1
-    assert chi_square(counts, 20) < CHI_SQUARE_999[399]
+    assert chi_square(counts, 15) < CHI_SQUARE_999[399]
 
 
 # Arguments
@@ -391,7 +391,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=300)
 def test_step_plan_any_counts_covers_the_rest_of_the_epoch_in_order(plan: StepPlan) -> None:
     position = plan.start
     for step in range(len(plan)):
@@ -405,7 +405,7 @@ def test_step_plan_any_counts_covers_the_rest_of_the_epoch_in_order(plan: StepPl
 
 
 @given(plans())
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=300)
 def test_step_plan_any_counts_bounds_the_size_of_each_step(plan: StepPlan) -> None:
     sizes = sizes_of(plan)
     assert all(size == plan.global_batch for size in sizes[:-2])
@@ -415,7 +415,7 @@ def test_step_plan_any_counts_bounds_the_size_of_each_step(plan: StepPlan) -> No
 
 
 @given(plans())
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=300)
 def test_step_plan_any_counts_gives_every_consumer_a_row_in_every_step(plan: StepPlan) -> None:
     common = math.gcd(plan.global_batch, plan.num_shards)
     for consumers in (count for count in range(1, common + 1) if common % count == 0):
@@ -427,7 +427,7 @@ def test_step_plan_any_counts_gives_every_consumer_a_row_in_every_step(plan: Ste
 
 
 @given(plans())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 def test_step_plan_resumed_at_any_step_has_the_same_steps_left(plan: StepPlan) -> None:
     bounds = [plan.bounds(step) for step in range(len(plan))]
     starts = [first for first, _ in bounds] + [last for _, last in bounds[-1:]]

@@ -6,6 +6,7 @@ exit status (negative: the signal). A builder is not reaped before it is waited 
 id cannot come to mean another process.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -219,8 +220,6 @@ CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.
 
 
 if __name__ == "__main__":
-    # Imported before the first fork, once for all builders.
-    import lightning_memmap.store
-    import tests.datasets  # noqa: F401 - see above
-
+    # Before the first fork, once for all builders.
+    importlib.import_module("tests.datasets")
     serve()

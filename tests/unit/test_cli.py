@@ -1,0 +1,269 @@
+"""The command's ``store`` part: what it prints, and how it ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_memmap import MemmapDataModule, build_store, open_store
+from lightning_memmap.cli import main
+from lightning_memmap.errors import StoreNotFoundError
+from tests.models import Points
+
+#: 60 rows of 8 + 32 + 4 bytes in 24 shards: twelve of 3 rows (132 bytes), twelve of 2 (88 bytes).
+POINTS = ("--dataset", "tests.models.Points", "--dataset.num_rows", "60")
+
+
+class Command:
+    """Runs ``lightning-memmap store`` in this process and keeps what it printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.out = self.err = ""
+
+    def __call__(self, *arguments: object) -> int:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main(["store", *map(str, arguments)])
+        self.out, self.err = self._capsys.readouterr()
+        assert isinstance(end.value.code, int)
+        return end.value.code
+
+    def table(self) -> list[list[str]]:
+        """The cells of the rows of the table that was printed."""
+        lines = [line for line in self.out.splitlines() if line.startswith("│")]
+        return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return Command(capsys)
+
+
+@pytest.fixture
+def store_path(tmp_path: Path) -> Path:
+    return build_store(Points(60), tmp_path / "points", progress=False).path
+
+
+class TestBuild:
+    def test_build_stores_the_dataset_and_describes_it(
+        self, command: Command, tmp_path: Path
+    ) -> None:
+        assert command("build", tmp_path / "made", *POINTS, "--num_shards", 12) == 0
+        store = open_store(tmp_path / "made")
+        assert (store.num_rows, store.num_shards) == (60, 12)
+        assert store[7]["row"] == 7
+        assert "60 rows" in command.out
+        assert "12 shards" in command.out
+
+    def test_build_with_workers_stores_the_dataset(self, command: Command, tmp_path: Path) -> None:
+        assert command("build", tmp_path / "made", *POINTS, "--num_workers", 1) == 0
+        assert open_store(tmp_path / "made")[59]["row"] == 59
+
+    def test_build_again_finds_it_built(self, command: Command, store_path: Path) -> None:
+        before = (store_path / "manifest.json").stat().st_ino
+        assert command("build", store_path, *POINTS) == 0
+        assert (store_path / "manifest.json").stat().st_ino == before
+
+    def test_build_of_another_dataset_needs_overwrite(
+        self, command: Command, store_path: Path
+    ) -> None:
+        other = (*POINTS[:-1], "61")
+        assert command("build", store_path, *other) == 2
+        assert "61 rows, the store 60" in command.err
+        assert open_store(store_path).num_rows == 60
+        assert command("build", store_path, *other, "--overwrite", "true") == 0
+        assert open_store(store_path).num_rows == 61
+
+    def test_build_without_shards_says_so(self, command: Command, tmp_path: Path) -> None:
+        assert command("build", tmp_path / "made", *POINTS, "--num_shards", 0) == 2
+        assert command.err.strip() == "error: num_shards=0: at least 1 is needed"
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [(), ("--dataset", "tests.models.Nothing"), ("--dataset", "tests.models.Regression")],
+        ids=["none", "unknown", "other class"],
+    )
+    def test_build_without_a_dataset_is_refused(
+        self, command: Command, tmp_path: Path, arguments: tuple[str, ...]
+    ) -> None:
+        assert command("build", tmp_path / "made", *arguments) == 2
+        assert "dataset" in command.err
+        assert not (tmp_path / "made").exists()
+
+
+class TestInfo:
+    def test_info_names_rows_shards_and_fields(self, command: Command, store_path: Path) -> None:
+        assert command("info", store_path) == 0
+        assert str(store_path) in command.out
+        for words in ("60 rows", "24 shards", "tests.models.Points"):
+            assert words in command.out
+        # Bytes of a shard are those of the largest.
+        assert command.table() == [
+            ["row", "int64", "()", "tensor", "8", "480 B", "24 B"],
+            ["x", "float32", "(8,)", "tensor", "32", "1.9 KiB", "96 B"],
+            ["y", "float32", "(1,)", "tensor", "4", "240 B", "12 B"],
+        ]
+
+    def test_info_of_a_folder_of_splits_describes_each(
+        self, command: Command, tmp_path: Path
+    ) -> None:
+        MemmapDataModule(Points(60), Points(25), store_dir=tmp_path).prepare_data()
+        assert command("info", tmp_path) == 0
+        assert command.out.index("train") < command.out.index("val")
+        assert "60 rows" in command.out
+        assert "25 rows" in command.out
+
+    def test_info_of_nothing_says_so(self, command: Command, tmp_path: Path) -> None:
+        assert command("info", tmp_path / "none") == 2
+        assert command.err.startswith("error: no store at")
+        assert command.out == ""
+
+
+class TestVerify:
+    def test_verify_of_a_whole_store_passes(self, command: Command, store_path: Path) -> None:
+        assert command("verify", store_path) == 0
+        # A sum for each of the 24 shards of three fields.
+        assert f"{store_path}: all 72 checksums match" in command.out
+
+    def test_verify_of_a_damaged_store_names_shard_and_field(
+        self, command: Command, store_path: Path
+    ) -> None:
+        # Shards 0 to 4 have three rows of 32 bytes before those of shard 5.
+        flip_byte(store_path / "x.memmap", 5 * 3 * 32)
+        flip_byte(store_path / "y.memmap", 60 * 4 - 1)
+        assert command("verify", store_path) == 1
+        assert "field 'x', shard 5 is damaged" in command.out
+        assert "field 'y', shard 23 is damaged" in command.out
+        assert command.out.count("damaged") == 2
+        assert "match" not in command.out
+
+    def test_verify_of_splits_goes_on_after_a_damaged_one(
+        self, command: Command, tmp_path: Path
+    ) -> None:
+        for split in ("train", "val"):
+            build_store(Points(60), tmp_path / split, progress=False)
+        flip_byte(tmp_path / "train" / "row.memmap", 0)
+        assert command("verify", tmp_path) == 1
+        assert "field 'row', shard 0 is damaged" in command.out
+        assert f"{tmp_path / 'val'}: all 72 checksums match" in command.out
+
+    def test_verify_of_a_truncated_file_says_so(self, command: Command, store_path: Path) -> None:
+        with open(store_path / "x.memmap", "r+b") as file:
+            file.truncate(100)
+        assert command("verify", store_path) == 2
+        assert "x.memmap has 100 bytes, expected 1920" in command.err
+
+    def test_verify_of_nothing_says_so(self, command: Command, tmp_path: Path) -> None:
+        assert command("verify", tmp_path) == 2
+        assert "no store at" in command.err
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+class TestPlan:
+    def test_plan_shows_what_fits_where(self, command: Command, store_path: Path) -> None:
+        arguments = ("--devices", "1..5", "--memory", "1000", "--memory_fraction", "0.7")
+        assert command("plan", store_path, *arguments) == 0
+        assert "2.6 KiB of points on devices of 1000 B, 700 B of each for shards" in command.out
+        # Device d of D holds the shards c with c % D == d while they fit into 700 bytes:
+        # 1: 5 x 132 = 660;  2: 5 x 132 = 660;  3: 4 x 132 + 88 = 616;  4: 3 x 132 + 3 x 88 = 660,
+        # which is all;  5: 25 shards, of which each device has 2 x 132 + 3 x 88 = 528, all.
+        assert command.table() == [
+            ["1", "660 B", "1.9 KiB", "660 B", "no", "as stored"],
+            ["2", "1.3 KiB", "1.3 KiB", "660 B", "no", "as stored"],
+            ["3", "1.8 KiB", "792 B", "616 B", "no", "as stored"],
+            ["4", "2.6 KiB", "0 B", "660 B", "yes", "as stored"],
+            ["5", "2.6 KiB", "0 B", "528 B", "yes", "dealt anew"],
+        ]
+        assert "The fewest devices that hold the data: 4" in command.out
+
+    def test_plan_of_splits_adds_them_up(self, command: Command, tmp_path: Path) -> None:
+        for split, rows in (("train", 60), ("val", 24)):
+            build_store(Points(rows), tmp_path / split, progress=False)
+        assert command("plan", tmp_path, "--devices", "2", "--memory", "1 GiB") == 0
+        # 84 rows of 44 bytes, half of them on each device.
+        assert command.table() == [["2", "3.6 KiB", "0 B", "1.8 KiB", "yes", "as stored"]]
+        assert "The fewest devices that hold the data: 1" in command.out
+
+    def test_plan_where_nothing_fits_says_so(self, command: Command, store_path: Path) -> None:
+        assert command("plan", store_path, "--memory", "40", "--devices", "60") == 0
+        assert command.table() == [["60", "0 B", "2.6 KiB", "0 B", "no", "dealt anew"]]
+        assert "do not hold the data" in command.out
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--devices", "0"), "devices='0': counts start at 1"),
+            (("--devices", "0..4"), "devices='0..4': counts start at 1"),
+            (("--devices", "5..4"), "the range must not be empty"),
+            (("--devices", "many"), "devices='many': write a count or a range"),
+            (("--devices", "1..x"), "devices='1..x': write a count or a range"),
+            (("--memory", "lots"), "'lots' is not a size"),
+            (("--memory_fraction", "0"), "memory_fraction=0"),
+            (("--memory_fraction", "1.5"), "memory_fraction=1.5"),
+            (("--devices", "61"), "60 rows for 61 data devices"),
+        ],
+    )
+    def test_plan_with_bad_argument_says_so(
+        self, command: Command, store_path: Path, arguments: tuple[str, ...], message: str
+    ) -> None:
+        assert command("plan", store_path, *arguments) == 2
+        assert message in command.err
+        assert command.table() == []
+
+
+class TestProgram:
+    @pytest.mark.parametrize("arguments", [("nothing",), ("info",), ("info", "a", "b")])
+    def test_bad_arguments_are_refused(
+        self, command: Command, arguments: tuple[str, ...]
+    ) -> None:
+        assert command(*arguments) == 2
+        assert "error" in command.err
+        assert command.out == ""
+
+    def test_no_subcommand_is_refused(self, command: Command) -> None:
+        assert command() == 2
+        assert "subcommand" in command.err
+
+    def test_help_lists_the_subcommands(self, command: Command) -> None:
+        assert command("--help") == 0
+        for name in ("build", "info", "verify", "plan"):
+            assert name in command.out
+
+    def test_module_run_as_a_program_gives_the_exit_code(self, tmp_path: Path) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "lightning_memmap", "store", "info", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: no store at")
+        assert done.stdout == ""
+
+    def test_dataset_in_the_users_folder_is_found(
+        self, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "own_dataset.py").write_text(
+            "from torch.utils.data import Dataset\n"
+            "class Squares(Dataset):\n"
+            "    def __len__(self): return 5\n"
+            "    def __getitem__(self, index): return index * index\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(StoreNotFoundError):
+            open_store("made")
+        assert command("build", "made", "--dataset", "own_dataset.Squares") == 0
+        assert [int(value) for value in open_store("made")] == [0, 1, 4, 9, 16]
+        del sys.modules["own_dataset"]
