@@ -57,7 +57,7 @@ def _store_command(args: list[str]) -> int:
     commands.add_subcommand("plan", _plan_parser(), help="print what would live where")
     config = parser.parse_args(args)
     run = {"build": _build, "info": _info, "verify": _verify, "plan": _plan}[config.subcommand]
-    options = parser.instantiate_classes(config)[config.subcommand]
+    options = parser.instantiate(config)[config.subcommand]
     try:
         return run(options, Console())
     except (MemmapError, OSError, ValueError, TypeError) as error:

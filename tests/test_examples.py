@@ -89,7 +89,7 @@ def test_segmentation_script_learns_and_summarises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "max_epochs", "measure", "at_least"),
-    [("digits", 4, "accuracy", 0.9), ("segmentation", 2, "striped_accuracy", 0.8)],
+    [("digits", 2, "accuracy", 0.9), ("segmentation", 1, "striped_accuracy", 0.8)],
 )
 def test_config_serves_all_subcommands(
     tmp_path: Path, name: str, max_epochs: int, measure: str, at_least: float

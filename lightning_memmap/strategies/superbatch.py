@@ -62,6 +62,11 @@ class SuperBatchStrategy(SingleDeviceStrategy):
         self._parallel_devices: list[torch.device] = []
 
     @property
+    @override
+    def root_device(self) -> torch.device:
+        return self._parallel_devices[0] if self._parallel_devices else super().root_device
+
+    @property
     def parallel_devices(self) -> list[torch.device]:
         """The devices of the Trainer; it sets them. The first one is the root device."""
         return self._parallel_devices
@@ -74,7 +79,6 @@ class SuperBatchStrategy(SingleDeviceStrategy):
                 " to hold data; use at least 2 devices"
             )
         self._parallel_devices = list(devices)
-        self._root_device = devices[0]
         for device in self.data_devices:
             check_device(device)
 

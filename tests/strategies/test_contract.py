@@ -115,7 +115,7 @@ class TestStages:
         assert trainer.global_step == 21
 
     def test_fit_learns(self, name: str, tmp_path: Path) -> None:
-        module, trainer = fit(name, tmp_path, max_epochs=15)
+        _, trainer = fit(name, tmp_path, max_epochs=15)
         assert trainer.callback_metrics["val_loss"] < 0.3 * mean_loss(Regression(), VAL)
 
     @pytest.mark.parametrize(("stage", "points"), [("validate", VAL), ("test", TEST)])
@@ -231,8 +231,9 @@ class TestTraining:
         checked, _ = fit(name, tmp_path, num_sanity_val_steps=2)
         unchecked, _ = fit(name, tmp_path, num_sanity_val_steps=0)
         assert torch.equal(weights(checked), weights(unchecked))
-        assert checked.seen["val"] == [[*range(100, 110)], [*range(110, 120)]] + (
-            unchecked.seen["val"]
+        assert (
+            checked.seen["val"]
+            == [[*range(100, 110)], [*range(110, 120)]] + (unchecked.seen["val"])
         )
 
     def test_overfit_batches_gives_the_same_rows_each_epoch(

@@ -22,9 +22,7 @@ TRAIN, VAL = Points(63), Points(20, 100)
 
 
 def make_data(path: Path, batch_size: int, **options: Any) -> MemmapDataModule:
-    return MemmapDataModule(
-        TRAIN, VAL, store_dir=path / "stores", batch_size=batch_size, **options
-    )
+    return MemmapDataModule(TRAIN, VAL, store_dir=path / "stores", batch_size=batch_size, **options)
 
 
 def fit(
@@ -53,7 +51,7 @@ class TestDevices:
 
     def test_root_that_holds_no_data_leaves_it_to_the_others(self, tmp_path: Path) -> None:
         strategy = SuperBatchStrategy(root_holds_data=False)
-        module, data, _ = fit(tmp_path, strategy, 3, devices=4)
+        module, _, _ = fit(tmp_path, strategy, 3, devices=4)
         assert strategy.data_devices == (CPU,) * 3
         assert [len(rows) for rows in module.seen["train"]] == [9] * 7
 
@@ -214,7 +212,7 @@ class Rows(L.LightningModule):
 
 
 #: A program's own module and dataset, in the folder that the command is run from.
-PROGRAM = '''
+PROGRAM = """
 from pathlib import Path
 
 import lightning as L
@@ -251,7 +249,7 @@ class Slope(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
-'''
+"""
 
 CONFIG = """
 seed_everything: 1

@@ -152,9 +152,7 @@ class TestArguments:
 class TestStores:
     def test_stores_without_datasets_are_used_as_they_are(self, tmp_path: Path) -> None:
         set_up(make_data(tmp_path))
-        nothing = dict.fromkeys(
-            ("train_dataset", "val_dataset", "test_dataset", "predict_dataset")
-        )
+        nothing = dict.fromkeys(("train_dataset", "val_dataset", "test_dataset", "predict_dataset"))
         data = set_up(make_data(tmp_path, **nothing))
         assert sorted(rows(data.train_dataloader())) == list(range(60))
         assert rows(data.predict_dataloader()) == list(range(300, 330))

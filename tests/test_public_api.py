@@ -1,0 +1,158 @@
+"""What users rely on: names and signatures that change on purpose alone, and a quiet import."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_memmap
+from lightning_memmap import MemmapDataModule, SuperBatchStrategy
+
+NAMES = {
+    "lightning_memmap": [
+        "MemmapDataModule",
+        "Store",
+        "SuperBatchStrategy",
+        "build_store",
+        "open_store",
+        "verify_store",
+    ],
+    "lightning_memmap.callbacks": ["RunSummary"],
+    "lightning_memmap.loading": [
+        "AssembledLoader",
+        "ResidentShards",
+        "ResidentSplit",
+        "SuperBatch",
+        "ZippedLoader",
+        "load_split",
+    ],
+    "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
+    "lightning_memmap.strategies": ["STRATEGIES", "SuperBatchStrategy", "register"],
+}
+
+DATA_MODULE = {
+    "train_dataset": None,
+    "val_dataset": None,
+    "test_dataset": None,
+    "predict_dataset": None,
+    "store_dir": inspect.Parameter.empty,
+    "batch_size": 32,
+    "transform": None,
+    "eval_transform": None,
+    "shuffle": True,
+    "drop_last": False,
+    "seed": 0,
+    "num_shards": 24,
+    "residency": "auto",
+    "memory_fraction": 0.7,
+    "num_workers": 0,
+    "overwrite": False,
+}
+
+STRATEGY = {
+    "data_devices": None,
+    "root_holds_data": True,
+    "accelerator": None,
+    "checkpoint_io": None,
+    "precision_plugin": None,
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_public_names_of_a_module_are_these(module: str) -> None:
+    found = importlib.import_module(module)
+    assert sorted(found.__all__) == NAMES[module]
+    for name in NAMES[module]:
+        assert hasattr(found, name)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(MemmapDataModule, DATA_MODULE), (SuperBatchStrategy, STRATEGY)],
+    ids=["data module", "strategy"],
+)
+def test_signature_of_a_class_is_this(function: Any, expected: dict[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == expected
+    assert list(parameters) == list(expected)
+
+
+def test_datasets_alone_are_positional() -> None:
+    parameters = inspect.signature(MemmapDataModule).parameters.values()
+    keyword_only = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert keyword_only == list(DATA_MODULE)[4:]
+
+
+def test_package_says_that_it_is_typed() -> None:
+    assert (Path(lightning_memmap.__file__).parent / "py.typed").is_file()
+
+
+#: Run by a fresh interpreter, first for what the package imports, then for the package itself:
+#: what that one opens, starts and changes is then its own doing.
+WATCH = """
+import importlib, os, sys, threading
+
+import jsonargparse, lightning.pytorch.cli, psutil, rich.console, rich.table, rich.progress
+import filelock, tensordict, torch, torchmetrics, xxhash
+import lightning.pytorch.strategies
+
+allowed = tuple(os.path.realpath(path) for path in sys.argv[1:])
+seen = []
+
+def watch(event, arguments):
+    if event == "open" and isinstance(arguments[0], (str, bytes)):
+        path = os.path.realpath(os.fsdecode(arguments[0]))
+        if not path.startswith(allowed):
+            seen.append(f"{event} {path}")
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect", "os.mkdir"):
+        seen.append(event)
+
+threads, environment = set(threading.enumerate()), dict(os.environ)
+sys.addaudithook(watch)
+for name in NAMES:
+    importlib.import_module(name)
+changed = {name for name, value in os.environ.items() if environment.get(name) != value}
+print(seen, set(threading.enumerate()) - threads, changed, os.listdir("."))
+"""
+
+
+def test_import_opens_nothing_and_starts_nothing(tmp_path: Path) -> None:
+    package = Path(lightning_memmap.__file__).parent
+    program = WATCH.replace("NAMES", repr([*NAMES, "lightning_memmap.cli"]))
+    places = {str(package), sys.prefix, sys.base_prefix, *(str(Path(p)) for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *sorted(places)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[] set() set() []"
+
+
+def test_import_twice_registers_once(tmp_path: Path) -> None:
+    program = """
+import importlib
+import lightning_memmap, lightning_memmap.strategies._registry as registry
+from lightning.pytorch.strategies import StrategyRegistry
+before = dict(StrategyRegistry)
+importlib.reload(registry)
+importlib.reload(lightning_memmap)
+assert dict(StrategyRegistry) == before
+assert all(name in before for name, *_ in registry.STRATEGIES)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
