@@ -319,7 +319,7 @@ def main(
     folder: str | None = None,
     download: bool = False,
     store_dir: str | None = None,
-    devices: int = 4,
+    devices: int | None = None,
     batch_size: int = 16,
     max_epochs: int = 10,
     lr: float = 2e-3,
@@ -331,7 +331,7 @@ def main(
         folder: Folder of Fashion-MNIST's files.
         download: Download Fashion-MNIST's files into the folder if they are missing.
         store_dir: Directory of the stores, by default stores/ and the name of the data.
-        devices: GPUs; without one, logical data devices on the CPU.
+        devices: GPUs, by default all; on a CPU logical data devices, by default 4.
         batch_size: Rows per data device and step.
         max_epochs: Epochs to train.
         lr: Learning rate.
@@ -353,7 +353,7 @@ def main(
     )
     trainer = L.Trainer(
         strategy="memmap_superbatch",
-        devices=devices,
+        devices=devices or ("auto" if torch.cuda.is_available() else 4),
         max_epochs=max_epochs,
         callbacks=[RunSummary()],
         logger=False,

@@ -315,7 +315,7 @@ def _block(channels_in: int, channels_out: int) -> nn.Module:
 def main(
     folder: str = "stores/segmentation-png",
     store_dir: str = "stores/segmentation",
-    devices: int = 4,
+    devices: int | None = None,
     batch_size: int = 4,
     max_epochs: int = 12,
     lr: float = 4e-3,
@@ -325,7 +325,7 @@ def main(
     Args:
         folder: Folder of the PNG files; what is missing there is made.
         store_dir: Directory of the stores.
-        devices: GPUs; without one, logical data devices on the CPU.
+        devices: GPUs, by default all; on a CPU logical data devices, by default 4.
         batch_size: Rows per data device and step.
         max_epochs: Epochs to train.
         lr: Learning rate.
@@ -343,7 +343,7 @@ def main(
     )
     trainer = L.Trainer(
         strategy="memmap_superbatch",
-        devices=devices,
+        devices=devices or ("auto" if torch.cuda.is_available() else 4),
         max_epochs=max_epochs,
         callbacks=[RunSummary()],
         logger=False,

@@ -81,13 +81,15 @@ def _threads() -> set[threading.Thread]:
 
 
 @pytest.fixture(scope="session")
-def numbered_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Store]:
-    """Stores of numbered rows, by number of rows and of shards; each is built once."""
+def numbered_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Store]:
+    """Stores of numbered rows, by number of rows, of shards and of more bytes in each row; each
+    is built once."""
     directory = tmp_path_factory.mktemp("numbered")
 
     @functools.cache
-    def build(num_rows: int, num_shards: int) -> Store:
-        path = directory / f"{num_rows}-{num_shards}"
-        return build_store(NumberedRows(num_rows), path, num_shards=num_shards, progress=False)
+    def build(num_rows: int, num_shards: int, pad_bytes: int = 0) -> Store:
+        path = directory / f"{num_rows}-{num_shards}-{pad_bytes}"
+        dataset = NumberedRows(num_rows, pad_bytes)
+        return build_store(dataset, path, num_shards=num_shards, progress=False)
 
     return build

@@ -19,10 +19,16 @@ CPU = torch.device("cpu")
 
 
 class NumberedRows(Dataset[dict[str, Any]]):
-    """Row ``i`` holds ``i``, and a small image that is made of it."""
+    """Row ``i`` holds ``i``, and a small image that is made of it.
 
-    def __init__(self, num_rows: int) -> None:
+    Args:
+        num_rows: Rows.
+        pad_bytes: What else is in a row. With much of it, few rows are taken at once.
+    """
+
+    def __init__(self, num_rows: int, pad_bytes: int = 0) -> None:
         self.num_rows = num_rows
+        self.pad = torch.zeros(pad_bytes, dtype=torch.uint8)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -30,7 +36,8 @@ class NumberedRows(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self.num_rows:
             raise IndexError(index)
-        return {"row": index, "image": image_of(torch.tensor(index))}
+        sample = {"row": index, "image": image_of(torch.tensor(index))}
+        return {**sample, "pad": self.pad} if len(self.pad) else sample
 
 
 def image_of(rows: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ class RandomRows(torch.utils.data.Dataset[Any]):
     def __init__(self, case: Case) -> None:
         size = (case.num_rows, *case.shape)
         generator = torch.Generator().manual_seed(0)
-        self.rows = torch.randint(0, 127, size, generator=generator, dtype=torch.uint8).to(case.dtype)
+        rows = torch.randint(0, 127, size, generator=generator, dtype=torch.uint8)
+        self.rows = rows.to(case.dtype)
         self.label = case.label
 
     def __len__(self) -> int:
@@ -108,7 +109,6 @@ def measure(store: Store, case: Case, num_devices: int, residency: str, rounds: 
     """One line: medians with spread, and the ratio."""
     loader = make_loader(store, case, num_devices, residency)
     stream = loader.stream
-    tensors = [tensor.as_subclass(Tensor) for tensor in store.tensors]
     source = loader._split.sources[0]
     tensors = source.tensors
     places = {}
@@ -118,12 +118,12 @@ def measure(store: Store, case: Case, num_devices: int, residency: str, rounds: 
     ours, bare = [], []
     for epoch in range(rounds + 1):
         loader.set_epoch(epoch)
-        pair = [
-            lambda: ours.append(timed(loader_epoch, loader)),
-            lambda: bare.append(timed(bare_epoch, tensors, places[epoch], case.batch)),
-        ]
-        for run in pair if epoch % 2 else reversed(pair):
-            run()
+        # In turn, so that neither always runs after the other.
+        if epoch % 2:
+            ours.append(timed(loader_epoch, loader))
+        bare.append(timed(bare_epoch, tensors, places[epoch], case.batch))
+        if not epoch % 2:
+            ours.append(timed(loader_epoch, loader))
     ours, bare = ours[1:], bare[1:]
     ratios = [one / other for one, other in zip(ours, bare, strict=True)]
     step_us = 1e6 * case.batch / statistics.median(ours)
