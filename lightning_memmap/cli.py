@@ -71,7 +71,7 @@ def _build_parser() -> ArgumentParser:
     parser.add_argument("--dataset", type=Dataset, required=True, help="class path of the dataset")
     parser.add_argument("--num_shards", type=int, default=24, help="shards of the store")
     parser.add_argument("--num_workers", type=int, default=0, help="processes that write")
-    parser.add_argument("--overwrite", type=bool, default=False, help="replace another dataset")
+    parser.add_argument("--overwrite", action="store_true", help="replace another dataset")
     return parser
 
 

@@ -75,7 +75,7 @@ class TestBuild:
         assert command("build", store_path, *other) == 2
         assert "61 rows, the store 60" in command.err
         assert open_store(store_path).num_rows == 60
-        assert command("build", store_path, *other, "--overwrite", "true") == 0
+        assert command("build", store_path, *other, "--overwrite") == 0
         assert open_store(store_path).num_rows == 61
 
     def test_build_without_shards_says_so(self, command: Command, tmp_path: Path) -> None:
