@@ -234,7 +234,9 @@ class MemmapDataModule(L.LightningDataModule):
 
     def _open(self, split: str) -> Store | None:
         dataset = self.datasets[split]
-        needed = self.trainer is not None and (split != "val" or dataset is not None)
+        needed = self.trainer is not None and (
+            split != "val" or self.trainer.state.fn is TrainerFn.VALIDATING
+        )
         try:
             store = open_store(self.store_dir / split)
         except StoreNotFoundError:

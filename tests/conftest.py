@@ -16,6 +16,10 @@ from tests.rows import NumberedRows
 _FOREIGN_WARNINGS = (
     # Tests train for a few steps: less than Lightning's logging interval.
     "ignore:The number of training batches .* is smaller than the logging interval",
+    # Tests run on the CPU also where there is more.
+    "ignore:GPU available but not used",
+    # torch's loaders fork by default, also where Python would rather not.
+    "ignore:This process .* is multi-threaded, use of fork",
     # Several fits of one test write to one directory.
     "ignore:Checkpoint directory .* exists and is not empty",
     # Stock loaders in tests have a few rows and need no worker process.

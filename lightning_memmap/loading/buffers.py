@@ -12,18 +12,20 @@ from torch import Tensor
 
 from lightning_memmap._compat import storage_use_count
 
-_MAX_SLOTS = 4
-
 
 class BufferPool:
     """Sets of CPU buffers, one tensor per field in each set.
 
     Args:
         shapes: Shape and dtype of each buffer.
+        max_slots: Sets that are kept; where all are in use, the oldest is left to its user.
     """
 
-    def __init__(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def __init__(
+        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], max_slots: int = 4
+    ) -> None:
         self._shapes = shapes
+        self._max_slots = max_slots
         self._slots: list[list[Tensor]] = []
         self._idle_count = 0
 
@@ -34,15 +36,15 @@ class BufferPool:
         """
         for slot in self._slots:
             if self._is_idle(slot):
-                return [buffer.view(buffer.shape) for buffer in slot]
+                return [buffer.detach() for buffer in slot]
         slot = [torch.empty(shape, dtype=dtype) for shape, dtype in self._shapes]
         if not self._slots:
             self._idle_count = max((storage_use_count(buffer) for buffer in slot), default=0)
-        if len(self._slots) == _MAX_SLOTS:
+        if len(self._slots) == self._max_slots:
             # Somebody keeps many batches. The oldest set is theirs for good.
             del self._slots[0]
         self._slots.append(slot)
-        return [buffer.view(buffer.shape) for buffer in slot]
+        return [buffer.detach() for buffer in slot]
 
     def _is_idle(self, slot: list[Tensor]) -> bool:
         for buffer in slot:

@@ -126,7 +126,8 @@ class ZippedLoader:
         """Where the epoch begins: at its first row, or where a saved stream stood.
 
         Raises:
-            ValueError: The saved stream had another row order than this one.
+            ValueError: The saved stream had another row order than this one, or leaves fewer rows
+                than there are data devices.
         """
         stream, saved = self.stream, self._resume
         if saved is None or saved.epoch != self._epoch:
@@ -143,6 +144,13 @@ class ZippedLoader:
             raise ValueError(
                 f"the checkpoint stands at row {saved.position} of its epoch, and the store has"
                 f" {stream.num_rows} rows: it belongs to another dataset"
+            )
+        left, consumers = stream.num_rows - saved.position, self._split.consumers.num_consumers
+        if 0 < left < consumers and not self.drop_last:
+            raise ValueError(
+                f"the checkpoint leaves {left} rows of its epoch for {consumers} data devices, so"
+                f" that some would have none: resume with at most {left} data devices, or from"
+                " another checkpoint"
             )
         return saved
 
@@ -267,10 +275,8 @@ class ZippedLoader:
             # Ordinary tensors in inference mode too: it may be over before the last of these steps.
             with torch.inference_mode(False):
                 leaves = self._take_into_buffer(source, places[start : start + total])
-                columns = [torch.split(leaf, taken) for leaf in leaves]
+                views = _split(leaves, taken)
                 del leaves
-            views = [list(view) for view in zip(*columns, strict=True)]
-            del columns
             for index, length in enumerate(taken):
                 whole, views[index] = views[index], []
                 super_batch = SuperBatch(
@@ -293,7 +299,8 @@ class ZippedLoader:
     def _pool_for(self, num_rows: int, source: ResidentShards) -> BufferPool:
         if num_rows not in self._pools:
             shapes = [((num_rows, *t.shape[1:]), t.dtype) for t in source.tensors]
-            self._pools[num_rows] = BufferPool(shapes)
+            # Two steps may be under way, each with a batch on every data device.
+            self._pools[num_rows] = BufferPool(shapes, 2 * len(self._devices) + 2)
         return self._pools[num_rows]
 
     def _take_part(
@@ -314,8 +321,12 @@ class ZippedLoader:
             source = self._split.sources[which]
             mine = np.flatnonzero(of_row == which)
             places = source.locate(shards[mine], offsets[mine], self.stream.num_shards)
-            taken = source.take(torch.from_numpy(places).to(source.device, non_blocking=True))
-            parts.append((mine, [leaf.to(device, non_blocking=True) for leaf in taken]))
+            locations = torch.from_numpy(places).to(source.device, non_blocking=True)
+            if device.type == "cpu":
+                taken = self._take_into_buffer(source, locations)
+            else:
+                taken = [leaf.to(device, non_blocking=True) for leaf in source.take(locations)]
+            parts.append((mine, taken))
         if len(parts) == 1:
             return parts[0][1]
         # Some shards of this device live elsewhere: their rows are put back into stream order.
@@ -323,6 +334,14 @@ class ZippedLoader:
         order = order.to(device, non_blocking=True)
         columns = zip(*(leaves for _, leaves in parts), strict=True)
         return [torch.cat(leaves).index_select(0, order) for leaves in columns]
+
+
+def _split(leaves: list[Tensor], lengths: list[int]) -> list[list[Tensor]]:
+    """The leaves of each of several steps that were taken together."""
+    if len(lengths) == 1:
+        return [leaves]
+    columns = [leaf.split_with_sizes(lengths) for leaf in leaves]
+    return [list(step) for step in zip(*columns, strict=True)]
 
 
 class StepRows(Sequence[list[int]]):

@@ -80,12 +80,14 @@ def make_loader(store: Store, case: Case, num_devices: int, residency: str) -> Z
 
 
 def loader_epoch(loader: ZippedLoader) -> int:
-    """All steps of one epoch, each assembled; the number of rows."""
+    """All steps of one epoch, each assembled; the number of rows.
+
+    A batch is let go of before the next one is asked for, as the Trainer does.
+    """
     rows = 0
-    cpu = torch.device("cpu")
-    for super_batch in loader:
-        rows += super_batch.num_rows
-        super_batch.to(cpu)
+    for batch in loader.to(torch.device("cpu")):
+        rows += len(batch[0] if isinstance(batch, list) else batch)
+        del batch
     return rows
 
 

@@ -203,6 +203,10 @@ class Rows(L.LightningModule):
         self.layer = torch.nn.Linear(1, 1)
         self.rows: list[list[int]] = []
 
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        assert type(batch) is dict
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.rows.append(rows_of(batch))
         return self.layer(torch.ones(1, 1)).sum()

@@ -187,6 +187,14 @@ class TestPlan:
         ]
         assert "The fewest devices that hold the data: 4" in command.out
 
+    def test_plan_names_the_fewest_devices_that_really_hold_the_data(
+        self, command: Command, store_path: Path
+    ) -> None:
+        # Seven times 380 bytes are enough for all 2640, but 9 of the 60 rows would be on device 0.
+        assert command("plan", store_path, "--memory", "380", "--memory_fraction", "1") == 0
+        assert [row[4] for row in command.table()] == ["no"] * 7 + ["yes"]
+        assert "The fewest devices that hold the data: 8" in command.out
+
     def test_plan_of_splits_adds_them_up(self, command: Command, tmp_path: Path) -> None:
         for split, rows in (("train", 60), ("val", 24)):
             build_store(Points(rows), tmp_path / split, progress=False)

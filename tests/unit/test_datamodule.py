@@ -159,7 +159,7 @@ class TestStores:
 
     @pytest.mark.parametrize(
         ("run", "split"),
-        [("fit", "train"), ("test", "test"), ("predict", "predict")],
+        [("fit", "train"), ("validate", "val"), ("test", "test"), ("predict", "predict")],
     )
     def test_no_dataset_and_no_store_raises_and_names_the_split(
         self, tmp_path: Path, run: str, split: str

@@ -407,6 +407,27 @@ class TestResume:
         with pytest.raises(ValueError, match=r"row 89 of its epoch, and the store has 37 rows"):
             epoch_rows(_with_state(loader, saved))
 
+    @pytest.mark.parametrize("transform", [None, untouched])
+    @pytest.mark.parametrize(("num_devices", "size"), [(8, 1), (1, 8), (2, 4)])
+    def test_state_that_leaves_too_few_rows_is_refused(
+        self, numbered_store: Stores, num_devices: int, size: int, transform: Any
+    ) -> None:
+        store = numbered_store(97, 24)
+        # One row more or less than there are data devices.
+        enough, too_few = (make_loader(store, 1, 1) for _ in range(2))
+        list(take_steps(enough, 89)), list(take_steps(too_few, 90))
+        rows = []
+        for rank in range(size):
+            make = functools.partial(
+                make_loader, store, num_devices, 4, rank=rank, size=size, transform=transform
+            )
+            rows += epoch_rows(_with_state(make(), enough))
+            with pytest.raises(ValueError, match=r"leaves 7 rows of its epoch for 8.*at most 7"):
+                len(_with_state(make(), too_few))
+            assert epoch_rows(_with_state(make(drop_last=True), too_few)) == []
+        assert [len(step) for step in rows] == [8 // size] * size
+        assert sorted(joined(rows)) == list(range(89, 97))
+
 
 def _with_state(loader: ZippedLoader, saved: ZippedLoader) -> ZippedLoader:
     loader.load_state_dict(saved.state_dict())
