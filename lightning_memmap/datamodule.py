@@ -127,7 +127,7 @@ class MemmapDataModule(L.LightningDataModule):
         self._resident: dict[str, ResidentSplit] = {}
         self._built: set[str] = set()
         self._train_loader: ZippedLoader | AssembledLoader | None = None
-        self._train_state: dict[str, int] | None = None
+        self._train_state: dict[str, Any] | None = None
 
     def prepare_data(self) -> None:
         """Build the stores of the stage's splits, or find them built. One process per node."""

@@ -27,15 +27,19 @@ class StreamState:
     """Where a stream stands, the same on every rank.
 
     Args:
-        seed: Seed of the order.
+        num_rows: Rows of the stream.
         num_shards: Shards of the stream.
+        seed: Seed of the order.
+        shuffle: Whether the rows are permuted.
         epoch: The epoch.
         position: The first position of the epoch that was not delivered.
         steps: The steps of the epoch that were delivered.
     """
 
-    seed: int
+    num_rows: int
     num_shards: int
+    seed: int
+    shuffle: bool
     epoch: int = 0
     position: int = 0
     steps: int = 0
@@ -92,7 +96,7 @@ class ZippedLoader:
             SimpleNamespace(sampler=self) if shuffle else BatchIndices(self, StepRows(self))
         )
         self._epoch = 0
-        self._began = StreamState(seed, split.num_shards)
+        self._began = StreamState(**asdict(self.stream))
         self._position = self._steps_taken = 0
         self._resume: StreamState | None = None
         if not self.num_steps:
@@ -110,11 +114,11 @@ class ZippedLoader:
         """Choose the epoch whose order the next iteration has."""
         self._epoch = epoch
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, the same on every rank: after the last step delivered."""
         return asdict(replace(self._began, position=self._position, steps=self._steps_taken))
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a saved stream stood, if the next iteration is of the same epoch.
 
         The number of data devices and the batch size may be others than before.
@@ -131,20 +135,15 @@ class ZippedLoader:
         """
         stream, saved = self.stream, self._resume
         if saved is None or saved.epoch != self._epoch:
-            return StreamState(stream.seed, stream.num_shards, self._epoch)
-        for name in ("seed", "num_shards"):
-            if (then := getattr(saved, name)) != (now := getattr(stream, name)):
+            return StreamState(**asdict(stream), epoch=self._epoch)
+        for name, now in asdict(stream).items():
+            if (then := getattr(saved, name)) != now:
                 raise ValueError(
                     f"the checkpoint stands inside an epoch with {name}={then}, and this loader"
                     f" has {name}={now}, which is another row order: resume with {name}={then}"
                     " (for shards: with a number of data devices that divides it), or from a"
                     " checkpoint of the end of an epoch"
                 )
-        if saved.position > stream.num_rows:
-            raise ValueError(
-                f"the checkpoint stands at row {saved.position} of its epoch, and the store has"
-                f" {stream.num_rows} rows: it belongs to another dataset"
-            )
         left, consumers = stream.num_rows - saved.position, self._split.consumers.num_consumers
         if 0 < left < consumers and not self.drop_last:
             raise ValueError(
@@ -381,11 +380,11 @@ class AssembledLoader:
         """Choose the epoch whose order the next iteration has."""
         self.loader.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the stream stands; see `ZippedLoader.state_dict`."""
         return self.loader.state_dict()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a saved stream stood; see `ZippedLoader.load_state_dict`."""
         self.loader.load_state_dict(state)
 

@@ -6,7 +6,6 @@ exit status (negative: the signal). A builder is not reaped before it is waited 
 id cannot come to mean another process.
 """
 
-import importlib
 import json
 import os
 import signal
@@ -15,8 +14,12 @@ import sys
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import sleep
 from types import TracebackType
 from typing import Any
+
+from lightning_memmap.store import build_store, writer
+from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -35,6 +38,9 @@ class Build:
         block_rows: Rows that are written at once.
         delay_s: Pause before every 16th row.
         log: File in which each row that is read is noted; none where empty.
+        gate: The process that reads row ``gate_row`` writes its id to the file ``<gate>.pid`` and
+            goes on only when there is a file ``gate``.
+        gate_row: See ``gate``.
         kill_at_event: The builder kills itself just before the change number so-and-so to the
             file system, counted from 0. -1: never.
         kill_at_row: The builder kills itself when it reads this row. -1: never.
@@ -50,6 +56,8 @@ class Build:
     block_rows: int = 64
     delay_s: float = 0.0
     log: str = ""
+    gate: str = ""
+    gate_row: int = -1
     kill_at_event: int = -1
     kill_at_row: int = -1
     times: int = 1
@@ -149,9 +157,6 @@ def fork(build: Build) -> int:
 
 
 def build_and_check(build: Build) -> None:
-    from lightning_memmap.store import build_store, writer
-    from tests.datasets import Logged, Numbered, Slow, holds
-
     # A short build shall have many blocks, each noted as soon as it is written.
     writer._MAX_BLOCK_ROWS = build.block_rows
     writer._JOURNAL_INTERVAL_S = 0.0
@@ -163,6 +168,8 @@ def build_and_check(build: Build) -> None:
         dataset = Logged(dataset, build.log)
     if build.kill_at_row >= 0:
         dataset = Deadly(dataset, build.kill_at_row)
+    if build.gate:
+        dataset = Gated(dataset, build.gate, build.gate_row)
     if build.kill_at_event >= 0:
         kill_before_change(build.kill_at_event)
     for index in range(build.times):
@@ -178,21 +185,37 @@ def build_and_check(build: Build) -> None:
             raise RuntimeError(f"{store} does not hold the rows that were stored")
 
 
-class Deadly:
+class Deadly(Wrapped):
     """Kills the process that reads a row. The row must be none of the probes, which are read
     before anything is written."""
 
     def __init__(self, dataset: Any, row: int) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.row = row
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, row: int) -> Any:
         if row == self.row:
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.dataset[row]
+        return super().__getitem__(row)
+
+
+class Gated(Wrapped):
+    """Holds the process that reads a row until somebody opens the gate."""
+
+    def __init__(self, dataset: Any, gate: str, row: int) -> None:
+        super().__init__(dataset)
+        self.gate = Path(gate)
+        self.row = row
+
+    def __getitem__(self, row: int) -> Any:
+        if row == self.row:
+            # Under another name first: who finds the file finds the whole number in it.
+            started = self.gate.with_suffix(".started")
+            started.write_text(str(os.getpid()))
+            started.rename(self.gate.with_suffix(".pid"))
+            while not self.gate.exists():
+                sleep(0.001)
+        return super().__getitem__(row)
 
 
 def kill_before_change(event: int) -> None:
@@ -220,6 +243,4 @@ CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.
 
 
 if __name__ == "__main__":
-    # Before the first fork, once for all builders.
-    importlib.import_module("tests.datasets")
     serve()

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -158,18 +159,44 @@ def test_build_killed_again_and_again_comes_to_its_end(server: BuildServer, tmp_
     assert_finishes(server, tmp_path)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["opened", "not yet opened"])
 def test_build_killed_without_its_workers_is_followed_by_a_right_one(
-    server: BuildServer, tmp_path: Path
+    server: BuildServer, tmp_path: Path, late: bool
 ) -> None:
-    # The workers live on for a while. What they still write must not reach the next store,
-    # which is of another dataset.
-    pid = server.start(build_of(tmp_path, version=OLD, num_workers=2, delay_s=0.05))
-    while not building_path(tmp_path / "s").exists():
+    # A worker lives on for a while. What it still writes must not reach the next build, which
+    # is of another dataset: neither where it has opened its files by then nor where it has not.
+    orphan, builder = tmp_path / "orphan", tmp_path / "builder"
+    old = build_of(tmp_path, version=OLD, num_workers=2, gate=str(orphan))
+    # Row 100 is the first one that the second worker reads.
+    old_pid = server.start(replace(old, gate_row=100 if late else 150))
+    worker = int(wait_for(orphan.with_suffix(".pid")).read_text())
+    assert worker != old_pid
+    os.kill(old_pid, signal.SIGKILL)
+    try:
+        # The next builder has written the rows that the worker is about to write.
+        pid = server.start(build_of(tmp_path, gate=str(builder), gate_row=DEADLY_ROW))
+        wait_for(builder.with_suffix(".pid"))
+        assert running(worker)
+        orphan.touch()
+        while running(worker):
+            sleep(0.001)
+        builder.touch()
+        assert server.wait(pid) == 0
+    finally:
+        # Not reaped yet, so that the group's id is still its own.
+        os.killpg(old_pid, signal.SIGKILL)
+        assert killed(server.wait(old_pid))
+    assert version_in(tmp_path) == NEW
+
+
+def wait_for(path: Path) -> Path:
+    while not path.exists():
         sleep(0.001)
-    sleep(0.1)
-    os.kill(pid, signal.SIGKILL)
-    assert killed(server.wait(pid))
-    assert_finishes(server, tmp_path)
+    return path
+
+
+def running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 # Resuming
