@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
 from importlib.metadata import version
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memmap.errors import DatasetError, MemmapError, SchemaError, StoreError
 from lightning_memmap.order import shard_starts
-from lightning_memmap.schema import Schema
+from lightning_memmap.schema import Field, Schema
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.manifest import Manifest, check_regular, field_path
 from lightning_memmap.store.probes import (
@@ -265,8 +266,9 @@ class _Build:
         )
 
     def _write_blocks(self, todo: list[int], num_workers: int, advance: Advance) -> None:
+        writer = _BlockWriter(self)
         loader: DataLoader[Any] = DataLoader(
-            _BlockWriter(self),
+            writer,
             batch_size=None,
             sampler=todo,
             num_workers=num_workers,
@@ -284,6 +286,7 @@ class _Build:
                     self._journal(written)
                     last_sync = monotonic()
         finally:
+            writer.close()
             self._journal(written)
 
     def _journal(self, written: list[int]) -> None:
@@ -374,10 +377,15 @@ class _Failure:
 
 class _BlockWriter(Dataset[Any]):
     """Item ``k`` is the work on block ``k``: read its rows, check them, write them. Its value is
-    the block's number, or the failure."""
+    the block's number, or the failure.
+
+    It holds the directory itself, not its name: a worker that outlives a killed build must not
+    write into the directory that the next build makes in the same place.
+    """
 
     def __init__(self, build: _Build) -> None:
         self._build = build
+        self._directory = os.open(build.building, os.O_RDONLY | os.O_DIRECTORY)
         self._starts = shard_starts(build.num_rows, build.num_shards).tolist()
 
     def __getitem__(self, block: int) -> int | _Failure:
@@ -402,15 +410,23 @@ class _BlockWriter(Dataset[Any]):
                 place = self._starts[shard] + (first + rows.start) // build.num_shards
                 _write_all(buffer.descriptor, buffer.rows(rows), place * buffer.row_bytes)
 
+    def close(self) -> None:
+        """Let go of the directory."""
+        os.close(self._directory)
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.pop("_buffers", None)
+        state["_directory"] = DupFd(self._directory)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _directory=state["_directory"].detach())
 
     @cached_property
     def _buffers(self) -> "list[_Buffer]":
         return [
-            _Buffer(self._build.building, field, self._build.block_rows)
+            _Buffer(self._directory, field, self._build.block_rows)
             for field in self._build.schema.fields
         ]
 
@@ -418,14 +434,14 @@ class _BlockWriter(Dataset[Any]):
 class _Buffer:
     """The rows of one field in one block, and the file that they go to."""
 
-    def __init__(self, building: Path, field: Any, num_rows: int) -> None:
+    def __init__(self, directory: int, field: Field, num_rows: int) -> None:
         self.row_bytes = field.row_bytes
         self._bytes = np.empty((num_rows, field.row_bytes), np.uint8)
         flat = torch.from_numpy(self._bytes.reshape(-1))
         self._tensor = flat.view(field.dtype).view(num_rows, *field.shape)
         if self.row_bytes:
-            path = field_path(building, field)
-            self.descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            name = field_path(Path(), field)
+            self.descriptor = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
             self._close = os.close
 
     def set(self, index: int, leaf: Tensor | np.ndarray) -> None:
