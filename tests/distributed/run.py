@@ -1,0 +1,37 @@
+"""What each process of a distributed test runs: ``python -m tests.distributed.run``.
+
+Arguments: the scenario, the directory for results, and the scenario's options as JSON. Writes what
+the scenario returned to ``<out>/rank<r>.pt``, and with it the number of processes.
+"""
+
+import importlib
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def main(scenario: str, out: Path, options: str) -> None:
+    """Run one scenario in this process."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    module, _, name = scenario.rpartition(".")
+    function = getattr(importlib.import_module(f"tests.distributed.scenarios.{module}"), name)
+    result = function(out, **json.loads(options))
+    is_distributed = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if is_distributed else 0
+    result["world_size"] = dist.get_world_size() if is_distributed else 1
+    torch.save(result, out / f"rank{rank}.pt")
+    if is_distributed:
+        # Together and now. At the exit of the interpreter gloo's threads may end the process.
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
