@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap._compat import renew_train_loader_after_epoch
+from lightning_memmap.agreement import agree
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.loading import AssembledLoader, ResidentSplit, ZippedLoader, load_split
 from lightning_memmap.placement import (
@@ -148,11 +149,26 @@ class MemmapDataModule(L.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, print it once, and make the shards resident.
 
+        All ranks call it, and compare what must be the same on all of them.
+
         Raises:
             StoreNotFoundError: A split that the stage needs has neither a dataset nor a store.
             DatasetError: A store was built from another dataset than the one given.
             PlacementError: The shards do not fit.
+            AgreementError: Another rank failed, or has other stores, another seed, batch size,
+                shuffle, drop_last or number of data devices.
         """
+        error = None
+        try:
+            self._set_up(stage)
+        except Exception as caught:
+            error = caught
+        if self.trainer is not None and self.trainer.world_size > 1:
+            agree({} if error is not None else self._facts(), error)
+        elif error is not None:
+            raise error
+
+    def _set_up(self, stage: str | None) -> None:
         self.teardown(stage)
         self.stores = {}
         for split in _SPLITS_OF_STAGE[stage] if stage is not None else self._splits():
@@ -171,6 +187,19 @@ class MemmapDataModule(L.LightningDataModule):
             split: load_split(store, consumers, self.placement.splits[split])
             for split, store in self.stores.items()
         }
+
+    def _facts(self) -> dict[str, object]:
+        """What decides which rows a step has."""
+        facts: dict[str, object] = {
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            "data devices per process": len(self._consumers().data_devices),
+        }
+        for split, store in self.stores.items():
+            facts[f"the {split} store"] = store.manifest.content
+        return facts
 
     def teardown(self, stage: str | None = None) -> None:
         """Let go of the resident shards."""

@@ -27,3 +27,7 @@ class StoreError(MemmapError):
 
 class PlacementError(MemmapError):
     """The shards do not fit where the plan must put them."""
+
+
+class AgreementError(MemmapError):
+    """The processes of a run differ in what must be the same on all of them."""

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_compat", "errors", "order"),
     ("schema",),
     ("store",),
-    ("placement",),
+    ("placement", "agreement"),
     ("loading",),
     ("transforms",),
     ("datamodule", "strategies"),
@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 #: These work without Lightning.
-WITHOUT_LIGHTNING = ("errors", "order", "schema", "store", "placement")
+WITHOUT_LIGHTNING = ("errors", "order", "schema", "store", "placement", "agreement")
 FOREIGN = ("lightning.", "torch.")
 #: Names with an underscore that are public: Python's own for named tuples.
 PUBLIC = {"_fields", "_make", "_replace", "_asdict"}

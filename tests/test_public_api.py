@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import lightning_memmap
-from lightning_memmap import MemmapDataModule, SuperBatchStrategy
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.strategies import SuperBatchDDPStrategy, SuperBatchStrategy
 
 NAMES = {
     "lightning_memmap": [
         "MemmapDataModule",
         "Store",
-        "SuperBatchStrategy",
         "build_store",
         "open_store",
         "verify_store",
@@ -31,7 +31,12 @@ NAMES = {
         "load_split",
     ],
     "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
-    "lightning_memmap.strategies": ["STRATEGIES", "SuperBatchStrategy", "register"],
+    "lightning_memmap.strategies": [
+        "STRATEGIES",
+        "SuperBatchDDPStrategy",
+        "SuperBatchStrategy",
+        "register",
+    ],
 }
 
 DATA_MODULE = {
@@ -61,6 +66,12 @@ STRATEGY = {
     "precision_plugin": None,
 }
 
+SUPERBATCH_DDP = {
+    "data_devices_per_process": None,
+    "root_holds_data": True,
+    "kwargs": inspect.Parameter.empty,
+}
+
 
 @pytest.mark.parametrize("module", NAMES)
 def test_public_names_of_a_module_are_these(module: str) -> None:
@@ -72,8 +83,12 @@ def test_public_names_of_a_module_are_these(module: str) -> None:
 
 @pytest.mark.parametrize(
     ("function", "expected"),
-    [(MemmapDataModule, DATA_MODULE), (SuperBatchStrategy, STRATEGY)],
-    ids=["data module", "strategy"],
+    [
+        (MemmapDataModule, DATA_MODULE),
+        (SuperBatchStrategy, STRATEGY),
+        (SuperBatchDDPStrategy, SUPERBATCH_DDP),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_signature_of_a_class_is_this(function: Any, expected: dict[str, Any]) -> None:
     parameters = inspect.signature(function).parameters

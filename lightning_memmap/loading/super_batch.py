@@ -19,10 +19,19 @@ class SuperBatch:
 
     Attributes:
         num_rows: Rows of all batches.
+        step_rows: Rows of the step over all processes.
         data_devices: Where the batches are.
     """
 
-    __slots__ = ("_assembler", "_first", "_parts", "_whole", "data_devices", "num_rows")
+    __slots__ = (
+        "_assembler",
+        "_first",
+        "_parts",
+        "_whole",
+        "data_devices",
+        "num_rows",
+        "step_rows",
+    )
 
     def __init__(
         self,
@@ -36,6 +45,7 @@ class SuperBatch:
     ) -> None:
         self.data_devices = data_devices
         self.num_rows = num_rows
+        self.step_rows = num_rows
         self._first = first
         self._whole = whole
         self._parts = parts

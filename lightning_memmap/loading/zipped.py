@@ -168,9 +168,11 @@ class ZippedLoader:
         # sets the epoch and loads the state.
         return self._steps()
 
-    def to(self, device: torch.device) -> "AssembledLoader":
+    def to(
+        self, device: torch.device, on_step: Callable[[SuperBatch], None] | None = None
+    ) -> "AssembledLoader":
         """A loader that assembles each super-batch on a device and yields plain batches."""
-        return AssembledLoader(self, device)
+        return AssembledLoader(self, device, on_step)
 
     def bounds(self, step: int) -> tuple[int, int]:
         """First and one-past-last position of a step of an epoch that is not resumed.
@@ -201,10 +203,11 @@ class ZippedLoader:
         self._position, self._steps_taken, self._resume = start.position, start.steps, None
         for bounds in self._blocks(self._plan(start.position)):
             super_batches = self._take_block(start.epoch, self._steps_taken, bounds)
-            for _, position in bounds:
+            for first, position in bounds:
                 # What was delivered counts, before the consumer sees it: a checkpoint that is
                 # written during a step goes on with the next one.
                 super_batch = next(super_batches)
+                super_batch.step_rows = position - first
                 self._position = position
                 self._steps_taken += 1
                 yield super_batch
@@ -364,11 +367,18 @@ class AssembledLoader:
     Args:
         loader: The zipped loader; its epoch and its state are shared.
         device: Usually the root device.
+        on_step: Is given each super-batch before it is assembled.
     """
 
-    def __init__(self, loader: ZippedLoader, device: torch.device) -> None:
+    def __init__(
+        self,
+        loader: ZippedLoader,
+        device: torch.device,
+        on_step: Callable[[SuperBatch], None] | None = None,
+    ) -> None:
         self.loader = loader
         self.device = device
+        self._on_step = on_step
         self.batch_sampler = loader.batch_sampler
 
     @property
@@ -393,6 +403,8 @@ class AssembledLoader:
 
     def __iter__(self) -> Iterator[Any]:
         for super_batch in self.loader:
+            if self._on_step is not None:
+                self._on_step(super_batch)
             batch = super_batch.to(self.device)
             del super_batch
             yield batch

@@ -65,6 +65,14 @@ class Manifest:
         rows = shard_rows(self.num_rows, self.num_shards)
         return tuple(int(count) * self.schema.row_bytes for count in rows)
 
+    @property
+    def content(self) -> str:
+        """What the store holds in one line, the same for stores with the same rows, wherever and
+        whenever they were built."""
+        sums = {name: list(sums) for name, sums in self.checksums.items()}
+        digest = _digest({**self.schema.to_json(), "checksums": sums})
+        return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
+
     def write(self, directory: Path) -> None:
         """Write the manifest; its presence is what makes the directory a store."""
         body = {

@@ -2,5 +2,6 @@
 
 from lightning_memmap.strategies._registry import STRATEGIES, register
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
+from lightning_memmap.strategies.superbatch_ddp import SuperBatchDDPStrategy
 
-__all__ = ["STRATEGIES", "SuperBatchStrategy", "register"]
+__all__ = ["STRATEGIES", "SuperBatchDDPStrategy", "SuperBatchStrategy", "register"]

@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
+from lightning_memmap.strategies.superbatch_ddp import SuperBatchDDPStrategy
 
 #: Name in ``Trainer(strategy=...)``, class, and what the name stands for.
 STRATEGIES: tuple[tuple[str, type[Strategy], str], ...] = (
@@ -10,6 +11,11 @@ STRATEGIES: tuple[tuple[str, type[Strategy], str], ...] = (
         "memmap_superbatch",
         SuperBatchStrategy,
         "one process: shards on all devices, super-batches on the root device, which trains",
+    ),
+    (
+        "memmap_superbatch_ddp",
+        SuperBatchDDPStrategy,
+        "super-batches inside each process, DDP between the processes, over several nodes too",
     ),
 )
 

@@ -1,7 +1,6 @@
 """``memmap_superbatch``: all devices hold data, the root device trains."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -10,11 +9,11 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
-from lightning_memmap.loading import SuperBatch, ZippedLoader
 from lightning_memmap.placement import check_device
+from lightning_memmap.strategies._assembly import SuperBatchAssembly
 
 
-class SuperBatchStrategy(SingleDeviceStrategy):
+class SuperBatchStrategy(SuperBatchAssembly, SingleDeviceStrategy):
     """Trains on the root device from data that all devices hold, in one process.
 
     A `MemmapDataModule` places its shards on ``data_devices``; each step, every data device takes
@@ -100,25 +99,8 @@ class SuperBatchStrategy(SingleDeviceStrategy):
         if num_nodes != 1:
             raise ValueError(
                 f"num_nodes={num_nodes}: memmap_superbatch is one process on one machine; use"
-                " Lightning's ddp or fsdp with the same MemmapDataModule for several"
+                " memmap_superbatch_ddp, or Lightning's ddp, for several"
             )
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        # Batches are assembled before Lightning sees them: the precision plugin and the
-        # module's transfer hooks are then given what they expect.
-        if isinstance(dataloader, ZippedLoader):
-            return dataloader.to(self.root_device)
-        return dataloader
-
-    @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        # A super-batch comes here from a loader that the Trainer does not know as zipped.
-        if isinstance(batch, SuperBatch):
-            batch = batch.to(device or self.root_device)
-        return super().batch_to_device(batch, device, dataloader_idx)
 
 
 def _device(name: str | torch.device) -> torch.device:

@@ -1,5 +1,6 @@
 """The data module under Lightning's own ddp: real processes, the same global batches."""
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,14 @@ def test_ddp_two_nodes_by_torchrun_has_global_batches_of_one_process(
     ranks = launch(FIT, tmp_path, processes=2, nodes=2, **options)
     assert global_batches([r["seen"]["train"] for r in ranks]) == one_process["seen"]["train"]
     torch.testing.assert_close(ranks[0]["weights"], one_process["weights"], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_notebook"])
+def test_processes_of_the_trainer_have_global_batches_and_weights_of_one_process(
+    tmp_path: Path, one_process: dict[str, Any], strategy: str
+) -> None:
+    options = {"strategy": strategy, "devices": 2, "rows": 160}
+    (result,) = launch("training.fit_in_children", tmp_path, processes=1, **options)
+    seen = [json.loads((tmp_path / f"rows{rank}.json").read_text()) for rank in range(2)]
+    assert global_batches(seen) == one_process["seen"]["train"]
+    torch.testing.assert_close(result["weights"], one_process["weights"], rtol=0, atol=2e-6)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_memmap import MemmapDataModule, SuperBatchStrategy
+from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatch
+from lightning_memmap.strategies import SuperBatchStrategy
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import CPU, joined, make_loader, rows_of
 

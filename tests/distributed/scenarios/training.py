@@ -1,5 +1,6 @@
 """Fit and test a small regression under any strategy, and tell what each rank saw."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.strategies import STRATEGIES
 from tests.models import Points, Regression, make_trainer, weights
 
 
@@ -23,6 +25,13 @@ class Recorder(Regression):
         self.log("test_mean", self.test_mean)
 
 
+def make_strategy(name: str, options: dict[str, Any] | None) -> Any:
+    """A name for the Trainer, or with options an object of this pack."""
+    if options is None:
+        return name
+    return {entry[0]: entry[1] for entry in STRATEGIES}[name](**options)
+
+
 def fit_and_test(
     out: Path,
     strategy: str,
@@ -30,6 +39,7 @@ def fit_and_test(
     batch_size: int,
     rows: int,
     num_nodes: int = 1,
+    strategy_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train for two epochs and test once."""
     data = MemmapDataModule(
@@ -40,9 +50,37 @@ def fit_and_test(
         batch_size=batch_size,
     )
     trainer = make_trainer(
-        out, strategy=strategy, devices=devices, num_nodes=num_nodes, max_epochs=2
+        out,
+        strategy=make_strategy(strategy, strategy_options),
+        devices=devices,
+        num_nodes=num_nodes,
+        max_epochs=2,
     )
     module = Recorder()
     trainer.fit(module, data)
     (metrics,) = trainer.test(module, data, verbose=False)
-    return {"seen": module.seen, "weights": weights(module), "test_mean": metrics["test_mean"]}
+    return {
+        "seen": module.seen,
+        "weights": weights(module),
+        "test_mean": metrics["test_mean"],
+    }
+
+
+def fit_in_children(out: Path, strategy: str, devices: int, rows: int) -> dict[str, Any]:
+    """Train where the Trainer starts the processes itself and brings the weights back."""
+    data = MemmapDataModule(Points(rows), store_dir=out / "stores", batch_size=8)
+    trainer = make_trainer(out, strategy=strategy, devices=devices, max_epochs=2)
+    module = Noting(out)
+    trainer.fit(module, data)
+    return {"weights": weights(module), "num_steps": trainer.global_step}
+
+
+class Noting(Regression):
+    """Regression that leaves the rows of each rank in a file: the processes are gone afterwards."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__()
+        self.out = out
+
+    def on_train_end(self) -> None:
+        (self.out / f"rows{self.global_rank}.json").write_text(json.dumps(self.seen["train"]))

@@ -1,0 +1,57 @@
+"""What the processes of a run must have in common is compared before the first step.
+
+Otherwise a process that differs, or that failed to set up, shows as a collective that never ends.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from lightning_memmap.errors import AgreementError
+
+
+def agree(facts: Mapping[str, object], error: BaseException | None = None) -> None:
+    """Compare facts over all processes. All ranks of the default process group must call it.
+
+    Without a process group there is nothing to compare.
+
+    Args:
+        facts: What must be the same, by name. Values must be small, and print what they are.
+        error: Why this process failed to learn its facts.
+
+    Raises:
+        BaseException: ``error``, on the rank that has one.
+        AgreementError: On all other ranks then, and on all ranks where facts differ. It says which
+            ranks failed, and with what, or which facts differ.
+    """
+    ours = ({name: str(value) for name, value in facts.items()}, _described(error))
+    ranks = [ours]
+    if dist.is_available() and dist.is_initialized():
+        ranks *= dist.get_world_size()
+        dist.all_gather_object(ranks, ours)
+    if error is not None:
+        raise error
+    if failed := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(ranks) if text]:
+        raise AgreementError("another process could not set up its data. " + "; ".join(failed))
+    differing = []
+    for name in facts:
+        by_value = defaultdict(list)
+        for rank, (known, _) in enumerate(ranks):
+            by_value[known.get(name, "missing")].append(str(rank))
+        if len(by_value) > 1:
+            values = (
+                f"{value} on {'rank' if len(holders) == 1 else 'ranks'} {', '.join(holders)}"
+                for value, holders in by_value.items()
+            )
+            differing.append(f"{name}: {'; '.join(values)}")
+    if differing:
+        raise AgreementError(
+            "the processes must have the same data in the same order, and they differ in "
+            + " | ".join(differing)
+            + ": start all of them with the same arguments and the same stores"
+        )
+
+
+def _described(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"

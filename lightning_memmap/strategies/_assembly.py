@@ -1,0 +1,74 @@
+"""What strategies have in common that train on whole super-batches."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_memmap.loading import AssembledLoader, SuperBatch, ZippedLoader
+
+
+class SuperBatchAssembly(Strategy):
+    """Assembles super-batches on the root device before Lightning sees them.
+
+    The precision plugin and the module's transfer hooks are then given what they expect.
+    """
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if isinstance(dataloader, AssembledLoader):
+            dataloader = dataloader.loader
+        if isinstance(dataloader, ZippedLoader):
+            return dataloader.to(self.root_device, self.on_super_batch)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        # A super-batch comes here from a loader that the Trainer does not know as zipped.
+        if isinstance(batch, SuperBatch):
+            self.on_super_batch(batch)
+            batch = batch.to(device or self.root_device)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def on_super_batch(self, super_batch: SuperBatch) -> None:
+        """Called with each super-batch before it is assembled."""
+
+
+class RowWeighting(SuperBatchAssembly, ParallelStrategy):
+    """Weighs each process's loss by its rows. For strategies that average gradients over processes.
+
+    Process ``r`` of ``R`` computes the mean loss of its ``n_r`` rows of a step of ``n``. The
+    average over processes of ``loss_r * n_r * R / n`` is the mean over all rows. The last steps of
+    an epoch may not divide evenly; in all others the weight is 1 and nothing is multiplied. What
+    is logged is the loss as ``training_step`` returned it.
+    """
+
+    _row_weight = 1.0
+
+    @override
+    def on_super_batch(self, super_batch: SuperBatch) -> None:
+        size: int = self.distributed_sampler_kwargs["num_replicas"]
+        self._row_weight = super_batch.num_rows * size / super_batch.step_rows
+
+    @override
+    def setup_environment(self) -> None:
+        # Batches of other loaders have no weight, whatever the last one of ours was.
+        self._row_weight = 1.0
+        super().setup_environment()
+
+    @override
+    def backward(
+        self,
+        closure_loss: Tensor,
+        optimizer: Optimizer | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if self._row_weight != 1:
+            closure_loss = closure_loss * self._row_weight
+        return super().backward(closure_loss, optimizer, *args, **kwargs)

@@ -1,0 +1,100 @@
+"""``memmap_superbatch_ddp``: super-batches inside each process, DDP between the processes."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from lightning_memmap.placement import check_device
+from lightning_memmap.strategies._assembly import RowWeighting
+
+
+class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
+    """Trains with DDP from data that all devices hold: each process owns several data devices.
+
+    The devices of each node are divided into groups, one group a process. The first device of a
+    group is the process's root device, which trains; each step the batches of the group are
+    assembled there, and gradients are averaged over the processes of all nodes as under ``ddp``.
+    The global batch has ``batch_size`` rows for each data device of all processes, in the same
+    stream as under ``memmap_superbatch``.
+
+    The loss of a process is weighed by its rows, so that training equals one process also where
+    the last step does not divide evenly.
+
+    Args:
+        data_devices_per_process: Devices in a group, which must divide ``Trainer(devices=...)``.
+            By default all devices of a node: one process a node.
+        root_holds_data: Whether the root devices hold shards too.
+        **kwargs: As for Lightning's ``DDPStrategy``.
+
+    Raises:
+        ValueError: ``data_devices_per_process`` is below 1, does not divide the devices, or leaves
+            no device to hold data.
+    """
+
+    strategy_name = "memmap_superbatch_ddp"
+
+    def __init__(
+        self,
+        data_devices_per_process: int | None = None,
+        root_holds_data: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if data_devices_per_process is not None and data_devices_per_process < 1:
+            raise ValueError(
+                f"data_devices_per_process={data_devices_per_process}: at least 1; leave it out"
+                " for one process a node"
+            )
+        self._devices_per_process = data_devices_per_process
+        self._root_holds_data = root_holds_data
+        super().__init__(**kwargs)
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this node, over all of its processes."""
+        return self._node_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._node_devices = devices
+        if devices is None:
+            return
+        size = self._devices_per_process or len(devices)
+        if len(devices) % size:
+            raise ValueError(
+                f"data_devices_per_process={size}: it does not divide Trainer(devices="
+                f"{len(devices)}); choose a number that does"
+            )
+        if size == 1 and not self._root_holds_data:
+            raise ValueError(
+                "root_holds_data=False with 1 device per process: no device is left to hold data;"
+                " use at least data_devices_per_process=2"
+            )
+        for device in devices:
+            check_device(device)
+
+    @property
+    @override
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        devices = self.parallel_devices
+        return len(devices) // (self._devices_per_process or len(devices)) if devices else 0
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self._group[0]
+
+    @property
+    def data_devices(self) -> tuple[torch.device, ...]:
+        """The devices of this process that hold shards and take batches."""
+        return self._group if self._root_holds_data else self._group[1:]
+
+    @property
+    def _group(self) -> tuple[torch.device, ...]:
+        devices = self.parallel_devices
+        assert devices is not None
+        size = self._devices_per_process or len(devices)
+        return tuple(devices[self.local_rank * size : (self.local_rank + 1) * size])

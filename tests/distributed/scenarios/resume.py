@@ -1,0 +1,71 @@
+"""Checkpoints of every step of one arm, and runs of several arms that go on from some of them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_memmap import MemmapDataModule
+from tests.distributed.scenarios.training import make_strategy
+from tests.models import Points, Regression, make_trainer, weights
+
+EPOCHS = 2
+
+
+class Recorder(Regression):
+    """Notes the rows of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int, list[list[int]]] = {epoch: [] for epoch in range(EPOCHS)}
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.rows[self.current_epoch].append(batch["row"].tolist())
+        return self.loss(batch, "train")
+
+
+def fit(
+    out: Path,
+    rows: int,
+    strategy: str,
+    devices: int,
+    batch_size: int,
+    strategy_options: dict[str, Any] | None = None,
+    accumulate: int = 1,
+    checkpoint: str | None = None,
+    save: bool = False,
+) -> dict[str, Any]:
+    """Train, from the start or from a checkpoint, and tell which rows each epoch had."""
+    data = MemmapDataModule(Points(rows), store_dir=out / "stores", batch_size=batch_size)
+    saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(
+        out,
+        strategy=make_strategy(strategy, strategy_options),
+        devices=devices,
+        max_epochs=EPOCHS,
+        limit_val_batches=0,
+        accumulate_grad_batches=accumulate,
+        enable_checkpointing=save,
+        callbacks=[saver] if save else [],
+    )
+    module = Recorder()
+    trainer.fit(module, data, ckpt_path=checkpoint and out / "saved" / checkpoint)
+    return {"rows": module.rows, "weights": weights(module)}
+
+
+def save_and_resume(
+    out: Path, rows: int, arm: dict[str, Any], steps: list[int], others: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Train one arm with a checkpoint of every step; go on from some of them on it and on others.
+
+    Returns:
+        ``whole``, the run of the arm; and by step, ``resumed``: the runs of the arm and of the
+        others from there.
+    """
+    whole = fit(out, rows, **arm, save=True)
+    resumed = {
+        step: [fit(out, rows, **run, checkpoint=f"step={step}.ckpt") for run in (arm, *others)]
+        for step in steps
+    }
+    return {"whole": whole, "resumed": resumed}

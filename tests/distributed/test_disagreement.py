@@ -1,0 +1,32 @@
+"""Ranks that differ are told so before the first step, all of them, and none waits for ever."""
+
+from pathlib import Path
+
+from tests.distributed.harness import launch
+
+
+def test_ranks_that_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
+    ranks = launch("disagreement.refused", tmp_path, processes=2, devices=2)
+    first, second = (rank["told"] for rank in ranks)
+    assert first.keys() == second.keys()
+    for case, words in {
+        "seed": "seed: 0 on rank 0; 1 on rank 1",
+        "batch_size and drop_last": (
+            "batch_size: 4 on rank 0; 5 on rank 1 | drop_last: False on rank 0; True on rank 1"
+        ),
+        "store": "the train store: 60 rows in 24 shards, content ",
+    }.items():
+        for told in (first, second):
+            assert told[case].startswith("AgreementError: "), case
+            assert words in told[case], case
+    # Who failed says why, and the others are told who it was.
+    assert second["missing store"].startswith("StoreNotFoundError: ")
+    assert first["missing store"].startswith("AgreementError: ")
+    assert "rank 1: StoreNotFoundError: train_dataset=None and no store" in first["missing store"]
+    assert second["dataset"].startswith("DatasetError: ")
+    assert "rank 1: DatasetError: " in first["dataset"]
+    # Both know by themselves that one row is too few for two.
+    for told in (first, second):
+        assert told["too few rows"].startswith("PlacementError: ")
+        # 60 rows in steps of 8, the last of 12.
+        assert told["global_step"] == "7"

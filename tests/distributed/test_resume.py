@@ -1,0 +1,92 @@
+"""A checkpoint from inside an epoch goes on with the next unseen row: on its own arm bit for bit,
+and on other arms and other numbers of processes with the same stream."""
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memmap.order import StepPlan, Stream
+from tests.distributed.harness import launch
+from tests.distributed.scenarios import resume
+
+ROWS = 151
+GLOBAL_BATCH = 16
+#: In the middle of the first epoch, at its end, and in the middle of the second: of 10 steps each.
+STEPS = [3, 10, 13]
+
+DDP = {"strategy": "ddp", "devices": 2, "batch_size": 8}
+SUPERBATCH_DDP = {
+    "strategy": "memmap_superbatch_ddp",
+    "strategy_options": {"data_devices_per_process": 2},
+    "devices": 4,
+    "batch_size": 4,
+}
+SUPERBATCH = {"strategy": "memmap_superbatch", "devices": 2, "batch_size": 8}
+
+
+def epochs() -> list[list[list[int]]]:
+    """The rows of each step of each epoch, sorted."""
+    stream, plan = Stream(ROWS, 24, 0, shuffle=True), StepPlan(ROWS, GLOBAL_BATCH, 24)
+    found = []
+    for epoch in range(resume.EPOCHS):
+        shards, offsets = stream.at(epoch, range(ROWS))
+        order = (offsets * 24 + shards).tolist()
+        bounds = (plan.bounds(step) for step in range(len(plan)))
+        found.append([sorted(order[first:last]) for first, last in bounds])
+    return found
+
+
+def steps_of(runs: list[dict[str, Any]], epoch: int) -> list[list[int]]:
+    """The rows of each step over all ranks, sorted."""
+    parts = [run["rows"][epoch] for run in runs]
+    return [sorted(chain(*step)) for step in zip(*parts, strict=True)]
+
+
+def rest(num_done: int) -> list[list[list[int]]]:
+    """The steps of each epoch that are left after so many."""
+    left = []
+    for steps in epochs():
+        left.append(steps[num_done:])
+        num_done = max(0, num_done - len(steps))
+    return left
+
+
+def assert_goes_on(runs: list[dict[str, Any]], num_done: int) -> None:
+    assert [steps_of(runs, epoch) for epoch in range(resume.EPOCHS)] == rest(num_done)
+
+
+# The resumed runs save nothing.
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize(("arm", "other"), [(DDP, SUPERBATCH_DDP), (SUPERBATCH_DDP, DDP)])
+def test_resume_is_bitwise_on_one_arm_and_goes_on_with_the_rows_on_others(
+    tmp_path: Path, arm: dict[str, Any], other: dict[str, Any]
+) -> None:
+    options = {"rows": ROWS, "arm": arm, "steps": STEPS, "others": [other]}
+    ranks = launch("resume.save_and_resume", tmp_path, processes=2, **options)
+    assert_goes_on([rank["whole"] for rank in ranks], 0)
+    for step in STEPS:
+        for index in range(2):
+            assert_goes_on([rank["resumed"][step][index] for rank in ranks], step)
+        for rank in ranks:
+            assert torch.equal(rank["resumed"][step][0]["weights"], rank["whole"]["weights"])
+        # On one process, in this one.
+        alone = resume.fit(tmp_path, ROWS, **SUPERBATCH, checkpoint=f"step={step}.ckpt")
+        assert_goes_on([alone], step)
+        if arm is SUPERBATCH_DDP:
+            # Stock ddp weighs processes, not rows, in the two short steps of an epoch.
+            whole = ranks[0]["whole"]["weights"]
+            torch.testing.assert_close(alone["weights"], whole, rtol=0, atol=2e-6)
+
+
+def test_resume_between_accumulated_steps_is_bitwise(tmp_path: Path) -> None:
+    arm = {**SUPERBATCH_DDP, "accumulate": 3}
+    options = {"rows": ROWS, "arm": arm, "steps": [2, 5], "others": []}
+    ranks = launch("resume.save_and_resume", tmp_path, processes=2, **options)
+    # Of the ten steps of an epoch, the last one makes a group of its own.
+    for step, num_done in ((2, 6), (5, 13)):
+        assert_goes_on([rank["resumed"][step][0] for rank in ranks], num_done)
+        for rank in ranks:
+            assert torch.equal(rank["resumed"][step][0]["weights"], rank["whole"]["weights"])

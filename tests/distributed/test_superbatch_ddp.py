@@ -1,0 +1,96 @@
+"""Super-batches inside each process and DDP between them: as one process, tails included."""
+
+import re
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memmap.strategies import SuperBatchDDPStrategy
+from tests.distributed.harness import global_batches, launch
+from tests.models import make_trainer
+
+FIT = "training.fit_and_test"
+#: The last two steps of an epoch have 12 and 11 rows, which neither 2 nor 4 processes divide.
+ROWS = 151
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("one")
+    options = {"strategy": "memmap_superbatch", "devices": 4, "batch_size": 4, "rows": ROWS}
+    return launch(FIT, out, processes=1, **options)[0]
+
+
+def assert_as_one_process(ranks: list[dict[str, Any]], one_process: dict[str, Any]) -> None:
+    found = [sorted(step) for step in global_batches([rank["seen"]["train"] for rank in ranks])]
+    assert found == [sorted(step) for step in one_process["seen"]["train"]]
+    tested = sorted(chain(*chain(*(rank["seen"]["test"] for rank in ranks))))
+    assert tested == list(range(5000, 5000 + ROWS - 3))
+    for rank in ranks:
+        assert torch.equal(rank["weights"], ranks[0]["weights"])
+        # float32 sums in another order, over 20 steps of Adam.
+        torch.testing.assert_close(rank["weights"], one_process["weights"], rtol=0, atol=2e-6)
+        assert rank["test_mean"] == pytest.approx(one_process["test_mean"], abs=1e-6)
+
+
+@pytest.mark.parametrize(("processes", "group"), [(2, 2), (4, 1)])
+def test_groups_of_devices_are_processes_and_train_as_one(
+    tmp_path: Path, one_process: dict[str, Any], processes: int, group: int
+) -> None:
+    options = {
+        "strategy": "memmap_superbatch_ddp",
+        "strategy_options": {"data_devices_per_process": group},
+        "devices": 4,
+        "batch_size": 4,
+        "rows": ROWS,
+    }
+    assert_as_one_process(launch(FIT, tmp_path, processes=processes, **options), one_process)
+
+
+def test_two_nodes_by_torchrun_train_as_one(tmp_path: Path, one_process: dict[str, Any]) -> None:
+    options = {
+        "strategy": "memmap_superbatch_ddp",
+        "num_nodes": 2,
+        "devices": 2,
+        "batch_size": 4,
+        "rows": ROWS,
+    }
+    ranks = launch(FIT, tmp_path, processes=2, nodes=2, **options)
+    assert_as_one_process(ranks, one_process)
+
+
+def test_devices_are_divided_into_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, strategy=SuperBatchDDPStrategy(2), devices=6, num_nodes=3)
+    strategy: Any = trainer.strategy
+    assert (strategy.num_processes, trainer.world_size) == (3, 9)
+    assert strategy.data_devices == (torch.device("cpu"),) * 2
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 9, "rank": 0}
+
+
+def test_groups_of_gpus_belong_to_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_memmap.strategies.superbatch_ddp.check_device", lambda _: None)
+    strategy = SuperBatchDDPStrategy(3, root_holds_data=False)
+    strategy.parallel_devices = [torch.device("cuda", index) for index in range(6)]
+    groups = []
+    for local_rank in range(2):
+        monkeypatch.setattr(SuperBatchDDPStrategy, "local_rank", local_rank)
+        groups.append([str(strategy.root_device), *map(str, strategy.data_devices)])
+    assert groups == [["cuda:0", "cuda:1", "cuda:2"], ["cuda:3", "cuda:4", "cuda:5"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "words"),
+    [
+        ({"data_devices_per_process": 0}, 2, "data_devices_per_process=0: at least 1"),
+        ({"data_devices_per_process": 3}, 4, "does not divide Trainer(devices=4)"),
+        ({"data_devices_per_process": 1, "root_holds_data": False}, 2, "no device is left"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(
+    tmp_path: Path, options: dict[str, Any], devices: int, words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make_trainer(tmp_path, strategy=SuperBatchDDPStrategy(**options), devices=devices)
