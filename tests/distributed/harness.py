@@ -137,6 +137,17 @@ def free_port() -> int:
         return port
 
 
+def mean_losses(ranks: list[dict[str, Any]]) -> torch.Tensor:
+    """The mean loss over the rows of each step, from the mean losses of the ranks.
+
+    Args:
+        ranks: What each rank returned: its ``losses``, and the rows that it has ``seen``.
+    """
+    losses = torch.tensor([rank["losses"] for rank in ranks], dtype=torch.float64)
+    rows = torch.tensor([[len(step) for step in rank["seen"]["train"]] for rank in ranks])
+    return (losses * rows).sum(0) / rows.sum(0)
+
+
 def global_batches(ranks: list[list[list[int]]]) -> list[list[int]]:
     """The rows of each step over all data-parallel ranks, in stream order where the step begins
     with rank 0: rank r of R has every R-th row.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memmap.order import StepPlan, Stream
-from tests.distributed.harness import global_batches, launch
+from tests.distributed.harness import global_batches, launch, mean_losses
 
 GLOBAL_BATCH = 16
 FIT = "training.fit_and_test"
@@ -42,6 +42,8 @@ def test_ddp_has_global_batches_and_weights_of_one_process(
     options = {"strategy": "ddp", "devices": size, "batch_size": GLOBAL_BATCH // size, "rows": 160}
     ranks = launch(FIT, tmp_path, processes=size, **options)
     assert global_batches([r["seen"]["train"] for r in ranks]) == one_process["seen"]["train"]
+    expected = mean_losses([one_process])
+    torch.testing.assert_close(mean_losses(ranks), expected, rtol=1e-6, atol=1e-6)
     for rank in ranks:
         assert torch.equal(rank["weights"], ranks[0]["weights"])
         torch.testing.assert_close(rank["weights"], one_process["weights"], rtol=0, atol=2e-6)

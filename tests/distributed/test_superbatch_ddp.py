@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memmap.strategies import SuperBatchDDPStrategy
-from tests.distributed.harness import global_batches, launch
+from tests.distributed.harness import global_batches, launch, mean_losses
 from tests.models import make_trainer
 
 FIT = "training.fit_and_test"
@@ -29,6 +29,8 @@ def assert_as_one_process(ranks: list[dict[str, Any]], one_process: dict[str, An
     assert found == [sorted(step) for step in one_process["seen"]["train"]]
     tested = sorted(chain(*chain(*(rank["seen"]["test"] for rank in ranks))))
     assert tested == list(range(5000, 5000 + ROWS - 3))
+    expected = mean_losses([one_process])
+    torch.testing.assert_close(mean_losses(ranks), expected, rtol=1e-6, atol=1e-6)
     for rank in ranks:
         assert torch.equal(rank["weights"], ranks[0]["weights"])
         # float32 sums in another order, over 20 steps of Adam.

@@ -18,6 +18,12 @@ class Recorder(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.test_mean = MeanMetric()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch, "train")
+        self.losses.append(loss.item())
+        return loss
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.seen.setdefault("test", []).append(batch["row"].tolist())
@@ -61,6 +67,7 @@ def fit_and_test(
     (metrics,) = trainer.test(module, data, verbose=False)
     return {
         "seen": module.seen,
+        "losses": module.losses,
         "weights": weights(module),
         "test_mean": metrics["test_mean"],
     }

@@ -1,0 +1,69 @@
+"""The rows that each rank would have under strategies that do not run on this machine: by the rank
+and the number of processes that they give to Lightning's samplers."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_memmap.order import StepPlan
+from lightning_memmap.store import Store
+from tests.rows import epoch_rows, joined, make_loader, stream_rows
+
+NUM_NODES, DEVICES = 2, 3
+
+
+class Node(LightningEnvironment):
+    """One process of one node."""
+
+    def __init__(self, node_rank: int, local_rank: int) -> None:
+        super().__init__()
+        self._place = node_rank, local_rank
+
+    def node_rank(self) -> int:
+        return self._place[0]
+
+    def local_rank(self) -> int:
+        return self._place[1]
+
+
+@pytest.mark.parametrize("make", [DDPStrategy, FSDPStrategy, DeepSpeedStrategy])
+@pytest.mark.parametrize("num_rows", [100, 97])
+def test_ranks_of_two_nodes_have_the_global_batches_of_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+    numbered_store: Callable[..., Store],
+    make: type,
+    num_rows: int,
+) -> None:
+    # Put back after the test: a strategy tells the whole process which rank it is.
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    if make is DeepSpeedStrategy and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    store = numbered_store(num_rows, 24)
+    loaders = []
+    for node in range(NUM_NODES):
+        for local_rank in range(DEVICES):
+            strategy: Any = make(
+                parallel_devices=[torch.device("cpu")] * DEVICES,
+                cluster_environment=Node(node, local_rank),
+            )
+            strategy.num_nodes = NUM_NODES
+            strategy.set_world_ranks()
+            sharding = strategy.distributed_sampler_kwargs
+            loader = make_loader(
+                store, 1, 4, rank=sharding["rank"], size=sharding["num_replicas"], shuffle=True
+            )
+            loaders.append(loader)
+    steps = [
+        sorted(joined(parts))
+        for parts in zip(*(epoch_rows(loader) for loader in loaders), strict=True)
+    ]
+    plan = StepPlan(num_rows, 4 * NUM_NODES * DEVICES, 24)
+    stream = loaders[0].stream
+    bounds = [plan.bounds(step) for step in range(len(plan))]
+    assert steps == [sorted(stream_rows(stream, 0, first, last)) for first, last in bounds]
