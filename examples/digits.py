@@ -284,7 +284,7 @@ class DigitsClassifier(L.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The cross-entropy of a batch, logged as ``train_loss``."""
         loss = F.cross_entropy(self(batch["image"]), batch["label"])
-        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

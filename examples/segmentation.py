@@ -262,7 +262,7 @@ class Segmenter(L.LightningModule):
             + F.binary_cross_entropy_with_logits(striped, batch["striped"])
             + F.binary_cross_entropy_with_logits(kinds, batch["kinds"])
         )
-        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

@@ -110,6 +110,14 @@ def test_config_serves_all_subcommands(
 # Digits and Fashion-MNIST
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "memmap_superbatch_ddp"])
+def test_config_of_a_strategy_is_laid_over_another(tmp_path: Path, strategy: str) -> None:
+    over = str(ROOT / "examples" / "configs" / "strategies" / f"{strategy}.yaml")
+    printed = run_cli(tmp_path, "fit", "digits.yaml", "--config", over, "--trainer.max_epochs", "2")
+    assert metric(printed, "val_accuracy") > 0.9
+    assert f"Starting with {4 if strategy == 'ddp' else 2} processes" in printed
+
+
 def test_digits_splits_are_disjoint_and_repeat() -> None:
     splits = {name: Digits(name) for name in ("train", "val", "test")}
     assert [len(split) for split in splits.values()] == [1257, 270, 270]
