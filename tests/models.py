@@ -52,7 +52,10 @@ class Regression(L.LightningModule):
     def loss(self, batch: dict[str, Tensor], stage: str) -> Tensor:
         self.seen.setdefault(stage, []).append(batch["row"].tolist())
         loss = nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
-        self.log(f"{stage}_loss", loss, batch_size=len(batch["row"]))
+        # Over all rows of all processes where an epoch is evaluated, which others act upon.
+        self.log(
+            f"{stage}_loss", loss, batch_size=len(batch["row"]), sync_dist=stage in ("val", "test")
+        )
         return loss
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
@@ -70,6 +73,77 @@ class Regression(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+class Sgd(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Manual(Regression):
+    """Optimizes by hand, every second batch, with its own clipping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = self.loss(batch, "train")
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            optimizer: Any = self.optimizers()
+            self.clip_gradients(optimizer, gradient_clip_val=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class TwoOptimizers(Regression):
+    """Two parts, two optimizers, two schedulers, taken in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        schedulers: Any = self.lr_schedulers()
+        optimizer = optimizers[batch_idx % 2]
+        self.toggle_optimizer(optimizer)
+        self.manual_backward(self.loss(batch, "train"))
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+        schedulers[batch_idx % 2].step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [
+            torch.optim.Adam(self.net[0].parameters(), lr=0.05),
+            torch.optim.SGD(self.net[2].parameters(), lr=0.1, momentum=0.9),
+        ]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in optimizers]
+
+
+class Scheduled(Regression):
+    """A learning rate that halves with every optimizer step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.08)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Plateau(Regression):
+    """A learning rate that follows the validation loss."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.08)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.1, patience=0, threshold=1e9, threshold_mode="abs"
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
+        }
 
 
 def make_trainer(path: Path, **options: Any) -> L.Trainer:

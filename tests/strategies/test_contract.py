@@ -1,5 +1,7 @@
 """What every strategy of this pack must do for Lightning: the same checks on each name.
 
+Names of one process run here; those of several are in `tests.distributed.test_contract`.
+
 Wherever a result has a right value, it is that of Lightning's own single-device strategy with the
 same global batches.
 """
@@ -23,10 +25,21 @@ from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule, register
 from lightning_memmap.strategies import STRATEGIES
-from tests.models import Points, Regression, make_trainer, weights
+from tests.models import (
+    Manual,
+    Plateau,
+    Points,
+    Regression,
+    Scheduled,
+    Sgd,
+    TwoOptimizers,
+    make_trainer,
+    weights,
+)
 from tests.rows import joined
+from tests.strategies.names import names_of_one_process
 
-NAMES = [name for name, *_ in STRATEGIES]
+NAMES = names_of_one_process()
 DEVICES = 2
 BATCH_SIZE = 5
 GLOBAL_BATCH = DEVICES * BATCH_SIZE
@@ -34,6 +47,7 @@ GLOBAL_BATCH = DEVICES * BATCH_SIZE
 TRAIN = Points(63)
 VAL, TEST = Points(20, 100), Points(25, 200)
 
+every_name = pytest.mark.parametrize("name", [name for name, *_ in STRATEGIES])
 every_strategy = pytest.mark.parametrize("name", NAMES)
 
 
@@ -75,7 +89,7 @@ def assert_as_reference(
     return found
 
 
-@every_strategy
+@every_name
 class TestRegistration:
     def test_name_is_listed_by_lightning(self, name: str) -> None:
         assert name in StrategyRegistry.available_strategies()
@@ -94,9 +108,6 @@ class TestRegistration:
         strategy = strategy_class(name)()
         trainer = make_trainer(tmp_path, strategy=strategy, devices=DEVICES)
         assert trainer.strategy is strategy
-        module = Regression()
-        trainer.fit(module, datamodule=make_data(tmp_path))
-        assert sorted(joined(module.seen["train"])) == list(range(63))
 
 
 def strategy_class(name: str) -> Any:
@@ -105,6 +116,13 @@ def strategy_class(name: str) -> Any:
 
 @every_strategy
 class TestStages:
+    def test_fit_under_an_object_sees_each_row(self, name: str, tmp_path: Path) -> None:
+        strategy = strategy_class(name)()
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=DEVICES)
+        module = Regression()
+        trainer.fit(module, datamodule=make_data(tmp_path))
+        assert sorted(joined(module.seen["train"])) == list(range(63))
+
     def test_fit_sees_each_row_once_an_epoch(self, name: str, tmp_path: Path) -> None:
         module, trainer = fit(name, tmp_path, max_epochs=3, num_sanity_val_steps=0)
         steps = [module.seen["train"][start : start + 7] for start in (0, 7, 14)]
@@ -291,77 +309,6 @@ class Quiet(Regression):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
-
-
-class Sgd(Regression):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
-class Manual(Regression):
-    """Optimizes by hand, every second batch, with its own clipping."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        loss = self.loss(batch, "train")
-        self.manual_backward(loss / 2)
-        if batch_idx % 2:
-            optimizer: Any = self.optimizers()
-            self.clip_gradients(optimizer, gradient_clip_val=0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class TwoOptimizers(Regression):
-    """Two parts, two optimizers, two schedulers, taken in turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        schedulers: Any = self.lr_schedulers()
-        optimizer = optimizers[batch_idx % 2]
-        self.toggle_optimizer(optimizer)
-        self.manual_backward(self.loss(batch, "train"))
-        optimizer.step()
-        optimizer.zero_grad()
-        self.untoggle_optimizer(optimizer)
-        schedulers[batch_idx % 2].step()
-
-    def configure_optimizers(self) -> Any:
-        optimizers = [
-            torch.optim.Adam(self.net[0].parameters(), lr=0.05),
-            torch.optim.SGD(self.net[2].parameters(), lr=0.1, momentum=0.9),
-        ]
-        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in optimizers]
-
-
-class Scheduled(Regression):
-    """A learning rate that halves with every optimizer step."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.08)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-class Plateau(Regression):
-    """A learning rate that follows the validation loss."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.08)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-            optimizer, factor=0.1, patience=0, threshold=1e9, threshold_mode="abs"
-        )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
-        }
 
 
 @every_strategy
