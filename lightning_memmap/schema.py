@@ -110,6 +110,23 @@ class Schema:
         _check_names([field.name for field in fields])
         return cls(fields, structure)
 
+    @classmethod
+    def from_batch(cls, batch: Any) -> "Schema":
+        """Describe a row of a batch, which is any nesting of tensors whose first dimension is the
+        rows.
+
+        Raises:
+            SchemaError: A leaf is no tensor, has no dimension, or has a dtype that cannot be
+                stored. The message names the field.
+        """
+        leaves: list[tuple[str, Any]] = []
+        structure = _describe(batch, (), leaves)
+        if not leaves:
+            raise SchemaError(f"{batch!r} holds no tensor")
+        fields = tuple(_describe_rows(name, leaf) for name, leaf in leaves)
+        _check_names([field.name for field in fields])
+        return cls(fields, structure)
+
     @property
     def row_bytes(self) -> int:
         """Bytes of one row over all fields."""
@@ -144,6 +161,31 @@ class Schema:
                 )
             arrays.append(array)
         return arrays
+
+    def flatten_batch(self, batch: Any) -> list[Tensor]:
+        """Check a batch of rows against this schema and return its leaves in the order of the
+        fields.
+
+        Returns:
+            One tensor of shape (B, *field shape) per field, where the batch has it.
+
+        Raises:
+            SchemaError: The message names the field, what was found and what was expected.
+        """
+        leaves: list[Any] = []
+        _flatten(batch, self.structure, "", leaves)
+        for field, leaf in zip(self.fields, leaves, strict=True):
+            found = _describe_rows(field.name, leaf)
+            if found != field:
+                raise SchemaError(
+                    f"field {field.name!r}: found rows of {found}, expected rows of {field}"
+                )
+            if len(leaf) != len(leaves[0]):
+                raise SchemaError(
+                    f"field {field.name!r}: found {len(leaf)} rows, and {len(leaves[0])} of field"
+                    f" {self.fields[0].name!r}"
+                )
+        return [leaf.detach().resolve_conj().resolve_neg() for leaf in leaves]
 
     def builder(self, sample: Any = None) -> Callable[[Sequence[Tensor]], Any]:
         """A function that nests one tensor per field the way ``default_collate`` would: tuples
@@ -298,14 +340,18 @@ def _flatten(value: Any, node: Node, name: str, leaves: list[Any]) -> None:
         _flatten(child, child_node, f"{name}.{part}" if name else part, leaves)
 
 
+def _check_dense(name: str, leaf: Tensor) -> None:
+    if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
+        raise SchemaError(
+            f"field {name!r}: found a {leaf.layout} tensor; only dense tensors are stored:"
+            " convert it, or pad it to one shape"
+        )
+
+
 def _to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
     """A leaf as a dense CPU tensor or numpy array, and its kind."""
     if isinstance(leaf, Tensor):
-        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
-            raise SchemaError(
-                f"field {name!r}: found a {leaf.layout} tensor; only dense tensors are stored:"
-                " convert it in the dataset, or pad it to one shape"
-            )
+        _check_dense(name, leaf)
         leaf = leaf.detach()
         if leaf.is_conj() or leaf.is_neg():
             leaf = leaf.resolve_conj().resolve_neg()
@@ -366,6 +412,22 @@ _FROM_NUMPY = {
 def _describe_leaf(name: str, leaf: Any) -> Field:
     array, kind = _to_array(name, leaf)
     return Field(name, _array_dtype(name, array), tuple(array.shape), kind)
+
+
+def _describe_rows(name: str, leaf: Any) -> Field:
+    """The field of which a tensor holds rows."""
+    if not isinstance(leaf, Tensor):
+        raise SchemaError(
+            f"field {name!r}: found {type(leaf).__name__}; give tensors whose first dimension is"
+            " the rows of the batch"
+        )
+    if leaf.ndim == 0:
+        raise SchemaError(
+            f"field {name!r}: found a tensor without dimensions; its first dimension must be the"
+            " rows of the batch"
+        )
+    _check_dense(name, leaf)
+    return Field(name, _array_dtype(name, leaf), tuple(leaf.shape[1:]), "tensor")
 
 
 def _builder(node: Node, sample: Any, counter: Any) -> Callable[[Sequence[Tensor]], Any]:

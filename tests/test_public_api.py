@@ -21,7 +21,7 @@ NAMES = {
         "open_store",
         "verify_store",
     ],
-    "lightning_memmap.callbacks": ["RunSummary"],
+    "lightning_memmap.callbacks": ["PredictionTable", "RunSummary"],
     "lightning_memmap.loading": [
         "AssembledLoader",
         "ResidentShards",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from lightning_memmap.errors import StoreError
 from lightning_memmap.store.manifest import MANIFEST
 
 _log = logging.getLogger(__name__)
@@ -29,12 +30,22 @@ def _old_path(directory: Path) -> Path:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold the one lock for changes to the store at ``directory``; wait while another has it."""
+def locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the one lock for changes to the store at ``directory``.
+
+    Args:
+        directory: Directory of the store.
+        wait: Wait while another process has the lock.
+
+    Raises:
+        StoreError: Another process has it, and ``wait`` is False.
+    """
     lock = FileLock(directory.parent / f".{directory.name}.lock")
     try:
         lock.acquire(timeout=0.1)
     except Timeout:
+        if not wait:
+            raise StoreError(f"another process writes the store at {directory}") from None
         _log.warning("another process builds the store at %s: waiting for it", directory)
         lock.acquire()
     try:

@@ -6,16 +6,13 @@ before that leaves no store, or the old one. What a killed build has finished is
 journal and not read again by the next one.
 """
 
-import errno
 import json
 import os
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import cached_property
-from importlib.metadata import version
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from time import monotonic
@@ -23,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -31,9 +27,16 @@ from lightning_memmap.errors import DatasetError, MemmapError, SchemaError, Stor
 from lightning_memmap.order import shard_starts
 from lightning_memmap.schema import Field, Schema
 from lightning_memmap.store.checksums import compute_checksums
+from lightning_memmap.store.files import (
+    commit,
+    describe_source,
+    hash_written_row,
+    make_files,
+    sync_files,
+    write_all,
+)
 from lightning_memmap.store.manifest import Manifest, check_regular, field_path
 from lightning_memmap.store.probes import (
-    hash_row,
     random_dataset_error,
     read_row,
     take_probes,
@@ -44,9 +47,7 @@ from lightning_memmap.store.recovery import (
     building_path,
     is_store,
     locked,
-    put_in_place,
     recover,
-    sync_directory,
 )
 
 _PLAN = "plan.json"
@@ -213,11 +214,7 @@ class _Build:
             return done
         if os.path.lexists(self.building):
             shutil.rmtree(self.building)
-        try:
-            self._allocate()
-        except BaseException:
-            shutil.rmtree(self.building, ignore_errors=True)
-            raise
+        make_files(self.directory, self.schema, self.num_rows)
         with open(self.building / _PLAN, "w", encoding="utf-8") as file:
             json.dump(plan, file)
         return set()
@@ -227,42 +224,6 @@ class _Build:
             check_regular(field_path(self.building, field)) == self.num_rows * field.row_bytes
             for field in self.schema.fields
             if field.row_bytes
-        )
-
-    def _allocate(self) -> None:
-        # tensordict makes the files and its meta.json; then the disk space is claimed, so that
-        # a full disk is an error now and neither a late one nor a SIGBUS.
-        self.building.mkdir()
-        needed = self.num_rows * self.schema.row_bytes
-        free = shutil.disk_usage(self.building).free
-        if needed > free:
-            raise self._disk_full(needed, free)
-        rows = {
-            field.name: torch.empty((1, *field.shape), dtype=field.dtype).expand(
-                self.num_rows, *field.shape
-            )
-            for field in self.schema.fields
-        }
-        TensorDict(rows, batch_size=[self.num_rows]).memmap_like(str(self.building))
-        if not hasattr(os, "posix_fallocate"):
-            return
-        for field in self.schema.fields:
-            if not field.row_bytes:
-                continue
-            with open(field_path(self.building, field), "r+b") as file:
-                try:
-                    os.posix_fallocate(file.fileno(), 0, self.num_rows * field.row_bytes)
-                except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                        raise
-                    raise self._disk_full(needed, free) from error
-
-    def _disk_full(self, needed: int, free: int) -> OSError:
-        return OSError(
-            errno.ENOSPC,
-            f"the store needs {needed} bytes, and {free} are free: free some space, or choose a"
-            " `store_dir` on a larger disk",
-            str(self.directory),
         )
 
     def _write_blocks(self, todo: list[int], num_workers: int, advance: Advance) -> None:
@@ -291,47 +252,30 @@ class _Build:
 
     def _journal(self, written: list[int]) -> None:
         # A block is noted only once it is on the disk.
-        self._sync_files()
+        sync_files(self.building, self.schema)
         with open(self.building / _JOURNAL, "a", encoding="ascii") as file:
             file.writelines(f"{block}\n" for block in written)
             file.flush()
             os.fsync(file.fileno())
         written.clear()
 
-    def _sync_files(self) -> None:
-        for field in self.schema.fields:
-            if field.row_bytes:
-                with open(field_path(self.building, field), "rb") as file:
-                    os.fsync(file.fileno())
-
     def _check_written_probes(self) -> None:
-        starts = shard_starts(self.num_rows, self.num_shards)
         for row, expected in self.probes:
-            place = int(starts[row % self.num_shards]) + row // self.num_shards
-            leaves = []
-            for field in self.schema.fields:
-                size = field.row_bytes
-                if size:
-                    with open(field_path(self.building, field), "rb") as file:
-                        data = os.pread(file.fileno(), size, place * size)
-                    leaves.append(np.frombuffer(data, np.uint8))
-            if hash_row(leaves) != expected:
+            found = hash_written_row(
+                self.building, row, self.schema, self.num_rows, self.num_shards
+            )
+            if found != expected:
                 names = ", ".join(field.name for field in self.schema.fields)
                 shutil.rmtree(self.building)
                 raise random_dataset_error(row, names)
 
     def _commit(self, checksums: dict[str, tuple[str, ...]]) -> None:
-        source = {
-            "dataset": f"{type(self.dataset).__module__}.{type(self.dataset).__qualname__}",
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **{name: version(name) for name in ("lightning_memmap", "torch", "tensordict")},
-        }
+        kind = type(self.dataset)
+        source = describe_source(dataset=f"{kind.__module__}.{kind.__qualname__}")
         manifest = Manifest(
             self.num_rows, self.num_shards, self.schema, self.probes, checksums, source
         )
-        manifest.write(self.building)
-        sync_directory(self.building)
-        put_in_place(self.directory)
+        commit(self.directory, manifest)
         for name in (_PLAN, _JOURNAL):
             (self.directory / name).unlink()
 
@@ -408,7 +352,7 @@ class _BlockWriter(Dataset[Any]):
                 continue
             for shard, rows in _deal(first, num_rows, build.num_shards):
                 place = self._starts[shard] + (first + rows.start) // build.num_shards
-                _write_all(buffer.descriptor, buffer.rows(rows), place * buffer.row_bytes)
+                write_all(buffer.descriptor, buffer.rows(rows), place * buffer.row_bytes)
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -462,9 +406,3 @@ def _deal(first: int, num_rows: int, num_shards: int) -> Iterator[tuple[int, ran
     """The rows of a block that go to each shard, as positions within the block."""
     for start in range(min(num_shards, num_rows)):
         yield (first + start) % num_shards, range(start, num_rows, num_shards)
-
-
-def _write_all(descriptor: int, data: memoryview, place: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, place)
-        data, place = data[written:], place + written

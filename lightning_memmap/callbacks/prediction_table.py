@@ -1,0 +1,225 @@
+"""Predictions of all processes, put back into dataset order: a store with a row for each row."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from lightning_memmap.errors import MemmapError, SchemaError, StoreError
+from lightning_memmap.loading import ZippedLoader
+from lightning_memmap.schema import Schema
+from lightning_memmap.store.table import TableBuild, TablePlan, TableWriter, check_place
+
+#: Where the predicted rows lie in no store, and so in no number of shards.
+_NUM_SHARDS = 24
+
+T = TypeVar("T")
+
+
+class PredictionTable(BasePredictionWriter):
+    """Writes what ``predict_step`` returns into a store: its row ``i`` is the prediction for row
+    ``i`` of the dataset, whichever process made it.
+
+    ``predict_step`` returns tensors whose first dimension is the rows of the batch, in any nesting
+    of dicts, tuples, lists, named tuples and dataclasses. The store has its structure, and the
+    shards of the store that was predicted.
+
+    Each process writes its own rows as they come, so that no process needs memory for more than
+    a batch, where predictions are not returned as well (``trainer.predict(...,
+    return_predictions=False)``). At the end rank zero sees that each row was written exactly once,
+    and puts the store in place. A run that ends before that leaves no store, or the old one.
+
+    All ranks must run this callback, and see one file system at ``path``.
+
+    Args:
+        path: Directory of the store that is written.
+        overwrite: Replace a store that is there. It stays until the new one is whole.
+
+    Raises:
+        StoreError: ``path`` is taken; a row was not predicted, or predicted twice.
+        SchemaError: ``predict_step`` returned what cannot be stored, or rows of another shape or
+            dtype than before.
+        ValueError: Not all batches are predicted, there are several loaders, or batches whose rows
+            nobody knows.
+    """
+
+    def __init__(self, path: str | Path, overwrite: bool = False) -> None:
+        super().__init__("batch")
+        self.path = Path(path).resolve()
+        self.overwrite = overwrite
+        self._num_rows = self._num_shards = 0
+        self._schema: Schema | None = None
+        self._build: TableBuild | None = None
+        self._writer: TableWriter | None = None
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Check that the table may be written, before anything is predicted."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "predict":
+            check_place(self.path, overwrite=self.overwrite)
+
+    @override
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Find out how many rows there are.
+
+        Raises:
+            ValueError: Some rows would be left without a prediction, or cannot be told apart.
+        """
+        self._let_go()
+        loader: Any = trainer.predict_dataloaders
+        if isinstance(loader, (list, tuple, dict)):
+            raise ValueError(
+                f"PredictionTable: there are {len(loader)} predict dataloaders, and a table is of"
+                " one: call trainer.predict for each, with a path of its own"
+            )
+        self._num_rows, self._num_shards = _rows_and_shards(loader)
+        (num_batches,) = trainer.num_predict_batches
+        if num_batches < len(loader) and not getattr(trainer, "fast_dev_run", False):
+            raise ValueError(
+                f"limit_predict_batches={trainer.limit_predict_batches}: of {len(loader)} batches"
+                f" {num_batches} would be predicted, and a table has a row for each row of the"
+                " dataset: predict all, or leave PredictionTable out"
+            )
+
+    @override
+    def write_on_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write the rows of a batch; with the first one, all ranks make the table together."""
+        try:
+            if batch_idx == 0:
+                self._schema = Schema.from_batch(prediction)
+            assert self._schema is not None
+            leaves = self._schema.flatten_batch(prediction)
+        except SchemaError as error:
+            raise SchemaError(f"predict_step, batch {batch_idx}: {error}") from error
+        if not batch_indices:
+            raise _unknown_rows(trainer.predict_dataloaders)
+        if len(leaves[0]) != len(batch_indices):
+            raise ValueError(
+                f"predict_step, batch {batch_idx}: it returned {len(leaves[0])} rows for a batch of"
+                f" {len(batch_indices)}; the first dimension of every tensor must be the rows of"
+                " the batch"
+            )
+        if batch_idx == 0:
+            self._open(trainer, self._schema)
+        if self._writer is not None:
+            self._writer.write(batch_indices, leaves)
+
+    @override
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put the table in place, on rank zero, while the others wait for it.
+
+        Raises:
+            StoreError: A row was not predicted, or predicted twice.
+        """
+        num_written = 0
+        if self._writer is not None:
+            num_written = self._writer.num_written
+            self._writer.close()
+        count = torch.tensor(num_written, device=trainer.strategy.root_device)
+        total = int(trainer.strategy.reduce(count, reduce_op="sum"))
+        if getattr(trainer, "fast_dev_run", False):
+            rank_zero_info("PredictionTable: fast_dev_run leaves no table")
+        else:
+            model = f"{type(pl_module).__module__}.{type(pl_module).__qualname__}"
+            _on_rank_zero(trainer, lambda: self._finish(total, model))
+            rank_zero_info(f"PredictionTable: {self._num_rows} rows are at {self.path}")
+        self._let_go()
+
+    @override
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Let go of what was written."""
+        self._let_go()
+
+    def _open(self, trainer: L.Trainer, schema: Schema) -> None:
+        """Make the files, on rank zero, and open them on all ranks, or raise on all."""
+        own = TablePlan(self.path, self._num_rows, self._num_shards, schema)
+        plan, token = _on_rank_zero(trainer, lambda: (own, self._make(own)))
+        failure: Exception | None = None
+        try:
+            if own != plan:
+                raise StoreError(
+                    f"predict_step, batch 0: rank {trainer.global_rank} would write {own}, and"
+                    f" rank 0 {plan}"
+                )
+            if _is_first_of_its_rank(trainer):
+                self._writer = TableWriter(plan, token)
+        except (MemmapError, OSError) as error:
+            failure = error
+        if not trainer.strategy.reduce_boolean_decision(failure is None):
+            raise failure or StoreError(
+                f"another process cannot write to the table at {self.path}: it says why"
+            )
+
+    def _make(self, plan: TablePlan) -> str:
+        self._build = TableBuild(plan, overwrite=self.overwrite)
+        return self._build.token
+
+    def _finish(self, num_written: int, model: str) -> None:
+        assert self._build is not None
+        self._build.finish(num_written, predictions=model)
+
+    def _let_go(self) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+        if self._build is not None:
+            self._build.abandon()
+        self._writer = self._build = self._schema = None
+
+
+def _rows_and_shards(loader: Any) -> tuple[int, int]:
+    """Rows that a loader's dataset has, and the shards that they are dealt to."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if isinstance(sampler, ZippedLoader):
+        return sampler.stream.num_rows, sampler.stream.num_shards
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        return len(loader.dataset), _NUM_SHARDS  # type: ignore[arg-type]
+    raise _unknown_rows(loader)
+
+
+def _unknown_rows(loader: Any) -> ValueError:
+    return ValueError(
+        f"PredictionTable: which rows the batches of a {type(loader).__name__} hold is not known:"
+        " predict with a MemmapDataModule, or with torch's DataLoader over a map-style dataset"
+    )
+
+
+def _is_first_of_its_rank(trainer: L.Trainer) -> bool:
+    """Whether no process before this one has the same data-parallel rank, and so the same rows.
+    All ranks must ask."""
+    sharding = trainer.distributed_sampler_kwargs or {"rank": 0}
+    own = torch.tensor(sharding["rank"], device=trainer.strategy.root_device)
+    ranks = trainer.strategy.all_gather(own).flatten().tolist()
+    return sharding["rank"] not in ranks[: trainer.global_rank]
+
+
+def _on_rank_zero(trainer: L.Trainer, act: Callable[[], T]) -> T:
+    """Do something on rank zero alone, and give all ranks what it returned, or its error."""
+    outcome: tuple[Any, Exception | None] = None, None
+    if trainer.is_global_zero:
+        try:
+            outcome = act(), None
+        except (MemmapError, OSError) as error:
+            outcome = None, error
+    result, failure = trainer.strategy.broadcast(outcome)
+    if failure is not None:
+        raise failure
+    value: T = result
+    return value

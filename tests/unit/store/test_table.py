@@ -1,0 +1,202 @@
+"""Tables: rows from several writers in any order, all of them exactly once or no table."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.schema import DTYPES, Schema
+from lightning_memmap.store import build_store, open_store, verify_store
+from lightning_memmap.store.table import TableBuild, TablePlan, TableWriter
+from tests.datasets import Numbered, in_dataset_order
+
+REPOSITORY = Path(__file__).parents[3]
+OLD, NEW = 1, 2
+
+
+def make_plan(path: Path, batch: Any, num_rows: int, num_shards: int = 4) -> TablePlan:
+    return TablePlan(path / "table", num_rows, num_shards, Schema.from_batch(batch))
+
+
+def numbers(num_rows: int, offset: int = 0) -> Tensor:
+    return torch.arange(num_rows) + offset
+
+
+def write(path: Path, rows: list[int], num_rows: int = 20, **options: Any) -> None:
+    """A table of numbers to which just these rows are written, each its own number."""
+    plan = make_plan(path, numbers(1), num_rows)
+    build = TableBuild(plan, **options)
+    writer = TableWriter(plan, build.token)
+    writer.write(rows, [torch.tensor(rows)])
+    writer.close()
+    build.finish(len(rows))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_shards"), [(1, 4), (3, 24), (24, 24), (101, 7), (1000, 24)]
+)
+def test_rows_of_several_writers_in_any_order_are_in_dataset_order(
+    tmp_path: Path, num_rows: int, num_shards: int
+) -> None:
+    values = {"x": torch.rand(num_rows, 3), "row": numbers(num_rows)}
+    plan = make_plan(tmp_path, values, num_rows, num_shards)
+    build = TableBuild(plan)
+    writers = [TableWriter(plan, build.token) for _ in range(3)]
+    order = list(range(num_rows))
+    random.Random(5).shuffle(order)
+    for index, first in enumerate(range(0, num_rows, 7)):
+        rows = order[first : first + 7]
+        writers[index % 3].write(rows, [values["x"][rows], values["row"][rows]])
+    for writer in writers:
+        writer.close()
+    store = build.finish(sum(writer.num_written for writer in writers), predictions="a test")
+    assert torch.equal(in_dataset_order(store)["row"], values["row"])
+    assert torch.equal(in_dataset_order(store)["x"], values["x"])
+    assert [int(store[row]["row"]) for row in range(num_rows)] == list(range(num_rows))
+    assert verify_store(plan.path) == []
+    assert store.manifest.source["predictions"] == "a test"
+    left = sorted(path.name for path in plan.path.iterdir())
+    assert left == ["manifest.json", "meta.json", "row.memmap", "x.memmap"]
+
+
+def test_files_are_those_of_a_build_of_the_same_rows(tmp_path: Path) -> None:
+    dataset = Numbered(37)
+    built = build_store(dataset, tmp_path / "built", num_shards=5, progress=False)
+    plan = make_plan(tmp_path, dataset.expected(), 37, 5)
+    build = TableBuild(plan)
+    writer = TableWriter(plan, build.token)
+    writer.write(range(37), list(dataset.expected().values()))
+    writer.close()
+    table = build.finish(37)
+    for name in ("x.memmap", "label.memmap", "meta.json"):
+        assert (table.path / name).read_bytes() == (built.path / name).read_bytes()
+    assert table.manifest.checksums == built.manifest.checksums
+    assert table.manifest.probes == built.manifest.probes
+    # So the dataset of numbers and the table are one to whoever opens it.
+    table.check_dataset(built)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_dtype_keeps_its_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.randint(0, 2**7, (11, 2), generator=torch.Generator().manual_seed(1)).to(dtype)
+    plan = make_plan(tmp_path, values, 11)
+    build = TableBuild(plan)
+    writer = TableWriter(plan, build.token)
+    writer.write(range(11), [values])
+    writer.close()
+    found = in_dataset_order(build.finish(11))["value"]
+    assert found.dtype == dtype
+    assert torch.equal(found, values)
+
+
+def test_field_without_bytes_is_kept(tmp_path: Path) -> None:
+    values = {"none": torch.empty(6, 0), "row": numbers(6)}
+    plan = make_plan(tmp_path, values, 6)
+    build = TableBuild(plan)
+    writer = TableWriter(plan, build.token)
+    writer.write(range(6), list(values.values()))
+    writer.close()
+    sample = build.finish(6)[5]
+    assert sample["none"].shape == (0,)
+    assert sample["row"] == 5
+
+
+def test_missing_row_is_named_and_leaves_no_table(tmp_path: Path) -> None:
+    rows = [row for row in range(20) if row not in (7, 13)]
+    with pytest.raises(
+        StoreError, match="2 of 20 rows were not written, the first of them is row 7"
+    ):
+        write(tmp_path, rows)
+    with pytest.raises(StoreNotFoundError):
+        open_store(tmp_path / "table")
+    write(tmp_path, list(range(20)))
+    assert verify_store(tmp_path / "table") == []
+
+
+def test_row_written_twice_leaves_the_old_table(tmp_path: Path) -> None:
+    write(tmp_path, list(range(20)))
+    with pytest.raises(StoreError, match="21 rows were written, and the table has 20"):
+        write(tmp_path, [*range(20), 4], overwrite=True)
+    assert torch.equal(in_dataset_order(open_store(tmp_path / "table"))["value"], numbers(20))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".table.lock", "table"]
+
+
+@pytest.mark.parametrize("row", [-1, 20])
+def test_row_outside_the_table_raises(tmp_path: Path, row: int) -> None:
+    plan = make_plan(tmp_path, numbers(1), 20)
+    build = TableBuild(plan)
+    writer = TableWriter(plan, build.token)
+    with pytest.raises(IndexError, match="the table has 20"):
+        writer.write([3, row], [numbers(2)])
+    writer.abandon()
+    build.abandon()
+    assert [path.name for path in tmp_path.iterdir()] == [".table.lock"]
+
+
+def test_place_that_is_taken_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "table").mkdir()
+    plan = make_plan(tmp_path, numbers(1), 20)
+    with pytest.raises(StoreError, match="exists and is no store"):
+        TableBuild(plan, overwrite=True)
+    (tmp_path / "table").rmdir()
+    write(tmp_path, list(range(20)))
+    with pytest.raises(StoreError, match="overwrite=True"):
+        TableBuild(plan)
+    write(tmp_path, list(range(20)), overwrite=True)
+
+
+def test_second_build_at_one_place_is_refused(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, numbers(1), 20)
+    first = TableBuild(plan)
+    with pytest.raises(StoreError, match="another process writes"):
+        TableBuild(plan)
+    first.abandon()
+    TableBuild(plan).abandon()
+
+
+def test_writer_of_a_build_that_is_over_writes_into_no_other(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, numbers(1), 20)
+    first = TableBuild(plan)
+    late = TableWriter(plan, first.token)
+    first.abandon()
+    with pytest.raises(StoreError, match="must share one file system"):
+        TableWriter(plan, first.token)
+    second = TableBuild(plan)
+    with pytest.raises(StoreError, match="must share one file system"):
+        TableWriter(plan, first.token)
+    writer = TableWriter(plan, second.token)
+    writer.write(range(20), [numbers(20)])
+    late.write(range(20), [numbers(20, 500)])
+    late.close()
+    writer.close()
+    assert torch.equal(in_dataset_order(second.finish(20))["value"], numbers(20))
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["first", "overwrite"])
+def test_process_killed_before_any_change_leaves_the_whole_table_or_what_was(
+    tmp_path: Path, old: bool
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.store.table_writer", str(tmp_path), str(int(old))],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)
+    before = OLD if old else 0
+    left = [outcome[0] for outcome in outcomes]
+    assert set(left) == {before, NEW}
+    assert left == sorted(left)
+    for _, then, names in outcomes:
+        assert then == NEW
+        assert names == [".table.lock", "table"]

@@ -1,0 +1,341 @@
+"""The table that `PredictionTable` writes, row by row, and what it refuses."""
+
+import dataclasses
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from lightning_memmap import MemmapDataModule, Store, open_store, verify_store
+from lightning_memmap.callbacks import PredictionTable
+from lightning_memmap.cli import main
+from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
+from tests.datasets import in_dataset_order
+from tests.models import Points, Regression, make_trainer
+
+NUM_ROWS = 61
+POINTS = Points(NUM_ROWS)
+#: Lightning looks for the rows of a batch where only its own samplers have them.
+no_rows_known = pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
+
+
+class Predictor(Regression):
+    """Returns what a function makes of a batch and its number."""
+
+    def __init__(self, predict: Callable[[Any, int], Any]) -> None:
+        super().__init__()
+        self.predict = predict
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.predict(batch, batch_idx)
+
+
+def predict(
+    path: Path,
+    module: L.LightningModule | None = None,
+    loader: Any = None,
+    *,
+    overwrite: bool = False,
+    num_shards: int = 24,
+    **options: Any,
+) -> Store:
+    """Predict the points, or what a loader gives, and open the table."""
+    callback = PredictionTable(path / "table", overwrite=overwrite)
+    trainer = make_trainer(path, callbacks=[callback], **options)
+    data: Any = {"dataloaders": loader}
+    if loader is None:
+        data = {
+            "datamodule": MemmapDataModule(
+                predict_dataset=POINTS,
+                store_dir=path / "stores",
+                batch_size=6,
+                num_shards=num_shards,
+            )
+        }
+    trainer.predict(module or Regression(), **data, return_predictions=False)
+    return open_store(path / "table")
+
+
+def assert_holds(store: Store, points: Points = POINTS) -> None:
+    """Row ``i`` is what `Regression` makes of row ``i``."""
+    found = in_dataset_order(store)
+    assert found["row"].tolist() == points.row.tolist()
+    with torch.no_grad():
+        torch.testing.assert_close(found["y"], Regression().net(points.x))
+    assert verify_store(store.path) == []
+
+
+def nothing_at(path: Path) -> bool:
+    left = [entry.name for entry in path.iterdir() if entry.name.startswith((".table", "table"))]
+    return left in ([], [".table.lock"])
+
+
+class TestRows:
+    @pytest.mark.parametrize("devices", [1, 2, 3, 4])
+    @pytest.mark.parametrize("num_shards", [24, 7, 1])
+    @pytest.mark.filterwarnings("ignore:the predict store has")
+    def test_table_under_superbatch_has_the_prediction_of_each_row(
+        self, tmp_path: Path, devices: int, num_shards: int
+    ) -> None:
+        store = predict(
+            tmp_path, strategy="memmap_superbatch", devices=devices, num_shards=num_shards
+        )
+        assert_holds(store)
+        if num_shards % devices == 0:
+            assert store.num_shards == num_shards
+
+    def test_table_under_auto_has_the_prediction_of_each_row(self, tmp_path: Path) -> None:
+        assert_holds(predict(tmp_path))
+
+    @pytest.mark.filterwarnings("ignore:.*sampler has shuffling enabled")
+    @pytest.mark.parametrize("shuffle", [False, True])
+    @pytest.mark.parametrize("strategy", ["auto", "memmap_superbatch"])
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_table_of_a_stock_loader_has_the_prediction_of_each_row(
+        self, tmp_path: Path, shuffle: bool, strategy: str, num_workers: int
+    ) -> None:
+        loader = DataLoader(POINTS, batch_size=7, shuffle=shuffle, num_workers=num_workers)
+        assert_holds(predict(tmp_path, loader=loader, strategy=strategy))
+
+    def test_table_of_a_part_of_a_dataset_counts_its_rows(self, tmp_path: Path) -> None:
+        loader = DataLoader(Subset(POINTS, range(10, 30)), batch_size=7)
+        assert_holds(predict(tmp_path, loader=loader), Points(20, 10))
+
+    def test_table_of_a_zipped_loader_has_the_prediction_of_each_row(self, tmp_path: Path) -> None:
+        data = MemmapDataModule(test_dataset=POINTS, store_dir=tmp_path / "stores", num_shards=5)
+        data.prepare_data()
+        data.setup()
+        store = predict(tmp_path, loader=data.test_dataloader(), strategy="memmap_superbatch")
+        assert_holds(store)
+        assert store.num_shards == 5
+
+    # The data module has a hook for validation, and nothing to validate on.
+    @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+    def test_table_is_a_dataset_to_train_on(self, tmp_path: Path) -> None:
+        predict(tmp_path)
+        (tmp_path / "targets").mkdir()
+        (tmp_path / "table").rename(tmp_path / "targets" / "train")
+        module = Recorder()
+        trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2)
+        trainer.fit(module, MemmapDataModule(store_dir=tmp_path / "targets", batch_size=8))
+        assert sorted(module.rows) == list(range(NUM_ROWS))
+
+    def test_command_knows_a_table_as_a_store(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        predict(tmp_path)
+        for command in ("info", "verify"):
+            with pytest.raises(SystemExit) as ended:
+                main(["store", command, str(tmp_path / "table")])
+            assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        assert "predictions tests.models.Regression" in printed
+        assert "all 48 checksums match" in printed
+
+
+class Recorder(L.LightningModule):
+    """Is trained on predictions, and notes their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.rows += batch["row"].tolist()
+        return (self.scale * batch["y"]).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    row: Tensor
+    best: Tensor
+
+
+class TestStructure:
+    @pytest.mark.parametrize(
+        ("make", "take"),
+        [
+            (lambda row: row, lambda sample: sample),
+            (lambda row: [row, {"half": row.half()}], lambda sample: sample[0]),
+            (lambda row: (row.bfloat16(), row), lambda sample: sample[1]),
+            (lambda row: {"a": {3: (row, row > 4)}}, lambda sample: sample["a"][3][0]),
+            (lambda row: Pair(row, row[:, None].expand(-1, 5)), lambda sample: sample.first),
+            (lambda row: Scores(row, row.double()), lambda sample: sample.row),
+        ],
+        ids=["tensor", "list", "tuple", "dict", "namedtuple", "frozen dataclass"],
+    )
+    def test_prediction_keeps_its_structure(
+        self, tmp_path: Path, make: Callable[[Tensor], Any], take: Callable[[Any], Tensor]
+    ) -> None:
+        store = predict(tmp_path, Predictor(lambda batch, _: make(batch["row"])))
+        for row in (0, 7, NUM_ROWS - 1):
+            assert take(store[row]) == row
+
+    def test_predictions_of_bfloat16_keep_their_dtype(self, tmp_path: Path) -> None:
+        store = predict(tmp_path, precision="bf16-true")
+        assert [field.dtype for field in store.schema.fields] == [torch.int64, torch.bfloat16]
+
+    def test_predictions_that_need_gradients_are_stored(self, tmp_path: Path) -> None:
+        def differentiate(batch: Any, _: int) -> Tensor:
+            with torch.enable_grad():
+                x = batch["row"].double().requires_grad_()
+                return x * 2
+
+        store = predict(tmp_path, Predictor(differentiate), inference_mode=False)
+        assert in_dataset_order(store)["value"].tolist() == [2.0 * row for row in range(NUM_ROWS)]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+
+class Plain:
+    """Some batches, and no sampler."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Any:
+        return iter([{"row": torch.arange(3)}] * 2)
+
+
+class TestRefusals:
+    @pytest.mark.filterwarnings("ignore:predict returned None")
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda row, step: 0.5, "batch 0: field 'value': found float"),
+            (lambda row, step: {"a": row, "name": "x"}, "batch 0: field 'name': found str"),
+            (lambda row, step: None, "batch 0: field 'value': found NoneType"),
+            (lambda row, step: {}, "batch 0: .* holds no tensor"),
+            (lambda row, step: row.sum(), "batch 0: field 'value': .* without dimensions"),
+            (lambda row, step: row.to_sparse(), "batch 0: field 'value': .*sparse"),
+            (
+                lambda row, step: row[:, None].expand(-1, 3 + step),
+                r"batch 1: field 'value': found rows of int64 \(4,\), expected .* int64 \(3,\)",
+            ),
+            (
+                lambda row, step: row.float() if step == 2 else row,
+                r"batch 2: field 'value': found rows of float32 \(\), expected .* int64 \(\)",
+            ),
+            (
+                lambda row, step: {"a": row} if step else {"b": row},
+                "batch 1: .*found dict of .'a'., expected .'b'.",
+            ),
+            (lambda row, step: (row, row[:2]), "batch 0: field '1': found 2 rows, and 6"),
+        ],
+        ids=[
+            *("number", "text", "none", "empty", "scalar", "sparse", "shape", "dtype", "keys"),
+            "lengths",
+        ],
+    )
+    def test_prediction_that_cannot_be_stored_leaves_nothing(
+        self, tmp_path: Path, make: Callable[[Tensor, int], Any], message: str
+    ) -> None:
+        with pytest.raises(SchemaError, match=f"predict_step, {message}"):
+            predict(tmp_path, Predictor(lambda batch, step: make(batch["row"], step)))
+        assert nothing_at(tmp_path)
+
+    def test_prediction_of_other_rows_than_the_batch_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="batch 0: it returned 5 rows for a batch of 6"):
+            predict(tmp_path, Predictor(lambda batch, _: batch["row"][1:]))
+        assert nothing_at(tmp_path)
+
+    def test_limited_prediction_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="limit_predict_batches=3: of 10 batches 3 would be"):
+            predict(tmp_path, limit_predict_batches=3)
+        assert nothing_at(tmp_path)
+        # A limit that limits nothing is none.
+        assert_holds(predict(tmp_path, limit_predict_batches=10))
+
+    def test_fast_dev_run_leaves_no_table(self, tmp_path: Path) -> None:
+        with pytest.raises(StoreNotFoundError):
+            predict(tmp_path, fast_dev_run=2)
+        assert nothing_at(tmp_path)
+
+    def test_several_loaders_are_refused(self, tmp_path: Path) -> None:
+        class Module(Regression):
+            def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+                return batch["row"]
+
+        with pytest.raises(ValueError, match="there are 2 predict dataloaders"):
+            predict(tmp_path, Module(), [DataLoader(POINTS), DataLoader(POINTS)])
+
+    @no_rows_known
+    @pytest.mark.parametrize(
+        "loader",
+        [DataLoader(Stream()), Plain(), DataLoader(POINTS, batch_size=None)],
+        ids=["iterable dataset", "plain iterable", "no batches"],
+    )
+    def test_loader_whose_rows_are_not_known_is_refused(self, tmp_path: Path, loader: Any) -> None:
+        module = Predictor(lambda batch, _: batch["row"].reshape(-1))
+        with pytest.raises((ValueError, TypeError), match=r"rows the batches of a .* not known"):
+            predict(tmp_path, module, loader)
+        assert nothing_at(tmp_path)
+
+    @no_rows_known
+    def test_shuffled_super_batches_are_refused(self, tmp_path: Path) -> None:
+        data = MemmapDataModule(POINTS, store_dir=tmp_path / "stores")
+        data.prepare_data()
+        data.setup()
+        with pytest.raises(ValueError, match=r"rows the batches of a .* not known"):
+            predict(tmp_path, loader=data.train_dataloader(), strategy="memmap_superbatch")
+        assert nothing_at(tmp_path)
+
+    def test_sampler_that_repeats_rows_is_refused(self, tmp_path: Path) -> None:
+        loader = DataLoader(POINTS, batch_size=7, sampler=[*range(NUM_ROWS), 4])
+        with pytest.raises(StoreError, match="62 rows were written, and the table has 61"):
+            predict(tmp_path, loader=loader)
+        assert nothing_at(tmp_path)
+
+    def test_sampler_that_leaves_rows_out_is_refused(self, tmp_path: Path) -> None:
+        loader = DataLoader(POINTS, batch_size=7, sampler=range(3, NUM_ROWS))
+        with pytest.raises(
+            StoreError, match="3 of 61 rows were not written, the first of them is row 0"
+        ):
+            predict(tmp_path, loader=loader)
+        assert nothing_at(tmp_path)
+
+    def test_error_in_the_middle_leaves_the_old_table(self, tmp_path: Path) -> None:
+        def fail(batch: Any, step: int) -> Any:
+            if step == 3:
+                raise RuntimeError("no power")
+            return {"row": batch["row"] + 1000}
+
+        predict(tmp_path)
+        with pytest.raises(RuntimeError, match="no power"):
+            predict(tmp_path, Predictor(fail), overwrite=True)
+        assert_holds(open_store(tmp_path / "table"))
+        store = predict(tmp_path, Predictor(lambda batch, _: batch["row"] + 1000), overwrite=True)
+        assert in_dataset_order(store)["value"].tolist() == [*range(1000, 1000 + NUM_ROWS)]
+
+    def test_table_that_is_there_is_refused_before_anything_is_predicted(
+        self, tmp_path: Path
+    ) -> None:
+        predict(tmp_path)
+        steps: list[int] = []
+        with pytest.raises(StoreError, match="overwrite=True"):
+            predict(tmp_path, Predictor(lambda batch, step: steps.append(step)))
+        assert steps == []
+
+    def test_stage_other_than_prediction_is_not_its_matter(self, tmp_path: Path) -> None:
+        (tmp_path / "table").mkdir()
+        callback = PredictionTable(tmp_path / "table")
+        trainer = make_trainer(tmp_path, callbacks=[callback])
+        module = Regression()
+        trainer.test(module, DataLoader(POINTS, batch_size=8), verbose=False)
+        assert len(module.seen["test"]) == 8
