@@ -152,6 +152,7 @@ class PredictionTable(BasePredictionWriter):
         """Make the files, on rank zero, and open them on all ranks, or raise on all."""
         own = TablePlan(self.path, self._num_rows, self._num_shards, schema)
         plan, token = _on_rank_zero(trainer, lambda: (own, self._make(own)))
+        writes = _is_first_of_its_rank(trainer)
         failure: Exception | None = None
         try:
             if own != plan:
@@ -159,7 +160,7 @@ class PredictionTable(BasePredictionWriter):
                     f"predict_step, batch 0: rank {trainer.global_rank} would write {own}, and"
                     f" rank 0 {plan}"
                 )
-            if _is_first_of_its_rank(trainer):
+            if writes:
                 self._writer = TableWriter(plan, token)
         except (MemmapError, OSError) as error:
             failure = error

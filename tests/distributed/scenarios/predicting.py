@@ -1,0 +1,69 @@
+"""Predict under any strategy into tables, and tell what each rank was told."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.callbacks import PredictionTable
+from tests.models import Points, Regression, make_trainer
+
+
+class Failing(Regression):
+    """Returns rows of another dtype on the last rank, or dies there in its third step and leaves
+    a mark."""
+
+    def __init__(self, dtype: torch.dtype = torch.int64, mark: Path | None = None) -> None:
+        super().__init__()
+        self.dtype_there = dtype
+        self.mark = mark
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        if self.global_rank == 0:
+            return super().predict_step(batch, batch_idx)
+        if batch_idx == 2 and self.mark is not None:
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        prediction = super().predict_step(batch, batch_idx)
+        return {**prediction, "row": prediction["row"].to(self.dtype_there)}
+
+
+def predict(
+    out: Path, name: str, module: Regression, source: Any, devices: int, **options: Any
+) -> str:
+    """Predict into the table ``name``; an empty text, or the error."""
+    callback = PredictionTable(out / name, overwrite=True)
+    trainer = make_trainer(out, strategy="ddp", devices=devices, callbacks=[callback], **options)
+    key = "dataloaders" if isinstance(source, DataLoader) else "datamodule"
+    try:
+        trainer.predict(module, **{key: source}, return_predictions=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def tables(out: Path, devices: int, rows: int) -> dict[str, Any]:
+    """Tables that come to be, and others that every rank must refuse."""
+    stock = DataLoader(Points(rows), batch_size=4)
+    data = MemmapDataModule(
+        predict_dataset=Points(rows), store_dir=out / "stores", batch_size=8, num_shards=6
+    )
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return {
+        "data module": predict(out, "data module", Regression(), data, devices),
+        "stock": predict(out, "stock", Regression(), stock, devices),
+        "twice": predict(out, "twice", Regression(), stock, devices, use_distributed_sampler=False),
+        "dtype": predict(out, "dtype", Failing(torch.int32), data, devices),
+        "apart": predict(out / str(rank), "apart", Regression(), data, devices),
+    }
+
+
+def die(out: Path, devices: int, rows: int) -> dict[str, Any]:
+    """The last rank dies in its third step."""
+    data = MemmapDataModule(predict_dataset=Points(rows), store_dir=out / "stores", batch_size=8)
+    return {"error": predict(out, "table", Failing(mark=out / "died"), data, devices)}

@@ -1,0 +1,60 @@
+"""`PredictionTable` in several processes: one table of all, or none."""
+
+from pathlib import Path
+
+import torch
+
+from lightning_memmap import open_store, verify_store
+from lightning_memmap.schema import Schema
+from lightning_memmap.store.table import TableBuild, TablePlan, TableWriter
+from tests.datasets import in_dataset_order
+from tests.distributed.harness import launch, launch_any
+from tests.models import Points, Regression
+
+ROWS = 101
+
+
+def assert_holds_predictions(path: Path) -> None:
+    points = Points(ROWS)
+    found = in_dataset_order(open_store(path))
+    assert found["row"].tolist() == points.row.tolist()
+    with torch.no_grad():
+        torch.testing.assert_close(found["y"], Regression().net(points.x))
+    assert verify_store(path) == []
+
+
+def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> None:
+    ranks = launch("predicting.tables", tmp_path, processes=2, devices=2, rows=ROWS)
+    for rank in ranks:
+        assert rank["data module"] == rank["stock"] == ""
+        assert "202 rows were written, and the table has 101" in rank["twice"]
+    assert "rank 1 would write" in ranks[1]["dtype"]
+    assert "row int32" in ranks[1]["dtype"]
+    assert "rank 1 would write" in ranks[1]["apart"]
+    for name in ("dtype", "apart"):
+        assert "another process cannot write" in ranks[0][name]
+    for name in ("data module", "stock"):
+        assert_holds_predictions(tmp_path / name)
+    assert open_store(tmp_path / "data module").num_shards == 6
+    left = {path.name for path in tmp_path.rglob("*") if path.is_dir()}
+    assert not left & {"twice", "dtype", "apart"}
+    assert not [name for name in left if name.endswith(".building")]
+
+
+def test_ddp_rank_killed_in_the_middle_leaves_the_old_table(tmp_path: Path) -> None:
+    write_old_table(tmp_path / "table")
+    outcome = launch_any("predicting.die", tmp_path, processes=2, devices=2, rows=ROWS)
+    assert (tmp_path / "died").exists()
+    assert outcome.codes != [0]
+    assert in_dataset_order(open_store(tmp_path / "table"))["value"].tolist() == [7, 8, 9]
+    assert verify_store(tmp_path / "table") == []
+
+
+def write_old_table(path: Path) -> None:
+    values = torch.tensor([7, 8, 9])
+    plan = TablePlan(path, 3, 2, Schema.from_batch(values))
+    build = TableBuild(plan)
+    writer = TableWriter(plan, build.token)
+    writer.write(range(3), [values])
+    writer.close()
+    build.finish(3)
