@@ -1,13 +1,15 @@
 """Writes tables in processes that kill themselves, and prints, as JSON, what each left behind.
 
 For each change to the file system that the writing of a table makes, one process is forked that
-dies just before it. Arguments: an empty directory, and 1 where an old table shall be there.
+dies just before it: once where nothing is there, and once where an old table is. Argument: an empty
+directory.
 """
 
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,8 +62,13 @@ def version_at(path: Path) -> int:
     return whole[0] if whole and not verify_store(path) else -1
 
 
-def main(directory: Path, old: bool) -> None:
-    versions = []
+def main(directory: Path) -> None:
+    print(json.dumps([kill_at_each_change(directory / str(old), old) for old in (False, True)]))
+
+
+def kill_at_each_change(directory: Path, old: bool) -> list[list[Any]]:
+    """By change: the version that was left, the one that the next run left, and what lies there."""
+    outcomes = []
     for event in range(1000):
         path = directory / str(event) / "table"
         if old:
@@ -71,11 +78,11 @@ def main(directory: Path, old: bool) -> None:
         # Whatever was left does not stand in the way of the next run.
         write_table(path, NEW)
         names = sorted(entry.name for entry in path.parent.iterdir())
-        versions.append([left, version_at(path), names])
+        outcomes.append([left, version_at(path), names])
         if ended:
-            print(json.dumps(versions))
-            return
+            break
+    return outcomes
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "1")
+    main(Path(sys.argv[1]))
