@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -74,9 +74,15 @@ def launch_any(
     processes: int,
     nodes: int = 0,
     timeout_s: float = TIMEOUT_S,
+    to_the_last: bool = False,
     **options: Any,
 ) -> Outcome:
-    """Run a scenario that may fail; see `launch`."""
+    """Run a scenario that may fail; see `launch`.
+
+    Args:
+        to_the_last: Wait also for the processes that the programs have started, which may live
+            longer. Otherwise they are killed.
+    """
     program = ["-m", "tests.distributed.run", scenario, str(out), json.dumps(options)]
     port = free_port()
     if nodes:
@@ -103,6 +109,9 @@ def launch_any(
             )
     try:
         codes = [program.wait(timeout_s) for program in programs]
+        while to_the_last and any(_has_session(program) for program in programs):
+            assert monotonic() - started < timeout_s, f"processes are left\n{_report(logs)}"
+            sleep(0.05)
     except subprocess.TimeoutExpired:
         # torchrun gives its workers sessions of their own, and ends them when it is asked to end.
         for running in programs:
@@ -115,6 +124,14 @@ def launch_any(
         for running in programs:
             _kill_session(running)
     return Outcome(codes, _report(logs), seconds)
+
+
+def _has_session(program: "subprocess.Popen[bytes]") -> bool:
+    try:
+        os.killpg(program.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _kill_session(program: "subprocess.Popen[bytes]") -> None:

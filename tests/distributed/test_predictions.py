@@ -43,7 +43,9 @@ def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> 
 
 def test_ddp_rank_killed_in_the_middle_leaves_the_old_table(tmp_path: Path) -> None:
     write_old_table(tmp_path / "table")
-    outcome = launch_any("predicting.die", tmp_path, processes=2, devices=2, rows=ROWS)
+    outcome = launch_any(
+        "predicting.die", tmp_path, processes=2, to_the_last=True, devices=2, rows=ROWS
+    )
     assert (tmp_path / "died").exists()
     assert outcome.codes != [0]
     assert in_dataset_order(open_store(tmp_path / "table"))["value"].tolist() == [7, 8, 9]

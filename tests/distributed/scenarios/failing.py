@@ -1,0 +1,44 @@
+"""Trainings in which a rank dies."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.errors import PlacementError
+from tests.models import Points, Regression, make_trainer
+
+
+class Dying(Regression):
+    """One rank kills itself in the middle of an epoch, and leaves a mark."""
+
+    def __init__(self, rank: int, mark: Path) -> None:
+        super().__init__()
+        self.rank = rank
+        self.mark = mark
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if batch_idx == 3 and self.global_rank == self.rank:
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+def die(out: Path, rank: int, devices: int, num_nodes: int = 1) -> dict[str, Any]:
+    """Train under ddp: on too few rows, which is refused and noted by each rank, and then on
+    enough of them until a rank dies, which is before the end of the first epoch."""
+    few = MemmapDataModule(Points(1), store_dir=out / "few")
+    trainer = make_trainer(out, strategy="ddp", devices=devices, num_nodes=num_nodes)
+    try:
+        trainer.fit(Regression(), few)
+    except PlacementError as error:
+        (out / f"refused by rank {trainer.global_rank}").write_text(str(error))
+    data = MemmapDataModule(Points(160), store_dir=out / "stores", batch_size=8)
+    trainer = make_trainer(
+        out, strategy="ddp", devices=devices, num_nodes=num_nodes, max_epochs=1000
+    )
+    trainer.fit(Dying(rank, out / "died"), data)
+    return {}
