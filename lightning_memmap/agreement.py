@@ -33,7 +33,7 @@ def agree(facts: Mapping[str, object], error: BaseException | None = None) -> No
     if error is not None:
         raise error
     if failed := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(ranks) if text]:
-        raise AgreementError("another process could not set up its data. " + "; ".join(failed))
+        raise AgreementError("another process failed. " + "; ".join(failed))
     differing = []
     for name in facts:
         by_value = defaultdict(list)

@@ -1,8 +1,9 @@
 """Predictions of all processes, put back into dataset order: a store with a row for each row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -11,15 +12,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_memmap.errors import MemmapError, SchemaError, StoreError
+from lightning_memmap.agreement import agree
+from lightning_memmap.errors import MemmapError, SchemaError
 from lightning_memmap.loading import ZippedLoader
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.table import TableBuild, TablePlan, TableWriter, check_place
 
 #: Where the predicted rows lie in no store, and so in no number of shards.
 _NUM_SHARDS = 24
-
-T = TypeVar("T")
 
 
 class PredictionTable(BasePredictionWriter):
@@ -43,6 +43,7 @@ class PredictionTable(BasePredictionWriter):
 
     Raises:
         StoreError: ``path`` is taken; a row was not predicted, or predicted twice.
+        AgreementError: Another rank failed, or predicts other rows than this one.
         SchemaError: ``predict_step`` returned what cannot be stored, or rows of another shape or
             dtype than before.
         ValueError: Not all batches are predicted, there are several loaders, or batches whose rows
@@ -136,8 +137,12 @@ class PredictionTable(BasePredictionWriter):
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_info("PredictionTable: fast_dev_run leaves no table")
         else:
-            model = f"{type(pl_module).__module__}.{type(pl_module).__qualname__}"
-            _on_rank_zero(trainer, lambda: self._finish(total, model))
+            with _all_or_none():
+                if self._build is not None:
+                    model = type(pl_module)
+                    self._build.finish(
+                        total, predictions=f"{model.__module__}.{model.__qualname__}"
+                    )
             rank_zero_info(f"PredictionTable: {self._num_rows} rows are at {self.path}")
         self._let_go()
 
@@ -150,32 +155,16 @@ class PredictionTable(BasePredictionWriter):
 
     def _open(self, trainer: L.Trainer, schema: Schema) -> None:
         """Make the files, on rank zero, and open them on all ranks, or raise on all."""
-        own = TablePlan(self.path, self._num_rows, self._num_shards, schema)
-        plan, token = _on_rank_zero(trainer, lambda: (own, self._make(own)))
+        plan = TablePlan(self.path, self._num_rows, self._num_shards, schema)
+        agree({"the table": plan})
         writes = _is_first_of_its_rank(trainer)
-        failure: Exception | None = None
-        try:
-            if own != plan:
-                raise StoreError(
-                    f"predict_step, batch 0: rank {trainer.global_rank} would write {own}, and"
-                    f" rank 0 {plan}"
-                )
+        with _all_or_none():
+            if trainer.is_global_zero:
+                self._build = TableBuild(plan, overwrite=self.overwrite)
+        token = trainer.strategy.broadcast(self._build.token if self._build is not None else "")
+        with _all_or_none():
             if writes:
                 self._writer = TableWriter(plan, token)
-        except (MemmapError, OSError) as error:
-            failure = error
-        if not trainer.strategy.reduce_boolean_decision(failure is None):
-            raise failure or StoreError(
-                f"another process cannot write to the table at {self.path}: it says why"
-            )
-
-    def _make(self, plan: TablePlan) -> str:
-        self._build = TableBuild(plan, overwrite=self.overwrite)
-        return self._build.token
-
-    def _finish(self, num_written: int, model: str) -> None:
-        assert self._build is not None
-        self._build.finish(num_written, predictions=model)
 
     def _let_go(self) -> None:
         if self._writer is not None:
@@ -211,16 +200,12 @@ def _is_first_of_its_rank(trainer: L.Trainer) -> bool:
     return sharding["rank"] not in ranks[: trainer.global_rank]
 
 
-def _on_rank_zero(trainer: L.Trainer, act: Callable[[], T]) -> T:
-    """Do something on rank zero alone, and give all ranks what it returned, or its error."""
-    outcome: tuple[Any, Exception | None] = None, None
-    if trainer.is_global_zero:
-        try:
-            outcome = act(), None
-        except (MemmapError, OSError) as error:
-            outcome = None, error
-    result, failure = trainer.strategy.broadcast(outcome)
-    if failure is not None:
-        raise failure
-    value: T = result
-    return value
+@contextmanager
+def _all_or_none() -> Iterator[None]:
+    """Raise on all ranks what fails on one. All ranks must come here."""
+    error: Exception | None = None
+    try:
+        yield
+    except (MemmapError, OSError) as caught:
+        error = caught
+    agree({}, error)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import PredictionTable
+from lightning_memmap.strategies import SuperBatchDDPStrategy
 from tests.models import Points, Regression, make_trainer
 
 
@@ -33,12 +34,10 @@ class Failing(Regression):
         return {**prediction, "row": prediction["row"].to(self.dtype_there)}
 
 
-def predict(
-    out: Path, name: str, module: Regression, source: Any, devices: int, **options: Any
-) -> str:
+def predict(out: Path, name: str, module: Regression, source: Any, **options: Any) -> str:
     """Predict into the table ``name``; an empty text, or the error."""
     callback = PredictionTable(out / name, overwrite=True)
-    trainer = make_trainer(out, strategy="ddp", devices=devices, callbacks=[callback], **options)
+    trainer = make_trainer(out, **{"strategy": "ddp", "devices": 2} | options, callbacks=[callback])
     key = "dataloaders" if isinstance(source, DataLoader) else "datamodule"
     try:
         trainer.predict(module, **{key: source}, return_predictions=False)
@@ -47,7 +46,7 @@ def predict(
     return ""
 
 
-def tables(out: Path, devices: int, rows: int) -> dict[str, Any]:
+def tables(out: Path, rows: int) -> dict[str, Any]:
     """Tables that come to be, and others that every rank must refuse."""
     stock = DataLoader(Points(rows), batch_size=4)
     data = MemmapDataModule(
@@ -55,15 +54,23 @@ def tables(out: Path, devices: int, rows: int) -> dict[str, Any]:
     )
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     return {
-        "data module": predict(out, "data module", Regression(), data, devices),
-        "stock": predict(out, "stock", Regression(), stock, devices),
-        "twice": predict(out, "twice", Regression(), stock, devices, use_distributed_sampler=False),
-        "dtype": predict(out, "dtype", Failing(torch.int32), data, devices),
-        "apart": predict(out / str(rank), "apart", Regression(), data, devices),
+        "data module": predict(out, "data module", Regression(), data),
+        "groups": predict(
+            out,
+            "groups",
+            Regression(),
+            data,
+            strategy=SuperBatchDDPStrategy(data_devices_per_process=2),
+            devices=4,
+        ),
+        "stock": predict(out, "stock", Regression(), stock),
+        "twice": predict(out, "twice", Regression(), stock, use_distributed_sampler=False),
+        "dtype": predict(out, "dtype", Failing(torch.int32), data),
+        "apart": predict(out / str(rank), "apart", Regression(), data),
     }
 
 
-def die(out: Path, devices: int, rows: int) -> dict[str, Any]:
+def die(out: Path, rows: int) -> dict[str, Any]:
     """The last rank dies in its third step."""
     data = MemmapDataModule(predict_dataset=Points(rows), store_dir=out / "stores", batch_size=8)
-    return {"error": predict(out, "table", Failing(mark=out / "died"), data, devices)}
+    return {"error": predict(out, "table", Failing(mark=out / "died"), data)}
