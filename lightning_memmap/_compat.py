@@ -69,3 +69,16 @@ def renew_train_loader_after_epoch(trainer: Any, epoch: int, num_steps: int) -> 
         num_steps: The steps of all later epochs.
     """
     trainer.callbacks.append(_RenewTrainLoader(epoch, num_steps))
+
+
+def validate_anew(trainer: Any) -> None:
+    """Let the validation that a checkpoint was saved in be done again, from its first row.
+
+    The Trainer goes back to it and counts the batches that were done before. But it keeps none of
+    their metrics, and the loader begins at the first row: the metrics would be those of the first
+    rows alone, as many as were left.
+
+    Args:
+        trainer: The Trainer, when it asks for the validation loader.
+    """
+    trainer.fit_loop.epoch_loop.val_loop.restarting = False

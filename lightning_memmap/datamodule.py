@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_memmap._compat import renew_train_loader_after_epoch
+from lightning_memmap._compat import renew_train_loader_after_epoch, validate_anew
 from lightning_memmap.agreement import agree
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.loading import AssembledLoader, ResidentSplit, ZippedLoader, load_split
@@ -243,6 +243,8 @@ class MemmapDataModule(L.LightningDataModule):
         """The validation rows in dataset order; nothing where there are none."""
         if "val" not in self._resident:
             return []
+        if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
+            validate_anew(self.trainer)
         return self._loader("val", self.eval_transform)
 
     def test_dataloader(self) -> ZippedLoader | AssembledLoader:
