@@ -93,7 +93,8 @@ def _plan_parser() -> ArgumentParser:
 
 def _stores(path: str) -> dict[str, Store]:
     """The store at a path, or those one level below it, by name."""
-    directory = Path(path)
+    # Resolved, so that "." has a name.
+    directory = Path(path).resolve()
     try:
         return {directory.name: open_store(directory)}
     except StoreNotFoundError:

@@ -20,6 +20,7 @@ from lightning_memmap.placement import (
     RESIDENCIES,
     Consumers,
     Placement,
+    SplitPlacement,
     device_budgets,
     free_bytes,
     plan_placement,
@@ -125,6 +126,7 @@ class MemmapDataModule(L.LightningDataModule):
         self.stores: dict[str, Store] = {}
         #: Where the shards live, from `setup` on.
         self.placement: Placement | None = None
+        self._printed: dict[str, tuple[Consumers, SplitPlacement]] = {}
         self._resident: dict[str, ResidentSplit] = {}
         self._built: set[str] = set()
         self._train_loader: ZippedLoader | AssembledLoader | None = None
@@ -147,7 +149,9 @@ class MemmapDataModule(L.LightningDataModule):
             self._built.add(split)
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the stores, plan the placement, print it once, and make the shards resident.
+        """Open the stores, plan the placement, and make the shards resident.
+
+        The placement is printed where it is not what was printed last.
 
         All ranks call it, and compare what must be the same on all of them.
 
@@ -182,7 +186,7 @@ class MemmapDataModule(L.LightningDataModule):
             budget_bytes=device_budgets(consumers.data_devices, self.memory_fraction),
             pinned_budget_bytes=int(free_bytes(torch.device("cpu")) * _PINNED_FRACTION),
         )
-        _print_placement(self.placement)
+        self._print_placement(self.placement)
         self._resident = {
             split: load_split(store, consumers, self.placement.splits[split])
             for split, store in self.stores.items()
@@ -255,6 +259,13 @@ class MemmapDataModule(L.LightningDataModule):
         """The rows to predict on in dataset order, in which the predictions come back."""
         return self._loader("predict", self.eval_transform)
 
+    def _print_placement(self, placement: Placement) -> None:
+        found = {split: (placement.consumers, plan) for split, plan in placement.splits.items()}
+        # A stage whose splits lie where the last one that had them left them says nothing new.
+        if found.items() - self._printed.items():
+            _print_table(placement)
+        self._printed |= found
+
     def _splits(self) -> tuple[str, ...]:
         """The splits that the Trainer's present stage needs; all that exist without a Trainer."""
         if self.trainer is None or self.trainer.state.fn is None:
@@ -322,5 +333,5 @@ class MemmapDataModule(L.LightningDataModule):
 
 
 @rank_zero_only
-def _print_placement(placement: Placement) -> None:
+def _print_table(placement: Placement) -> None:
     Console().print(placement.table())

@@ -1,11 +1,12 @@
 """A super-batch: the batches of all data devices in one step, still on their devices."""
 
+import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import BufferPool
@@ -124,8 +125,7 @@ class Assembler:
                 start = (index - first) % len(parts)
                 for out, leaf in zip(outs, part, strict=True):
                     out[start :: len(parts)].copy_(leaf, non_blocking=True)
-        remaining = iter(outs)
-        return apply_to_collection(parts[0], Tensor, lambda tensor: next(remaining))
+        return _rebuilt(parts[0], iter(outs))
 
     def _buffers(self, leaves: list[Tensor], num_rows: int, device: torch.device) -> list[Tensor]:
         key = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
@@ -170,7 +170,7 @@ def _checked_leaves(parts: list[Any], first: int, num_rows: int) -> list[list[Te
 
 
 def _leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Names and values in the order of `apply_to_collection`."""
+    """Names and values, in the order of `_rebuilt`."""
     if isinstance(batch, Mapping):
         for key, child in batch.items():
             yield from _leaves(child, f"{name}[{key!r}]")
@@ -182,3 +182,25 @@ def _leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(getattr(batch, field.name), f"{name}.{field.name}")
     else:
         yield name, batch
+
+
+def _rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
+    """A batch like this one around other leaves. Frozen dataclasses too, which Lightning's
+    ``apply_to_collection`` refuses."""
+    if isinstance(batch, defaultdict):
+        pairs = [(key, _rebuilt(child, leaves)) for key, child in batch.items()]
+        return defaultdict(batch.default_factory, pairs)
+    if isinstance(batch, Mapping):
+        made: Any = type(batch)
+        return made({key: _rebuilt(child, leaves) for key, child in batch.items()})
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        children = [_rebuilt(child, leaves) for child in batch]
+        made = type(batch)
+        return made(*children) if hasattr(batch, "_fields") else made(children)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Tensor)):
+        filled = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            child = _rebuilt(getattr(batch, field.name), leaves)
+            object.__setattr__(filled, field.name, child)
+        return filled
+    return next(leaves)

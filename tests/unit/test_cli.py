@@ -187,6 +187,13 @@ class TestPlan:
         ]
         assert "The fewest devices that hold the data: 4" in command.out
 
+    def test_plan_of_the_present_directory_names_it(
+        self, command: Command, store_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(store_path)
+        assert command("plan", ".", "--devices", "1") == 0
+        assert f"2.6 KiB of {store_path.name} on devices" in command.out
+
     def test_plan_names_the_fewest_devices_that_really_hold_the_data(
         self, command: Command, store_path: Path
     ) -> None:

@@ -276,6 +276,28 @@ class TestWithTrainer:
         assert data.placement.consumers.data_devices == (CPU,) * 3
         assert data.placement.consumers.num_consumers == 3
 
+    def test_placement_is_printed_where_it_is_new(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def printed() -> int:
+            return capsys.readouterr().out.count("Placement of shards")
+
+        data, module = make_data(tmp_path), Regression()
+        trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2)
+        trainer.fit(module, datamodule=data)
+        assert printed() == 1
+        # The validation split lies where it lay.
+        trainer.validate(module, datamodule=data, verbose=False)
+        assert printed() == 0
+        trainer.test(module, datamodule=data, verbose=False)
+        assert printed() == 1
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, datamodule=data)
+        assert printed() == 0
+        other = make_trainer(tmp_path, strategy="memmap_superbatch", devices=3)
+        other.test(module, datamodule=data, verbose=False)
+        assert printed() == 1
+
 
 class Wide(torch.utils.data.Dataset[Any]):
     """A few rows of one MiB each."""

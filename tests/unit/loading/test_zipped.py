@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import random
 import threading
-from collections import Counter, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_sharer
 from pathlib import Path
@@ -471,6 +471,23 @@ class Frozen:
         assert isinstance(self.number, int), "a batch is not made by __init__"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    vector: Any
+    number: Any
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif dataclasses.is_dataclass(batch):
+        for field in dataclasses.fields(batch):
+            yield from tensors_in(getattr(batch, field.name))
+    else:
+        for child in batch.values() if isinstance(batch, dict) else batch:
+            yield from tensors_in(child)
+
+
 STRUCTURES: dict[str, Callable[..., Any]] = {
     "tensor": lambda vector, array, number: vector,
     "number": lambda vector, array, number: number,
@@ -511,14 +528,36 @@ class TestStructure:
             assert vector[:, 0].tolist() == list(range(8))
         assert batch.inner.number.tolist() == list(range(8))
 
+    @pytest.mark.parametrize("transform", [None, untouched])
     @pytest.mark.parametrize("num_devices", [1, 2])
     def test_batch_of_frozen_dataclasses_is_one_with_batched_fields(
-        self, tmp_path: Path, num_devices: int
+        self, tmp_path: Path, num_devices: int, transform: Any
     ) -> None:
-        dataset = Pairs(lambda vector, _, number: Frozen(vector, number))
-        batch = load_pairs(dataset, tmp_path, num_devices, None)[0]
+        dataset = Pairs(lambda vector, _, number: {"of": Frozen(vector, number)})
+        batch = load_pairs(dataset, tmp_path, num_devices, transform)[0]["of"]
         assert type(batch) is Frozen
         assert batch.number.tolist() == batch.vector[:, 0].tolist() == list(range(8))
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda vector, number: defaultdict(list, a=vector, b=number),
+            lambda vector, number: OrderedDict(b=number, a=vector),
+            lambda vector, number: Slotted(vector, number),
+            lambda vector, number: Mutable(vector, Slotted(number, [vector])),
+        ],
+        ids=["defaultdict", "OrderedDict", "slots", "nested dataclasses"],
+    )
+    def test_container_that_a_transform_makes_is_kept(self, tmp_path: Path, make: Any) -> None:
+        def transform(batch: Any) -> Any:
+            vector, number = batch
+            return make(vector, number)
+
+        dataset = Pairs()
+        found = load_pairs(dataset, tmp_path, 2, transform)[0]
+        expected = make(*load_pairs(dataset, tmp_path, 2, None)[0])
+        assert type(found) is type(expected)
+        torch.testing.assert_close(list(tensors_in(found)), list(tensors_in(expected)))
 
     def test_batches_of_one_device_have_the_structure_of_samples(self, tmp_path: Path) -> None:
         dataset = Pairs(STRUCTURES["nested"])
