@@ -128,10 +128,10 @@ class PredictionTable(BasePredictionWriter):
         Raises:
             StoreError: A row was not predicted, or predicted twice.
         """
-        num_written = 0
-        if self._writer is not None:
-            num_written = self._writer.num_written
-            self._writer.close()
+        with _all_or_none():
+            if self._writer is not None:
+                self._writer.close()
+        num_written = self._writer.num_written if self._writer is not None else 0
         count = torch.tensor(num_written, device=trainer.strategy.root_device)
         total = int(trainer.strategy.reduce(count, reduce_op="sum"))
         if getattr(trainer, "fast_dev_run", False):

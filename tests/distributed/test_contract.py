@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_memmap import open_store
+from tests.datasets import in_dataset_order
 from tests.distributed.harness import launch
 from tests.distributed.scenarios.contract import (
     CASES,
@@ -111,6 +113,9 @@ def test_predictions_are_of_each_row_once(arm: Done, reference: Done) -> None:
     (expected,) = reference.part("evaluation")
     values = torch.cat([part["y"] for part in parts])[rows.argsort()]
     torch.testing.assert_close(values, expected["predicted"]["y"])
+    table = in_dataset_order(open_store(arm.out / "table"))
+    assert table["row"].tolist() == TEST.row.tolist()
+    torch.testing.assert_close(table["y"], expected["predicted"]["y"])
 
 
 @pytest.mark.parametrize("step", RESUMED)

@@ -23,8 +23,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
-from lightning_memmap import MemmapDataModule, register
+from lightning_memmap import MemmapDataModule, open_store, register
+from lightning_memmap.callbacks import PredictionTable
 from lightning_memmap.strategies import STRATEGIES
+from tests.datasets import in_dataset_order
 from tests.models import (
     Manual,
     Plateau,
@@ -173,6 +175,15 @@ class TestStages:
         trainer, data = make_pair(name, tmp_path, callbacks=[writer])
         trainer.predict(Regression(), datamodule=data, return_predictions=False)
         assert writer.rows == list(range(200, 225))
+
+    def test_prediction_table_has_the_prediction_of_each_row(
+        self, name: str, tmp_path: Path
+    ) -> None:
+        trainer, data = make_pair(name, tmp_path, callbacks=[PredictionTable(tmp_path / "table")])
+        trainer.predict(Regression(), datamodule=data, return_predictions=False)
+        table = in_dataset_order(open_store(tmp_path / "table"))
+        assert table["row"].tolist() == TEST.row.tolist()
+        torch.testing.assert_close(table["y"], Regression().net(TEST.x).detach())
 
 
 def mean_loss(module: Regression, points: Points) -> float:

@@ -1,6 +1,7 @@
 """The table that `PredictionTable` writes, row by row, and what it refuses."""
 
 import dataclasses
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,40 @@ class TestRows:
         printed = capsys.readouterr().out
         assert "predictions tests.models.Regression" in printed
         assert "all 48 checksums match" in printed
+
+    # LightningCLI uses a parameter of jsonargparse that is on its way out.
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_command_predicts_into_a_table_that_a_config_names(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = tmp_path / "predict.yaml"
+        config.write_text(
+            f"""
+            seed_everything: false
+            model: {{class_path: tests.models.Regression}}
+            data:
+              class_path: lightning_memmap.MemmapDataModule
+              init_args:
+                predict_dataset: {{class_path: tests.models.Points, init_args: {{num_rows: 61}}}}
+                store_dir: {tmp_path / "stores"}
+            trainer:
+              accelerator: cpu
+              devices: 2
+              strategy: memmap_superbatch
+              logger: false
+              enable_progress_bar: false
+              callbacks:
+                - class_path: lightning_memmap.callbacks.PredictionTable
+                  init_args: {{path: {tmp_path / "table"}, overwrite: true}}
+            """
+        )
+        arguments = ["predict", "--config", str(config), "--return_predictions", "false"]
+        monkeypatch.setattr(sys, "argv", ["lightning-memmap", *arguments])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        # The command leaves its configuration there.
+        monkeypatch.chdir(tmp_path)
+        main()
+        assert_holds(open_store(tmp_path / "table"))
 
 
 class Recorder(L.LightningModule):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.callbacks import PredictionTable
 from tests.distributed.scenarios.training import make_strategy
 from tests.models import (
     Manual,
@@ -214,6 +215,7 @@ def run(out: Path, name: str, others: str | None = None) -> dict[str, Any]:
     (tested,) = trainer.test(
         module, data, ckpt_path=out / "plain.ckpt", weights_only=True, verbose=False
     )
+    trainer.callbacks.append(PredictionTable(out / "table"))
     predictions = trainer.predict(Regression(), data) or []
     found["evaluation"] = {
         "metrics": {**validated, **tested},
