@@ -32,11 +32,14 @@ def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> 
             assert rank[name].startswith("AgreementError: ")
             assert difference in rank[name]
             assert "on rank 0; 101 rows of " in rank[name]
+    held = f"StoreError: another process writes the store at {tmp_path / 'held'}"
+    assert ranks[0]["held"] == held
+    assert ranks[1]["held"] == f"AgreementError: another process failed. rank 0: {held}"
     for name in ("data module", "groups", "stock"):
         assert_holds_predictions(tmp_path / name)
     assert open_store(tmp_path / "data module").num_shards == 6
     left = {path.name for path in tmp_path.rglob("*") if path.is_dir()}
-    assert not left & {"twice", "dtype", "apart"}
+    assert not left & {"held", "twice", "dtype", "apart"}
     assert not [name for name in left if name.endswith(".building")]
 
 

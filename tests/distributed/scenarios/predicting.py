@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import PredictionTable
+from lightning_memmap.store.recovery import locked
 from lightning_memmap.strategies import SuperBatchDDPStrategy
 from tests.models import Points, Regression, make_trainer
 
@@ -53,7 +55,12 @@ def tables(out: Path, rows: int) -> dict[str, Any]:
         predict_dataset=Points(rows), store_dir=out / "stores", batch_size=8, num_shards=6
     )
     rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # As if another run wrote there: rank zero alone notices.
+    other_run = locked(out / "held") if rank == 0 else nullcontext()
+    with other_run:
+        held = predict(out, "held", Regression(), data)
     return {
+        "held": held,
         "data module": predict(out, "data module", Regression(), data),
         "groups": predict(
             out,
