@@ -12,6 +12,9 @@ from tests.distributed.harness import launch, launch_any
 from tests.models import Points, Regression
 
 ROWS = 101
+#: Tables that come to be: of two data-parallel ranks by ddp and with data devices in groups, of two
+#: processes that share a rank and its rows, and of a stock loader.
+WHOLE = ("data module", "groups", "shared", "stock")
 
 
 def assert_holds_predictions(path: Path) -> None:
@@ -26,7 +29,8 @@ def assert_holds_predictions(path: Path) -> None:
 def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> None:
     ranks = launch("predicting.tables", tmp_path, processes=2, rows=ROWS)
     for rank in ranks:
-        assert rank["data module"] == rank["groups"] == rank["stock"] == ""
+        for name in WHOLE:
+            assert rank[name] == "", name
         assert "202 rows were written, and the table has 101" in rank["twice"]
         for name, difference in (("dtype", "row int32"), ("apart", str(tmp_path / "1" / "apart"))):
             assert rank[name].startswith("AgreementError: ")
@@ -35,7 +39,7 @@ def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> 
     held = f"StoreError: another process writes the store at {tmp_path / 'held'}"
     assert ranks[0]["held"] == held
     assert ranks[1]["held"] == f"AgreementError: another process failed. rank 0: {held}"
-    for name in ("data module", "groups", "stock"):
+    for name in WHOLE:
         assert_holds_predictions(tmp_path / name)
     assert open_store(tmp_path / "data module").num_shards == 6
     left = {path.name for path in tmp_path.rglob("*") if path.is_dir()}

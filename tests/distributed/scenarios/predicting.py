@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -34,6 +35,13 @@ class Failing(Regression):
             os.kill(os.getpid(), signal.SIGKILL)
         prediction = super().predict_step(batch, batch_idx)
         return {**prediction, "row": prediction["row"].to(self.dtype_there)}
+
+
+class Configured(Regression):
+    """Says how it is divided, which is not at all: a strategy of several processes asks for it."""
+
+    def configure_model(self) -> None:
+        pass
 
 
 def predict(out: Path, name: str, module: Regression, source: Any, **options: Any) -> str:
@@ -69,6 +77,13 @@ def tables(out: Path, rows: int) -> dict[str, Any]:
             data,
             strategy=SuperBatchDDPStrategy(data_devices_per_process=2),
             devices=4,
+        ),
+        "shared": predict(
+            out,
+            "shared",
+            Configured(),
+            data,
+            strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
         ),
         "stock": predict(out, "stock", Regression(), stock),
         "twice": predict(out, "twice", Regression(), stock, use_distributed_sampler=False),
