@@ -65,6 +65,9 @@ class PredictionTable(BasePredictionWriter):
         super().setup(trainer, pl_module, stage)
         if stage == "predict":
             check_place(self.path, overwrite=self.overwrite)
+            if trainer.limit_predict_batches == 0:
+                # No other hook is called then.
+                raise _incomplete(trainer, "no batch")
 
     @override
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -83,11 +86,7 @@ class PredictionTable(BasePredictionWriter):
         self._num_rows, self._num_shards = _rows_and_shards(loader)
         (num_batches,) = trainer.num_predict_batches
         if num_batches < len(loader) and not getattr(trainer, "fast_dev_run", False):
-            raise ValueError(
-                f"limit_predict_batches={trainer.limit_predict_batches}: of {len(loader)} batches"
-                f" {num_batches} would be predicted, and a table has a row for each row of the"
-                " dataset: predict all, or leave PredictionTable out"
-            )
+            raise _incomplete(trainer, f"{num_batches} of {len(loader)} batches")
 
     @override
     def write_on_batch_end(
@@ -188,6 +187,13 @@ def _unknown_rows(loader: Any) -> ValueError:
     return ValueError(
         f"PredictionTable: which rows the batches of a {type(loader).__name__} hold is not known:"
         " predict with a MemmapDataModule, or with torch's DataLoader over a map-style dataset"
+    )
+
+
+def _incomplete(trainer: L.Trainer, what: str) -> ValueError:
+    return ValueError(
+        f"limit_predict_batches={trainer.limit_predict_batches}: {what} would be predicted, and a"
+        " table has a row for each row of the dataset: predict all, or leave PredictionTable out"
     )
 
 

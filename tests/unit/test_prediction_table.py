@@ -290,11 +290,15 @@ class TestRefusals:
             predict(tmp_path, Predictor(lambda batch, _: batch["row"][1:]))
         assert nothing_at(tmp_path)
 
-    def test_limited_prediction_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="limit_predict_batches=3: of 10 batches 3 would be"):
-            predict(tmp_path, limit_predict_batches=3)
+    @pytest.mark.parametrize(
+        ("limit", "what"), [(3, "3 of 10 batches"), (0.5, "5 of 10 batches"), (0, "no batch")]
+    )
+    def test_limited_prediction_is_refused(self, tmp_path: Path, limit: float, what: str) -> None:
+        with pytest.raises(ValueError, match=f"limit_predict_batches={limit}: {what} would be"):
+            predict(tmp_path, limit_predict_batches=limit)
         assert nothing_at(tmp_path)
-        # A limit that limits nothing is none.
+
+    def test_limit_that_leaves_nothing_out_is_none(self, tmp_path: Path) -> None:
         assert_holds(predict(tmp_path, limit_predict_batches=10))
 
     def test_fast_dev_run_leaves_no_table(self, tmp_path: Path) -> None:
