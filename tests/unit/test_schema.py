@@ -466,6 +466,52 @@ def test_builder_any_sample_gives_back_the_leaves_in_their_places(sample: Any) -
         assert [leaf.item() for leaf in again.flatten(built)] == list(range(len(leaves)))
 
 
+# Batches of rows
+
+
+def test_from_batch_describes_one_row() -> None:
+    batch = {"a": torch.zeros(5, 3, 2, dtype=torch.bfloat16), "b": (torch.zeros(5) > 0, [])}
+    schema = Schema.from_batch(batch)
+    assert schema.fields == (
+        Field("a", torch.bfloat16, (3, 2), "tensor"),
+        Field("b.0", torch.bool, (), "tensor"),
+    )
+    assert schema.structure == Schema.from_sample({"a": batch["a"][0], "b": (True, [])}).structure
+
+
+def test_flatten_batch_gives_the_tensors_in_the_order_of_the_fields() -> None:
+    schema = Schema.from_batch({"a": torch.zeros(2), "b": torch.zeros(2, 3)})
+    a, b = torch.arange(4.0, requires_grad=True), torch.ones(4, 3)
+    found = schema.flatten_batch({"b": b, "a": a})
+    assert torch.equal(found[0], a)
+    assert not found[0].requires_grad
+    assert torch.equal(found[1], b)
+
+
+def test_flatten_batch_gives_values_where_a_tensor_is_a_lazy_conjugate() -> None:
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    (found,) = Schema.from_batch(values).flatten_batch(values.conj())
+    assert not found.is_conj()
+    assert found.tolist() == [1 - 2j, 3 + 1j]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([torch.zeros(2), "text"], "field '1': found str"),
+        ({"n": 3}, "field 'n': found int"),
+        ({"n": np.zeros(3)}, "field 'n': found ndarray"),
+        ({"n": torch.tensor(3)}, "field 'n': found a tensor without dimensions"),
+        ({"n": torch.zeros(3).to_sparse()}, "field 'n': .*only dense tensors"),
+        ({"n": torch.zeros(3, dtype=torch.float8_e5m2)}, "field 'n': found dtype float8"),
+        ([], "holds no tensor"),
+    ],
+)
+def test_from_batch_of_no_rows_raises_schema_error(batch: Any, message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        Schema.from_batch(batch)
+
+
 def valid_json() -> Any:
     sample = {"image": torch.zeros(3, 4), "pair": Pair(1, 2), "example": Example(1, (2, 3))}
     value = Schema.from_sample(sample).to_json()
