@@ -6,7 +6,9 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
@@ -82,3 +84,21 @@ def validate_anew(trainer: Any) -> None:
         trainer: The Trainer, when it asks for the validation loader.
     """
     trainer.fit_loop.epoch_loop.val_loop.restarting = False
+
+
+class DataParallelMesh(ModelParallelStrategy):
+    """Lightning's strategy of a device mesh, with all processes on its data-parallel axis.
+
+    By default it takes as many as there are nodes, and can be told only before they are counted.
+    """
+
+    @override
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._tensor_parallel_size = 1
+        super().setup_environment()
+
+
+def tell_device(module: torch.nn.Module, device: torch.device) -> None:
+    """Let ``LightningModule.device`` be a device without moving parameters there."""
+    _update_properties(module, device=device)

@@ -2,6 +2,7 @@
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lightning_memmap.strategies.fsdp2 import FSDP2Strategy
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 from lightning_memmap.strategies.superbatch_ddp import SuperBatchDDPStrategy
 
@@ -16,6 +17,11 @@ STRATEGIES: tuple[tuple[str, type[Strategy], str], ...] = (
         "memmap_superbatch_ddp",
         SuperBatchDDPStrategy,
         "super-batches inside each process, DDP between the processes, over several nodes too",
+    ),
+    (
+        "memmap_fsdp2",
+        FSDP2Strategy,
+        "FSDP2 of any module: each process holds shards of parameters, gradients and states",
     ),
 )
 

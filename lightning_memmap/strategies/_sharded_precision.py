@@ -1,0 +1,63 @@
+"""The precision plugin of sharded modules."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.apply_func import apply_to_collection
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from typing_extensions import override
+
+
+class ShardedPrecision(Precision):
+    """Another plugin's precision, with batches cast too, those that are a TensorDict included.
+
+    Args:
+        inner: Says in which dtype weights are made, and gives the context of a step.
+        batch_dtype: Floating-point tensors of a batch are cast to it; None leaves them.
+    """
+
+    def __init__(self, inner: Precision, batch_dtype: torch.dtype | None) -> None:
+        self.inner = inner
+        self.batch_dtype = batch_dtype
+        self.precision = inner.precision
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return self.inner.convert_module(module)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self.inner.tensor_init_context()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self.inner.module_init_context()
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self.inner.forward_context()
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        if self.batch_dtype is None:
+            return data
+        return apply_to_collection(data, (TensorDictBase, Tensor), self._cast)
+
+    def _cast(self, data: Tensor | TensorDictBase) -> Any:
+        if isinstance(data, TensorDictBase):
+            return data.apply(self._cast)
+        return data.to(self.batch_dtype) if data.is_floating_point() else data
+
+    @contextmanager
+    def _evaluation_context(self) -> Iterator[None]:
+        # What FSDP2 gathers for the first time in inference mode could not be trained on later.
+        with torch.inference_mode(False), torch.no_grad(), self.forward_context():
+            yield
+
+    val_step_context = _evaluation_context
+    test_step_context = _evaluation_context
+    predict_step_context = _evaluation_context

@@ -1,0 +1,533 @@
+"""``memmap_fsdp2``: FSDP2 without a ``configure_model`` to write."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import lightning as L
+import torch
+import torchmetrics
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_memmap._compat import DataParallelMesh, tell_device
+from lightning_memmap.placement import check_device
+from lightning_memmap.strategies import _sharding as sharding
+from lightning_memmap.strategies._assembly import RowWeighting
+from lightning_memmap.strategies._sharded_precision import ShardedPrecision
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_BATCH_DTYPES = {
+    "32-true": None,
+    "16-true": torch.float16,
+    "bf16-true": torch.bfloat16,
+    "64-true": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """What became of a module.
+
+    Args:
+        mesh: What it is sharded over.
+        buffers: By name, the values of buffers before they were cast.
+    """
+
+    mesh: DeviceMesh
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+#: Modules stay sharded when their Trainer is gone, and another one may go on with them.
+_SHARDED: WeakKeyDictionary[nn.Module, _Sharded] = WeakKeyDictionary()
+
+
+class FSDP2Strategy(RowWeighting, DataParallelMesh):
+    """Trains with FSDP2: each process holds shards of parameters, gradients and optimizer states.
+
+    The module needs no ``configure_model``: layers are made units of sharding, by class or by
+    size, and then the module itself with all that is left. A unit's parameters are gathered before
+    it runs and let go of after. All processes are data parallel, and their losses are weighed by
+    rows, so that training equals one process also where the last step does not divide evenly.
+
+    Every process begins with the values of rank 0. Modules on the meta device are given their
+    values unit by unit, by ``reset_parameters``.
+
+    With ``Trainer(precision="bf16-mixed")`` units compute in bfloat16 from float32 shards,
+    gradients are reduced in float32, and autocast keeps losses in float32. Batches and
+    floating-point buffers are cast too, running statistics of batch norm apart.
+
+    Args:
+        wrap_classes: Classes of the units, or their names. By default units are chosen by size.
+        min_unit_parameters: Without ``wrap_classes``: the smallest modules of at least as many
+            parameters are units.
+        replicate_size: Groups of processes that hold whole copies (HSDP); it must divide the
+            processes. Within a group the copy is sharded.
+        reshard_after_forward: Whether units let go of what they gathered between the forward and
+            the backward pass; a number is the size of the groups in which they keep it sharded
+            instead. By default all do but the outermost.
+        cpu_offload: Keep shards, gradients and optimizer states in host memory. Needs GPUs.
+        param_dtype: Compute in this dtype, with weights, and without autocast: a mixed precision
+            of one's own, for ``Trainer(precision="32-true")``.
+        reduce_dtype: Reduce gradients in this dtype. By default float32 in mixed precision, and
+            otherwise that of the parameters.
+        output_dtype: Cast what a step returns.
+        cast_batch: Whether mixed precision casts the floating-point tensors of a batch.
+        activation_checkpointing: Compute the forward pass of all units again in the backward pass
+            instead of keeping their activations; or of the modules of the classes that are named.
+        meta_init: Run ``configure_model`` on the meta device.
+        accumulate_unsharded: While gradients accumulate over steps, keep them whole on each
+            process, and reduce them once: less communication for more memory.
+        save_distributed_checkpoint: Each process saves its shards to files in one folder. By
+            default rank 0 saves one file, which the plain module loads.
+        process_group_backend: As for Lightning's ``ModelParallelStrategy``.
+        timeout: As for Lightning's ``ModelParallelStrategy``.
+
+    Raises:
+        ValueError: An option is out of range, or does not fit the processes.
+        TypeError: An option is of another type than said.
+    """
+
+    strategy_name = "memmap_fsdp2"
+
+    def __init__(
+        self,
+        wrap_classes: Sequence[str | type[nn.Module]] | None = None,
+        min_unit_parameters: int = 1_000_000,
+        replicate_size: int = 1,
+        reshard_after_forward: bool | int | None = None,
+        cpu_offload: bool = False,
+        param_dtype: str | torch.dtype | None = None,
+        reduce_dtype: str | torch.dtype | None = None,
+        output_dtype: str | torch.dtype | None = None,
+        cast_batch: bool = True,
+        activation_checkpointing: bool | Sequence[str | type[nn.Module]] = False,
+        meta_init: bool = False,
+        accumulate_unsharded: bool = False,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        if isinstance(wrap_classes, str) or (wrap_classes is not None and not wrap_classes):
+            raise ValueError(
+                f"wrap_classes={wrap_classes!r}: give a list of classes or of their names, or"
+                " leave it out to choose units by size"
+            )
+        if isinstance(activation_checkpointing, str):
+            raise ValueError(
+                f"activation_checkpointing={activation_checkpointing!r}: give True for all units,"
+                " or a list of classes or of their names"
+            )
+        for name, value in (
+            ("min_unit_parameters", min_unit_parameters),
+            ("replicate_size", replicate_size),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value}: at least 1")
+        self._wrap_classes = wrap_classes
+        self._min_unit_parameters = min_unit_parameters
+        self._replicate_size = replicate_size
+        self._reshard_after_forward = reshard_after_forward
+        self._cpu_offload = cpu_offload
+        self._param_dtype = _dtype("param_dtype", param_dtype)
+        self._reduce_dtype = _dtype("reduce_dtype", reduce_dtype)
+        self._output_dtype = _dtype("output_dtype", output_dtype)
+        self._cast_batch = cast_batch
+        self._activation_checkpointing = activation_checkpointing
+        self._meta_init = meta_init
+        self._accumulate_unsharded = accumulate_unsharded
+        self._is_save_sharded = save_distributed_checkpoint
+        self._mesh: DeviceMesh | None = None
+        if cpu_offload and process_group_backend is None:
+            # Norms of gradients in host memory are summed there.
+            process_group_backend = "cpu:gloo,cuda:nccl"
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        """The Trainer's, made for sharded modules."""
+        return self._sharded_precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        inner = precision_plugin or Precision()
+        if self._param_dtype is not None and inner.precision != "32-true":
+            raise ValueError(
+                f"param_dtype={self._param_dtype} with Trainer(precision={inner.precision!r}):"
+                " both say in which dtype to compute; leave one of them out"
+            )
+        self._policy_dtype = self._param_dtype
+        if type(inner) is MixedPrecision and inner.precision == "bf16-mixed":
+            self._policy_dtype = torch.bfloat16
+        elif type(inner) not in (Precision, HalfPrecision, DoublePrecision):
+            raise ValueError(
+                f"Trainer(precision={inner.precision!r}): memmap_fsdp2 does not support"
+                f" {type(inner).__name__}; choose 32-true, bf16-mixed, bf16-true, 16-true or"
+                " 64-true"
+            )
+        batch_dtype = _BATCH_DTYPES.get(inner.precision)
+        if self._policy_dtype is not None and self._cast_batch:
+            batch_dtype = self._policy_dtype
+        self._sharded_precision = ShardedPrecision(inner, batch_dtype)
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this node, one for each of its processes."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._devices = devices
+        for device in devices or ():
+            check_device(device)
+            if self._cpu_offload and device.type != "cuda":
+                raise ValueError(
+                    f"cpu_offload=True with accelerator={device.type!r}: the shards are in host"
+                    " memory as it is; use GPUs, or leave it out"
+                )
+
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        processes = self.num_nodes * self.num_processes
+        if processes % self._replicate_size:
+            raise ValueError(
+                f"replicate_size={self._replicate_size}: it does not divide the {processes}"
+                " processes; choose a number that does"
+            )
+        group, size = self._reshard_after_forward, processes // self._replicate_size
+        if type(group) is int and not (1 < group < size and size % group == 0):
+            raise ValueError(
+                f"reshard_after_forward={group}: it must divide the {size} processes that a copy"
+                " is sharded over, and be neither 1 nor all of them; or choose True or False"
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._replicate_size == 1:
+            self._mesh = self.device_mesh["data_parallel"]
+        else:
+            self._mesh = init_device_mesh(
+                self.root_device.type,
+                (self._replicate_size, self.world_size // self._replicate_size),
+                mesh_dim_names=("replicate", "shard"),
+            )
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        if empty_init is None:
+            empty_init = self._meta_init
+        with super().tensor_init_context(empty_init=empty_init):
+            yield
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        # Lightning's own asks for a configure_model that shards.
+        module = self.lightning_module
+        assert module is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if module in _SHARDED:
+            if _SHARDED[module].mesh != self._mesh:
+                raise ValueError(
+                    f"the {type(module).__name__} was sharded over {_SHARDED[module].mesh} by"
+                    f" another Trainer, and this one has {self._mesh}: load its checkpoint into a"
+                    " fresh module"
+                )
+        else:
+            _SHARDED[module] = self._shard(module)
+        self.model = module
+        self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self, module: L.LightningModule) -> _Sharded:
+        assert self._mesh is not None
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"{name} is a DTensor already: memmap_fsdp2 shards the module itself; leave"
+                    " that out of configure_model, or use Lightning's ModelParallelStrategy"
+                )
+        self.precision_plugin.convert_module(module)
+        units = self._units(module)
+        outermost = [module] if module.automatic_optimization else self._outermost(module)
+        self._checkpoint_activations(module, units)
+        reduce_dtype = self._reduce_dtype or (self._policy_dtype and torch.float32)
+        policy = MixedPrecisionPolicy(self._policy_dtype, reduce_dtype)
+        offload = CPUOffloadPolicy() if self._cpu_offload else OffloadPolicy()
+        make = partial(fully_shard, mesh=self._mesh, offload_policy=offload)
+        calls: dict[nn.Module, Any] = {
+            unit: partial(make, mp_policy=policy, reshard_after_forward=self._reshard_after_forward)
+            for unit in units
+        }
+        # What the whole module returns is one's own, and what it is given has been cast.
+        outer = MixedPrecisionPolicy(
+            self._policy_dtype, reduce_dtype, self._output_dtype, self._cast_batch
+        )
+        for part in outermost:
+            # By default FSDP2 keeps what the outermost gathered, and it alone.
+            reshard = self._reshard_after_forward
+            calls[part] = partial(make, mp_policy=outer, reshard_after_forward=reshard)
+        buffers = {}
+        if self._policy_dtype is not None:
+            exact = MixedPrecisionPolicy(None, torch.float32, None, False)
+            for part in module.modules():
+                if isinstance(part, sharding.STATISTICS) and any(True for _ in part.parameters()):
+                    calls[part] = partial(make, mp_policy=exact, reshard_after_forward=False)
+        sharding.shard(module, self.root_device, calls)
+        if self._policy_dtype is not None:
+            buffers = _cast_buffers(module, self._policy_dtype)
+        if module in calls:
+            for name in _STEPS:
+                register_fsdp_forward_method(module, name)
+        return _Sharded(self._mesh, buffers)
+
+    def _units(self, module: nn.Module) -> list[nn.Module]:
+        if self._wrap_classes is None:
+            units = sharding.modules_of_size(module, self._min_unit_parameters)
+        else:
+            units = sharding.modules_of_classes(module, self._wrap_classes, "wrap_classes")
+        return sharding.without_shared(module, units)
+
+    def _outermost(self, module: L.LightningModule) -> list[nn.Module]:
+        """In manual optimization the backward pass is inside of training_step: gradients of the
+        module itself would be reduced too late, those of its parts are not."""
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own:
+            raise ValueError(
+                f"{', '.join(own)}: parameters of the {type(module).__name__} itself, which"
+                " memmap_fsdp2 cannot shard under manual optimization; put them into a submodule"
+            )
+        parts = sharding.roots(module)
+        return sharding.without_shared(module, parts)
+
+    def _checkpoint_activations(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
+        wanted = self._activation_checkpointing
+        if wanted is False:
+            return
+        if wanted is True:
+            if not units:
+                raise ValueError(
+                    f"activation_checkpointing=True: the {type(module).__name__} has no units to"
+                    " compute again; choose some by wrap_classes or a smaller"
+                    f" min_unit_parameters than {self._min_unit_parameters}, or name classes here"
+                )
+            parts = list(units)
+        else:
+            parts = sharding.modules_of_classes(module, wanted, "activation_checkpointing")
+        for part in parts:
+            sharding.recompute(part)
+
+    @override
+    def model_to_device(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not self._cpu_offload:
+            super().model_to_device()
+            return
+        tell_device(module, self.root_device)
+        for part in module.modules():
+            if isinstance(part, torchmetrics.Metric):
+                part.to(self.root_device)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        if not self._accumulate_unsharded:
+            yield
+            return
+        self._set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._set_gradient_sync(True)
+
+    def _set_gradient_sync(self, is_synced: bool) -> None:
+        for part in self._sharded_parts():
+            part.set_requires_gradient_sync(is_synced, recurse=False)
+
+    def _sharded_parts(self) -> Iterator[FSDPModule]:
+        assert self.lightning_module is not None
+        for part in self.lightning_module.modules():
+            if isinstance(part, FSDPModule):
+                yield part
+
+    def _reshard(self) -> None:
+        """The outermost units keep what they gathered for a backward pass, which evaluation has
+        not; and whether a parameter is frozen is seen only when it is gathered."""
+        for part in self._sharded_parts():
+            part.reshard()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._reshard()
+
+    @override
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self._reshard()
+
+    @override
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._reshard()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module on rank 0, and nothing on the others; shards on each rank with
+        ``save_distributed_checkpoint=True``. All ranks call it."""
+        state = super().lightning_module_state_dict()
+        assert self.lightning_module is not None
+        for name, before in _SHARDED[self.lightning_module].buffers.items():
+            if name in state:
+                state[name] = _restored(state[name], before)
+        return state
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As the plain optimizer would save it, on rank 0; shards on each rank with
+        ``save_distributed_checkpoint=True``. All ranks call it."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self._is_save_sharded:
+            is_new = not optimizer.state
+            state = super().optimizer_state(optimizer)
+            if is_new:
+                # torch has taken a step of length zero, which Adam would count.
+                optimizer.state.clear()
+            return state
+        # All ranks gather each tensor, and all but one let go of it.
+        gathered = apply_to_collection(optimizer.state_dict(), Tensor, self._gathered)
+        return gathered if self.is_global_zero else {}
+
+    def _gathered(self, tensor: Tensor) -> Tensor | None:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole.cpu() if self.is_global_zero else None
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a file or a folder, whatever this strategy itself saves. All ranks call it."""
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_dir():
+            loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            return loaded
+        assert self.lightning_module is not None
+        checkpoint: dict[str, Any] = torch.load(
+            path, map_location="cpu", mmap=True, weights_only=weights_only
+        )
+        set_model_state_dict(
+            self.lightning_module,
+            checkpoint.pop("state_dict"),
+            options=StateDictOptions(
+                full_state_dict=True, strict=self.lightning_module.strict_loading
+            ),
+        )
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._load_optimizers(checkpoint)
+        return checkpoint
+
+    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        if "optimizer_states" not in checkpoint:
+            raise KeyError(
+                "the checkpoint has weights alone, and no optimizer_states to resume from; load"
+                " the weights into the module instead, or save with save_weights_only=False"
+            )
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(_distributed(state, optimizer))
+
+
+def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
+    if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{name}={value!r}: give a floating-point dtype, such as 'bfloat16'")
+    return dtype
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Cast floating-point buffers; but not running statistics.
+
+    Returns:
+        By name, their values before.
+    """
+    before = {}
+    for prefix, part in module.named_modules():
+        if isinstance(part, (*sharding.STATISTICS, torchmetrics.Metric)):
+            continue
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_floating_point() and buffer.dtype != dtype:
+                before[f"{prefix}.{name}" if prefix else name] = buffer.cpu()
+                setattr(part, name, buffer.to(dtype))
+    return before
+
+
+def _restored(buffer: Tensor, before: Tensor) -> Tensor:
+    """A buffer that was cast as it was before, where it has not changed since."""
+    if torch.equal(before.to(buffer.dtype), buffer.cpu()):
+        return before
+    return buffer.to(before.dtype)
+
+
+def _distributed(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """What a plain optimizer saved, with tensors of the shape of a parameter sharded as it is."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+
+    def distribute(value: Any, parameter: Tensor) -> Any:
+        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+            return value
+        if value.shape != parameter.shape:
+            return value
+        # Each rank takes its part of the file: none sends to another.
+        return distribute_tensor(
+            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+
+    values = {
+        number: {
+            name: distribute(value, parameter) for name, value in state["state"][number].items()
+        }
+        for number, parameter in zip(numbers, parameters, strict=False)
+        if number in state["state"]
+    }
+    return {**state, "state": values}
