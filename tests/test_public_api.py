@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.constants import default_pg_timeout
 
 import lightning_memmap
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.strategies import SuperBatchDDPStrategy, SuperBatchStrategy
+from lightning_memmap.strategies import FSDP2Strategy, SuperBatchDDPStrategy, SuperBatchStrategy
 
 NAMES = {
     "lightning_memmap": [
@@ -32,9 +33,11 @@ NAMES = {
     ],
     "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
     "lightning_memmap.strategies": [
+        "FSDP2Strategy",
         "STRATEGIES",
         "SuperBatchDDPStrategy",
         "SuperBatchStrategy",
+        "consolidate_checkpoint",
         "register",
     ],
 }
@@ -72,6 +75,24 @@ SUPERBATCH_DDP = {
     "kwargs": inspect.Parameter.empty,
 }
 
+FSDP2 = {
+    "wrap_classes": None,
+    "min_unit_parameters": 1_000_000,
+    "replicate_size": 1,
+    "reshard_after_forward": None,
+    "cpu_offload": False,
+    "param_dtype": None,
+    "reduce_dtype": None,
+    "output_dtype": None,
+    "cast_batch": True,
+    "activation_checkpointing": False,
+    "meta_init": False,
+    "accumulate_unsharded": False,
+    "save_distributed_checkpoint": False,
+    "process_group_backend": None,
+    "timeout": default_pg_timeout,
+}
+
 
 @pytest.mark.parametrize("module", NAMES)
 def test_public_names_of_a_module_are_these(module: str) -> None:
@@ -87,6 +108,7 @@ def test_public_names_of_a_module_are_these(module: str) -> None:
         (MemmapDataModule, DATA_MODULE),
         (SuperBatchStrategy, STRATEGY),
         (SuperBatchDDPStrategy, SUPERBATCH_DDP),
+        (FSDP2Strategy, FSDP2),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -1,0 +1,334 @@
+"""Sharded modules of several units: what each process holds, sees, computes and saves."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.strategies import FSDP2Strategy
+from tests.models import Points, Regression, TwoOptimizers, make_trainer
+
+ROWS = 63
+GLOBAL_BATCH = 12
+WIDTH = 32
+SEED = 11
+
+
+class Block(nn.Module):
+    """A layer with a norm, a residual connection and a table that is no parameter.
+
+    Attributes:
+        calls: Times that its forward ran.
+        dtypes: Dtypes of its weight and its table while it ran.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("table", torch.empty(WIDTH))
+        self.reset_parameters()
+        self.calls = 0
+        self.dtypes: set[tuple[torch.dtype, torch.dtype]] = set()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.table.copy_(torch.linspace(0, 0.3, WIDTH, device=self.table.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.dtypes.add((self.up.weight.dtype, self.table.dtype))
+        return x + self.down(torch.tanh(self.up(self.norm(x) + self.table)))
+
+
+class Deep(Regression):
+    """Three blocks between two linear layers.
+
+    Args:
+        tied: The second block has the parameters of the first.
+    """
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__(lr=0.01)
+        self.build()
+        if tied:
+            self.blocks[1].up.weight = self.blocks[0].up.weight
+        self.losses: list[float] = []
+        self.step_dtypes: dict[str, torch.dtype] = {}
+        self.held: dict[str, int] = {}
+
+    def build(self) -> None:
+        torch.manual_seed(SEED)
+        self.net = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net[0](x)
+        for block in self.blocks:
+            x = block(x)
+        return self.net[2](x)
+
+    def setup(self, stage: str) -> None:
+        # Values of modules on the meta device are drawn after this.
+        torch.manual_seed(SEED)
+
+    def loss(self, batch: Any, stage: str) -> Tensor:
+        self.seen.setdefault(stage, []).append(batch["row"].tolist())
+        # Through the module itself, in a step that is one of its forward passes already.
+        y = self(batch["x"])
+        loss = nn.functional.mse_loss(y, batch["y"])
+        self.step_dtypes = {
+            "x": batch["x"].dtype,
+            "row": batch["row"].dtype,
+            "y": y.dtype,
+            "loss": loss.dtype,
+        }
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_start(self) -> None:
+        parameters = list(self.parameters())
+        self.held = {
+            "local": sum(p.to_local().numel() for p in parameters if isinstance(p, DTensor)),
+            "whole": sum(p.numel() for p in parameters),
+        }
+
+
+class Configured(Deep):
+    """Makes its layers in configure_model, as a module that is too large for one process does."""
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList()
+
+    def configure_model(self) -> None:
+        if not self.blocks:
+            super().build()
+
+
+class Normed(Regression):
+    """Batch norm, the statistics of which are those of one process's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
+class Momentum(Regression):
+    """An optimizer with parameters in another order than the module's, and one without a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        self.manual_backward(self.loss(batch, "train"))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        weights = [self.net[2].weight, self.net[0].weight]
+        biases = [self.net[2].bias, self.net[0].bias]
+        return [torch.optim.SGD(biases, lr=0.05), torch.optim.Adam(weights, lr=0.02)]
+
+
+class Watch(L.Callback):
+    """Whether gradients are sharded after each backward pass."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.found.append(pl_module.net[0].weight.grad is not None)
+
+
+def make_data(out: Path, processes: int) -> MemmapDataModule:
+    batch_size = GLOBAL_BATCH // processes
+    return MemmapDataModule(Points(ROWS), store_dir=out / "stores", batch_size=batch_size)
+
+
+def fit(
+    out: Path,
+    save: str,
+    make: Callable[[], Any] = Deep,
+    processes: int = 2,
+    checkpoint: Path | None = None,
+    trainer_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Train two epochs, save ``<save>.ckpt``, and return the module."""
+    strategy: Any = FSDP2Strategy(**options) if processes > 1 else "auto"
+    trainer = make_trainer(
+        out,
+        strategy=strategy,
+        devices=processes,
+        max_epochs=2,
+        limit_val_batches=0,
+        **(trainer_options or {}),
+    )
+    module = make()
+    trainer.fit(
+        module, make_data(out, processes), ckpt_path=checkpoint, weights_only=checkpoint and False
+    )
+    trainer.save_checkpoint(out / f"{save}.ckpt")
+    return module
+
+
+def told(module: Any) -> dict[str, Any]:
+    return {
+        "held": module.held,
+        "calls": [block.calls for block in module.blocks],
+        "dtypes": [block.dtypes for block in module.blocks],
+        "step": module.step_dtypes,
+        "losses": module.losses,
+        "seen": module.seen,
+        "class": [type(part).__name__ for part in (module, *module.blocks, module.net[0])],
+    }
+
+
+def save_first(out: Path, name: str) -> ModelCheckpoint:
+    """Saves after the steps 4 and 8, of epochs of five."""
+    return ModelCheckpoint(out / name, "{step}", every_n_train_steps=4, save_top_k=-1)
+
+
+def two(out: Path) -> dict[str, Any]:
+    """All that two processes are asked."""
+    blocks = {"wrap_classes": ["Block"]}
+    found: dict[str, Any] = {
+        "blocks": told(fit(out, "blocks", **blocks)),
+        "by size": told(fit(out, "by size", min_unit_parameters=4000)),
+        "root": told(fit(out, "root")),
+        "resharded": told(fit(out, "resharded", reshard_after_forward=True, **blocks)),
+        "recomputed": told(fit(out, "recomputed", activation_checkpointing=True, **blocks)),
+        "tied": told(fit(out, "tied", lambda: Deep(tied=True), **blocks)),
+    }
+    for name, accumulate in (("sharded", False), ("unsharded", True)):
+        watch = Watch()
+        fit(
+            out,
+            f"accumulated {name}",
+            accumulate_unsharded=accumulate,
+            trainer_options={"accumulate_grad_batches": 3, "callbacks": [watch]},
+            **blocks,
+        )
+        found[f"gradients {name}"] = watch.found
+    found |= initialised(out, blocks)
+    found |= mixed(out, blocks)
+    found |= checkpoints(out, blocks)
+    found["errors"] = errors(out)
+    return found
+
+
+def initialised(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
+    def on_meta() -> Deep:
+        with torch.device("meta"):
+            return Deep()
+
+    def by_trainer() -> Deep:
+        trainer = make_trainer(out, strategy=FSDP2Strategy(**blocks), devices=2)
+        with trainer.init_module(empty_init=True):
+            return Deep()
+
+    def unlike() -> Deep:
+        # As without a seed: each process draws its own numbers.
+        module = Deep()
+        rank = torch.distributed.get_rank()
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data.add_(rank)
+        return module
+
+    return {
+        "meta": told(fit(out, "meta", on_meta, **blocks)),
+        "init_module": told(fit(out, "init_module", by_trainer, **blocks)),
+        "configured": told(fit(out, "configured", Configured, meta_init=True, **blocks)),
+        "unlike": told(fit(out, "unlike", unlike, replicate_size=2, **blocks)),
+    }
+
+
+def mixed(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
+    bf16 = {"trainer_options": {"precision": "bf16-mixed"}}
+    own = {"param_dtype": "bfloat16", "output_dtype": "float32"}
+    found = {
+        "bf16-mixed": told(fit(out, "bf16-mixed", **blocks, **bf16)),
+        "own policy": told(fit(out, "own policy", **blocks, **own)),
+        "uncast batch": told(fit(out, "uncast batch", cast_batch=False, **blocks, **bf16)),
+        "bf16-true": told(
+            fit(out, "bf16-true", **blocks, trainer_options={"precision": "bf16-true"})
+        ),
+    }
+    normed = fit(out, "normed", Normed, **bf16)
+    found["normed"] = {name: buffer.dtype for name, buffer in normed.named_buffers()}
+    module = Deep()
+    loader = DataLoader(
+        Points(24), 6, collate_fn=lambda rows: TensorDict(default_collate(rows), [len(rows)])
+    )
+    strategy = FSDP2Strategy(**blocks)
+    make_trainer(out, strategy=strategy, devices=2, precision="bf16-mixed").fit(module, loader)
+    found["tensordict"] = told(module)
+    return found
+
+
+def checkpoints(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    sharded = {**blocks, "save_distributed_checkpoint": True}
+    saver = {"callbacks": [save_first(out, "folders")], "enable_checkpointing": True}
+    found["saved"] = told(fit(out, "whole folder", trainer_options=saver, **sharded))
+    folder = out / "folders" / "step=4.ckpt"
+    found["is folder"] = folder.is_dir()
+    # A folder is loaded, and a file saved.
+    found["resumed"] = told(fit(out, "resumed", checkpoint=folder, **blocks))
+    for make in (Momentum, TwoOptimizers):
+        name = make.__name__
+        saver = {"callbacks": [save_first(out, name)], "enable_checkpointing": True}
+        fit(out, name, make, trainer_options=saver)
+        fit(out, f"{name} resumed", make, checkpoint=out / name / "step=4.ckpt")
+    return found
+
+
+def errors(out: Path) -> dict[str, str]:
+    """What is refused when the module is known, on every rank."""
+
+    def by_hand() -> L.LightningModule:
+        module = TwoOptimizers()
+        module.scale = nn.Parameter(torch.ones(1))
+        return module
+
+    def attention() -> L.LightningModule:
+        module = Regression()
+        with torch.device("meta"):
+            module.net = nn.MultiheadAttention(8, 2)
+        return module
+
+    cases: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+        "class": (Deep, {"wrap_classes": ["Block", "Decoder"]}),
+        "recompute": (Deep, {"activation_checkpointing": True}),
+        "own parameter": (by_hand, {}),
+        "meta": (attention, {}),
+    }
+    found = {}
+    for name, (make, options) in cases.items():
+        try:
+            fit(out, "refused", make, **options)
+        except (ValueError, TypeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def four(out: Path, folder: str) -> dict[str, Any]:
+    """Two copies, each sharded over two processes; and a folder of two processes that goes on."""
+    blocks = {"wrap_classes": ["Block"], "processes": 4}
+    module = fit(out, "hybrid", replicate_size=2, **blocks)
+    found = {"hybrid": told(module), "sampler": module.trainer.distributed_sampler_kwargs}
+    resumed = fit(out, "resumed", checkpoint=Path(folder), replicate_size=2, **blocks)
+    found["resumed"] = told(resumed)
+    return found

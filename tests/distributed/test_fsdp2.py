@@ -1,0 +1,288 @@
+"""FSDP2 of modules of several units: shards are shards, and training is that of one process."""
+
+import re
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memmap.strategies import FSDP2Strategy, consolidate_checkpoint
+from lightning_memmap.strategies._sharding import modules_of_size, without_shared
+from tests.distributed.harness import launch
+from tests.distributed.scenarios.fsdp2 import (
+    WIDTH,
+    Block,
+    Deep,
+    Momentum,
+    Normed,
+    fit,
+)
+from tests.models import TwoOptimizers, make_trainer
+
+#: float32 sums in another order, over twelve steps of Adam with a rate of 0.01.
+ATOL = 5e-6
+
+# The resumed runs save nothing.
+pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+
+
+class Runs:
+    """What processes told, and the files that they wrote."""
+
+    def __init__(self, out: Path, ranks: list[dict[str, Any]]) -> None:
+        self.out = out
+        self.ranks = ranks
+
+    def told(self, case: str) -> list[Any]:
+        return [rank[case] for rank in self.ranks]
+
+    def state(self, case: str) -> dict[str, torch.Tensor]:
+        path = self.out / f"{case}.ckpt"
+        return torch.load(path, weights_only=True)["state_dict"]  # type: ignore[no-any-return]
+
+    def steps(self, case: str) -> list[list[int]]:
+        parts = (told["seen"]["train"] for told in self.told(case))
+        return [sorted(chain(*step)) for step in zip(*parts, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    out = tmp_path_factory.mktemp("one")
+    module = fit(out, "plain", processes=1)
+    fit(out, "accumulated", processes=1, trainer_options={"accumulate_grad_batches": 3})
+    fit(out, "tied", lambda: Deep(tied=True), processes=1)
+    fit(out, "bf16-mixed", processes=1, trainer_options={"precision": "bf16-mixed"})
+    for make in (Momentum, TwoOptimizers):
+        fit(out, make.__name__, make, processes=1)
+    return Runs(out, [{"plain": {"seen": module.seen, "losses": module.losses}}])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    out = tmp_path_factory.mktemp("two")
+    return Runs(out, launch("fsdp2.two", out, processes=2))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, two: Runs) -> Runs:
+    out = tmp_path_factory.mktemp("four")
+    folder = str(two.out / "folders" / "step=4.ckpt")
+    return Runs(out, launch("fsdp2.four", out, processes=4, folder=folder))
+
+
+def assert_as(found: dict[str, Any], expected: dict[str, Any], atol: float = ATOL) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        torch.testing.assert_close(found[name], value, rtol=0, atol=atol)
+
+
+def test_each_process_holds_a_share_of_the_module(two: Runs, four: Runs) -> None:
+    for runs, case in ((two, "blocks"), (four, "hybrid")):
+        held = [told["held"] for told in runs.told(case)]
+        # Of four processes two make a copy. The last layer has one row, which one process has.
+        assert sum(rank["local"] for rank in held) == held[0]["whole"] * len(held) // 2
+        assert max(rank["local"] for rank in held) <= held[0]["whole"] / 2 + WIDTH + 1
+
+
+def test_units_are_those_asked_for(two: Runs) -> None:
+    for case, names in (
+        ("blocks", ["FSDPDeep", "FSDPBlock", "FSDPBlock", "FSDPBlock", "Linear"]),
+        ("by size", ["FSDPDeep", "FSDPBlock", "FSDPBlock", "FSDPBlock", "Linear"]),
+        ("root", ["FSDPDeep", "Block", "Block", "Block", "Linear"]),
+        # The outermost has what two blocks share.
+        ("tied", ["FSDPDeep", "Block", "Block", "FSDPBlock", "Linear"]),
+    ):
+        assert two.told(case)[0]["class"] == names, case
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["blocks", "by size", "root", "resharded", "recomputed", "meta", "init_module", "configured",
+     "unlike", "saved", "resumed"],
+)  # fmt: skip
+def test_training_is_that_of_one_process(two: Runs, one: Runs, case: str) -> None:
+    if case != "saved":
+        assert_as(two.state(case), one.state("plain"))
+    steps = one.steps("plain")
+    assert two.steps(case) == (steps[4:] if case == "resumed" else steps)
+
+
+def test_shared_parameters_stay_shared(two: Runs, one: Runs) -> None:
+    assert_as(two.state("tied"), one.state("tied"))
+    assert not torch.equal(one.state("tied")["net.0.weight"], one.state("plain")["net.0.weight"])
+
+
+def test_accumulated_gradients_are_sharded_or_whole(two: Runs, one: Runs) -> None:
+    for kind in ("sharded", "unsharded"):
+        assert_as(two.state(f"accumulated {kind}"), one.state("accumulated"))
+    # Five steps an epoch, in groups of three. Whole gradients are not on sharded parameters.
+    assert two.told("gradients sharded")[0] == [True] * 10
+    assert two.told("gradients unsharded")[0] == [False, False, True, False, True] * 2
+
+
+def test_recomputed_units_run_twice(two: Runs) -> None:
+    steps = len(two.steps("blocks"))
+    assert two.told("blocks")[0]["calls"] == [steps] * 3
+    assert two.told("recomputed")[0]["calls"] == [2 * steps] * 3
+    assert all(
+        torch.equal(value, two.state("blocks")[name])
+        for name, value in two.state("recomputed").items()
+    )
+
+
+def test_meta_device_begins_as_eager(two: Runs) -> None:
+    for case in ("meta", "init_module", "configured"):
+        for name, value in two.state("blocks").items():
+            assert torch.equal(two.state(case)[name], value), (case, name)
+        assert two.told(case)[0]["losses"] == two.told("blocks")[0]["losses"]
+
+
+def test_mixed_precision_casts_units_batches_and_buffers(two: Runs, one: Runs) -> None:
+    half, single = torch.bfloat16, torch.float32
+    for case, weight, step in (
+        ("blocks", single, (single, single, single)),
+        ("bf16-mixed", half, (half, half, single)),
+        # What the module returns is cast back.
+        ("own policy", half, (half, single, single)),
+        ("bf16-true", half, (half, half, half)),
+        ("uncast batch", half, (single, half, single)),
+        ("tensordict", half, (half, half, single)),
+    ):
+        for told in two.told(case):
+            assert told["dtypes"] == [{(weight, weight)}] * 3, case
+            found = tuple(told["step"][name] for name in ("x", "y", "loss"))
+            assert found == step, case
+            assert told["step"]["row"] == torch.int64
+    # 8 bits of gradients, of weights that move by about 0.1.
+    for case in ("bf16-mixed", "own policy", "uncast batch"):
+        assert_as(two.state(case), one.state("bf16-mixed"), atol=5e-2)
+        assert not torch.allclose(
+            two.state(case)["net.0.weight"], one.state("plain")["net.0.weight"], rtol=0, atol=1e-5
+        )
+        # The table is in the checkpoint as it was, not as it was rounded.
+        table = two.state(case)["blocks.0.table"]
+        assert torch.equal(table, one.state("plain")["blocks.0.table"])
+        assert not torch.equal(table, table.bfloat16().float())
+    assert two.state("bf16-true")["net.0.weight"].dtype == half
+
+
+def test_mixed_precision_leaves_running_statistics(two: Runs) -> None:
+    for buffers in two.told("normed"):
+        assert buffers == {
+            "net.1.running_mean": torch.float32,
+            "net.1.running_var": torch.float32,
+            "net.1.num_batches_tracked": torch.int64,
+        }
+    module = Normed.load_from_checkpoint(two.out / "normed.ckpt", weights_only=True)
+    assert not torch.equal(module.net[1].running_mean, Normed().net[1].running_mean)
+
+
+@pytest.mark.parametrize("make", [Momentum, TwoOptimizers])
+def test_states_of_several_optimizers_are_resumed_and_taken_over(
+    two: Runs, one: Runs, tmp_path: Path, make: Any
+) -> None:
+    name = make.__name__
+    whole = two.state(name)
+    assert_as(whole, one.state(name))
+    for key, value in two.state(f"{name} resumed").items():
+        assert torch.equal(value, whole[key])
+    fit(tmp_path, "alone", make, 1, checkpoint=two.out / name / "step=4.ckpt")
+    assert_as(Runs(tmp_path, []).state("alone"), whole)
+
+
+def test_sharded_checkpoint_becomes_a_plain_one(two: Runs, one: Runs, tmp_path: Path) -> None:
+    assert two.told("is folder") == [True, True]
+    folder = two.out / "folders" / "step=4.ckpt"
+    consolidate_checkpoint(folder, tmp_path / "one.ckpt", weights_only=False)
+    loaded = Deep.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=False)
+    assert not torch.equal(loaded.net[0].weight, Deep().net[0].weight)
+    module = fit(tmp_path, "alone", processes=1, checkpoint=tmp_path / "one.ckpt")
+    assert module.seen["train"] == [*one.ranks[0]["plain"]["seen"]["train"][4:]]
+    assert_as(Runs(tmp_path, []).state("alone"), one.state("plain"))
+    with pytest.raises(FileExistsError, match=r"one\.ckpt"):
+        consolidate_checkpoint(folder, tmp_path / "one.ckpt")
+    with pytest.raises(ValueError, match="no sharded checkpoint"):
+        consolidate_checkpoint(tmp_path, tmp_path / "other.ckpt")
+    assert [path.name for path in tmp_path.glob("o*")] == ["one.ckpt"]
+
+
+def test_copies_of_shards_are_one_process(four: Runs, one: Runs) -> None:
+    assert_as(four.state("hybrid"), one.state("plain"))
+    assert four.steps("hybrid") == one.steps("plain")
+    assert four.told("sampler") == [{"num_replicas": 4, "rank": rank} for rank in range(4)]
+
+
+def test_sharded_checkpoint_goes_on_on_more_processes(four: Runs, one: Runs) -> None:
+    assert_as(four.state("resumed"), one.state("plain"))
+    assert four.steps("resumed") == one.steps("plain")[4:]
+
+
+def test_modules_that_cannot_be_sharded_are_refused(two: Runs) -> None:
+    for errors in two.told("errors"):
+        assert errors.keys() == {"class", "recompute", "own parameter", "meta"}
+        for case, *words in (
+            ("class", "wrap_classes=['Block', 'Decoder']", "is a Decoder", "Block, LayerNorm"),
+            ("recompute", "activation_checkpointing=True", "wrap_classes"),
+            ("own parameter", "scale", "manual optimization", "submodule"),
+            ("meta", "MultiheadAttention", "reset_parameters"),
+        ):
+            for word in words:
+                assert word in errors[case]
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer_options", "words"),
+    [
+        ({"wrap_classes": []}, {}, "wrap_classes=[]"),
+        ({"wrap_classes": "Block"}, {}, "wrap_classes='Block'"),
+        ({"activation_checkpointing": "Block"}, {}, "activation_checkpointing='Block'"),
+        ({"min_unit_parameters": 0}, {}, "min_unit_parameters=0"),
+        ({"replicate_size": 0}, {}, "replicate_size=0"),
+        ({"replicate_size": 3}, {}, "replicate_size=3: it does not divide the 4"),
+        ({"reshard_after_forward": 3}, {}, "reshard_after_forward=3"),
+        ({"replicate_size": 2, "reshard_after_forward": 2}, {}, "reshard_after_forward=2"),
+        ({"cpu_offload": True}, {}, "cpu_offload=True with accelerator='cpu'"),
+        ({"param_dtype": "int8"}, {}, "param_dtype='int8'"),
+        ({"reduce_dtype": "half precision"}, {}, "reduce_dtype='half precision'"),
+        ({"param_dtype": "bfloat16"}, {"precision": "bf16-mixed"}, "param_dtype=torch.bfloat16"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, options: dict[str, Any], trainer_options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make_trainer(tmp_path, strategy=FSDP2Strategy(**options), devices=4, **trainer_options)
+
+
+def test_options_that_fit_are_taken(tmp_path: Path) -> None:
+    strategy = FSDP2Strategy(replicate_size=2, reshard_after_forward=2, param_dtype="bfloat16")
+    trainer = make_trainer(tmp_path, strategy=strategy, devices=8)
+    assert trainer.strategy is strategy
+    assert (trainer.world_size, trainer.precision) == (8, "32-true")
+
+
+def test_units_by_size_are_the_smallest_that_are_large_enough() -> None:
+    module = nn.Module()
+    module.layers = nn.ModuleList(Block() for _ in range(2))
+    module.attention = nn.TransformerEncoderLayer(32, 2, 64)
+    # Linear layers of a block have 2,080 and 2,112 parameters, a block has 4,256.
+    units = modules_of_size(module, 2000)
+    assert [type(unit).__name__ for unit in units] == ["Linear"] * 4 + ["TransformerEncoderLayer"]
+    units = modules_of_size(module, 3000)
+    assert units == [*module.layers, module.attention]
+    assert modules_of_size(module, 10**6) == []
+
+
+def test_units_with_shared_parameters_are_left_to_their_parent() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    first, (second, third) = module[0], module[1]
+    assert without_shared(module, [first, second, third]) == [first, second, third]
+    third.weight = second.weight
+    assert without_shared(module, [first, second, third, module[1]]) == [first, module[1]]
+    first.weight = second.weight
+    assert without_shared(module, [first, module[1]]) == []
