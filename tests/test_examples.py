@@ -110,7 +110,7 @@ def test_config_serves_all_subcommands(
 # Digits and Fashion-MNIST
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "memmap_superbatch_ddp"])
+@pytest.mark.parametrize("strategy", ["ddp", "memmap_superbatch_ddp", "memmap_fsdp2"])
 def test_config_of_a_strategy_is_laid_over_another(tmp_path: Path, strategy: str) -> None:
     over = str(ROOT / "examples" / "configs" / "strategies" / f"{strategy}.yaml")
     printed = run_cli(tmp_path, "fit", "digits.yaml", "--config", over, "--trainer.max_epochs", "2")

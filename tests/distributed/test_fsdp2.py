@@ -22,8 +22,8 @@ from tests.distributed.scenarios.fsdp2 import (
 )
 from tests.models import TwoOptimizers, make_trainer
 
-#: float32 sums in another order, over twelve steps of Adam with a rate of 0.01.
-ATOL = 5e-6
+#: float32 sums in another order, over ten steps that move weights by about 0.1.
+ATOL = 2e-6
 
 # The resumed runs save nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -52,12 +52,15 @@ class Runs:
 def one(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     out = tmp_path_factory.mktemp("one")
     module = fit(out, "plain", processes=1)
+    plain = {"seen": {"train": [*module.seen["train"]]}}
     fit(out, "accumulated", processes=1, trainer_options={"accumulate_grad_batches": 3})
     fit(out, "tied", lambda: Deep(tied=True), processes=1)
     fit(out, "bf16-mixed", processes=1, trainer_options={"precision": "bf16-mixed"})
+    fit(out, "clipped", processes=1, trainer_options={"gradient_clip_val": 0.1})
+    fit(out, "second Trainer", lambda: module, processes=1)
     for make in (Momentum, TwoOptimizers):
         fit(out, make.__name__, make, processes=1)
-    return Runs(out, [{"plain": {"seen": module.seen, "losses": module.losses}}])
+    return Runs(out, [{"plain": plain}])
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +114,11 @@ def test_training_is_that_of_one_process(two: Runs, one: Runs, case: str) -> Non
     assert two.steps(case) == (steps[4:] if case == "resumed" else steps)
 
 
+def test_another_trainer_goes_on_with_the_module(two: Runs, one: Runs) -> None:
+    # Twenty steps.
+    assert_as(two.state("second Trainer"), one.state("second Trainer"), atol=2 * ATOL)
+
+
 def test_shared_parameters_stay_shared(two: Runs, one: Runs) -> None:
     assert_as(two.state("tied"), one.state("tied"))
     assert not torch.equal(one.state("tied")["net.0.weight"], one.state("plain")["net.0.weight"])
@@ -159,7 +167,7 @@ def test_mixed_precision_casts_units_batches_and_buffers(two: Runs, one: Runs) -
             assert told["step"]["row"] == torch.int64
     # 8 bits of gradients, of weights that move by about 0.1.
     for case in ("bf16-mixed", "own policy", "uncast batch"):
-        assert_as(two.state(case), one.state("bf16-mixed"), atol=5e-2)
+        assert_as(two.state(case), one.state("bf16-mixed"), atol=5e-3)
         assert not torch.allclose(
             two.state(case)["net.0.weight"], one.state("plain")["net.0.weight"], rtol=0, atol=1e-5
         )
@@ -211,7 +219,10 @@ def test_sharded_checkpoint_becomes_a_plain_one(two: Runs, one: Runs, tmp_path: 
 
 
 def test_copies_of_shards_are_one_process(four: Runs, one: Runs) -> None:
-    assert_as(four.state("hybrid"), one.state("plain"))
+    assert_as(four.state("hybrid"), one.state("clipped"))
+    assert not torch.allclose(
+        one.state("clipped")["net.0.weight"], one.state("plain")["net.0.weight"], rtol=1e-3
+    )
     assert four.steps("hybrid") == one.steps("plain")
     assert four.told("sampler") == [{"num_replicas": 4, "rank": rank} for rank in range(4)]
 
@@ -223,11 +234,12 @@ def test_sharded_checkpoint_goes_on_on_more_processes(four: Runs, one: Runs) -> 
 
 def test_modules_that_cannot_be_sharded_are_refused(two: Runs) -> None:
     for errors in two.told("errors"):
-        assert errors.keys() == {"class", "recompute", "own parameter", "meta"}
+        assert errors.keys() == {"class", "recompute", "own parameter", "meta", "mesh"}
         for case, *words in (
             ("class", "wrap_classes=['Block', 'Decoder']", "is a Decoder", "Block, LayerNorm"),
             ("recompute", "activation_checkpointing=True", "wrap_classes"),
             ("own parameter", "scale", "manual optimization", "submodule"),
+            ("mesh", "was sharded over", "fresh module"),
             ("meta", "MultiheadAttention", "reset_parameters"),
         ):
             for word in words:
