@@ -330,14 +330,16 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
     def _outermost(self, module: L.LightningModule) -> list[nn.Module]:
         """In manual optimization the backward pass is inside of training_step: gradients of the
         module itself would be reduced too late, those of its parts are not."""
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        if own:
+        parts = sharding.without_shared(module, sharding.roots(module))
+        held = {parameter for part in parts for parameter in part.parameters()}
+        left = [name for name, parameter in module.named_parameters() if parameter not in held]
+        if left:
             raise ValueError(
-                f"{', '.join(own)}: parameters of the {type(module).__name__} itself, which"
-                " memmap_fsdp2 cannot shard under manual optimization; put them into a submodule"
+                f"{', '.join(left)}: under manual optimization memmap_fsdp2 shards each part of the"
+                f" {type(module).__name__} for itself, and these belong to none of them, or to"
+                " several; put them into one submodule that is called"
             )
-        parts = sharding.roots(module)
-        return sharding.without_shared(module, parts)
+        return parts
 
     def _checkpoint_activations(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
         wanted = self._activation_checkpointing

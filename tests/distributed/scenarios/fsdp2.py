@@ -309,6 +309,11 @@ def errors(out: Path, sharded: Deep) -> dict[str, str]:
         module.scale = nn.Parameter(torch.ones(1))
         return module
 
+    def tied_by_hand() -> L.LightningModule:
+        module = Deep(tied=True)
+        module.automatic_optimization = False
+        return module
+
     def attention() -> L.LightningModule:
         module = Regression()
         with torch.device("meta"):
@@ -319,6 +324,7 @@ def errors(out: Path, sharded: Deep) -> dict[str, str]:
         "class": (Deep, {"wrap_classes": ["Block", "Decoder"]}),
         "recompute": (Deep, {"activation_checkpointing": True}),
         "own parameter": (by_hand, {}),
+        "tied": (tied_by_hand, {}),
         "meta": (attention, {}),
         "mesh": (lambda: sharded, {"replicate_size": 2}),
     }
