@@ -232,6 +232,11 @@ def test_copies_of_shards_are_one_process(four: Runs, one: Runs) -> None:
     assert four.told("sampler") == [{"num_replicas": 4, "rank": rank} for rank in range(4)]
 
 
+def test_parameters_kept_in_groups_are_one_process(four: Runs, one: Runs) -> None:
+    assert_as(four.state("grouped"), one.state("plain"))
+    assert four.steps("grouped") == one.steps("plain")
+
+
 def test_sharded_checkpoint_goes_on_on_more_processes(four: Runs, one: Runs) -> None:
     assert_as(four.state("resumed"), one.state("plain"))
     assert four.steps("resumed") == one.steps("plain")[4:]

@@ -343,6 +343,7 @@ def four(out: Path, folder: str) -> dict[str, Any]:
     clip = {"gradient_clip_val": 0.1}
     module = fit(out, "hybrid", replicate_size=2, trainer_options=clip, **blocks)
     found = {"hybrid": told(module), "sampler": module.trainer.distributed_sampler_kwargs}
+    found["grouped"] = told(fit(out, "grouped", reshard_after_forward=2, **blocks))
     resumed = fit(out, "resumed", checkpoint=Path(folder), replicate_size=2, **blocks)
     found["resumed"] = told(resumed)
     return found
