@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.order import Integers, shard_rows, shard_starts
+from lightning_memmap.order import Integers, Stream, shard_rows, shard_starts
 from lightning_memmap.placement import Consumers, Residency, SplitPlacement
 from lightning_memmap.store import Store
 
@@ -50,6 +50,12 @@ class ResidentShards:
             return self.starts[shards] + offsets
         assert self.store is not None
         return _places(offsets * num_shards + shards, *self.store)
+
+    def locate_positions(self, stream: Stream, epoch: int, positions: range) -> Integers:
+        """Where the rows lie that supply positions of a stream; see `locate`."""
+        if self.starts is not None:
+            return stream.places(epoch, positions, self.starts)
+        return self.locate(*stream.at(epoch, positions), stream.num_shards)
 
     def take(self, locations: Tensor, out: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Copy rows into one batch.

@@ -17,9 +17,10 @@ from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
 from lightning_memmap.order import Integers, StepPlan, Stream, derive_seed
 
 #: Positions whose order is worked out at once.
-_ORDER_BLOCK = 16384
+_ORDER_BLOCK = 65536
 #: Steps smaller than this are taken several at once.
-_TAKE_BYTES = 256 * 2**10
+_TAKE_BYTES = 2**20
+_MAX_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -225,14 +226,15 @@ class ZippedLoader:
         self, epoch: int, first_step: int, bounds: list[tuple[int, int]]
     ) -> Iterator[SuperBatch]:
         count = len(self._devices)
-        shards, offsets = self.stream.at(epoch, self.positions(bounds[0][0], bounds[-1][1]))
+        block = self.positions(bounds[0][0], bounds[-1][1])
         steps = [self.positions(*bound) for bound in bounds]
         lengths = [len(positions) for positions in steps]
         # The data device of a step's first row; see SuperBatch.
         firsts = [positions.start // self._split.consumers.size % count for positions in steps]
         if self._is_together:
-            yield from self._take_together(shards, offsets, lengths, firsts)
+            yield from self._take_together(epoch, block, lengths, firsts)
             return
+        shards, offsets = self.stream.at(epoch, block)
         start = 0
         for index, (length, first) in enumerate(zip(lengths, firsts, strict=True)):
             step = slice(start, start + length)
@@ -262,16 +264,17 @@ class ZippedLoader:
         )
 
     def _take_together(
-        self, shards: Integers, offsets: Integers, lengths: list[int], firsts: list[int]
+        self, epoch: int, block: range, lengths: list[int], firsts: list[int]
     ) -> Iterator[SuperBatch]:
         source = self._split.sources[0]
-        locations = source.locate(shards, offsets, self.stream.num_shards)
+        locations = source.locate_positions(self.stream, epoch, block)
         places = torch.from_numpy(locations).to(source.device, non_blocking=True)
         row_bytes = sum(tensor[:1].nbytes for tensor in source.tensors)
         start = step = 0
         while step < len(lengths):
             # Several small steps in one take; the steps are views of what it gives.
-            stop = step + max(1, _TAKE_BYTES // max(1, lengths[step] * row_bytes))
+            count = max(1, _TAKE_BYTES // max(1, lengths[step] * row_bytes))
+            stop = step + min(count, _MAX_STEPS)
             taken = lengths[step:stop]
             total = sum(taken)
             # Ordinary tensors in inference mode too: it may be over before the last of these steps.

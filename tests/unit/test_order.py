@@ -165,12 +165,15 @@ def test_stream_shards_are_shuffled_independently() -> None:
 def test_stream_known_seed_gives_known_rows() -> None:
     # Checkpoints hold seed, epoch and position: the order they stand for must never change.
     assert whole_epoch(Stream(13, 3, seed=42, shuffle=True), 5) == GOLDEN_SMALL
+    middle = Stream(100_003, 24, seed=7, shuffle=True)
+    assert rows_at(middle, 2, range(50_000, 50_005)) == GOLDEN_MIDDLE
     large = Stream(10**9, 24, seed=7, shuffle=True)
     assert rows_at(large, 2, range(123_456_789, 123_456_794)) == GOLDEN_LARGE
 
 
-GOLDEN_SMALL = [0, 7, 5, 9, 1, 8, 12, 4, 11, 6, 10, 2, 3]
-GOLDEN_LARGE = [246214341, 652487062, 304582679, 836442264, 666753337]
+GOLDEN_SMALL = [6, 7, 8, 9, 10, 2, 0, 4, 11, 3, 1, 5, 12]
+GOLDEN_MIDDLE = [34736, 25593, 93586, 92483, 13548]
+GOLDEN_LARGE = [116894805, 711083038, 843468647, 905776992, 401672041]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def test_stream_of_huge_dataset_has_no_repeat_in_a_whole_shard() -> None:
 CHI_SQUARE_999 = {23: 49.73, 49: 85.35, 379: 469.81, 399: 492.02}
 
 
-def chi_square(counts: np.ndarray, expected: float) -> float:
+def chi_square(counts: np.ndarray, expected: float | np.ndarray) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
@@ -274,6 +277,135 @@ def test_shuffle_shards_are_independent_of_each_other() -> None:
         _, offsets = Stream(40, 2, seed, True).at(0, range(2))
         counts[tuple(offsets)] += 1
     assert chi_square(counts, 15) < CHI_SQUARE_999[399]
+
+
+# Shards of 1,024 rows and more are permuted by a cipher whose first rounds they share, others by
+# sorting: what holds for one must hold for the other.
+
+LONG = [1024, 1025, 1500, 4099]
+
+
+@pytest.mark.parametrize("size", [1022, 1023, *LONG, 2**16, 2**16 + 1])
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_stream_shards_about_the_length_of_another_construction_hold_each_row_once(
+    size: int, more: int
+) -> None:
+    num_rows = 3 * size + more
+    shards, offsets = Stream(num_rows, 3, seed=8, shuffle=True).at(4, range(num_rows))
+    rows = offsets * 3 + shards
+    assert (np.bincount(rows, minlength=num_rows) == 1).all()
+
+
+@given(st.data(), st.integers(5_000, 40_000), st.integers(1, 5), SEEDS, EPOCHS)
+@settings(deadline=None, max_examples=60)
+def test_stream_long_shards_any_range_equals_slice_of_whole(
+    data: st.DataObject, num_rows: int, num_shards: int, seed: int, epoch: int
+) -> None:
+    stream = Stream(num_rows, num_shards, seed, shuffle=True)
+    step = data.draw(st.sampled_from([1, num_shards]))
+    start = data.draw(st.integers(0, num_rows))
+    stop = data.draw(st.integers(start, num_rows))
+    whole = whole_epoch(stream, epoch)
+    assert sorted(whole) == list(range(num_rows))
+    assert rows_at(stream, epoch, range(start, stop, step)) == whole[start:stop:step]
+
+
+@given(st.data(), st.integers(1, 9_000), st.integers(1, 6), st.booleans(), EPOCHS)
+@settings(deadline=None)
+def test_stream_places_are_starts_and_offsets(
+    data: st.DataObject, num_rows: int, num_shards: int, shuffle: bool, epoch: int
+) -> None:
+    stream = Stream(num_rows, num_shards, 3, shuffle)
+    start = data.draw(st.integers(0, num_rows))
+    positions = range(start, num_rows, data.draw(st.sampled_from([1, num_shards])))
+    starts = shard_starts(num_rows, num_shards)
+    shards, offsets = stream.at(epoch, positions)
+    assert (stream.places(epoch, positions, starts) == starts[shards] + offsets).all()
+
+
+def orders(size: int, num_shards: int, seed: int, epoch: int = 0) -> np.ndarray:
+    """The offsets of each shard in its order, of shape (size, num_shards)."""
+    stream = Stream(size * num_shards, num_shards, seed, shuffle=True)
+    return stream.at(epoch, range(stream.num_rows))[1].reshape(size, num_shards)
+
+
+def tenths(values: np.ndarray, size: int) -> np.ndarray:
+    return values % size * 10 // size
+
+
+@pytest.mark.parametrize("size", LONG)
+def test_shuffle_long_shard_tenths_of_one_thing_say_nothing_of_another(size: int) -> None:
+    # Ten by ten tables of where a row was and where it went, and so on, over 40 seeds. In a fair
+    # shuffle, a table's statistic has 81 degrees of freedom at most, and a variance of twice as
+    # many; the mean of 40 lies within four standard errors of 81, or below. What is compared has
+    # two parts that the digits of the construction are known to leave related if the rounds are
+    # too few: rows at the distance of a whole low digit, and shards with common rounds.
+    distance = 2 ** (((size - 1).bit_length() + 1) // 2)
+    place = np.arange(size)
+    statistics: dict[str, list[float]] = {}
+    for seed in range(40):
+        order, other = orders(size, 2, seed).T
+        next_epoch, next_seed = orders(size, 2, seed, 1)[:, 0], orders(size, 2, seed + 1000)[:, 0]
+        pairs = {
+            "place, row": (place, order),
+            "neighbours": (order[1:], order[:-1]),
+            "a low digit apart": (order[distance:], order[:-distance]),
+            "shards": (order, other),
+            "epochs": (order, next_epoch),
+            "seeds": (order, next_seed),
+            "steps of two shards": (np.diff(order), np.diff(other)),
+            "steps a low digit apart of two shards": (
+                order[distance:] - order[:-distance],
+                other[distance:] - other[:-distance],
+            ),
+            "low digits": (
+                order % distance * size // distance,
+                other % distance * size // distance,
+            ),
+        }
+        for name, (one, two) in pairs.items():
+            table = np.zeros((10, 10))
+            np.add.at(table, (tenths(one, size), tenths(two, size)), 1)
+            expected = np.outer(table.sum(1), table.sum(0)) / table.sum()
+            statistics.setdefault(name, []).append(chi_square(table, expected))
+    bound = 81 + 4 * math.sqrt(2 * 81 / 40)
+    means = {name: float(np.mean(values)) for name, values in statistics.items()}
+    assert {name: mean for name, mean in means.items() if mean > bound} == {}
+
+
+@pytest.mark.parametrize("apart", [1, 2, 32, 33])
+def test_shuffle_long_shard_rows_keep_their_distance_only_by_chance(apart: int) -> None:
+    # As for short shards, for rows that lie a whole digit apart too. The expected number is
+    # (N - d)^2 / (N (N - 1)) in each order, and the bound 4 standard errors of a Poisson variable.
+    kept = sum(
+        int((order[apart:] - order[:-apart] == apart).sum())
+        for seed in range(1000)
+        for order in orders(1024, 4, seed).T
+    )
+    expected = 4000 * (1024 - apart) ** 2 / (1024 * 1023)
+    assert abs(kept - expected) < 4 * math.sqrt(expected)
+
+
+def test_shuffle_long_shard_each_row_is_equally_often_at_a_position() -> None:
+    counts = np.zeros((3, 1100))
+    for seed in range(2000):
+        offsets = orders(1100, 3, seed)[[0, 550, 1099]]
+        for index, found in enumerate(offsets):
+            counts[index, found] += 1
+    # 1,099 degrees of freedom: nearly normal, and 3.3 standard deviations up is one in 2,000.
+    for found in counts:
+        assert chi_square(found, 6000 / 1100) < 1099 + 3.3 * math.sqrt(2 * 1099)
+
+
+def test_shuffle_long_shards_have_the_same_row_in_one_step_only_by_chance() -> None:
+    # Four standard errors of a Poisson variable: one coincidence for each pair of shards.
+    same = sum(
+        int((order[:, one] == order[:, two]).sum())
+        for order in (orders(1024, 4, seed) for seed in range(1000))
+        for one in range(4)
+        for two in range(one)
+    )
+    assert abs(same - 6000) < 4 * math.sqrt(6000)
 
 
 # Arguments
