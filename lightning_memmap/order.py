@@ -23,6 +23,8 @@ Digits = NDArray[np.uint32]
 _LONG_SHARD = 1024
 #: Rounds of the cipher that all shards share. Three more are each shard's own.
 _COMMON_ROUNDS = 5
+#: Offsets that the cipher works on at a time.
+_CACHED = 32768
 _MAX_SEED = 2**63 - 1
 
 
@@ -97,8 +99,8 @@ class Stream:
             The shard and the offset within the shard of each position, both int64 of shape
             (len(positions),).
         """
-        columns, keep, offsets = self._grid(epoch, positions)
-        return np.tile(columns, -(-keep.stop // len(columns)))[keep], offsets
+        columns, keep, grid = self._grid(epoch, positions)
+        return np.tile(columns, len(grid) // len(columns))[keep], grid[keep]
 
     def places(self, epoch: int, positions: range, starts: Integers) -> Integers:
         """Where the rows lie that supply these positions.
@@ -113,17 +115,17 @@ class Stream:
         Returns:
             int64 of shape (len(positions),).
         """
-        columns, keep, offsets = self._grid(epoch, positions)
-        offsets += np.tile(starts[columns], -(-keep.stop // len(columns)))[keep]
-        return offsets
+        columns, keep, grid = self._grid(epoch, positions)
+        grid += np.tile(starts[columns], len(grid) // len(columns))
+        return grid[keep]
 
     def _grid(self, epoch: int, positions: range) -> tuple[Integers, slice, Integers]:
         """Positions fill a grid of one row per offset and one column per shard, read row by row,
         so that no element is ever divided.
 
         Returns:
-            The shards of the columns; what the positions are of the grid; the permuted offset
-            of each position.
+            The shards of the columns; what the positions are of the grid; the grid's permuted
+            offsets.
         """
         num, step = self.num_shards, positions.step
         if step != 1 and num % step:
@@ -136,9 +138,9 @@ class Stream:
         keep = slice(skip, skip + len(positions))
         if self.shuffle:
             permutation = _permutation(self.seed, epoch, self.num_rows, num)
-            return columns, keep, permutation.grid(first, last, columns, keep)
+            return columns, keep, permutation.grid(first, last, columns)
         offsets = np.arange(first, last + 1, dtype=np.int64)
-        return columns, keep, np.repeat(offsets, len(columns))[keep]
+        return columns, keep, np.repeat(offsets, len(columns))
 
 
 @lru_cache(maxsize=4)
@@ -170,11 +172,11 @@ class _Sorted:
         keys &= (np.uint64(1) << width) - np.uint64(1)
         self._offsets = np.ascontiguousarray(keys.T).view(np.int64)
 
-    def grid(self, first: int, last: int, columns: Integers, keep: slice) -> Integers:
+    def grid(self, first: int, last: int, columns: Integers) -> Integers:
         """Permuted offsets for a grid of offsets and shards; see `_Cipher.grid`."""
         rows = self._offsets[first : last + 1]
         step = max(1, rows.shape[1] // len(columns))
-        return rows[:, columns[0] :: step].flatten()[keep]
+        return rows[:, columns[0] :: step].flatten()
 
 
 class _Cipher:
@@ -215,25 +217,30 @@ class _Cipher:
         self._smallest = int(sizes[-1])
         self._inside = self._walk(sizes)
 
-    def grid(self, first: int, last: int, columns: Integers, keep: slice) -> Integers:
+    def grid(self, first: int, last: int, columns: Integers) -> Integers:
         """Permuted offsets for a grid of offsets and shards.
 
         Args:
             first: The first offset.
             last: The last offset.
             columns: Shards, int64 of shape (S,).
-            keep: What is wanted of the grid, read row by row.
 
         Returns:
-            int64 of the shape of what is kept.
+            int64 of shape ((last + 1 - first) * S,). What a short shard has not is undefined.
         """
         upper, lower = self._begin(np.arange(first, last + 1, dtype=np.int64))
-        tables = np.tile((columns * self._high).astype(np.uint32), len(upper))[keep]
-        upper, lower = (np.repeat(digit, len(columns))[keep] for digit in (upper, lower))
-        offsets = self._finish(upper, lower, tables)
+        num = len(columns)
+        offsets = np.empty(len(upper) * num, np.int64)
+        # A few rows at a time, which stay in the processor's cache.
+        step = max(1, _CACHED // num)
+        tables = np.tile((columns * self._high).astype(np.uint32), min(step, len(upper)))
+        for start in range(0, len(upper), step):
+            rows = slice(start, start + step)
+            digits = (np.repeat(digit[rows], num) for digit in (upper, lower))
+            self._finish(*digits, tables, offsets[start * num : (start + step) * num])
         outside = np.flatnonzero(offsets >= self._smallest)
-        shards = columns[(outside + keep.start) % len(columns)]
-        offsets[outside] = self._inside[offsets[outside] - self._smallest, shards]
+        found = offsets[outside] - self._smallest
+        offsets[outside] = self._inside[found, columns[outside % num]]
         return offsets
 
     def _begin(self, offsets: Integers) -> tuple[Digits, Digits]:
@@ -247,14 +254,16 @@ class _Cipher:
                 self._add(upper, table[lower])
         return upper, lower
 
-    def _finish(self, upper: Digits, lower: Digits, tables: Digits) -> Integers:
+    def _finish(self, upper: Digits, lower: Digits, tables: Digits, out: Integers) -> None:
         """Offsets after the rounds of their shards; the digits are overwritten.
 
         Args:
             upper: Upper digits.
             lower: Lower digits.
             tables: Where the tables begin that are of an upper digit and of the digits' shard.
+            out: For the offsets.
         """
+        tables = tables[: len(upper)]
         places, found = np.empty_like(upper), np.empty_like(upper)
         # No place is outside a table: "wrap" is the fastest mode.
         np.add(upper, tables, out=places)
@@ -262,11 +271,14 @@ class _Cipher:
         self._add(upper, self._own[1].take(lower, out=found, mode="wrap"))
         np.add(upper, tables, out=places)
         lower ^= self._own[2].take(places, out=found, mode="wrap")
-        if self._high << self._bits > 2**32:
-            return (upper.astype(np.int64) << self._bits) | lower
-        upper <<= np.uint32(self._bits)
-        upper |= lower
-        return upper.astype(np.int64)
+        if self._high << self._bits <= 2**32:
+            upper <<= np.uint32(self._bits)
+            upper |= lower
+            out[:] = upper
+        else:
+            out[:] = upper
+            out <<= self._bits
+            out |= lower
 
     def _add(self, upper: Digits, other: Digits) -> None:
         """Add to upper digits; what is added is overwritten."""
@@ -291,8 +303,10 @@ class _Cipher:
         left = np.flatnonzero(start >= sizes[shards])
         while len(left):
             where = shards[left]
+            again = np.empty_like(where)
             tables = (where * self._high).astype(np.uint32)
-            inside[left] = again = self._finish(*self._begin(inside[left]), tables)
+            self._finish(*self._begin(inside[left]), tables, again)
+            inside[left] = again
             # No offset inside leads to what comes back to where it began.
             left = left[(again >= sizes[where]) & (again != start[left])]
         return inside.reshape(len(numbers), len(sizes))

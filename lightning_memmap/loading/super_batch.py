@@ -83,7 +83,7 @@ class SuperBatch:
                 or other tensors on one data device than on another.
             TypeError: The transform returned something else than tensors in containers.
         """
-        target = torch.device(device)
+        target = device if isinstance(device, torch.device) else torch.device(device)
         if self._whole is not None:
             leaves = self._whole
             if leaves[0].device != target:

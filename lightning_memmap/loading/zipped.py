@@ -1,6 +1,7 @@
 """The zipped loader: one super-batch per step from the shards of all data devices."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,10 @@ from lightning_memmap.loading.super_batch import Assembler, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
 from lightning_memmap.order import Integers, StepPlan, Stream, derive_seed
 
-#: Positions whose order is worked out at once.
-_ORDER_BLOCK = 65536
-#: Steps smaller than this are taken several at once.
-_TAKE_BYTES = 2**20
-_MAX_STEPS = 64
+#: Positions and steps whose order is worked out at once.
+_ORDER_BLOCK, _BLOCK_STEPS = 65536, 1024
+#: Small steps are taken several at once, up to so many bytes and steps.
+_TAKE_BYTES, _TAKE_STEPS = 2**20, 64
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class ZippedLoader:
 
     def _blocks(self, plan: StepPlan) -> Iterator[list[tuple[int, int]]]:
         """The bounds of consecutive steps whose order is worked out together."""
-        per_block = max(1, _ORDER_BLOCK // self.global_batch)
+        per_block = min(max(1, _ORDER_BLOCK // self.global_batch), _BLOCK_STEPS)
         for first in range(0, len(plan), per_block):
             last = min(first + per_block, len(plan))
             yield [plan.bounds(step) for step in range(first, last)]
@@ -225,12 +225,14 @@ class ZippedLoader:
     def _take_block(
         self, epoch: int, first_step: int, bounds: list[tuple[int, int]]
     ) -> Iterator[SuperBatch]:
-        count = len(self._devices)
+        count, size = len(self._devices), self._split.consumers.size
         block = self.positions(bounds[0][0], bounds[-1][1])
-        steps = [self.positions(*bound) for bound in bounds]
-        lengths = [len(positions) for positions in steps]
+        starts = [self.positions(*bound).start for bound in bounds]
+        lengths = [
+            (last - start - 1) // size + 1 for start, (_, last) in zip(starts, bounds, strict=True)
+        ]
         # The data device of a step's first row; see SuperBatch.
-        firsts = [positions.start // self._split.consumers.size % count for positions in steps]
+        firsts = [start // size % count for start in starts]
         if self._is_together:
             yield from self._take_together(epoch, block, lengths, firsts)
             return
@@ -274,11 +276,12 @@ class ZippedLoader:
         while step < len(lengths):
             # Several small steps in one take; the steps are views of what it gives.
             count = max(1, _TAKE_BYTES // max(1, lengths[step] * row_bytes))
-            stop = step + min(count, _MAX_STEPS)
+            stop = step + min(count, _TAKE_STEPS)
             taken = lengths[step:stop]
             total = sum(taken)
             # Ordinary tensors in inference mode too: it may be over before the last of these steps.
-            with torch.inference_mode(False):
+            ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+            with ordinary or nullcontext():
                 leaves = self._take_into_buffer(source, places[start : start + total])
                 views = _split(leaves, taken)
                 del leaves
