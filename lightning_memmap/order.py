@@ -236,8 +236,8 @@ class _Cipher:
         tables = np.tile((columns * self._high).astype(np.uint32), min(step, len(upper)))
         for start in range(0, len(upper), step):
             rows = slice(start, start + step)
-            digits = (np.repeat(digit[rows], num) for digit in (upper, lower))
-            self._finish(*digits, tables, offsets[start * num : (start + step) * num])
+            out = offsets[start * num : (start + step) * num]
+            self._finish(np.repeat(upper[rows], num), np.repeat(lower[rows], num), tables, out)
         outside = np.flatnonzero(offsets >= self._smallest)
         found = offsets[outside] - self._smallest
         offsets[outside] = self._inside[found, columns[outside % num]]

@@ -1,24 +1,26 @@
-"""The loader against the limit: ``torch.index_select(out=)`` on the same rows, in the same run.
+"""The loader against the limit, ``torch.index_select(out=)`` on the same rows in the same run, and
+against torch's DataLoader.
 
     python tests/benchmarks/loader.py --case A --devices 1,2,4,8 --residency mmap,device
+    python tests/benchmarks/loader.py --case A --against dataloader
 
-Each round times one epoch of the loader and one of the bare takes, in turn, so that both see the
-same noise. Printed are the medians, the spread, and the ratio pair by pair. The rows are random
-bytes: only their size matters here.
+The runs of a round take turns, so that all see the same noise. Printed are the medians, the range,
+and the ratio round by round. The rows are random bytes: only their size matters here.
 """
 
 import argparse
-import platform
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
+from tensordict import TensorDict
+from timing import CLOCKS, in_turn, machine, pairwise_ratios, spread
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_memmap.loading import ZippedLoader, load_split
 from lightning_memmap.placement import Consumers, plan_placement
@@ -62,6 +64,15 @@ class RandomRows(torch.utils.data.Dataset[Any]):
         return (self.rows[index], index % 10) if self.label else self.rows[index]
 
 
+class RowsAtOnce(RandomRows):
+    """The same rows, handed over as a batch: what DataLoader asks for where a dataset can."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        chosen = torch.tensor(indices)
+        rows = self.rows.index_select(0, chosen)
+        return [rows, chosen % 10] if self.label else rows
+
+
 def make_loader(store: Store, case: Case, num_devices: int, residency: str) -> ZippedLoader:
     """A shuffled loader over logical CPU devices whose global batch is the case's."""
     devices = (torch.device("cpu"),) * num_devices
@@ -100,78 +111,128 @@ def bare_epoch(tensors: list[Tensor], places: Tensor, batch: int) -> int:
     return len(places)
 
 
-def timed(function: Callable[..., int], *args: Any) -> float:
-    """Rows per second."""
-    start = perf_counter()
-    rows = function(*args)
-    return rows / (perf_counter() - start)
+def unchanged(batch: Any) -> Any:
+    """For a batch that needs no collating."""
+    return batch
 
 
-def measure(store: Store, case: Case, num_devices: int, residency: str, rounds: int) -> str:
-    """One line: medians with spread, and the ratio."""
+def dataloaders(case: Case) -> dict[str, DataLoader[Any]]:
+    """The ways to use a shuffling DataLoader over rows in memory, without and with workers."""
+    rows = RandomRows(case)
+    fields = {"rows": rows.rows}
+    if case.label:
+        fields["label"] = torch.arange(case.num_rows) % 10
+    datasets: dict[str, tuple[Any, Any]] = {
+        "item by item": (rows, None),
+        "__getitems__": (RowsAtOnce(case), unchanged),
+        "TensorDict": (TensorDict(fields, batch_size=[case.num_rows]), unchanged),
+    }
+    return {
+        f"DataLoader, {name}, {workers} workers": DataLoader(
+            dataset,
+            batch_size=case.batch,
+            shuffle=True,
+            collate_fn=collate,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+        for name, (dataset, collate) in datasets.items()
+        for workers in (0, 2)
+    }
+
+
+def batches(loader: DataLoader[Any]) -> None:
+    """An epoch, at most 400 steps of it: item by item is slow."""
+    for batch in islice(loader, 400):
+        del batch
+
+
+def epochs_of(loader: ZippedLoader) -> Callable[[], int]:
+    """One epoch after the other."""
+    epochs = count()
+
+    def run() -> int:
+        loader.set_epoch(next(epochs))
+        return loader_epoch(loader)
+
+    return run
+
+
+def against_takes(
+    store: Store, case: Case, num_devices: int, residency: str, args: argparse.Namespace
+) -> str:
+    """One line: medians with their range, and the ratio."""
     loader = make_loader(store, case, num_devices, residency)
-    stream = loader.stream
-    source = loader._split.sources[0]
-    tensors = source.tensors
-    places = {}
-    for epoch in range(rounds + 1):
-        shards, offsets = stream.at(epoch, range(stream.num_rows))
-        places[epoch] = torch.from_numpy(source.locate(shards, offsets, stream.num_shards))
-    ours, bare = [], []
-    for epoch in range(rounds + 1):
-        loader.set_epoch(epoch)
-        # In turn, so that neither always runs after the other.
-        if epoch % 2:
-            ours.append(timed(loader_epoch, loader))
-        bare.append(timed(bare_epoch, tensors, places[epoch], case.batch))
-        if not epoch % 2:
-            ours.append(timed(loader_epoch, loader))
-    ours, bare = ours[1:], bare[1:]
-    ratios = [one / other for one, other in zip(ours, bare, strict=True)]
-    step_us = 1e6 * case.batch / statistics.median(ours)
+    source, stream = loader._split.sources[0], loader.stream
+    # The takes of an epoch of which the loader takes the rows in the same order.
+    places = torch.from_numpy(stream.places(0, range(stream.num_rows), source.starts))
+    runs = {
+        "loader": epochs_of(loader),
+        "takes": lambda: bare_epoch(source.tensors, places, case.batch),
+    }
+    seconds = in_turn(runs, args.rounds, args.clock)
+    rates = {name: [case.num_rows / value for value in times] for name, times in seconds.items()}
+    ratios = pairwise_ratios(rates["loader"], rates["takes"])
+    step_us = [1e6 * value / loader.num_steps for value in seconds["loader"]]
     return (
-        f"{num_devices:>7} {residency:>9} {spread(ours, '{:,.0f}'):>36}"
-        f" {spread(bare, '{:,.0f}'):>36} {spread(ratios, '{:.2f}'):>18} {step_us:>9.1f}"
+        f"{num_devices:>7} {residency:>9} {spread(rates['loader'], '{:,.0f}'):>36}"
+        f" {spread(rates['takes'], '{:,.0f}'):>36} {spread(ratios):>18}"
+        f" {spread(step_us, '{:.1f}'):>22}"
     )
 
 
-def spread(values: list[float], form: str) -> str:
-    """Median and range."""
-    low, middle, high = (
-        form.format(value) for value in (min(values), statistics.median(values), max(values))
-    )
-    return f"{middle} ({low}..{high})"
+def against_dataloaders(store: Store, case: Case, args: argparse.Namespace) -> Iterator[str]:
+    """A line for each way to use a DataLoader."""
+    loader = make_loader(store, case, 1, "mmap")
+    others = dataloaders(case)
+    runs: dict[str, Callable[[], object]] = {"loader": epochs_of(loader)}
+    for name, other in others.items():
+        runs[name] = lambda other=other: batches(other)
+    seconds = in_turn(runs, args.rounds, args.clock)
+    rows = {name: min(case.num_rows, 400 * case.batch) for name in others}
+    rows["loader"] = case.num_rows
+    rates = {name: [rows[name] / value for value in times] for name, times in seconds.items()}
+    yield f"{'loader':>40} {spread(rates.pop('loader'), '{:,.0f}'):>36} samples/s"
+    ours = [rows["loader"] / value for value in seconds["loader"]]
+    for name, theirs in rates.items():
+        ratio = spread(pairwise_ratios(ours, theirs), "{:.1f}")
+        yield f"{name:>40} {spread(theirs, '{:,.0f}'):>36} loader is faster {ratio} times"
 
 
 def lines(args: argparse.Namespace, directory: Path) -> Iterator[str]:
     """The report, line by line."""
-    yield (
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads,"
-        f" Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    yield f"{machine()}; {args.clock} time, {args.rounds} rounds"
     for name in args.case.split(","):
         case = CASES[name]
         store = build_store(RandomRows(case), directory / name, progress=False)
-        yield f"case {name}: {case}, {args.rounds} rounds"
+        yield f"case {name}: {case}"
+        if args.against == "dataloader":
+            yield from against_dataloaders(store, case, args)
+            continue
         yield (
             f"{'devices':>7} {'residency':>9} {'loader, samples/s':>36}"
-            f" {'index_select(out=), samples/s':>36} {'ratio':>18} {'us/step':>9}"
+            f" {'index_select(out=), samples/s':>36} {'ratio':>18} {'us/step':>22}"
         )
-        for num_devices in (int(count) for count in args.devices.split(",")):
+        for num_devices in (int(number) for number in args.devices.split(",")):
             if case.batch % num_devices:
                 continue
             for residency in args.residency.split(","):
-                yield measure(store, case, num_devices, residency, args.rounds)
+                yield against_takes(store, case, num_devices, residency, args)
 
 
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--case", default="A", help=f"of {','.join(CASES)}")
+    parser.add_argument("--against", choices=("takes", "dataloader"), default="takes")
     parser.add_argument("--devices", default="1", help="logical data devices, such as 1,2,4,8")
     parser.add_argument("--residency", default="mmap", help="of mmap,device")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--threads", type=int, help="of torch; its own choice by default")
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as directory:
         for line in lines(args, Path(directory)):
             print(line, flush=True)

@@ -1,0 +1,53 @@
+"""What the benchmark programs share: timing in turn, medians with their range, the machine."""
+
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter, process_time
+
+import torch
+
+#: "cpu" is the time that the process was given. Other work on the machine disturbs it less, and
+#: on an idle machine it is the same for one thread.
+CLOCKS: dict[str, Callable[[], float]] = {"wall": perf_counter, "cpu": process_time}
+
+
+def in_turn(
+    runs: Mapping[str, Callable[[], object]], rounds: int, clock: str = "wall"
+) -> dict[str, list[float]]:
+    """Seconds of each run in each round, after one round that is not counted.
+
+    The runs take turns, and each round begins with another one, so that all see the same noise.
+    """
+    now = CLOCKS[clock]
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for index in range(rounds + 1):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            start = now()
+            runs[name]()
+            if index:
+                seconds[name].append(now() - start)
+    return seconds
+
+
+def pairwise_ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """The ratio in each round."""
+    return [first / second for first, second in zip(one, other, strict=True)]
+
+
+def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
+    """Median and range."""
+    low, middle, high = (
+        form.format(value) for value in (min(values), statistics.median(values), max(values))
+    )
+    return f"{middle} ({low}..{high})"
+
+
+def machine() -> str:
+    """One line on what this runs on."""
+    return (
+        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads,"
+        f" Python {platform.python_version()}, torch {torch.__version__}"
+    )
