@@ -16,7 +16,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.models import Points, Regression, make_trainer, weights
-from tests.rows import CPU, joined, make_loader, rows_of
+from tests.rows import CPU, NumberedRows, joined, make_loader, rows_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN, VAL = Points(63), Points(20, 100)
@@ -214,6 +214,36 @@ class Rows(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Marked(MemmapDataModule):
+    """Has a say in what becomes of a batch that is where it belongs."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "marked": torch.ones(len(batch["row"]))}
+
+
+class SeesMarks(Rows):
+    transfer_batch_to_device = L.LightningModule.transfer_batch_to_device
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rows.append([int(batch.get("marked", torch.zeros(1)).sum())])
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing is validated, but the data module could."""
+
+
+@pytest.mark.parametrize(("data", "marks"), [(Marked, [[4]] * 3), (MemmapDataModule, [[0]] * 3)])
+def test_superbatch_transfer_hook_of_the_data_module_runs(
+    tmp_path: Path, data: type[MemmapDataModule], marks: list[list[int]]
+) -> None:
+    module = SeesMarks()
+    datamodule = data(NumberedRows(12), store_dir=tmp_path, batch_size=2, num_shards=2)
+    make_trainer(tmp_path, strategy="memmap_superbatch", devices=2).fit(
+        module, datamodule=datamodule
+    )
+    assert module.rows == marks
 
 
 #: A program's own module and dataset, in the folder that the command is run from.
