@@ -231,7 +231,7 @@ class SeesMarks(Rows):
         return self.layer(torch.ones(1, 1)).sum()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Nothing is validated, but the data module could."""
+        """Nothing to see here: its batches are the same."""
 
 
 @pytest.mark.parametrize(("data", "marks"), [(Marked, [[4]] * 3), (MemmapDataModule, [[0]] * 3)])
@@ -239,7 +239,8 @@ def test_superbatch_transfer_hook_of_the_data_module_runs(
     tmp_path: Path, data: type[MemmapDataModule], marks: list[list[int]]
 ) -> None:
     module = SeesMarks()
-    datamodule = data(NumberedRows(12), store_dir=tmp_path, batch_size=2, num_shards=2)
+    rows = NumberedRows(12)
+    datamodule = data(rows, rows, store_dir=tmp_path, batch_size=2, num_shards=2)
     make_trainer(tmp_path, strategy="memmap_superbatch", devices=2).fit(
         module, datamodule=datamodule
     )
