@@ -255,7 +255,7 @@ class MemberLauncher(ScriptLauncher):
         self, trainer: Any, status: str, seconds: float, error: BaseException | None = None
     ) -> None:
         metrics = {}
-        if status != RUNNING:
+        if status == DONE:
             for name, value in trainer.callback_metrics.items():
                 metrics[name] = float(value)
         saver = trainer.checkpoint_callback
