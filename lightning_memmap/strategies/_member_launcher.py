@@ -100,10 +100,12 @@ class MemberLauncher(ScriptLauncher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
-        self._root = self._find_root(trainer)
+        # Once: what the Trainer writes is then moved below.
+        self._root = self._root or self._find_root(trainer)
         if self._num_members > 1:
             self.share_threads(self._num_members)
-            self._start(self._root)
+            if self._is_first:
+                self._start(self._root)
         self.move_outputs(trainer)
         name = trainer.state.fn.value
         self._calls[name] += 1
@@ -159,9 +161,6 @@ class MemberLauncher(ScriptLauncher):
 
     def _start(self, directory: Path) -> None:
         """Start the other members, once a program."""
-        if not self._is_first:
-            MemberLauncher._directory = directory
-            return
         if self._others:
             if len(self._others) + 1 != self._num_members:
                 raise ValueError(
