@@ -331,9 +331,9 @@ class MemmapDataModule(L.LightningDataModule):
     def _subset(self, split: str) -> RowSubset | None:
         """The rows of its store that a split is; None where it is all of them."""
         if self.num_folds is not None and split in ("train", "val"):
-            return RowSubset(self._member("num_folds"), self.num_folds, split == "train")
+            return self._row_subset("num_folds", self.num_folds, split == "train")
         if self.num_parts is not None and split == "train":
-            return RowSubset(self._member("num_parts"), self.num_parts)
+            return self._row_subset("num_parts", self.num_parts)
         return None
 
     def _sized(self, split: str, store: Store) -> Sized:
@@ -342,43 +342,46 @@ class MemmapDataModule(L.LightningDataModule):
             return manifest
         return _Part(subset.num_rows(manifest.num_rows), manifest.num_shards, manifest.row_bytes)
 
-    def _member(self, name: str) -> int:
-        """The member that this process trains; as the fold or part, where that is its name.
+    @property
+    def _strategy(self) -> Any:
+        return None if self.trainer is None else self.trainer.strategy
 
-        Raises:
-            ValueError: It is not known, or the members are not a whole multiple of the folds or
-                parts.
-        """
-        count: int | None = getattr(self, name, None)
-        given = f"store_dir={str(self.store_dir)!r}" if count is None else f"{name}={count}"
+    def _row_subset(self, name: str, count: int, excluded: bool = False) -> RowSubset:
+        given = f"{name}={count}"
+        member = self._member(given)
         if self.member is not None:
-            if count is not None and self.member >= count:
-                raise ValueError(f"member={self.member} with {given}: choose 0 to {count - 1}")
-            return self.member
-        strategy = None if self.trainer is None else self.trainer.strategy
-        member: int | None = getattr(strategy, "member", None)
-        if member is None:
-            raise ValueError(
-                f"{given}: which member is it? Train with strategy='memmap_independent', or say"
-                " which with member=..."
-            )
-        if count is None:
-            return member
-        num_members: int = getattr(strategy, "num_members", 1)
-        if num_members % count:
+            if member >= count:
+                raise ValueError(f"member={member} with {given}: choose 0 to {count - 1}")
+        elif (num_members := self._strategy.num_members) % count:
             raise ValueError(
                 f"{given} with {num_members} members: some would be trained less often than"
                 f" others; use {count} members or a multiple of it, with devices=... or"
                 f" IndependentStrategy(num_members={count})"
             )
-        return member % count
+        return RowSubset(member % count, count, excluded)
+
+    def _member(self, given: str) -> int:
+        """The member that this process trains.
+
+        Raises:
+            ValueError: It is not known. The message says what was given that needs it.
+        """
+        if self.member is not None:
+            return self.member
+        member: int | None = getattr(self._strategy, "member", None)
+        if member is None:
+            raise ValueError(
+                f"{given}: which member is it? Train with strategy='memmap_independent', or say"
+                " which with member=..."
+            )
+        return member
 
     def _directory(self) -> Path:
         """Where the stores are."""
         text = str(self.store_dir)
         if "{member}" not in text:
             return self.store_dir
-        return Path(text.replace("{member}", str(self._member("store_dir"))))
+        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
 
     def _open(self, split: str) -> Store | None:
         split = self._stored_split(split)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -171,7 +170,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     @override
     def load_checkpoint(
-        self, checkpoint_path: _PATH, weights_only: bool | None = None
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint; ``{member}`` in its path stands for the number of this member."""
         path = str(checkpoint_path).replace("{member}", str(self.member))
