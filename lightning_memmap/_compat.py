@@ -161,7 +161,8 @@ def move_trainer(trainer: Any, folder: str) -> None:
     below."""
     trainer._default_root_dir = folder_below(trainer._default_root_dir, folder)
     for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger):
-            logger._save_dir = folder_below(logger._save_dir, folder)
-        elif isinstance(logger, TensorBoardLogger):
+        if isinstance(logger, (CSVLogger, TensorBoardLogger)):
             logger._root_dir = folder_below(logger._root_dir, folder)
+        if isinstance(logger, CSVLogger):
+            # This one keeps the directory twice, and finds its next version by the other.
+            logger._save_dir = folder_below(logger._save_dir, folder)

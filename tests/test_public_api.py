@@ -12,7 +12,12 @@ from torch.distributed.constants import default_pg_timeout
 
 import lightning_memmap
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.strategies import FSDP2Strategy, SuperBatchDDPStrategy, SuperBatchStrategy
+from lightning_memmap.strategies import (
+    FSDP2Strategy,
+    IndependentStrategy,
+    SuperBatchDDPStrategy,
+    SuperBatchStrategy,
+)
 
 NAMES = {
     "lightning_memmap": [
@@ -34,10 +39,14 @@ NAMES = {
     "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
     "lightning_memmap.strategies": [
         "FSDP2Strategy",
+        "IndependentStrategy",
+        "MemberResult",
+        "MemberResults",
         "STRATEGIES",
         "SuperBatchDDPStrategy",
         "SuperBatchStrategy",
         "consolidate_checkpoint",
+        "read_results",
         "register",
     ],
 }
@@ -59,6 +68,9 @@ DATA_MODULE = {
     "memory_fraction": 0.7,
     "num_workers": 0,
     "overwrite": False,
+    "num_folds": None,
+    "num_parts": None,
+    "member": None,
 }
 
 STRATEGY = {
@@ -93,6 +105,14 @@ FSDP2 = {
     "timeout": default_pg_timeout,
 }
 
+INDEPENDENT = {
+    "num_members": None,
+    "raise_on_failure": True,
+    "accelerator": None,
+    "checkpoint_io": None,
+    "precision_plugin": None,
+}
+
 
 @pytest.mark.parametrize("module", NAMES)
 def test_public_names_of_a_module_are_these(module: str) -> None:
@@ -109,6 +129,7 @@ def test_public_names_of_a_module_are_these(module: str) -> None:
         (SuperBatchStrategy, STRATEGY),
         (SuperBatchDDPStrategy, SUPERBATCH_DDP),
         (FSDP2Strategy, FSDP2),
+        (IndependentStrategy, INDEPENDENT),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
