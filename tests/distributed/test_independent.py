@@ -1,5 +1,6 @@
 """Independent members in real processes: each as a lone run, and none harmed by another."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,11 @@ def test_first_member_that_fails_ends_after_the_others(tmp_path: Path) -> None:
     results = read_results(tmp_path)
     assert [result.status for result in results.members] == ["failed", "done", "running"]
     assert [result.epochs for result in results.members] == [1, 20, 0]
+
+
+def test_first_member_that_is_asked_to_stop_stops_the_others(tmp_path: Path) -> None:
+    outcome = launch_any("independent.stopped", tmp_path, processes=2)
+    assert outcome.codes == [128 + signal.SIGTERM], outcome.report
+    results = read_results(tmp_path)
+    assert [result.status for result in results.members] == ["done", "failed"]
+    assert str(results.failed[0].error).startswith("SIGTERMException")

@@ -5,6 +5,7 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import MemberError
-from lightning_memmap.strategies import IndependentStrategy, MemberResults
+from lightning_memmap.strategies import IndependentStrategy, MemberResults, read_results
 from tests.models import Points, Regression, make_trainer, weights
 
 ROWS = 63
@@ -184,3 +185,33 @@ def first_fails(out: Path, members: int, ways: dict[str, str]) -> dict[str, Any]
     module = Unlucky(ways, strategy.member)
     trainer.fit(module, make_data(out, members))
     return {"member": strategy.member, "weights": weights(module)}
+
+
+class AskParentToStop(L.Callback):
+    """Once the first member waits for this one, asks its process to stop."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.asked = False
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self.asked and read_results(self.out).members[0].status == "done":
+            # It waits a moment after it has recorded that.
+            sleep(1)
+            os.kill(os.getppid(), signal.SIGTERM)
+            self.asked = True
+
+
+def stopped(out: Path) -> dict[str, Any]:
+    """Train two members, of which the second one would never end."""
+    strategy = IndependentStrategy()
+    first = strategy.member == 0
+    trainer = make_trainer(
+        out,
+        strategy=strategy,
+        devices=2,
+        max_epochs=1 if first else -1,
+        callbacks=[] if first else [AskParentToStop(out)],
+    )
+    trainer.fit(Regression(), make_data(out, 2))
+    return {"member": strategy.member}
