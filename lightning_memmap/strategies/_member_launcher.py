@@ -227,22 +227,23 @@ class MemberLauncher(ScriptLauncher):
         process = self._others.get(member)
         # Asked before the file is read: a member that has ended records nothing any more.
         code = None if process is None else process.poll()
-        name, call = self._stage
-        result = MemberResult(member, name, call, RUNNING)
-        for known in read_member(self._root / member_folder(member)):
-            if (known.stage, known.call) == self._stage:
-                result = known
+        known = {
+            (result.stage, result.call): result
+            for result in read_member(self._root / member_folder(member))
+        }
+        result = known.get(self._stage, MemberResult(member, *self._stage, RUNNING))
         if process is not None:
             result = replace(result, output=str(self._output(member)))
         if result.status != RUNNING or code is None:
             return result
-        if code:
+        if code or self._stage in known:
             return replace(result, status=FAILED, error=self._reason(member, code))
         return replace(result, status=ABSENT)
 
     def _reason(self, member: int, code: int) -> str:
         if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
+            names = {known.value: known.name for known in signal.Signals}
+            return f"killed by {names.get(-code, f'signal {-code}')}"
         lines = self._output(member).read_text(errors="replace").strip().splitlines()
         return f"exit code {code}" + (f": {lines[-1]}" if lines else "")
 

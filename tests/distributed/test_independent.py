@@ -123,17 +123,18 @@ def test_members_that_fail_do_not_stop_the_others(
 
 
 def test_first_member_that_fails_ends_after_the_others(tmp_path: Path) -> None:
-    ways = {"0": "raise", "2": "exit"}
-    outcome = launch_any("independent.first_fails", tmp_path, processes=3, members=3, ways=ways)
+    ways = {"0": "raise", "2": "exit 3", "3": "exit 0"}
+    outcome = launch_any("independent.first_fails", tmp_path, processes=4, members=4, ways=ways)
     assert outcome.codes == [1], outcome.report
     printed = (tmp_path / "program0.log").read_text()
     assert "member 0: ValueError: no luck" in printed
-    assert "member 2: exit code 3: so be it" in printed
+    for code in (3, 0):
+        assert f"exit code {code}: so be it" in printed
     # When the program has ended, so have all of its processes.
     told_by(tmp_path, [1])
     results = read_results(tmp_path)
-    assert [result.status for result in results.members] == ["failed", "done", "running"]
-    assert [result.epochs for result in results.members] == [1, 20, 0]
+    assert [result.status for result in results.members] == ["failed", "done", "running", "running"]
+    assert [result.epochs for result in results.members] == [1, 20, 0, 0]
 
 
 def test_first_member_that_is_asked_to_stop_stops_the_others(tmp_path: Path) -> None:
