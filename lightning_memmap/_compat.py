@@ -1,20 +1,27 @@
 """The only user of names that torch and Lightning keep to themselves."""
 
 import copy
+import os
+import subprocess
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import IO, Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.fabric.utilities.device_dtype_mixin import (
     _DeviceDtypeModuleMixin,
     _update_properties,
 )
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
@@ -315,3 +322,60 @@ def without_computing(module: nn.Module, example: Any) -> None:
         fake = apply_to_collection(example, Tensor, mode.from_tensor)
         args, kwargs = ((), fake) if isinstance(fake, dict) else (fake, {})
         torch.func.functional_call(module, fakes, args, kwargs)
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs this program again in other processes, to which the Trainer hands its signals on."""
+
+    def __init__(self) -> None:
+        super().__init__(LightningEnvironment(), num_processes=1, num_nodes=1)
+
+    def run_again(self, variables: Mapping[str, str], output: IO[bytes]) -> "subprocess.Popen[Any]":
+        """Run this program again, with the same arguments.
+
+        Args:
+            variables: Environment variables of the new process, beside those of this one.
+            output: Where it prints to.
+        """
+        process = subprocess.Popen(
+            _basic_subprocess_cmd(),
+            env={**os.environ, **variables},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        self.procs.append(process)
+        return process
+
+    def share_threads(self, num_processes: int) -> None:
+        """Give this process its part of the CPU's cores, unless ``OMP_NUM_THREADS`` is set."""
+        _set_num_threads_if_needed(num_processes)
+
+
+class LaunchedStrategy(Strategy):
+    """A strategy that says which launcher runs the Trainer's stages."""
+
+    def make_launcher(self) -> ScriptLauncher:
+        """The launcher; the Trainer asks once, after it has set all that it knows."""
+        raise NotImplementedError
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = self.make_launcher()
+
+
+def folder_below(directory: str | os.PathLike[str], folder: str) -> str:
+    """A folder of a directory; the directory itself where that is its name."""
+    path = os.fspath(directory)
+    return path if os.path.basename(path) == folder else os.path.join(path, folder)
+
+
+def move_trainer(trainer: Any, folder: str) -> None:
+    """Let a Trainer, and the loggers of it that write versions to a directory, write to a folder
+    below."""
+    trainer._default_root_dir = folder_below(trainer._default_root_dir, folder)
+    for logger in trainer.loggers:
+        if isinstance(logger, (CSVLogger, TensorBoardLogger)):
+            logger._root_dir = folder_below(logger._root_dir, folder)
+        if isinstance(logger, CSVLogger):
+            # This one keeps the directory twice, and finds its next version by the other.
+            logger._save_dir = folder_below(logger._save_dir, folder)

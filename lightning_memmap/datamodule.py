@@ -1,6 +1,7 @@
 """The data module: Lightning's hooks, each handed on to the layer that does the work."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,10 +17,12 @@ from lightning_memmap._compat import renew_train_loader_after_epoch, validate_an
 from lightning_memmap.agreement import agree
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.loading import AssembledLoader, ResidentSplit, ZippedLoader, load_split
+from lightning_memmap.order import RowSubset
 from lightning_memmap.placement import (
     RESIDENCIES,
     Consumers,
     Placement,
+    Sized,
     SplitPlacement,
     device_budgets,
     free_bytes,
@@ -59,7 +62,8 @@ class MemmapDataModule(L.LightningDataModule):
         val_dataset: To validate on. May be missing, as may its store.
         test_dataset: To test on.
         predict_dataset: To predict on.
-        store_dir: Directory with one store per split in it.
+        store_dir: Directory with one store per split in it. ``{member}`` in it stands for the
+            number of the member.
         batch_size: Rows per data device and step, as under DDP.
         transform: Batch transform for training: a callable or module, run on each data device
             without gradients. With a parameter named ``generator`` it is given a seeded one.
@@ -75,6 +79,13 @@ class MemmapDataModule(L.LightningDataModule):
             model, its gradients and its activations need the rest.
         num_workers: Processes that write a store. None are used for reading.
         overwrite: Replace stores of other datasets.
+        num_folds: Train on all rows of the training store but every ``num_folds``-th, and validate
+            on those: fold ``f`` is the rows ``i`` with ``i % num_folds == f``. One store serves all
+            folds.
+        num_parts: Train on every ``num_parts``-th row of the training store alone: part ``m`` is
+            the rows ``i`` with ``i % num_parts == m``.
+        member: Which fold or part, counted from 0. By default that of the member that this process
+            trains under ``memmap_independent``, modulo the number of folds or parts.
 
     Raises:
         ValueError: An argument is out of range.
@@ -99,6 +110,9 @@ class MemmapDataModule(L.LightningDataModule):
         memory_fraction: float = 0.7,
         num_workers: int = 0,
         overwrite: bool = False,
+        num_folds: int | None = None,
+        num_parts: int | None = None,
+        member: int | None = None,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -107,6 +121,21 @@ class MemmapDataModule(L.LightningDataModule):
             raise ValueError(f"residency={residency!r}: choose one of {', '.join(RESIDENCIES)}")
         if not 0 < memory_fraction <= 1:
             raise ValueError(f"memory_fraction={memory_fraction}: more than 0 and at most 1")
+        if num_folds is not None and num_parts is not None:
+            raise ValueError(
+                f"num_folds={num_folds} and num_parts={num_parts}: leave one of them out"
+            )
+        if num_folds is not None and num_folds < 2:
+            raise ValueError(f"num_folds={num_folds}: at least 2, one of which is held out")
+        if num_parts is not None and num_parts < 1:
+            raise ValueError(f"num_parts={num_parts}: at least 1")
+        if num_folds is not None and val_dataset is not None:
+            raise ValueError(
+                f"num_folds={num_folds} with a val_dataset: the fold that is held out is what is"
+                " validated on; leave val_dataset out, or give it as test_dataset"
+            )
+        if member is not None and member < 0:
+            raise ValueError(f"member={member}: members are counted from 0")
         self.datasets = dict(
             zip(_SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
         )
@@ -122,6 +151,9 @@ class MemmapDataModule(L.LightningDataModule):
         self.memory_fraction = memory_fraction
         self.num_workers = num_workers
         self.overwrite = overwrite
+        self.num_folds = num_folds
+        self.num_parts = num_parts
+        self.member = member
         #: The open stores by split, from `setup` on.
         self.stores: dict[str, Store] = {}
         #: Where the shards live, from `setup` on.
@@ -134,13 +166,13 @@ class MemmapDataModule(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Build the stores of the stage's splits, or find them built. One process per node."""
-        for split in self._splits():
+        for split in dict.fromkeys(map(self._stored_split, self._splits())):
             dataset = self.datasets[split]
             if dataset is None:
                 continue
             build_store(
                 dataset,
-                self.store_dir / split,
+                self._directory() / split,
                 num_shards=self.num_shards,
                 num_workers=self.num_workers,
                 # What this data module has built itself is not built again by the next stage.
@@ -180,7 +212,7 @@ class MemmapDataModule(L.LightningDataModule):
                 self.stores[split] = store
         consumers = self._consumers()
         self.placement = plan_placement(
-            {split: store.manifest for split, store in self.stores.items()},
+            {split: self._sized(split, store) for split, store in self.stores.items()},
             consumers,
             self.residency,
             budget_bytes=device_budgets(consumers.data_devices, self.memory_fraction),
@@ -188,7 +220,7 @@ class MemmapDataModule(L.LightningDataModule):
         )
         self._print_placement(self.placement)
         self._resident = {
-            split: load_split(store, consumers, self.placement.splits[split])
+            split: load_split(store, consumers, self.placement.splits[split], self._subset(split))
             for split, store in self.stores.items()
         }
 
@@ -203,6 +235,7 @@ class MemmapDataModule(L.LightningDataModule):
         }
         for split, store in self.stores.items():
             facts[f"the {split} store"] = store.manifest.content
+            facts[f"rows of the {split} store"] = self._subset(split) or "all"
         return facts
 
     def teardown(self, stage: str | None = None) -> None:
@@ -236,11 +269,28 @@ class MemmapDataModule(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training stream stands, the same on every rank."""
-        return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
+        if self._train_loader is None:
+            return {}
+        subset = self._subset("train")
+        state = {"train": self._train_loader.state_dict()}
+        return state if subset is None else {**state, "rows": asdict(subset)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next fit go on where the training stream stood."""
+        """Let the next fit go on where the training stream stood.
+
+        Raises:
+            ValueError: The checkpoint is of another fold or part: its weights have learned from
+                rows that this one holds out.
+        """
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
+            subset, saved = self._subset("train"), state_dict.get("rows")
+            if saved != (None if subset is None else asdict(subset)):
+                then = "all rows" if saved is None else str(RowSubset(**saved))
+                raise ValueError(
+                    f"the checkpoint was trained on {then}, and this data module trains on"
+                    f" {subset or 'all rows'}: resume with the member, num_folds and num_parts of"
+                    " the checkpoint"
+                )
             self._train_state = state_dict.get("train")
 
     def val_dataloader(self) -> ZippedLoader | AssembledLoader | list[Any]:
@@ -274,19 +324,79 @@ class MemmapDataModule(L.LightningDataModule):
         fn = self.trainer.state.fn
         return _SPLITS_OF_STAGE[names.get(fn, fn.value)]
 
+    def _stored_split(self, split: str) -> str:
+        """The split whose store has the rows of a split."""
+        return "train" if split == "val" and self.num_folds is not None else split
+
+    def _subset(self, split: str) -> RowSubset | None:
+        """The rows of its store that a split is; None where it is all of them."""
+        if self.num_folds is not None and split in ("train", "val"):
+            return self._row_subset("num_folds", self.num_folds, split == "train")
+        if self.num_parts is not None and split == "train":
+            return self._row_subset("num_parts", self.num_parts)
+        return None
+
+    def _sized(self, split: str, store: Store) -> Sized:
+        subset, manifest = self._subset(split), store.manifest
+        if subset is None:
+            return manifest
+        return _Part(subset.num_rows(manifest.num_rows), manifest.num_shards, manifest.row_bytes)
+
+    @property
+    def _strategy(self) -> Any:
+        return None if self.trainer is None else self.trainer.strategy
+
+    def _row_subset(self, name: str, count: int, excluded: bool = False) -> RowSubset:
+        given = f"{name}={count}"
+        member = self._member(given)
+        if self.member is not None:
+            if member >= count:
+                raise ValueError(f"member={member} with {given}: choose 0 to {count - 1}")
+        elif (num_members := self._strategy.num_members) % count:
+            raise ValueError(
+                f"{given} with {num_members} members: some would be trained less often than"
+                f" others; use {count} members or a multiple of it, with devices=... or"
+                f" IndependentStrategy(num_members={count})"
+            )
+        return RowSubset(member % count, count, excluded)
+
+    def _member(self, given: str) -> int:
+        """The member that this process trains.
+
+        Raises:
+            ValueError: It is not known. The message says what was given that needs it.
+        """
+        if self.member is not None:
+            return self.member
+        member: int | None = getattr(self._strategy, "member", None)
+        if member is None:
+            raise ValueError(
+                f"{given}: which member is it? Train with strategy='memmap_independent', or say"
+                " which with member=..."
+            )
+        return member
+
+    def _directory(self) -> Path:
+        """Where the stores are."""
+        text = str(self.store_dir)
+        if "{member}" not in text:
+            return self.store_dir
+        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
+
     def _open(self, split: str) -> Store | None:
+        split = self._stored_split(split)
         dataset = self.datasets[split]
         needed = self.trainer is not None and (
             split != "val" or self.trainer.state.fn is TrainerFn.VALIDATING
         )
         try:
-            store = open_store(self.store_dir / split)
+            store = open_store(self._directory() / split)
         except StoreNotFoundError:
             if dataset is None and not needed:
                 return None
             if dataset is None:
                 raise StoreNotFoundError(
-                    f"{split}_dataset=None and no store at {self.store_dir / split}: give the"
+                    f"{split}_dataset=None and no store at {self._directory() / split}: give the"
                     f" dataset, or a store_dir that holds a store named {split!r}"
                 ) from None
             raise
@@ -327,9 +437,18 @@ class MemmapDataModule(L.LightningDataModule):
         return loader.to(self.trainer.strategy.root_device)
 
     def _builder(self, split: str) -> Callable[[Sequence[Tensor]], Any]:
-        schema, dataset = self.stores[split].schema, self.datasets[split]
+        schema, dataset = self.stores[split].schema, self.datasets[self._stored_split(split)]
         sample = dataset[0] if dataset is not None and schema.has_classes else None
         return schema.builder(sample)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a plan needs to know of some rows of a store."""
+
+    num_rows: int
+    num_shards: int
+    row_bytes: int
 
 
 @rank_zero_only

@@ -31,3 +31,7 @@ class PlacementError(MemmapError):
 
 class AgreementError(MemmapError):
     """The processes of a run differ in what must be the same on all of them."""
+
+
+class MemberError(MemmapError):
+    """Members that train independently failed; the others have come to their end."""

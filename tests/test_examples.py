@@ -84,6 +84,21 @@ def test_segmentation_script_learns_and_summarises(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["stores"]
 
 
+def test_kfold_script_trains_all_folds_and_their_ensemble(tmp_path: Path) -> None:
+    printed = run(
+        tmp_path, str(ROOT / "examples" / "kfold.py"), "--num_folds", "3", "--max_epochs", "6"
+    )
+    found = re.findall(r"ensemble of 3 members: ([0-9.]+)", printed)
+    # All rows of the larger class: 0.63.
+    assert float(found[-1]) > 0.9
+    for stage in ("fit", "test"):
+        table = printed.rpartition(f"Members: {stage}")[2]
+        assert len(re.findall(r"│ +[012] │ \S+ +│ done +│", table)) >= 3
+    members = sorted((tmp_path / "checkpoints" / "kfold").iterdir())
+    assert [path.name for path in members] == ["member_0", "member_1", "member_2"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "checkpoints"] == ["stores"]
+
+
 # Configs
 
 
@@ -127,6 +142,22 @@ def test_config_of_a_strategy_is_laid_over_another(
     printed = run_cli(tmp_path, "fit", "digits.yaml", "--config", over, "--trainer.max_epochs", "2")
     assert metric(printed, "val_accuracy") > 0.9
     assert (f"Starting with {processes} processes" in printed) == (processes > 1)
+
+
+def test_kfold_config_serves_fit_and_test(tmp_path: Path) -> None:
+    limits = ("--trainer.max_epochs", "3", "--data.num_folds", "2")
+    members = ("--trainer.strategy.num_members", "2")
+    run_cli(tmp_path, "fit", "kfold.yaml", *limits, *members)
+    best = "checkpoints/kfold/member_{member}/best.ckpt"
+    tested = run_cli(tmp_path, "test", "kfold.yaml", *limits, *members, "--ckpt_path", best)
+    table = tested.rpartition("Members: test")[2]
+    assert len(re.findall(r"│ +[01] │ \S+ +│ done +│", table)) == 2
+    accuracies = re.findall(r"(0\.[0-9]+|1) │\n", table)
+    # Two members, and their mean.
+    assert len(accuracies) >= 3
+    assert all(float(accuracy) > 0.85 for accuracy in accuracies[:3])
+    made = sorted(path.name for path in tmp_path.iterdir())
+    assert made == ["checkpoints", "lightning_logs", "stores"]
 
 
 def test_digits_splits_are_disjoint_and_repeat() -> None:

@@ -15,6 +15,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import (
     DataParallelStrategy,
     FSDP2Strategy,
+    IndependentStrategy,
     LocalModelParallelStrategy,
     SuperBatchDDPStrategy,
     SuperBatchStrategy,
@@ -42,10 +43,14 @@ NAMES = {
         "DataParallelStrategy",
         "FSDP2Strategy",
         "LocalModelParallelStrategy",
+        "IndependentStrategy",
+        "MemberResult",
+        "MemberResults",
         "STRATEGIES",
         "SuperBatchDDPStrategy",
         "SuperBatchStrategy",
         "consolidate_checkpoint",
+        "read_results",
         "register",
     ],
 }
@@ -67,6 +72,9 @@ DATA_MODULE = {
     "memory_fraction": 0.7,
     "num_workers": 0,
     "overwrite": False,
+    "num_folds": None,
+    "num_parts": None,
+    "member": None,
 }
 
 STRATEGY = {
@@ -105,6 +113,14 @@ FSDP2 = {
     "timeout": default_pg_timeout,
 }
 
+INDEPENDENT = {
+    "num_members": None,
+    "raise_on_failure": True,
+    "accelerator": None,
+    "checkpoint_io": None,
+    "precision_plugin": None,
+}
+
 
 @pytest.mark.parametrize("module", NAMES)
 def test_public_names_of_a_module_are_these(module: str) -> None:
@@ -123,6 +139,7 @@ def test_public_names_of_a_module_are_these(module: str) -> None:
         (LocalModelParallelStrategy, MODEL_PARALLEL),
         (SuperBatchDDPStrategy, SUPERBATCH_DDP),
         (FSDP2Strategy, FSDP2),
+        (IndependentStrategy, INDEPENDENT),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -7,11 +7,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.order import Integers, Stream, shard_rows, shard_starts
+from lightning_memmap.order import Integers, RowSubset, Stream, shard_rows, shard_starts
 from lightning_memmap.placement import Consumers, Residency, SplitPlacement
 from lightning_memmap.store import Store
 
 _COPY_ROWS_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of a stream lie in the files of a store.
+
+    Args:
+        num_rows: Rows of the store.
+        num_shards: Shards of the store.
+        subset: The rows of the store that the stream is of; all of them where it is None.
+    """
+
+    num_rows: int
+    num_shards: int
+    subset: RowSubset | None
+
+    def places(self, rows: Integers) -> Integers:
+        """Positions along the first dimension, int64 of shape (B,) as the rows of the stream."""
+        if self.subset is not None:
+            rows = self.subset.rows(rows)
+        offsets, shards = np.divmod(rows, self.num_shards)
+        return shard_starts(self.num_rows, self.num_shards)[shards] + offsets
 
 
 @dataclass(frozen=True)
@@ -23,12 +45,12 @@ class ResidentShards:
         starts: Where each shard of the stream starts in the tensors, int64 of shape (C,), -1 for
             shards that are not here. None where the rows lie in the order of other shards, and
             ``store`` says how.
-        store: Rows and shards of the file mapping that the tensors are, for ``starts=None``.
+        store: The layout of the file mapping that the tensors are, for ``starts=None``.
     """
 
     tensors: list[Tensor]
     starts: Integers | None
-    store: tuple[int, int] | None = None
+    store: Layout | None = None
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +71,7 @@ class ResidentShards:
         if self.starts is not None:
             return self.starts[shards] + offsets
         assert self.store is not None
-        return _places(offsets * num_shards + shards, *self.store)
+        return self.store.places(offsets * num_shards + shards)
 
     def locate_positions(self, stream: Stream, epoch: int, positions: range) -> Integers:
         """Where the rows lie that supply positions of a stream; see `locate`."""
@@ -112,7 +134,9 @@ class ResidentSplit:
         self.sources.clear()
 
 
-def load_split(store: Store, consumers: Consumers, plan: SplitPlacement) -> ResidentSplit:
+def load_split(
+    store: Store, consumers: Consumers, plan: SplitPlacement, subset: RowSubset | None = None
+) -> ResidentSplit:
     """Bring the shards of a split to where the plan wants them.
 
     Device and pinned shards are copied from the store in long reads, each shard once; those in
@@ -122,7 +146,9 @@ def load_split(store: Store, consumers: Consumers, plan: SplitPlacement) -> Resi
         store: The open store.
         consumers: The data devices and this process's place.
         plan: Where each shard goes.
+        subset: The rows of the store that the split is; all of them where it is None.
     """
+    layout = Layout(store.num_rows, store.num_shards, subset)
     groups: dict[tuple[Residency, torch.device], list[int]] = {}
     for shard, residency in enumerate(plan.residency):
         owner = consumers.owner(shard)
@@ -136,25 +162,36 @@ def load_split(store: Store, consumers: Consumers, plan: SplitPlacement) -> Resi
     for (residency, device), shards in groups.items():
         source_of_shard[shards] = len(sources)
         if residency is Residency.MMAP:
-            sources.append(_mapped(store, plan.num_shards))
+            sources.append(_mapped(store, layout, plan.num_shards))
         else:
             pin = residency is Residency.PINNED
-            sources.append(_copied(store, shards, plan.num_shards, device, pin=pin))
+            sources.append(_copied(store, layout, shards, plan, device, pin=pin))
     return ResidentSplit(consumers, plan.num_rows, plan.num_shards, sources, source_of_shard)
 
 
-def _mapped(store: Store, num_shards: int) -> ResidentShards:
+def _is_as_stored(layout: Layout, num_shards: int) -> bool:
+    """Whether the shards of a stream are those of its store."""
+    return layout.subset is None and num_shards == layout.num_shards
+
+
+def _mapped(store: Store, layout: Layout, num_shards: int) -> ResidentShards:
     tensors = [tensor.as_subclass(Tensor) for tensor in store.tensors]
-    if num_shards == store.num_shards:
+    if _is_as_stored(layout, num_shards):
         return ResidentShards(tensors, shard_starts(store.num_rows, num_shards))
-    return ResidentShards(tensors, None, (store.num_rows, store.num_shards))
+    return ResidentShards(tensors, None, layout)
 
 
 def _copied(
-    store: Store, shards: list[int], num_shards: int, device: torch.device, *, pin: bool
+    store: Store,
+    layout: Layout,
+    shards: list[int],
+    plan: SplitPlacement,
+    device: torch.device,
+    *,
+    pin: bool,
 ) -> ResidentShards:
-    rows = shard_rows(store.num_rows, num_shards)[shards]
-    starts = np.full(num_shards, -1, np.int64)
+    rows = shard_rows(plan.num_rows, plan.num_shards)[shards]
+    starts = np.full(plan.num_shards, -1, np.int64)
     starts[shards] = np.cumsum(rows) - rows
     total = int(rows.sum())
     tensors = []
@@ -165,16 +202,16 @@ def _copied(
         )
         for shard, count in zip(shards, rows.tolist(), strict=True):
             part = target[starts[shard] : starts[shard] + count]
-            _copy_shard(plain, store, shard, num_shards, part, field.row_bytes)
+            _copy_shard(plain, layout, shard, plan.num_shards, part, field.row_bytes)
         tensors.append(target)
     return ResidentShards(tensors, starts)
 
 
 def _copy_shard(
-    mapped: Tensor, store: Store, shard: int, num_shards: int, part: Tensor, row_bytes: int
+    mapped: Tensor, layout: Layout, shard: int, num_shards: int, part: Tensor, row_bytes: int
 ) -> None:
-    if num_shards == store.num_shards:
-        start = int(shard_starts(store.num_rows, num_shards)[shard])
+    if _is_as_stored(layout, num_shards):
+        start = int(shard_starts(layout.num_rows, num_shards)[shard])
         part.copy_(mapped[start : start + len(part)])
         return
     # The rows of a shard of another striping lie apart: they are copied some at a time.
@@ -182,11 +219,5 @@ def _copy_shard(
     for first in range(0, len(part), step):
         piece = part[first : first + step]
         offsets = np.arange(first, first + len(piece), dtype=np.int64)
-        places = _places(offsets * num_shards + shard, store.num_rows, store.num_shards)
+        places = layout.places(offsets * num_shards + shard)
         piece.copy_(mapped.index_select(0, torch.from_numpy(places)))
-
-
-def _places(rows: Integers, num_rows: int, num_shards: int) -> Integers:
-    """Where rows of the dataset lie in the files of a store."""
-    offsets, shards = np.divmod(rows, num_shards)
-    return shard_starts(num_rows, num_shards)[shards] + offsets

@@ -228,12 +228,17 @@ class _Build:
 
     def _write_blocks(self, todo: list[int], num_workers: int, advance: Advance) -> None:
         writer = _BlockWriter(self)
+        # torch's own seed of workers would come from the global generator: the run that builds a
+        # store would have other random numbers than those that find it built.
+        generator = torch.Generator()
+        generator.seed()
         loader: DataLoader[Any] = DataLoader(
             writer,
             batch_size=None,
             sampler=todo,
             num_workers=num_workers,
             collate_fn=_as_it_is,
+            generator=generator,
         )
         written: list[int] = []
         last_sync = monotonic()

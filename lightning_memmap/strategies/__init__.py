@@ -4,6 +4,8 @@ from lightning_memmap.strategies._registry import STRATEGIES, register
 from lightning_memmap.strategies.consolidate import consolidate_checkpoint
 from lightning_memmap.strategies.data_parallel import DataParallelStrategy
 from lightning_memmap.strategies.fsdp2 import FSDP2Strategy
+from lightning_memmap.strategies.independent import IndependentStrategy
+from lightning_memmap.strategies.member_results import MemberResult, MemberResults, read_results
 from lightning_memmap.strategies.model_parallel import LocalModelParallelStrategy
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 from lightning_memmap.strategies.superbatch_ddp import SuperBatchDDPStrategy
@@ -12,9 +14,13 @@ __all__ = [
     "STRATEGIES",
     "DataParallelStrategy",
     "FSDP2Strategy",
+    "IndependentStrategy",
     "LocalModelParallelStrategy",
+    "MemberResult",
+    "MemberResults",
     "SuperBatchDDPStrategy",
     "SuperBatchStrategy",
     "consolidate_checkpoint",
+    "read_results",
     "register",
 ]

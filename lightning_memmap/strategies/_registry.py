@@ -4,6 +4,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_memmap.strategies.data_parallel import DataParallelStrategy
 from lightning_memmap.strategies.fsdp2 import FSDP2Strategy
+from lightning_memmap.strategies.independent import IndependentStrategy
 from lightning_memmap.strategies.model_parallel import LocalModelParallelStrategy
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 from lightning_memmap.strategies.superbatch_ddp import SuperBatchDDPStrategy
@@ -34,6 +35,11 @@ STRATEGIES: tuple[tuple[str, type[Strategy], str], ...] = (
         "memmap_fsdp2",
         FSDP2Strategy,
         "FSDP2 of any module: each process holds shards of parameters, gradients and states",
+    ),
+    (
+        "memmap_independent",
+        IndependentStrategy,
+        "a model per device, trained on data of its own: ensembles, k-fold, one model per site",
     ),
 )
 

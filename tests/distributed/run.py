@@ -7,12 +7,15 @@ the scenario returned to ``<out>/rank<r>.pt``, and with it the number of process
 import importlib
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from lightning_memmap.strategies.independent import MEMBER_VARIABLE
 
 
 def main(scenario: str, out: Path, options: str) -> None:
@@ -24,7 +27,8 @@ def main(scenario: str, out: Path, options: str) -> None:
     function = getattr(importlib.import_module(f"tests.distributed.scenarios.{module}"), name)
     result = function(out, **json.loads(options))
     is_distributed = dist.is_available() and dist.is_initialized()
-    rank = dist.get_rank() if is_distributed else 0
+    # Independent members have no process group.
+    rank = dist.get_rank() if is_distributed else int(os.environ.get(MEMBER_VARIABLE, "0"))
     result["world_size"] = dist.get_world_size() if is_distributed else 1
     torch.save(result, out / f"rank{rank}.pt")
     if is_distributed:

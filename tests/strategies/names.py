@@ -2,12 +2,13 @@
 
 from lightning.pytorch.strategies import ParallelStrategy
 
-from lightning_memmap.strategies import STRATEGIES
+from lightning_memmap.strategies import STRATEGIES, IndependentStrategy
 
 
 def names_of_one_process() -> list[str]:
     """The names whose strategies are one process, whatever the devices."""
-    return [name for name, make, _ in STRATEGIES if not issubclass(make, ParallelStrategy)]
+    several = (ParallelStrategy, IndependentStrategy)
+    return [name for name, make, _ in STRATEGIES if not issubclass(make, several)]
 
 
 def names_of_several_processes() -> list[str]:

@@ -373,6 +373,15 @@ def test_rebuild_of_damaged_store_is_refused_without_overwrite(tmp_path: Path) -
     assert holds(build(Numbered(100), tmp_path / "s", overwrite=True), Numbered(100))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_build_takes_no_random_numbers_from_the_program(tmp_path: Path, num_workers: int) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    build(Numbered(30), tmp_path / "s", num_workers=num_workers)
+    assert torch.equal(torch.rand(4), expected)
+
+
 def test_build_through_a_link_reads_and_replaces_the_linked_store(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     build(Numbered(10), tmp_path / "disk" / "s")

@@ -1,0 +1,184 @@
+"""How the stages of independent members ended: a file per member, and one table of them all."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+from uuid import uuid4
+
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_memmap.errors import MemberError
+
+_FILE = "results.json"
+#: What `MemberResult.status` may be.
+RUNNING, DONE, FAILED, ABSENT = "running", "done", "failed", "did not run"
+
+
+@dataclass(frozen=True)
+class MemberResult:
+    """How one stage of one member ended, or that it runs.
+
+    Args:
+        member: The member.
+        stage: ``fit``, ``validate``, ``test`` or ``predict``.
+        call: Which stage of this name in the program, counted from 1.
+        status: ``running``, ``done``, ``failed``, or ``did not run`` where the member's program
+            came to its end without this stage.
+        error: Why it failed.
+        device: The member's device.
+        epochs: Epochs that were trained.
+        steps: Optimizer steps that were taken.
+        seconds: Wall time of the stage.
+        metrics: What was logged, by name.
+        checkpoint: The best checkpoint, or the last one where nothing is monitored.
+        output: The file that the member's process prints to.
+    """
+
+    member: int
+    stage: str
+    call: int
+    status: str
+    error: str | None = None
+    device: str = ""
+    epochs: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    checkpoint: str | None = None
+    output: str | None = None
+
+
+@dataclass(frozen=True)
+class MemberResults:
+    """One stage of all members.
+
+    Args:
+        stage: Its name.
+        members: By member.
+    """
+
+    stage: str
+    members: tuple[MemberResult, ...]
+
+    @property
+    def done(self) -> tuple[MemberResult, ...]:
+        """The members that came to the end of the stage."""
+        return tuple(result for result in self.members if result.status == DONE)
+
+    @property
+    def failed(self) -> tuple[MemberResult, ...]:
+        """The members that failed."""
+        return tuple(result for result in self.members if result.status == FAILED)
+
+    def check(self) -> None:
+        """Raise an error where a member failed.
+
+        Raises:
+            MemberError: It says which failed, why, and where they printed to.
+        """
+        if not self.failed:
+            return
+        reasons = "; ".join(
+            f"member {result.member}: {result.error}"
+            + (f" (its output: {result.output})" if result.output else "")
+            for result in self.failed
+        )
+        raise MemberError(
+            f"{self.stage}: {len(self.failed)} of {len(self.members)} members failed, and the"
+            f" others came to their end. {reasons}"
+        )
+
+    def table(self) -> Table:
+        """A row for each member, with the mean and standard deviation over those that are done;
+        below, why others failed.
+
+        The standard deviation is that of a sample, with one less than their number as divisor.
+        """
+        names = list(dict.fromkeys(name for result in self.done for name in result.metrics))
+        table = Table(
+            title=f"Members: {self.stage}",
+            title_justify="left",
+            caption="\n".join(f"member {r.member}: {escape(r.error or '')}" for r in self.failed),
+            caption_justify="left",
+        )
+        table.add_column("member", justify="right")
+        for name in ("device", "status"):
+            table.add_column(name)
+        for name in ("epochs", "steps", "seconds", *names):
+            table.add_column(name, justify="right")
+        for result in self.members:
+            table.add_row(
+                str(result.member),
+                result.device,
+                result.status,
+                *(str(result.epochs), str(result.steps), f"{result.seconds:.1f}"),
+                *(_number(result.metrics.get(name)) for name in names),
+            )
+        if len(self.done) > 1 and names:
+            table.add_section()
+            columns = [[r.metrics[n] for r in self.done if n in r.metrics] for n in names]
+            table.add_row("mean", "", "", "", "", "", *(_number(mean(c)) for c in columns))
+            spreads = (_number(stdev(c)) if len(c) > 1 else "" for c in columns)
+            table.add_row("std", "", "", "", "", "", *spreads)
+        return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def member_folder(member: int | str) -> str:
+    """The name of the folder of all that a member writes; ``*`` for those of all members."""
+    return f"member_{member}"
+
+
+def read_results(directory: str | Path, stage: str = "fit") -> MemberResults:
+    """Read what the members of a run have recorded, also while it goes on or after it was killed.
+
+    Args:
+        directory: ``default_root_dir`` of the run's Trainer.
+        stage: Which stage; of several of this name, each member's last.
+
+    Raises:
+        FileNotFoundError: No member has recorded this stage there.
+    """
+    found = {}
+    for folder in Path(directory).glob(member_folder("*")):
+        for result in read_member(folder):
+            if result.stage == stage:
+                found[result.member] = result
+    if not found:
+        raise FileNotFoundError(f"no member has recorded a {stage} in {directory}")
+    return MemberResults(stage, tuple(found[member] for member in sorted(found)))
+
+
+def read_member(folder: Path) -> list[MemberResult]:
+    """All that a member has recorded, in the order in which it began."""
+    try:
+        text = (folder / _FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [MemberResult(**entry) for entry in json.loads(text)]
+
+
+def record(folder: Path, result: MemberResult) -> None:
+    """Record a result in place of what was recorded of the same stage; whole or not at all."""
+    entries = {(known.stage, known.call): known for known in read_member(folder)}
+    entries[result.stage, result.call] = result
+    _write(folder / _FILE, list(entries.values()))
+
+
+def _write(path: Path, results: Sequence[MemberResult]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
+    partial.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    partial.replace(path)
+
+
+def forget_results(directory: Path) -> None:
+    """Remove what the members of an earlier run have recorded."""
+    for path in directory.glob(f"{member_folder('*')}/{_FILE}"):
+        path.unlink()

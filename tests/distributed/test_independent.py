@@ -1,0 +1,145 @@
+"""Independent members in real processes: each as a lone run, and none harmed by another."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memmap.strategies import read_results
+from lightning_memmap.strategies.independent import MEMBER_VARIABLE
+from tests.distributed.harness import launch_any
+from tests.distributed.scenarios import independent
+
+ROWS = independent.ROWS
+
+
+def told_by(out: Path, members: list[int]) -> dict[int, dict[str, Any]]:
+    """What the members returned."""
+    found = {member: torch.load(out / f"rank{member}.pt") for member in members}
+    assert [found[member]["member"] for member in members] == members
+    return found
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
+    out = tmp_path_factory.mktemp("beside")
+    outcome = launch_any("independent.beside_lone_runs", out, processes=3, members=3)
+    assert outcome.codes == [0], outcome.report
+    return out, told_by(out, [0, 1, 2])
+
+
+Beside = tuple[Path, dict[int, dict[str, Any]]]
+
+
+def test_members_are_as_lone_runs_bit_for_bit(beside: Beside) -> None:
+    _, members = beside
+    for told in members.values():
+        assert told["place"] == (1, 0, True)
+        for found, expected in (
+            (told["found"], told["expected"]),
+            (told["resumed"], told["expected resumed"]),
+        ):
+            assert found["seen"] == expected["seen"]
+            assert found["steps"] == expected["steps"]
+            assert torch.equal(found["weights"], expected["weights"])
+        assert told["found"]["metrics"] == told["expected"]["metrics"]
+        assert not torch.equal(told["found"]["weights"], told["resumed"]["weights"])
+    # Of their own size, and stopped by their own validation.
+    assert len({len(told["found"]["weights"]) for told in members.values()}) == 3
+
+
+def test_members_validate_on_their_fold_and_train_on_the_rest(beside: Beside) -> None:
+    _, members = beside
+    for member, told in members.items():
+        held_out = [row for row in range(ROWS) if row % 3 == member]
+        epoch = told["found"]["seen"]["train"][:9]
+        # 42 rows in 8 steps of 5 and less.
+        rows = sorted(row for step in epoch for row in step)
+        assert sorted(set(range(ROWS)) - set(rows)) == held_out
+        assert len(rows) == len(set(rows)) == ROWS - len(held_out)
+        sanity = told["found"]["seen"]["val"][:2]
+        assert [row for step in sanity for row in step] == held_out[:10]
+
+
+def test_members_write_to_folders_of_their_own(beside: Beside) -> None:
+    out, members = beside
+    for member, told in members.items():
+        folder = f"member_{member}"
+        assert Path(told["found"]["best"]) == out / "saved" / folder / "best.ckpt"
+        assert Path(told["found"]["best"]).is_file()
+        assert (out / "logs" / folder / "lightning_logs/version_0/metrics.csv").is_file()
+        # The first member's process is the one that prints to the terminal.
+        assert (out / folder / "output.log").is_file() == (member > 0)
+
+
+def test_first_member_has_the_results_of_all(beside: Beside) -> None:
+    _, members = beside
+    for stage in ("fitted", "tested"):
+        results = members[0][stage]
+        assert [result["member"] for result in results] == [0, 1, 2]
+        assert [result["device"] for result in results] == ["cpu"] * 3
+        for result in results:
+            told = members[result["member"]]["found"]
+            assert result["status"] == "done"
+            assert result["steps"] == told["steps"]
+            assert result["checkpoint"] == told["best"]
+        assert members[1][stage] == members[2][stage] == []
+    for result in members[0]["tested"]:
+        assert result["metrics"] == members[result["member"]]["found"]["metrics"]
+
+
+def test_members_that_fail_do_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = {"1": "raise", "2": "kill"}
+    outcome = launch_any("independent.failing", tmp_path, processes=4, members=4, ways=ways)
+    assert outcome.codes == [0], outcome.report
+    assert {path.name for path in tmp_path.glob("rank*.pt")} == {"rank0.pt", "rank3.pt"}
+    told = told_by(tmp_path, [0, 3])[0]
+    for stage in ("fitted", "tested"):
+        status = [result["status"] for result in told[stage]]
+        assert status == ["done", "failed", "failed", "done"]
+    errors = [result["error"] for result in told["fitted"]]
+    assert errors == [None, "ValueError: no luck", "killed by SIGKILL", None]
+    log = Path(told["fitted"][1]["output"]).read_text()
+    assert "Traceback" in log
+    assert "ValueError: no luck" in log
+    for line in ("member 1: ValueError: no luck", "member 2: killed by SIGKILL"):
+        assert line in outcome.report
+    assert told["error"].startswith("fit: 2 of 4 members failed")
+    assert "member 2: killed by SIGKILL (its output: " in told["error"]
+
+    # The one that raised is trained again by itself, and stands with the others.
+    monkeypatch.setenv(MEMBER_VARIABLE, "1")
+    again = independent.failing(tmp_path, 4, {})
+    results = read_results(tmp_path, "test")
+    assert [result.member for result in results.done] == [0, 1, 3]
+    checkpoint = results.done[1].checkpoint
+    assert checkpoint is not None
+    saved = independent.Regression.load_from_checkpoint(checkpoint, weights_only=True)
+    assert torch.equal(independent.weights(saved), again["weights"])
+
+
+def test_first_member_that_fails_ends_after_the_others(tmp_path: Path) -> None:
+    ways = {"0": "raise", "2": "exit 3", "3": "exit 0"}
+    outcome = launch_any("independent.first_fails", tmp_path, processes=4, members=4, ways=ways)
+    assert outcome.codes == [1], outcome.report
+    printed = (tmp_path / "program0.log").read_text()
+    assert "member 0: ValueError: no luck" in printed
+    for code in (3, 0):
+        assert f"exit code {code}: so be it" in printed
+    # When the program has ended, so have all of its processes.
+    told_by(tmp_path, [1])
+    results = read_results(tmp_path)
+    assert [result.status for result in results.members] == ["failed", "done", "running", "running"]
+    assert [result.epochs for result in results.members] == [1, 20, 0, 0]
+
+
+def test_first_member_that_is_asked_to_stop_stops_the_others(tmp_path: Path) -> None:
+    outcome = launch_any("independent.stopped", tmp_path, processes=2)
+    assert outcome.codes == [128 + signal.SIGTERM], outcome.report
+    results = read_results(tmp_path)
+    assert [result.status for result in results.members] == ["done", "failed"]
+    assert str(results.failed[0].error).startswith("SIGTERMException")

@@ -1,0 +1,245 @@
+"""One member of an independent run, in this process: as a lone run, and what is refused."""
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.errors import MemberError
+from lightning_memmap.strategies import (
+    IndependentStrategy,
+    MemberResult,
+    MemberResults,
+    read_results,
+)
+from lightning_memmap.strategies.independent import MEMBER_VARIABLE
+from tests.distributed.scenarios.contract import CASES
+from tests.models import Points, Regression, make_trainer, weights
+
+FOLDS = 2
+MEMBER = 1
+
+
+def make_data(path: Path, **options: Any) -> MemmapDataModule:
+    defaults: dict[str, Any] = {
+        "train_dataset": Points(63),
+        "test_dataset": Points(20, 100),
+        "predict_dataset": Points(25, 200),
+        "store_dir": path / "stores",
+        "batch_size": 5,
+        "num_folds": FOLDS,
+    }
+    return MemmapDataModule(**{**defaults, **options})
+
+
+@pytest.fixture
+def member(monkeypatch: pytest.MonkeyPatch) -> int:
+    """This process is that of a member other than the first: it starts no others."""
+    monkeypatch.setenv(MEMBER_VARIABLE, str(MEMBER))
+    return MEMBER
+
+
+def fit(path: Path, case: str, **options: Any) -> tuple[Regression, L.Trainer]:
+    alone = options["strategy"] == "auto"
+    with warnings.catch_warnings():
+        # Some cases do something that Lightning warns of; here they are to be the same.
+        warnings.simplefilter("ignore")
+        trainer = make_trainer(
+            path, **options, **CASES[case].options, callbacks=[*CASES[case].callbacks(path)]
+        )
+        module = CASES[case].make()
+        trainer.fit(module, make_data(path, member=MEMBER if alone else None))
+    return module, trainer
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_member_is_as_lone_run_bit_for_bit(tmp_path: Path, member: int, case: str) -> None:
+    found, trainer = fit(tmp_path / "a", case, strategy="memmap_independent", devices=FOLDS)
+    expected, reference = fit(tmp_path / "b", case, strategy="auto")
+    assert trainer.global_step == reference.global_step > 0
+    assert trainer.current_epoch == reference.current_epoch
+    assert found.seen == expected.seen
+    assert found.dtypes == expected.dtypes
+    assert torch.equal(weights(found), weights(expected))
+    assert not torch.equal(weights(found).float(), weights(CASES[case].make()))
+
+
+def test_member_evaluates_and_predicts_all_rows(tmp_path: Path, member: int) -> None:
+    trainer = make_trainer(tmp_path, strategy="memmap_independent", devices=FOLDS)
+    module, data = Regression(), make_data(tmp_path)
+    trainer.validate(module, data, verbose=False)
+    assert [row for step in module.seen["val"] for row in step] == list(range(1, 63, 2))
+    trainer.test(module, data, verbose=False)
+    assert [row for step in module.seen["test"] for row in step] == list(range(100, 120))
+    predictions = trainer.predict(module, data)
+    assert predictions is not None
+    rows = torch.cat([batch["row"] for batch in predictions])
+    assert rows.tolist() == list(range(200, 225))
+    for stage in ("validate", "test", "predict"):
+        (result,) = read_results(tmp_path, stage).members
+        assert (result.member, result.status) == (MEMBER, "done")
+
+
+def test_member_writes_below_its_own_folder(tmp_path: Path, member: int) -> None:
+    class WithCallback(Regression):
+        def configure_callbacks(self) -> Any:
+            return [ModelCheckpoint(tmp_path / "mine", filename="own", monitor="val_loss")]
+
+    for _ in range(2):
+        trainer = make_trainer(
+            tmp_path,
+            strategy="memmap_independent",
+            devices=FOLDS,
+            logger=CSVLogger(tmp_path / "logs"),
+            enable_checkpointing=True,
+        )
+        for _ in range(2):
+            trainer.fit(WithCallback(), make_data(tmp_path))
+    written = {
+        str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.suffix != ".memmap"
+    }
+    folders = {path.split("/")[1] for path in written if path.count("/") and "stores" not in path}
+    assert folders == {"member_1", "results.json"}
+    assert "mine/member_1/own.ckpt" in written
+    for version in range(2):
+        assert f"logs/member_1/lightning_logs/version_{version}/metrics.csv" in written
+    assert trainer.strategy.member_dir == tmp_path / "member_1"
+
+
+def test_checkpoint_of_another_fold_is_refused(tmp_path: Path, member: int) -> None:
+    trainer = make_trainer(tmp_path, strategy="memmap_independent", devices=FOLDS)
+    trainer.fit(Regression(), make_data(tmp_path))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    other = make_trainer(tmp_path, max_epochs=2)
+    words = "index=1, count=2, excluded=True), and this data module trains on RowSubset(index=0"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        other.fit(
+            Regression(),
+            make_data(tmp_path, member=0),
+            ckpt_path=tmp_path / "saved.ckpt",
+            weights_only=True,
+        )
+
+
+def test_one_member_is_no_more_than_a_lone_run(tmp_path: Path) -> None:
+    strategy = IndependentStrategy()
+    trainer = make_trainer(tmp_path, strategy=strategy)
+    module = Regression()
+    trainer.fit(module, make_data(tmp_path, num_folds=None, val_dataset=Points(20, 100)))
+    assert (strategy.member, strategy.num_members) == (0, 1)
+    assert strategy.results is not None
+    (result,) = strategy.results.members
+    assert result.status == "done"
+    assert result.metrics["train_loss"] == trainer.callback_metrics["train_loss"].item()
+
+
+def test_failure_is_recorded_and_raised(tmp_path: Path, member: int) -> None:
+    class Broken(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ValueError("[broken]")
+
+    trainer = make_trainer(tmp_path, strategy="memmap_independent", devices=FOLDS)
+    with pytest.raises(ValueError, match="broken"):
+        trainer.fit(Broken(), make_data(tmp_path))
+    results = read_results(tmp_path)
+    assert results.failed[0].error == "ValueError: [broken]"
+    with pytest.raises(MemberError, match="fit: 1 of 1 members failed"):
+        results.check()
+
+
+# Devices
+
+
+def test_members_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_memmap.strategies.independent.check_device", lambda _: None)
+    found = []
+    for member in range(5):
+        monkeypatch.setenv(MEMBER_VARIABLE, str(member))
+        strategy = IndependentStrategy(num_members=5)
+        strategy.parallel_devices = [torch.device("cuda", index) for index in range(2)]
+        found.append(str(strategy.root_device))
+    assert found == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer", "words"),
+    [
+        ({"num_members": 0}, {}, "num_members=0: at least 1"),
+        ({"num_members": 2}, {"devices": 4}, "num_members=2 with Trainer(devices=4): some devices"),
+        ({}, {"devices": 2, "num_nodes": 2}, "num_nodes=2: members exchange nothing"),
+    ],
+)
+def test_members_that_cannot_be_are_refused(
+    tmp_path: Path, options: dict[str, Any], trainer: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make_trainer(tmp_path, strategy=IndependentStrategy(**options), **trainer)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({MEMBER_VARIABLE: "two"}, "'two': the number of a member"),
+        ({MEMBER_VARIABLE: "2"}, "there are 2 members, counted from 0"),
+        ({"LOCAL_RANK": "0"}, "this program was already started in several"),
+        (
+            {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},
+            "this program was already started in several",
+        ),
+    ],
+)
+def test_processes_that_cannot_be_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
+        make_trainer(tmp_path, strategy="memmap_independent", devices=2)
+
+
+def test_remote_directory_is_refused(tmp_path: Path, member: int) -> None:
+    remote = make_trainer(
+        Path(), strategy="memmap_independent", devices=2, default_root_dir="memory://x"
+    )
+    with pytest.raises(ValueError, match="default_root_dir='memory://x'"):
+        remote.fit(Regression(), make_data(tmp_path))
+
+
+# Results
+
+
+def result(member: int, status: str = "done", **values: Any) -> MemberResult:
+    return MemberResult(member, "fit", 1, status, **values)
+
+
+def test_table_has_a_row_for_each_member_and_their_mean() -> None:
+    results = MemberResults(
+        "fit",
+        (
+            result(0, metrics={"loss": 1.0}),
+            result(1, metrics={"loss": 2.0, "other": 5.0}),
+            result(2, "failed", error="ValueError: [red]no"),
+        ),
+    )
+    table = results.table()
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert cells["member"] == ["0", "1", "2", "mean", "std"]
+    assert cells["loss"] == ["1", "2", "", "1.5", "0.7071"]
+    assert cells["other"] == ["", "5", "", "5", ""]
+    assert table.caption == "member 2: ValueError: \\[red]no"
+    assert [one.member for one in results.done] == [0, 1]
+
+
+def test_results_that_are_not_there_are_missed(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no member has recorded a fit"):
+        read_results(tmp_path)

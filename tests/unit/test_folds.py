@@ -1,0 +1,182 @@
+"""Folds and parts: rows of one store that make a data set of their own."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.loading import ZippedLoader, load_split
+from lightning_memmap.order import RowSubset
+from lightning_memmap.placement import Consumers, plan_placement
+from lightning_memmap.store import Store
+from tests.models import Points, Regression, make_trainer
+from tests.rows import CPU, check_save_and_resume, epoch_rows, joined
+
+ROWS = 101
+EPOCH = 1
+
+
+def make_loader(
+    store: Store, subset: RowSubset | None, num_devices: int, residency: str
+) -> ZippedLoader:
+    """A loader over some rows of a store, on logical CPU devices."""
+    consumers = Consumers((CPU,) * num_devices)
+    num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
+    sized = SimpleNamespace(num_rows=num_rows, num_shards=12, row_bytes=14)
+    placement = plan_placement(
+        {"train": sized}, consumers, residency, budget_bytes={CPU: 2**40}, pinned_budget_bytes=0
+    )
+    split = load_split(store, consumers, placement.splits["train"], subset)
+    loader = ZippedLoader(split, 4, build=store.schema.builder(), shuffle=True, seed=5)
+    loader.set_epoch(EPOCH)
+    return loader
+
+
+SUBSETS = [RowSubset(index, 5, excluded) for index in (0, 4) for excluded in (False, True)]
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("residency", ["mmap", "device"])
+@pytest.mark.parametrize(
+    "subset", [*SUBSETS, RowSubset(1, 2), RowSubset(2, 4, excluded=True)], ids=str
+)
+def test_rows_of_a_subset_come_in_the_order_of_a_store_of_them_alone(
+    numbered_store: Callable[..., Store], subset: RowSubset, residency: str, num_devices: int
+) -> None:
+    chosen = [row for row in range(ROWS) if (row % subset.count == subset.index) != subset.excluded]
+    for num_shards in (12, 7):
+        store = numbered_store(ROWS, num_shards)
+        # `epoch_rows` sees that the images are those of the rows.
+        found = epoch_rows(make_loader(store, subset, num_devices, residency))
+        alone = numbered_store(len(chosen), 12)
+        expected = epoch_rows(make_loader(alone, None, num_devices, residency))
+        assert found == [[chosen[number] for number in step] for step in expected]
+        assert sorted(joined(found)) == chosen
+
+
+def test_loader_of_a_subset_is_saved_and_resumed(numbered_store: Callable[..., Store]) -> None:
+    store = numbered_store(ROWS, 12)
+    check_save_and_resume(lambda: make_loader(store, SUBSETS[1], 2, "mmap"), EPOCH)
+
+
+# The data module
+
+
+def make_data(path: Path, **options: Any) -> MemmapDataModule:
+    defaults: dict[str, Any] = {"train_dataset": Points(ROWS), "store_dir": path / "stores"}
+    return MemmapDataModule(**{**defaults, **options})
+
+
+def rows(loader: Any) -> list[int]:
+    return [row for step in loader for row in step.to(CPU)["row"].tolist()]
+
+
+def set_up(data: MemmapDataModule) -> MemmapDataModule:
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def test_folds_share_one_store_and_hold_each_row_out_once(tmp_path: Path) -> None:
+    held_out = []
+    for fold in range(5):
+        data = set_up(make_data(tmp_path, num_folds=5, member=fold))
+        trained, validated = rows(data.train_dataloader()), rows(data.val_dataloader())
+        assert sorted(trained + validated) == list(range(ROWS))
+        assert validated == list(range(fold, ROWS, 5))
+        assert trained != sorted(trained)
+        held_out += validated
+    assert sorted(held_out) == list(range(ROWS))
+    assert [path.name for path in (tmp_path / "stores").iterdir() if path.is_dir()] == ["train"]
+
+
+def test_parts_divide_the_training_rows_and_share_the_others(tmp_path: Path) -> None:
+    trained = []
+    for part in range(3):
+        data = set_up(make_data(tmp_path, val_dataset=Points(20, 500), num_parts=3, member=part))
+        assert rows(data.val_dataloader()) == list(range(500, 520))
+        trained += (mine := rows(data.train_dataloader()))
+        assert {row % 3 for row in mine} == {part}
+    assert sorted(trained) == list(range(ROWS))
+
+
+def test_fold_trains_under_any_strategy(tmp_path: Path) -> None:
+    module = Regression()
+    trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2)
+    trainer.fit(module, make_data(tmp_path, num_folds=4, member=2, batch_size=5))
+    assert sorted(joined(module.seen["train"])) == [row for row in range(ROWS) if row % 4 != 2]
+    trainer.validate(module, make_data(tmp_path, num_folds=4, member=2), verbose=False)
+    assert joined(module.seen["val"][-1:]) == list(range(2, ROWS, 4))
+
+
+def test_member_in_the_directory_gives_each_a_store_of_its_own(tmp_path: Path) -> None:
+    for member in range(2):
+        dataset = Points(30 + member, 100 * member)
+        data = set_up(
+            make_data(
+                tmp_path, train_dataset=dataset, store_dir=tmp_path / "site{member}", member=member
+            )
+        )
+        assert sorted(rows(data.train_dataloader())) == dataset.row.tolist()
+    assert (tmp_path / "site1" / "train").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_folds": 1}, "num_folds=1: at least 2"),
+        ({"num_parts": 0}, "num_parts=0: at least 1"),
+        ({"num_folds": 2, "num_parts": 2}, "leave one of them out"),
+        ({"num_folds": 2, "val_dataset": Points(5)}, "num_folds=2 with a val_dataset"),
+        ({"member": -1}, "member=-1: members are counted from 0"),
+    ],
+)
+def test_folds_that_cannot_be_are_refused(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make_data(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_folds": 2}, "num_folds=2: which member is it? Train with strategy="),
+        ({"num_parts": 2, "member": 2}, "member=2 with num_parts=2: choose 0 to 1"),
+    ],
+)
+def test_fold_that_is_not_known_is_refused(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        set_up(make_data(tmp_path, **options))
+
+
+def test_directory_of_an_unknown_member_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\{member\}.*which member is it\?"):
+        set_up(make_data(tmp_path, store_dir=tmp_path / "site{member}"))
+
+
+def test_members_that_are_no_multiple_of_the_folds_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_MEMMAP_MEMBER", "0")
+    trainer = make_trainer(tmp_path, strategy="memmap_independent", devices=3)
+    with pytest.raises(ValueError, match="num_folds=2 with 3 members: some would be trained less"):
+        trainer.fit(Regression(), make_data(tmp_path, num_folds=2))
+
+
+def test_members_may_be_a_multiple_of_the_folds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_MEMMAP_MEMBER", "3")
+    module = Regression()
+    trainer = make_trainer(tmp_path, strategy="memmap_independent", devices=4)
+    trainer.fit(module, make_data(tmp_path, num_folds=2))
+    assert sorted(joined(module.seen["train"])) == list(range(0, ROWS, 2))
+    assert torch.isfinite(trainer.callback_metrics["val_loss"])
