@@ -7,9 +7,10 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from torch import Tensor, nn
 from typing_extensions import override
 
 
@@ -102,3 +103,21 @@ class DataParallelMesh(ModelParallelStrategy):
 def tell_device(module: torch.nn.Module, device: torch.device) -> None:
     """Let ``LightningModule.device`` be a device without moving parameters there."""
     _update_properties(module, device=device)
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give memory on a device to a module with parts on the meta device, and reset all of it.
+
+    Modules without any such part stay as they are.
+    """
+    _materialize_distributed_module(module, device)
+
+
+def is_compiled(module: L.LightningModule) -> bool:
+    """Whether the whole module was given to the Trainer as ``torch.compile(module)``."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
+def syncs_batch_norm(strategy: ParallelStrategy) -> bool:
+    """Whether the Trainer has ``sync_batchnorm=True``."""
+    return strategy._layer_sync is not None

@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_memmap.strategies.fsdp2 import FSDP2Strategy
+from lightning_memmap.strategies.pipeline import PipelineStrategy
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 from lightning_memmap.strategies.superbatch_ddp import SuperBatchDDPStrategy
 
@@ -22,6 +23,11 @@ STRATEGIES: tuple[tuple[str, type[Strategy], str], ...] = (
         "memmap_fsdp2",
         FSDP2Strategy,
         "FSDP2 of any module: each process holds shards of parameters, gradients and states",
+    ),
+    (
+        "memmap_pipeline",
+        PipelineStrategy,
+        "stages of a module on several processes, and several such pipelines",
     ),
 )
 
