@@ -110,6 +110,7 @@ def groups_of(layout: Layout, timeout_s: float) -> Groups:
 def _own_group(rank_lists: list[list[int]], own: int, timeout: timedelta) -> dist.ProcessGroup:
     # Every process makes all groups, its own and the others'.
     groups = [dist.new_group(ranks, timeout) for ranks in rank_lists]
+    group: dist.ProcessGroup
     (group,) = (group for group, ranks in zip(groups, rank_lists, strict=True) if own in ranks)
     return group
 
@@ -161,7 +162,7 @@ def _average_bucket(
     found = flat[: len(parameters)].tolist()
     flat = flat[len(parameters) :].div_(size)
     for parameter, count, mean in zip(
-        parameters, found, flat.split([p.numel() for p in parameters]), strict=True
+        parameters, found, flat.split_with_sizes([p.numel() for p in parameters]), strict=True
     ):
         if not count:
             continue

@@ -31,13 +31,13 @@ from lightning_memmap.strategies._pipeline_groups import (
     clip_by_norm,
     groups_of,
 )
-from lightning_memmap.strategies._schedules import (
+from lightning_memmap.strategies._pipeline_schedules import (
     Pipeline,
     PipelineOptions,
     check_schedule,
     without_gradients,
 )
-from lightning_memmap.strategies._stages import Stages, has_meta_parameters
+from lightning_memmap.strategies._pipeline_stages import Stages, has_meta_parameters
 
 
 class PipelineStrategy(RowWeighting, DDPStrategy):
@@ -273,7 +273,7 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
     def _redirect(self, module: L.LightningModule) -> None:
         """Let the module's own calls go through the pipeline, until teardown."""
         assert self._groups is not None
-        self._own_loss = module.loss
+        self._own_loss: Any = module.loss
         module.forward = self._forward  # type: ignore[method-assign]
         module.loss = self._compute_loss  # type: ignore[assignment]
         # Clipping by norm is a matter of all stages, and precision plugins know one process.
@@ -393,7 +393,8 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
         found = {p: grad for p, grad in zip(held, grads, strict=True) if grad is not None}
         self._unaveraged.update(dict.fromkeys(p for p in held if p.requires_grad))
         anchor = torch.zeros((), device=self.root_device, requires_grad=True)
-        return _Loss.apply(anchor, total.to(torch.get_default_dtype()), found)
+        value = total.to(torch.get_default_dtype())
+        return _Loss.apply(anchor, value, found)  # type: ignore[no-untyped-call]
 
     # Gradients
 
@@ -530,14 +531,14 @@ class _Loss(torch.autograd.Function):
     """A loss whose gradients are known already, and are added when ``backward`` is called."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, anchor: Tensor, value: Tensor, grads: dict[nn.Parameter, Tensor]
     ) -> Tensor:
         ctx.grads = grads
         return value
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, None]:
         if ctx.grads is None:
             raise RuntimeError(
                 "the loss of memmap_pipeline was given to backward twice: compute it again"

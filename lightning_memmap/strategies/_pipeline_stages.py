@@ -1,4 +1,4 @@
-"""Which consecutive parts of a module each process of a pipeline holds, and where the others are."""
+"""Which consecutive parts of a module each process of a pipeline holds, and which it does not."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -95,7 +95,7 @@ class Stages:
                 f" of rank {before[0]} of {before[1]} only: make a new module and load a"
                 " checkpoint into it"
             )
-        self._module.pipeline_place = place
+        self._module.pipeline_place = place  # type: ignore[assignment]
         held = self.held(rank)
         if before is None:
             for part in held.values():
@@ -160,7 +160,7 @@ def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) ->
             if other != number:
                 called = sorted(alias for of, alias in aliases if of == id(parameter))
                 raise ValueError(
-                    f"stages {other} and {number} share the parameter {' = '.join(map(repr, called))}:"
+                    f"stages {other} and {number} share the parameter {' = '.join(called)}:"
                     " memmap_pipeline holds each parameter on one process; untie them, or put the"
                     " modules that share it into one stage"
                 )
