@@ -1,5 +1,6 @@
 """Which consecutive parts of a module each process of a pipeline holds, and which it does not."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -47,26 +48,27 @@ class Stages:
 
     Raises:
         TypeError: The module has no ``stages()``, or it returns something else than modules.
-        ValueError: The number of stages is no multiple of the processes, two stages share a
-            parameter, or a parameter is in no stage or not in the module.
+        ValueError: There are fewer stages than processes, or interleaved ones are no multiple of
+            them; two stages share a parameter; or a parameter is in no stage, or not in the module.
     """
 
     def __init__(self, module: L.LightningModule, num_processes: int, interleaved: bool) -> None:
         self._module = module
         self._num_processes = num_processes
         stages = _stages_of(module)
-        if len(stages) % num_processes:
+        if len(stages) < num_processes or (interleaved and len(stages) % num_processes):
+            needed = "a multiple of" if interleaved else "at least"
             raise ValueError(
                 f"{type(module).__name__}.stages() gives {len(stages)} stages for"
-                f" {num_processes} processes of a pipeline: their number must be a multiple of"
+                f" {num_processes} processes of a pipeline: their number must be {needed}"
                 " pipeline_parallel_size"
             )
         _check_parameters(module, stages)
         if not interleaved:
-            size = len(stages) // num_processes
+            bounds = [len(stages) * place // num_processes for place in range(num_processes + 1)]
             stages = [
-                Chain(stages[start : start + size]) if size > 1 else stages[start]
-                for start in range(0, len(stages), size)
+                Chain(stages[first:last]) if last - first > 1 else stages[first]
+                for first, last in itertools.pairwise(bounds)
             ]
         self.parts: list[nn.Module] = stages
 

@@ -250,15 +250,7 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        try:
-            super().setup_optimizers(trainer)
-        except RuntimeError as error:
-            if "fused" in str(error):
-                raise ValueError(
-                    "fused=True: the optimizers of memmap_pipeline are given the parameters of"
-                    " all stages, and those of other processes have no memory; leave fused out"
-                ) from error
-            raise
+        super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
