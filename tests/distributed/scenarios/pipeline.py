@@ -147,8 +147,8 @@ CASES = {
     "manual": Case(Manual, {"max_epochs": 2}),
     "fused": Case(Fused),
     "float64": Case(options={"precision": "64-true"}, atol=1e-12),
-    # Micro-batches round their own sums: 8 bits of a gradient.
-    "bfloat16": Case(Sgd, {"precision": "bf16-mixed"}, atol=2e-3),
+    # 8 bits of every sum. One device in bfloat16 is itself 1e-2 from float32 (weights move by 0.3).
+    "bfloat16": Case(Sgd, {"precision": "bf16-mixed"}, atol=1e-2),
 }
 RESUMED = (3, 7, 9)
 
