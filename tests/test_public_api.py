@@ -35,6 +35,7 @@ NAMES = {
     "lightning_memmap.strategies": [
         "FSDP2Strategy",
         "STRATEGIES",
+        "PipelineStrategy",
         "SuperBatchDDPStrategy",
         "SuperBatchStrategy",
         "consolidate_checkpoint",
