@@ -34,8 +34,8 @@ NAMES = {
     "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
     "lightning_memmap.strategies": [
         "FSDP2Strategy",
-        "STRATEGIES",
         "PipelineStrategy",
+        "STRATEGIES",
         "SuperBatchDDPStrategy",
         "SuperBatchStrategy",
         "consolidate_checkpoint",

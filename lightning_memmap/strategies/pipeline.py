@@ -384,9 +384,10 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
             total = self._pipeline.train(output.args, rows, loss_of, frozen)
         found = {p: grad for p, grad in zip(held, grads, strict=True) if grad is not None}
         self._unaveraged.update(dict.fromkeys(p for p in held if p.requires_grad))
-        anchor = torch.zeros((), device=self.root_device, requires_grad=True)
-        value = total.to(torch.get_default_dtype())
-        return _Loss.apply(anchor, value, found)  # type: ignore[no-untyped-call]
+        loss = total.to(torch.get_default_dtype()).requires_grad_()
+        loss.register_hook(_KnownGradients(found))  # type: ignore[no-untyped-call]
+        # No leaf, so that the user may change it in place.
+        return loss.clone()
 
     # Gradients
 
@@ -519,31 +520,30 @@ _PENDING = (
 )
 
 
-class _Loss(torch.autograd.Function):
-    """A loss whose gradients are known already, and are added when ``backward`` is called."""
+class _KnownGradients:
+    """Adds gradients that are known already when ``backward`` reaches the loss that they are of.
 
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, value: Tensor, grads: dict[nn.Parameter, Tensor]
-    ) -> Tensor:
-        ctx.grads = grads
-        return value
+    Args:
+        grads: By parameter, the gradient of the loss.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, None]:
-        if ctx.grads is None:
+    def __init__(self, grads: dict[nn.Parameter, Tensor]) -> None:
+        self._grads: dict[nn.Parameter, Tensor] | None = grads
+
+    def __call__(self, scale: Tensor) -> None:
+        """Take the gradient of what ``backward`` was called of, by the loss."""
+        if self._grads is None:
             raise RuntimeError(
                 "the loss of memmap_pipeline was given to backward twice: compute it again"
             )
-        for parameter, grad in ctx.grads.items():
+        for parameter, grad in self._grads.items():
             if scale.device.type != "cpu" or scale != 1:
                 grad.mul_(scale.to(grad.dtype))
             if parameter.grad is None:
                 parameter.grad = grad
             else:
                 parameter.grad += grad
-        ctx.grads = None
-        return None, None, None
+        self._grads = None
 
 
 def _num_rows(args: Sequence[Any]) -> int:

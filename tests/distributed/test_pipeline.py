@@ -32,7 +32,7 @@ class Arm:
     refusals: bool = False
 
 
-FEW = ("plain", "accumulation", "clip_norm", "manual")
+FEW = ("plain", "accumulation", "manual")
 ARMS = {
     "gpipe": Arm(2, {"schedule": "gpipe"}, tuple(CASES), refusals=True),
     "interleaved": Arm(
