@@ -18,9 +18,10 @@ from lightning.fabric.utilities.device_dtype_mixin import (
     _update_properties,
 )
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -379,3 +380,21 @@ def move_trainer(trainer: Any, folder: str) -> None:
         if isinstance(logger, CSVLogger):
             # This one keeps the directory twice, and finds its next version by the other.
             logger._save_dir = folder_below(logger._save_dir, folder)
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give memory on a device to a module with parts on the meta device, and reset all of it.
+
+    Modules without any such part stay as they are.
+    """
+    _materialize_distributed_module(module, device)
+
+
+def is_compiled(module: L.LightningModule) -> bool:
+    """Whether the whole module was given to the Trainer as ``torch.compile(module)``."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
+def syncs_batch_norm(strategy: ParallelStrategy) -> bool:
+    """Whether the Trainer has ``sync_batchnorm=True``."""
+    return strategy._layer_sync is not None

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from examples import digits, segmentation
+from examples import digits, gpt, segmentation
 from examples.digits import Digits, FashionMNIST, Normalize, ShiftAndNormalize, read_idx
 from examples.segmentation import MirrorAndTurn, Shapes, ToTraining
 from lightning_memmap import MemmapDataModule
@@ -122,6 +122,49 @@ def test_config_serves_all_subcommands(
     assert made == ["checkpoints", "lightning_logs", "stores"]
 
 
+# GPT
+
+
+def fit_gpt(directory: Path, *options: str) -> str:
+    limits = ("--trainer.limit_train_batches", "15", "--trainer.limit_val_batches", "4")
+    return run_cli(directory, "fit", "gpt.yaml", *options, *limits)
+
+
+@pytest.fixture(scope="module")
+def gpt_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """The losses of a GPT that one process trains."""
+    printed = fit_gpt(tmp_path_factory.mktemp("gpt"))
+    return {name: metric(printed, name) for name in ("train_loss", "val_loss")}
+
+
+@pytest.mark.parametrize("strategy", ["memmap_pipeline", "tensor_parallel"])
+def test_gpt_learns_the_same_with_its_parts_on_two_processes(
+    tmp_path: Path, strategy: str, gpt_losses: dict[str, float]
+) -> None:
+    over = str(ROOT / "examples" / "configs" / "strategies" / f"{strategy}.yaml")
+    printed = fit_gpt(tmp_path, "--config", over)
+    assert "Starting with 2 processes" in printed
+    # The uniform distribution over bytes has ln(256) = 5.5.
+    assert gpt_losses["val_loss"] < 4
+    # Four digits are printed.
+    assert metric(printed, "train_loss") == pytest.approx(gpt_losses["train_loss"], abs=2e-3)
+    assert metric(printed, "val_loss") == pytest.approx(gpt_losses["val_loss"], abs=2e-3)
+    saved = torch.load(tmp_path / "checkpoints" / "gpt" / "best.ckpt", weights_only=True)
+    gpt.GPT().load_state_dict(saved["state_dict"])
+
+
+def test_gpt_windows_cover_the_text(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes(bytes(range(200)))
+    splits = {name: gpt.Text(name, length=4, file=file) for name in ("train", "val", "test")}
+    assert [len(split) for split in splits.values()] == [44, 2, 2]
+    assert splits["train"][1]["tokens"].tolist() == [4, 5, 6, 7, 8]
+    assert splits["val"][0]["tokens"].tolist() == [180, 181, 182, 183, 184]
+    assert splits["train"][0]["tokens"].dtype == torch.uint8
+    with pytest.raises(ValueError, match="length=10: the 10 bytes of the val split"):
+        gpt.Text("val", length=10, file=file)
+
+
 # Digits and Fashion-MNIST
 
 
@@ -176,7 +219,7 @@ def test_digits_splits_are_disjoint_and_repeat() -> None:
     assert Digits("train")[0]["image"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize("dataset", [Digits, FashionMNIST, Shapes])
+@pytest.mark.parametrize("dataset", [Digits, FashionMNIST, Shapes, gpt.Text])
 def test_datasets_unknown_split_is_refused(dataset: Any) -> None:
     with pytest.raises(ValueError, match="split='dev': choose one of train, val, test"):
         dataset("dev")

@@ -42,10 +42,11 @@ NAMES = {
     "lightning_memmap.strategies": [
         "DataParallelStrategy",
         "FSDP2Strategy",
-        "LocalModelParallelStrategy",
         "IndependentStrategy",
+        "LocalModelParallelStrategy",
         "MemberResult",
         "MemberResults",
+        "PipelineStrategy",
         "STRATEGIES",
         "SuperBatchDDPStrategy",
         "SuperBatchStrategy",

@@ -7,6 +7,7 @@ from lightning_memmap.strategies.fsdp2 import FSDP2Strategy
 from lightning_memmap.strategies.independent import IndependentStrategy
 from lightning_memmap.strategies.member_results import MemberResult, MemberResults, read_results
 from lightning_memmap.strategies.model_parallel import LocalModelParallelStrategy
+from lightning_memmap.strategies.pipeline import PipelineStrategy
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 from lightning_memmap.strategies.superbatch_ddp import SuperBatchDDPStrategy
 
@@ -18,6 +19,7 @@ __all__ = [
     "LocalModelParallelStrategy",
     "MemberResult",
     "MemberResults",
+    "PipelineStrategy",
     "SuperBatchDDPStrategy",
     "SuperBatchStrategy",
     "consolidate_checkpoint",

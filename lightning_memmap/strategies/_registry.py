@@ -6,6 +6,7 @@ from lightning_memmap.strategies.data_parallel import DataParallelStrategy
 from lightning_memmap.strategies.fsdp2 import FSDP2Strategy
 from lightning_memmap.strategies.independent import IndependentStrategy
 from lightning_memmap.strategies.model_parallel import LocalModelParallelStrategy
+from lightning_memmap.strategies.pipeline import PipelineStrategy
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 from lightning_memmap.strategies.superbatch_ddp import SuperBatchDDPStrategy
 
@@ -40,6 +41,11 @@ STRATEGIES: tuple[tuple[str, type[Strategy], str], ...] = (
         "memmap_independent",
         IndependentStrategy,
         "a model per device, trained on data of its own: ensembles, k-fold, one model per site",
+    ),
+    (
+        "memmap_pipeline",
+        PipelineStrategy,
+        "stages of a module on several processes, and several such pipelines",
     ),
 )
 

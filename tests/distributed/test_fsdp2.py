@@ -33,6 +33,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_p
 class Rounded(Precision):
     """A precision that nobody knows."""
 
+    def __repr__(self) -> str:
+        return "Rounded()"
+
 
 class Runs:
     """What processes told, and the files that they wrote."""

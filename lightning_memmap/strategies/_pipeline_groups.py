@@ -1,0 +1,193 @@
+"""Which processes are a pipeline, and which hold the same stages of other pipelines."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+#: Gradients are summed over processes in tensors of about this size.
+_BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Processes as a grid: each row of it is a pipeline, each column holds the same stages.
+
+    Rank ``r`` is in pipeline ``r // pipeline_size``, at place ``r % pipeline_size``: neighbours in
+    a pipeline are neighbours on a node.
+
+    Args:
+        data_parallel_size: Pipelines.
+        pipeline_size: Processes of each.
+        rank: Global rank of this process.
+    """
+
+    data_parallel_size: int
+    pipeline_size: int
+    rank: int
+
+    @classmethod
+    def of(
+        cls, world_size: int, rank: int, data_parallel_size: int | str, pipeline_size: int | str
+    ) -> "Layout":
+        """The layout for sizes of which either may be ``auto``: what the other leaves.
+
+        Raises:
+            ValueError: The sizes do not multiply to the number of processes.
+        """
+        data, pipeline = data_parallel_size, pipeline_size
+        if isinstance(data, str):
+            data = 1 if isinstance(pipeline, str) else world_size // pipeline
+        if isinstance(pipeline, str):
+            pipeline = world_size // data
+        if data * pipeline != world_size or data < 1:
+            raise ValueError(
+                f"data_parallel_size={data_parallel_size} x pipeline_parallel_size={pipeline_size}"
+                f" does not make {world_size} processes (devices x num_nodes): choose sizes that"
+                " multiply to it, or leave one at 'auto'"
+            )
+        return cls(data, pipeline, rank)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Number of this process's pipeline."""
+        return self.rank // self.pipeline_size
+
+    @property
+    def place(self) -> int:
+        """Place of this process in its pipeline."""
+        return self.rank % self.pipeline_size
+
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """The global ranks of each pipeline."""
+        size = self.pipeline_size
+        return [list(range(i * size, (i + 1) * size)) for i in range(self.data_parallel_size)]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of this process.
+
+    Args:
+        pipeline: Its pipeline.
+        data_parallel: The processes that hold the same stages.
+    """
+
+    pipeline: dist.ProcessGroup
+    data_parallel: dist.ProcessGroup
+
+
+_MADE: dict[tuple[object, Layout, float], Groups] = {}
+
+
+def groups_of(layout: Layout, timeout_s: float) -> Groups:
+    """The groups of a layout. All processes must call it.
+
+    They are made once in a life of the default process group, whose sockets and threads a group
+    has again.
+
+    Args:
+        layout: The grid of processes.
+        timeout_s: After how long a collective that another process does not join is an error.
+    """
+    key = (dist.group.WORLD, layout, timeout_s)
+    if key not in _MADE:
+        pipelines = layout.pipelines
+        timeout = timedelta(seconds=timeout_s)
+        _MADE[key] = Groups(
+            _own_group(pipelines, layout.rank, timeout),
+            _own_group(
+                [list(ranks) for ranks in zip(*pipelines, strict=True)], layout.rank, timeout
+            ),
+        )
+    return _MADE[key]
+
+
+def _own_group(rank_lists: list[list[int]], own: int, timeout: timedelta) -> dist.ProcessGroup:
+    # Every process makes all groups, its own and the others'.
+    groups = [dist.new_group(ranks, timeout) for ranks in rank_lists]
+    group: dist.ProcessGroup
+    (group,) = (group for group, ranks in zip(groups, rank_lists, strict=True) if own in ranks)
+    return group
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Give all processes of a group the values of its first one."""
+    if dist.get_world_size(group) > 1:
+        source = dist.get_global_rank(group, 0)
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), source, group=group)
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Let the gradient of each parameter be the mean over the processes of a group.
+
+    A process where a parameter has none counts as zero. Where it has none anywhere, it stays
+    without.
+    """
+    size = dist.get_world_size(group)
+    if size == 1:
+        return
+    bucket: list[nn.Parameter] = []
+    held_bytes = 0
+    for index, parameter in enumerate(parameters):
+        bucket.append(parameter)
+        held_bytes += parameter.nbytes
+        following = parameters[index + 1] if index + 1 < len(parameters) else None
+        if (
+            following is None
+            or following.dtype != parameter.dtype
+            or held_bytes + following.nbytes > _BUCKET_BYTES
+        ):
+            _average_bucket(bucket, size, group)
+            bucket, held_bytes = [], 0
+
+
+def _average_bucket(
+    parameters: Sequence[nn.Parameter], size: int, group: dist.ProcessGroup
+) -> None:
+    grads = [parameter.grad for parameter in parameters]
+    # One number for each parameter says on how many processes it has a gradient.
+    counts = parameters[0].new_tensor([float(grad is not None) for grad in grads])
+    parts = [
+        torch.zeros_like(parameter).flatten() if grad is None else grad.flatten()
+        for parameter, grad in zip(parameters, grads, strict=True)
+    ]
+    flat = torch.cat([counts, *parts]).detach()
+    dist.all_reduce(flat, group=group)
+    found = flat[: len(parameters)].tolist()
+    flat = flat[len(parameters) :].div_(size)
+    for parameter, count, mean in zip(
+        parameters, found, flat.split_with_sizes([p.numel() for p in parameters]), strict=True
+    ):
+        if not count:
+            continue
+        if parameter.grad is None:
+            parameter.grad = mean.view_as(parameter).clone()
+        else:
+            parameter.grad.copy_(mean.view_as(parameter))
+
+
+def clip_by_norm(
+    parameters: Sequence[nn.Parameter],
+    max_norm: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Scale gradients so that their norm over all processes of a group is at most ``max_norm``.
+
+    All processes of the group must call it, those without gradients as well.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in grads:
+        norms += torch.linalg.vector_norm(grad).double().square()
+    dist.all_reduce(norms, group=group)
+    # As torch.nn.utils.clip_grad_norm_ has it.
+    scale = (max_norm / (norms.sqrt() + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.dtype))

@@ -1,0 +1,335 @@
+"""All that is asked of memmap_pipeline, and of one device as the reference."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torchmetrics import SumMetric
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.strategies import PipelineStrategy
+from tests.models import Points, make_trainer
+
+GLOBAL_BATCH = 10
+#: Seven steps of an epoch: five of 10 rows, and the last two, of 7 and 6.
+TRAIN = Points(63)
+VAL, TEST = Points(37, 100), Points(25, 200)
+
+
+class Staged(L.LightningModule):
+    """A network of four stages that notes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        layers: list[nn.Module] = []
+        for width, out in ((8, 16), (16, 16), (16, 16), (16, 1)):
+            layers += [nn.Linear(width, out), nn.Tanh()]
+        self.net = nn.Sequential(*layers[:-1])
+        with torch.no_grad():
+            for parameter in self.net.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        self.seen: dict[str, list[list[int]]] = {}
+        self.losses: list[float] = []
+        self.total = SumMetric()
+
+    def stages(self) -> list[nn.Module]:
+        return [self.net[start : start + 2] for start in range(0, 8, 2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(output, batch["y"])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.step(batch, "train")
+
+    def step(self, batch: dict[str, Tensor], stage: str) -> Tensor:
+        self.seen.setdefault(stage, []).append(batch["row"].tolist())
+        loss = self.loss(self(batch["x"]), batch)
+        self.losses.append(loss.item())
+        self.log(f"{stage}_loss", loss, batch_size=len(batch["row"]), on_epoch=True, sync_dist=True)
+        return loss
+
+    def evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
+        output = self(batch["x"])
+        self.seen.setdefault(stage, []).append(batch["row"].tolist())
+        self.total.update((output - batch["y"]).square())
+        self.log(f"{stage}_sum", self.total)
+        self.log(f"{stage}_rows", float(len(batch["row"])), reduce_fx="sum", sync_dist=True)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.evaluate(batch, "val")
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.evaluate(batch, "test")
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return {"row": batch["row"], "y": self(batch["x"])}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(
+            [
+                {"params": [p for n, p in self.named_parameters() if "bias" in n], "lr": 0.02},
+                {"params": [p for n, p in self.named_parameters() if "bias" not in n]},
+            ],
+            lr=0.05,
+        )
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Sgd(Staged):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Fused(Staged):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05, fused=True)
+
+
+class Manual(Staged):
+    """Two optimizers in turn, each on some stages, which freeze each other's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        optimizer = optimizers[batch_idx % 2]
+        self.toggle_optimizer(optimizer)
+        self.manual_backward(self.step(batch, "train") / 2)
+        self.clip_gradients(optimizer, gradient_clip_val=0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.net[:4].parameters(), lr=0.05),
+            torch.optim.SGD(self.net[4:].parameters(), lr=0.1, momentum=0.9),
+        ]
+
+
+class WithBatchNorm(Sgd):
+    """Running statistics of a batch that nobody wrote would be far from those of the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4] = nn.BatchNorm1d(16)
+
+
+@dataclass(frozen=True)
+class Case:
+    make: type[Staged] = Staged
+    options: dict[str, Any] = field(default_factory=dict)
+    # float32 sums in another order, over at most 14 steps with a rate of at most 0.1.
+    atol: float = 5e-6
+
+
+CASES = {
+    "plain": Case(options={"max_epochs": 2}),
+    "accumulation": Case(options={"accumulate_grad_batches": 3}),
+    "clip_norm": Case(Sgd, {"gradient_clip_val": 0.05}),
+    "clip_value": Case(
+        Sgd, {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}, atol=1e-6
+    ),
+    "manual": Case(Manual, {"max_epochs": 2}),
+    "fused": Case(Fused),
+    "float64": Case(options={"precision": "64-true"}, atol=1e-12),
+    # 8 bits of every sum. One device in bfloat16 is itself 1e-2 from float32 (weights move by 0.3).
+    "bfloat16": Case(Sgd, {"precision": "bf16-mixed"}, atol=1e-2),
+}
+RESUMED = (3, 9)
+
+
+class Runs:
+    """Makes Trainers and data.
+
+    Args:
+        out: Directory of stores and checkpoints.
+        options: Of the strategy; None for one device.
+        processes: Processes.
+    """
+
+    def __init__(self, out: Path, options: dict[str, Any] | None, processes: int) -> None:
+        self.out = out
+        self.options = options
+        self.processes = processes
+
+    def make(self, **options: Any) -> tuple[L.Trainer, MemmapDataModule]:
+        strategy: Any = "auto" if self.options is None else PipelineStrategy(**self.options)
+        trainer = make_trainer(self.out, strategy=strategy, devices=self.processes, **options)
+        size = (self.options or {}).get("data_parallel_size", 1)
+        data = MemmapDataModule(
+            TRAIN, VAL, TEST, TEST, store_dir=self.out / "stores", batch_size=GLOBAL_BATCH // size
+        )
+        return trainer, data
+
+    def fit(self, case: Case, name: str, **options: Any) -> dict[str, Any]:
+        checkpoint = options.pop("checkpoint", None)
+        trainer, data = self.make(**case.options, **options)
+        module = case.make()
+        trainer.fit(module, data, ckpt_path=checkpoint)
+        trainer.save_checkpoint(self.out / f"{name}.ckpt")
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        sharding = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        return {
+            "seen": module.seen,
+            "losses": module.losses,
+            "metrics": metrics,
+            "steps": trainer.global_step,
+            "sharding": sharding,
+            "held": sum(p.numel() for p in module.parameters() if not p.is_meta),
+        }
+
+    def evaluate(self, checkpoint: Path) -> dict[str, Any]:
+        trainer, data = self.make()
+        module = Staged()
+        (validated,) = trainer.validate(module, data, ckpt_path=checkpoint, verbose=False)
+        (tested,) = trainer.test(module, data, verbose=False)
+        predicted = trainer.predict(module, data) or []
+        return {
+            "metrics": {**validated, **tested},
+            "rows": torch.cat([part["row"] for part in predicted]),
+            "y": torch.cat([part["y"] for part in predicted]),
+            "seen": module.seen,
+            "sharding": trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1},
+        }
+
+
+def run(
+    out: Path,
+    options: dict[str, Any] | None = None,
+    devices: int = 1,
+    cases: list[str] | None = None,
+    others: list[str] | None = None,
+    resume: bool = False,
+    refusals: bool = False,
+) -> dict[str, Any]:
+    """Fits, resumes and evaluations of one arm.
+
+    Args:
+        out: Directory of stores and checkpoints.
+        options: Of the strategy; None for one device.
+        devices: Processes.
+        cases: Of `CASES`; all by default.
+        others: Checkpoints of other arms, from which a run goes on and is evaluated.
+        resume: Whether to save and resume.
+        refusals: Whether to try what is refused, and batch-norm.
+    """
+    runs = Runs(out, options, devices)
+    found: dict[str, Any] = {name: runs.fit(CASES[name], name) for name in cases or CASES}
+    saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = Case(options={"max_epochs": 2})
+    if resume:
+        found["whole"] = runs.fit(whole, "whole", callbacks=[saver], enable_checkpointing=True)
+        for step in RESUMED:
+            name = f"resumed {step}"
+            found[name] = runs.fit(whole, name, checkpoint=out / "saved" / f"step={step}.ckpt")
+    for index, path in enumerate(others or []):
+        found[f"other {index}"] = runs.fit(whole, f"other {index}", checkpoint=Path(path))
+        found[f"evaluated {index}"] = runs.evaluate(Path(path))
+    if options is None and resume:
+        found["evaluated 0"] = runs.evaluate(out / "saved" / "step=3.ckpt")
+    if refusals:
+        found["told"] = refused(runs)
+        trainer, data = runs.make(max_epochs=2)
+        module = WithBatchNorm()
+        trainer.fit(module, data)
+        found["buffers"] = {n: b for n, b in module.net.named_buffers() if not b.is_meta}
+    return found
+
+
+class Tied(Staged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4].weight = self.net[2].weight
+
+
+class Outside(Staged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class ThreeStages(Staged):
+    def stages(self) -> list[nn.Module]:
+        return [self.net[:2], self.net[2:4], self.net[4:]]
+
+
+class OneStage(Staged):
+    def stages(self) -> list[nn.Module]:
+        return [self.net]
+
+
+class NoStages(Staged):
+    stages: Any = None
+
+
+class LooksAtOutput(Staged):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return nn.functional.mse_loss(self(batch["x"]), batch["y"])
+
+
+class CallsOutside(Staged):
+    def on_train_start(self) -> None:
+        self(torch.zeros(4, 8))
+
+
+class Lbfgs(Staged):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def refused(runs: Runs) -> dict[str, str]:
+    """What every rank is told, by case."""
+    size = (runs.options or {}).get("pipeline_parallel_size", runs.processes)
+    cases: dict[str, tuple[Callable[[], Staged], dict[str, Any], dict[str, Any]]] = {
+        "tied": (Tied, {}, {}),
+        "outside": (Outside, {}, {}),
+        "one stage": (OneStage, {}, {}),
+        "three stages": (ThreeStages, {"schedule": "interleaved"}, {}),
+        "no stages": (NoStages, {}, {}),
+        "output": (LooksAtOutput, {}, {}),
+        "calls outside": (CallsOutside, {}, {}),
+        "lbfgs": (Lbfgs, {}, {}),
+        "sync_batchnorm": (Staged, {}, {"sync_batchnorm": True}),
+        "sizes": (Staged, {"data_parallel_size": 3}, {}),
+        "micro-batches": (Staged, {"schedule": "1f1b", "num_microbatches": size - 1}, {}),
+        "rounds": (Staged, {"schedule": "interleaved", "num_microbatches": 2 * size + 1}, {}),
+    }
+    told = {}
+    for name, (make, strategy, options) in cases.items():
+        with_options = Runs(runs.out, {**(runs.options or {}), **strategy}, runs.processes)
+        trainer, data = with_options.make(max_epochs=1, **options)
+        data.batch_size = GLOBAL_BATCH
+        try:
+            trainer.fit(make(), data)
+        except Exception as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told
+
+
+class Dies(Staged):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if batch_idx == 2 and os.environ.get("LOCAL_RANK") == "1":
+            os._exit(3)
+        return super().training_step(batch, batch_idx)
+
+
+def die(out: Path) -> dict[str, Any]:
+    """One process of a pipeline ends in the middle of training."""
+    trainer, data = Runs(out, {"step_timeout_s": 60.0}, 2).make()
+    trainer.fit(Dies(), data)
+    return {}

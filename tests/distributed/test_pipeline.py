@@ -1,0 +1,240 @@
+"""memmap_pipeline: schedules, and pipelines side by side, against one device with the same batches.
+
+Weights are compared as a user would load them: from a checkpoint into the plain module.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.harness import launch, launch_any
+from tests.distributed.scenarios.pipeline import CASES, RESUMED, TEST, Staged, run
+from tests.models import weights
+
+# The resumed runs save nothing.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Be aware that when using `ckpt_path`", "ignore:`weights_only` was not set"
+)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How many processes run what."""
+
+    processes: int
+    options: dict[str, Any]
+    cases: tuple[str, ...]
+    resume: bool = False
+    refusals: bool = False
+
+
+FEW = ("plain", "accumulation", "manual")
+ARMS = {
+    "gpipe": Arm(2, {"schedule": "gpipe"}, tuple(CASES), refusals=True),
+    "interleaved": Arm(
+        2,
+        {"schedule": "interleaved", "pipeline_parallel_size": 2, "num_microbatches": 6},
+        ("plain", "clip_norm", "manual"),
+        resume=True,
+    ),
+    "1f1b, two pipelines": Arm(
+        4, {"schedule": "1f1b", "data_parallel_size": 2, "num_microbatches": 3}, FEW, resume=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    """What the processes of an arm told, and where their files are."""
+
+    out: Path
+    ranks: list[dict[str, Any]]
+
+    def part(self, case: str) -> list[dict[str, Any]]:
+        """What was told of a case, by data-parallel rank. Processes that share one agree."""
+        by_rank: dict[int, dict[str, Any]] = {}
+        for rank in self.ranks:
+            found = by_rank.setdefault(rank[case]["sharding"]["rank"], rank[case])
+            assert found["seen"] == rank[case]["seen"]
+        return [by_rank[rank] for rank in range(self.ranks[0][case]["sharding"]["num_replicas"])]
+
+    def batches(self, case: str) -> dict[str, list[list[int]]]:
+        """By stage, the rows of each step over all data-parallel ranks, sorted."""
+        parts = [part["seen"] for part in self.part(case)]
+        return {
+            stage: [
+                sorted(chain(*step)) for step in zip(*(part[stage] for part in parts), strict=True)
+            ]
+            for stage in parts[0]
+        }
+
+    def checkpoint(self, case: str) -> dict[str, Any]:
+        loaded: dict[str, Any] = torch.load(self.out / f"{case}.ckpt", weights_only=True)
+        return loaded
+
+    def weights(self, case: str) -> torch.Tensor:
+        """The weights that a case ended with, loaded into the plain module."""
+        path = self.out / f"{case}.ckpt"
+        return weights(Staged.load_from_checkpoint(path, weights_only=True))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    out = tmp_path_factory.mktemp("reference")
+    return Done(out, [run(out, resume=True)])
+
+
+@pytest.fixture(scope="module", params=ARMS)
+def arm_name(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def arm(arm_name: str, reference: Done, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    out = tmp_path_factory.mktemp("arm")
+    arm = ARMS[arm_name]
+    ranks = launch(
+        "pipeline.run",
+        out,
+        processes=arm.processes,
+        devices=arm.processes,
+        options=arm.options,
+        cases=arm.cases,
+        others=[str(reference.out / "saved" / "step=3.ckpt")],
+        resume=arm.resume,
+        refusals=arm.refusals,
+    )
+    return Done(out, ranks)
+
+
+def test_fit_is_as_on_one_device(arm_name: str, arm: Done, reference: Done) -> None:
+    for case in ARMS[arm_name].cases:
+        assert arm.batches(case) == reference.batches(case), case
+        (expected,) = reference.part(case)
+        atol, rel = CASES[case].atol, 2e-2 if case == "bfloat16" else 1e-4
+        for rank in arm.ranks:
+            assert rank[case]["steps"] == expected["steps"]
+            for key in ("val_sum", "val_rows"):
+                found = rank[case]["metrics"][key]
+                assert found == pytest.approx(expected["metrics"][key], rel=rel), key
+        start, end = weights(CASES[case].make()), reference.weights(case)
+        assert not torch.allclose(end, start.to(end.dtype), rtol=0, atol=10 * atol)
+        torch.testing.assert_close(arm.weights(case), end, rtol=0, atol=atol)
+
+
+def test_losses_of_steps_are_the_mean_over_rows(arm: Done, reference: Done) -> None:
+    (expected,) = reference.part("plain")
+    parts = arm.part("plain")
+    losses = torch.tensor([part["losses"] for part in parts])
+    rows = torch.tensor([[len(step) for step in part["seen"]["train"]] for part in parts])
+    found = (losses * rows).sum(0) / rows.sum(0)
+    torch.testing.assert_close(found, torch.tensor(expected["losses"]), rtol=0, atol=1e-5)
+
+
+def test_each_process_holds_its_stages_alone(arm: Done) -> None:
+    whole = sum(parameter.numel() for parameter in Staged().parameters())
+    assert sum(rank["plain"]["held"] for rank in arm.ranks) == whole * len(arm.part("plain"))
+    assert all(rank["plain"]["held"] < whole for rank in arm.ranks)
+
+
+def test_checkpoint_is_that_of_one_device(arm: Done, reference: Done) -> None:
+    found, expected = arm.checkpoint("plain"), reference.checkpoint("plain")
+    assert list(found["state_dict"]) == list(expected["state_dict"])
+    (ours,), (theirs,) = found["optimizer_states"], expected["optimizer_states"]
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for index, state in theirs["state"].items():
+        torch.testing.assert_close(ours["state"][index], state, rtol=0, atol=1e-5)
+
+
+def test_evaluation_is_over_all_rows_once(arm: Done, reference: Done) -> None:
+    assert arm.batches("evaluated 0") == reference.batches("evaluated 0")
+    (expected,) = reference.part("evaluated 0")
+    assert expected["metrics"]["test_rows"] == len(TEST)
+    for rank in arm.ranks:
+        found = rank["evaluated 0"]["metrics"]
+        assert found == pytest.approx(expected["metrics"], rel=1e-5)
+    parts = arm.part("evaluated 0")
+    rows = torch.cat([part["rows"] for part in parts])
+    assert rows.sort().values.tolist() == TEST.row.tolist()
+    if len(parts) == 1:
+        assert rows.tolist() == TEST.row.tolist()
+    values = torch.cat([part["y"] for part in parts])[rows.argsort()]
+    torch.testing.assert_close(values, expected["y"])
+    # All processes of a pipeline have the predictions.
+    for rank in arm.ranks:
+        assert torch.equal(
+            rank["evaluated 0"]["y"], parts[rank["evaluated 0"]["sharding"]["rank"]]["y"]
+        )
+
+
+def test_resume_is_bitwise(arm_name: str, arm: Done) -> None:
+    if not ARMS[arm_name].resume:
+        pytest.skip("other arms resume")
+    for step in RESUMED:
+        name = f"resumed {step}"
+        assert arm.batches(name)["train"] == arm.batches("whole")["train"][step:]
+        assert torch.equal(arm.weights(name), arm.weights("whole"))
+
+
+def test_checkpoint_of_one_device_is_taken_over(arm: Done, reference: Done) -> None:
+    assert arm.batches("other 0")["train"] == reference.batches("whole")["train"][3:]
+    end = reference.weights("whole")
+    torch.testing.assert_close(arm.weights("other 0"), end, rtol=0, atol=5e-6)
+
+
+def test_checkpoint_is_taken_over_by_one_device(
+    arm_name: str, arm: Done, reference: Done, tmp_path: Path
+) -> None:
+    if not ARMS[arm_name].resume:
+        pytest.skip("other arms resume")
+    others = [str(arm.out / "saved" / "step=3.ckpt")]
+    found = Done(tmp_path, [run(tmp_path, cases=["plain"], others=others)])
+    assert found.batches("other 0")["train"] == reference.batches("whole")["train"][3:]
+    end = reference.weights("whole")
+    torch.testing.assert_close(found.weights("other 0"), end, rtol=0, atol=5e-6)
+
+
+TOLD = {
+    "tied": "ValueError: stages 1 and 2 share the parameter net.2.weight = net.4.weight",
+    "outside": "ValueError: no stage has the parameters 'scale' of Outside",
+    "three stages": "ValueError: ThreeStages.stages() gives 3 stages for 2 processes",
+    "one stage": "ValueError: OneStage.stages() gives 1 stages for 2 processes",
+    "no stages": "TypeError: memmap_pipeline: NoStages needs a method stages()",
+    "output": "TypeError: under memmap_pipeline the output of the module in training_step",
+    "calls outside": "RuntimeError: memmap_pipeline: the module was called outside of a step",
+    "lbfgs": "ValueError: LBFGS: it needs the gradients of all stages on one process",
+    "sync_batchnorm": "ValueError: sync_batchnorm=True",
+    "sizes": "ValueError: data_parallel_size=3 x pipeline_parallel_size=auto does not make 2",
+    "micro-batches": "ValueError: num_microbatches=1: schedule='1f1b' needs at least as many",
+    "rounds": "ValueError: num_microbatches=5: schedule='interleaved' runs them in 2 equal rounds",
+}
+
+
+def test_what_is_not_supported_is_refused_on_every_rank(arm_name: str, arm: Done) -> None:
+    if not ARMS[arm_name].refusals:
+        pytest.skip("another arm tries what is refused")
+    for rank in arm.ranks:
+        assert rank["told"].keys() == TOLD.keys()
+        for name, told in TOLD.items():
+            assert rank["told"][name].startswith(told), name
+
+
+def test_running_statistics_are_of_the_data_alone(arm_name: str, arm: Done) -> None:
+    if not ARMS[arm_name].refusals:
+        pytest.skip("another arm trains batch-norm")
+    (buffers,) = (rank["buffers"] for rank in arm.ranks if rank["buffers"])
+    # Two epochs of seven steps with four micro-batches each, and no row but those of the data.
+    assert buffers["4.num_batches_tracked"] == 2 * 7 * 4
+    assert buffers["4.running_mean"].abs().max() < 2
+    assert buffers["4.running_var"].max() < 1
+
+
+def test_process_that_dies_ends_all(tmp_path: Path) -> None:
+    outcome = launch_any("pipeline.die", tmp_path, processes=2, timeout_s=120)
+    assert outcome.codes != [0]
