@@ -10,7 +10,16 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
+
+__all__ = [
+    "BatchIndices",
+    "TorchDispatchMode",
+    "process_group_size",
+    "renew_train_loader_after_epoch",
+    "storage_use_count",
+]
 
 
 def storage_use_count(tensor: Tensor) -> int:
@@ -22,6 +31,19 @@ def storage_use_count(tensor: Tensor) -> int:
     count: int = torch._C._storage_Use_Count(storage._cdata)
     # All who ask for the storage itself share one Python object, which C++ counts once.
     return count + sys.getrefcount(storage)
+
+
+def process_group_size(argument: Any) -> int | None:
+    """Processes of a group that an operator of ``torch.distributed`` was given; None if it is none.
+
+    In these calls a group is a script object, from which Python must unbox it.
+    """
+    if not isinstance(argument, torch._C.ScriptObject):
+        return None
+    try:
+        return int(torch.distributed.ProcessGroup.unbox(argument).size())
+    except RuntimeError:  # Another kind of script object, such as the reduce operation.
+        return None
 
 
 class BatchIndices(_IndexBatchSamplerWrapper):

@@ -1,7 +1,8 @@
 """The command ``lightning-memmap``.
 
 ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI with the strategy names of this
-pack registered. ``store`` works on stores: ``build``, ``info``, ``verify``, ``plan``.
+pack registered. ``store`` works on stores: ``build``, ``info``, ``verify``, ``plan``. ``compare``
+trains under several strategies and tells what each one costs.
 """
 
 import os
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import Dataset
 
+from lightning_memmap.compare import compare
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.order import shard_rows
 from lightning_memmap.placement import (
@@ -31,7 +33,8 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
 
 _DESCRIPTION = """Train with data that stays resident on every device.
-"lightning-memmap store --help" lists what can be done with stores."""
+"lightning-memmap store --help" lists what can be done with stores, and
+"lightning-memmap compare --help" how strategies are compared."""
 
 
 _MOST_DEVICES = 4096
@@ -45,6 +48,8 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.path.append(os.getcwd())
     if given and given[0] == "store":
         sys.exit(_store_command(given[1:]))
+    if given and given[0] == "compare":
+        sys.exit(compare(given[1:]))
     LightningCLI(args=None if args is None else given, parser_kwargs={"description": _DESCRIPTION})
 
 

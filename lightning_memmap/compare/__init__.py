@@ -1,0 +1,5 @@
+"""Compare strategies and feeds: the same rows, the same losses and weights, and what each costs."""
+
+from lightning_memmap.compare.command import compare
+
+__all__ = ["compare"]

@@ -1,0 +1,40 @@
+"""``lightning-memmap compare``."""
+
+import sys
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+from rich.console import Console
+
+from lightning_memmap.compare.comparison import Comparison, Settings
+from lightning_memmap.compare.terminal import TerminalProgress, print_report
+from lightning_memmap.errors import MemmapError
+
+_DESCRIPTION = """Train the same model on the same rows under several strategies and feeds, see
+that the results agree, and tell what each one costs. Exit code: 0 where all arms that ran agree,
+1 where one differs, 3 where one failed or could not be judged, 130 after Ctrl-C, 2 for a wrong
+argument."""
+
+
+def compare(args: list[str]) -> int:
+    """Run the command with these arguments.
+
+    Returns:
+        The exit code.
+    """
+    parser = ArgumentParser(prog="lightning-memmap compare", description=_DESCRIPTION)
+    parser.add_class_arguments(Settings, as_group=False)
+    given = parser.parse_args(args)
+    console = Console()
+    try:
+        settings = Settings(**given.as_dict())
+        comparison = Comparison(settings, TerminalProgress(console))
+        report = comparison.run()
+    except (MemmapError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    out = Path(settings.out)
+    report.write(out / "report.json")
+    print_report(report, console)
+    console.print(f"\n{out / 'report.json'}", soft_wrap=True, highlight=False)
+    return report.exit_code
