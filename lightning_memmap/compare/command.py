@@ -7,6 +7,7 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from lightning_memmap.compare.comparison import Comparison, Settings
+from lightning_memmap.compare.report import Report
 from lightning_memmap.compare.terminal import TerminalProgress, print_report
 from lightning_memmap.errors import MemmapError
 
@@ -37,4 +38,20 @@ def compare(args: list[str]) -> int:
     report.write(out / "report.json")
     print_report(report, console)
     console.print(f"\n{out / 'report.json'}", soft_wrap=True, highlight=False)
+    _write_html(report, out / "report.html", console)
     return report.exit_code
+
+
+def _write_html(report: Report, path: Path, console: Console) -> None:
+    try:
+        from lightning_memmap.compare.html import render_html
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        console.print(
+            "no report.html: it needs matplotlib; pip install 'lightning_memmap\\[compare]'",
+            soft_wrap=True,
+        )
+        return
+    path.write_text(render_html(report), encoding="utf-8")
+    console.print(str(path), soft_wrap=True, highlight=False)

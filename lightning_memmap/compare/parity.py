@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_memmap.compare.launch import RunResult
 
 #: How far losses and weights may differ, by precision of the Trainer. Sums in another order differ
-#: by rounding, and optimizers that divide by the size of a gradient, as Adam does, enlarge that.
-#: The figures are some ten times what small networks showed; see docs/compare.md.
+#: by rounding, and optimizers that divide by the size of a gradient, as Adam does, enlarge that;
+#: on GPUs, float32 products may be rounded to TensorFloat-32. docs/compare.md has what was seen.
 TOLERANCES = {"64": 1e-6, "32": 1e-3, "16": 5e-2}
 
 

@@ -82,6 +82,7 @@ def _parts(report: Report) -> Iterator[Table | Text]:
         yield from _problems(report)
     if any(arm.cost is not None for arm in report.arms):
         yield _speed_table(report)
+        yield _parts_table(report)
         yield _memory_table(report)
     if report.scaling:
         yield _scaling_table(report)
@@ -93,9 +94,9 @@ def _parts(report: Report) -> Iterator[Table | Text]:
 def _table(title: str, left: list[str], right: list[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
     for name in left:
-        table.add_column(name)
+        table.add_column(name, no_wrap=name == "arm", overflow="fold")
     for name in right:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
@@ -106,7 +107,7 @@ def _parity_table(report: Report) -> Table:
         parity = arm.parity
         if parity is None:
             if arm.holding is not None:
-                table.add_row(arm.arm, "-", "-", "-", "-", "-", "[dim]not compared[/]")
+                table.add_row(arm.arm, "-", "-", "-", "-", "-", "[dim]apart[/]")
             continue
         right, steps = parity.rows
         verdicts = {True: "[green]equal[/]", False: "[bold red]DIFFERS[/]", None: "[yellow]?[/]"}
@@ -140,23 +141,32 @@ def _problems(report: Report) -> Iterator[Text]:
 
 
 def _speed_table(report: Report) -> Table:
-    parts = [f"{part} ms" for part in PARTS]
     table = _table(
-        "Speed: median (lowest..highest) of the runs; parts of a step, means",
+        "Speed: the median of the runs, and lowest..highest",
         ["arm"],
-        ["samples/s", "of ideal", "step ms", *parts, "first batch s"],
+        ["samples/s", "range", "of ideal", "step ms", "1st batch s"],
     )
     for arm in _costed(report):
         cost = arm.cost
         assert cost is not None
+        rate = cost.samples_per_s
         table.add_row(
             arm.arm,
-            _spread(cost.samples_per_s, 1, ",.0f"),
+            f"{rate.median:,.0f}",
+            f"{rate.low:,.0f}..{rate.high:,.0f}",
             "-" if cost.ideal_share is None else f"{cost.ideal_share:.0%}",
             f"{cost.step_s.median * 1e3:.2f}",
-            *(f"{cost.parts_s[part] * 1e3:.2f}" for part in PARTS),
             f"{cost.first_batch_s.median:.2f}",
         )
+    return table
+
+
+def _parts_table(report: Report) -> Table:
+    table = _table("Where a step goes: means in ms", ["arm"], list(PARTS))
+    for arm in _costed(report):
+        if arm.cost is not None:
+            parts = arm.cost.parts_s
+            table.add_row(arm.arm, *(f"{parts[part] * 1e3:.2f}" for part in PARTS))
     return table
 
 
@@ -167,7 +177,7 @@ def _memory_table(report: Report) -> Table:
     table = _table(
         "Memory, and what moves in a step",
         ["arm"],
-        ["processes", "own pages", "shared", *more, "state/device", "moved/step"]
+        ["procs", "own", "shared", *more, "state/device", "moved/step"]
         + (["mJ/sample"] if energy else []),
     )
     for arm in _costed(report):
@@ -236,10 +246,3 @@ def _costed(report: Report) -> list[ArmResult]:
     """Arms with figures, the fastest first."""
     found = [arm for arm in report.arms if arm.cost is not None]
     return sorted(found, key=lambda arm: -(arm.cost.samples_per_s.median if arm.cost else 0))
-
-
-def _spread(spread: Spread, scale: float, form: str) -> str:
-    low, middle, high = (
-        format(value * scale, form) for value in (spread.low, spread.median, spread.high)
-    )
-    return f"{middle} ({low}..{high})" if len(spread.values) > 1 else middle
