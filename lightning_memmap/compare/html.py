@@ -18,6 +18,7 @@ body { margin: 0 auto; padding: 1rem; max-width: 68rem; color: var(--ink);
   background: var(--paper); font: 16px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: .2rem 0 .6rem; }
 h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
+h3 { font-size: .95rem; margin: 1.2rem 0 .3rem; }
 p { margin: .4rem 0; }
 .soft { color: var(--soft); font-size: .9rem; }
 .verdict { border-left: 6px solid; padding: .6rem .9rem; background: var(--tint);
@@ -34,7 +35,7 @@ th { color: var(--soft); font-weight: 600; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
   background: var(--paper); }
 td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }
-.plots { display: grid; gap: 1.2rem; align-items: start;
+.plots { display: grid; gap: 1.2rem; margin-top: 1rem; align-items: start;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 figure { margin: 0; max-width: 34rem; break-inside: avoid; }
 figure svg { display: block; width: 100%; height: auto; }
@@ -77,9 +78,10 @@ def _page(report: Report) -> Iterator[str]:
     yield from _parity(report)
     yield from _figures(
         (
-            plots.draw_losses(report),
-            "Check runs: dropout off, and a random transform replaced. Timed runs: as configured.",
-        )
+            plots.draw_check_losses(report),
+            "Dropout off, and the transform of evaluation in place of a random one.",
+        ),
+        (plots.draw_timed_losses(report), "As configured: what is random differs between arms."),
     )
     yield "<h2>Speed</h2>"
     yield from _speed(report)
@@ -92,7 +94,12 @@ def _page(report: Report) -> Iterator[str]:
     yield from _memory(report)
     yield from _figures(
         (plots.draw_state(report), "From the check runs, at the optimizer's second step."),
-        (plots.draw_memory(report), "After the last step; peaks of devices: of the timed steps."),
+        (
+            plots.draw_memory(report),
+            "After the last step. Solid: pages of one process alone (orange: workers). Hatched: the"
+            " shared pages of the process that has most of them. Of devices: the peak in the timed"
+            " steps, allocated (blue) and reserved (grey).",
+        ),
         (
             plots.draw_movement(report),
             "Solid: between devices or processes, the least a ring needs. Dashed: within one"
@@ -144,19 +151,20 @@ def _parity(report: Report) -> Iterator[str]:
         rows.append(
             (
                 _cell(arm.arm),
+                f'<td class="{kind}"><strong>{word}</strong></td>',
                 _cell(f"{parity.rows[0]} of {parity.rows[1]}", parity.rows[0] != parity.rows[1]),
                 _cell("same bytes" if parity.same_content else "other bytes"),
                 _difference(parity.loss_difference, parity.tolerance),
                 _difference(parity.weight_difference, parity.tolerance),
                 _cell(f"{parity.tolerance:.0e}"),
-                f'<td class="{kind}"><strong>{word}</strong></td>',
             )
         )
-    names = ("arm", "steps with the right rows", "batches", "losses", "weights", "within", "")
+    names = ("arm", "", "rows", "batches", "losses", "weights", "within")
     yield from _table(names, rows)
     if report.reference:
         yield (
-            f'<p class="soft">Reference: {escape(report.reference)}. Losses: largest difference,'
+            f'<p class="soft">Reference: {escape(report.reference)}. Rows: steps with"
+            " the rows of their global batch, read from the store. Losses: largest difference,'
             " relative to the largest loss. Weights: distance after the last step, relative to how"
             " far training moved them.</p>"
         )
@@ -169,53 +177,59 @@ def _difference(value: float | None, tolerance: float) -> str:
 
 
 def _speed(report: Report) -> Iterator[str]:
-    rows = []
+    rows, parts = [], []
     for arm in _costed(report):
         cost = arm.cost
         assert cost is not None
         rate = cost.samples_per_s
-        ideal = "-" if cost.ideal_share is None else f"{cost.ideal_share:.0%}"
-        parts = [_cell(f"{cost.parts_s[part] * 1e3:.2f}") for part in PARTS]
         rows.append(
             (
                 _cell(arm.arm),
                 _cell(f"{rate.median:,.0f}"),
                 _cell(f"{rate.low:,.0f} to {rate.high:,.0f}"),
-                _cell(ideal),
+                _cell("-" if cost.ideal_share is None else f"{cost.ideal_share:.0%}"),
                 _cell(f"{cost.step_s.median * 1e3:.2f}"),
-                *parts,
+                _cell(f"{cost.data_share.median:.0%}"),
                 _cell(f"{cost.first_batch_s.median:.2f}"),
             )
         )
-    names = ("arm", "samples/s", "range", "of ideal", "step ms", *PARTS, "first batch s")
+        parts.append(
+            (_cell(arm.arm), *(_cell(f"{cost.parts_s[part] * 1e3:.2f}") for part in PARTS))
+        )
+    names = ("arm", "samples/s", "range", "of ideal", "step ms", "waits for data", "first batch s")
     yield from _table(names, rows)
+    yield "<h3>Where a step goes: means in ms</h3>"
+    yield from _table(("arm", *PARTS), parts)
 
 
 def _memory(report: Report) -> Iterator[str]:
+    arms = _costed(report)
+    on_gpu = any(arm.cost is not None and arm.cost.device_peaks for arm in arms)
+    has_energy = any(arm.cost is not None and arm.cost.joules_per_sample for arm in arms)
     rows = []
-    for arm in _costed(report):
+    for arm in arms:
         cost, holding = arm.cost, arm.holding
         assert cost is not None
+        cells = [
+            _cell(arm.arm),
+            _cell(str(len(cost.processes))),
+            _cell(format_bytes(int(cost.own_bytes.median))),
+            _cell(format_bytes(int(cost.max_shared_bytes.median))),
+            _cell(format_bytes(holding.state_bytes_per_device) if holding else "-"),
+            _cell(format_bytes(holding.moved_bytes) if holding else "-"),
+        ]
         peaks = cost.device_peaks.values()
-        joules = cost.joules_per_sample
-        rows.append(
-            (
-                _cell(arm.arm),
-                _cell(str(len(cost.processes))),
-                _cell(format_bytes(int(cost.own_bytes.median))),
-                _cell(format_bytes(int(cost.max_shared_bytes.median))),
-                *(
-                    _cell(format_bytes(max(peak[name] for peak in peaks)) if peaks else "-")
-                    for name in ("allocated", "reserved")
-                ),
-                _cell(format_bytes(holding.state_bytes_per_device) if holding else "-"),
-                _cell(format_bytes(holding.moved_bytes) if holding else "-"),
-                _cell(f"{joules.median * 1e3:.2f}" if joules else "-"),
-            )
-        )
-    names = ("arm", "processes", "own pages", "shared pages", "device peak", "reserved",
-             "model state per device", "moved per step", "mJ per sample")  # fmt: skip
-    yield from _table(names, rows)
+        cells += [
+            _cell(format_bytes(max(p[name] for p in peaks)) if peaks else "-")
+            for name in (("allocated", "reserved") if on_gpu else ())
+        ]
+        if has_energy:
+            joules = cost.joules_per_sample
+            cells.append(_cell(f"{joules.median * 1e3:.2f}" if joules else "-"))
+        rows.append(cells)
+    names = ["arm", "processes", "own pages", "shared pages", "model state per device"]
+    names += ["moved per step"] + (["device peak", "reserved"] if on_gpu else [])
+    yield from _table([*names, "mJ per sample"] if has_energy else names, rows)
 
 
 def _missing(report: Report) -> Iterator[str]:
@@ -269,7 +283,7 @@ def _circumstances(report: Report) -> Iterator[str]:
     rows = [(_cell(arm.arm), f'<td class="text">{escape(arm.description)}</td>')
             for arm in report.arms]  # fmt: skip
     yield "<h2>The arms</h2>"
-    yield from _table(("arm", "what it is"), rows)
+    yield from _table(("arm", ""), rows)
 
 
 def _costed(report: Report) -> list[ArmResult]:

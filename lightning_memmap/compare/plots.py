@@ -5,7 +5,8 @@ by side.
 """
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -23,8 +24,10 @@ _BAR_IN = 0.42
 _COLORS = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F6A00", "#555555",
 )  # fmt: skip
-_PART_COLORS = dict(zip(PARTS, ("#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#BBBBBB")))
-_STYLE = {
+_PART_COLORS = dict(
+    zip(PARTS, ("#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#BBBBBB"), strict=True)
+)
+_STYLE: Any = {
     "font.size": 9,
     "font.family": "sans-serif",
     "axes.spines.top": False,
@@ -37,42 +40,40 @@ _STYLE = {
     # Letters stay letters: small files, and text that can be searched and read aloud.
     "svg.fonttype": "none",
 }
-_DASHES = ("-", "--", "-.", ":")
 
 
-def draw_losses(report: Report) -> str | None:
-    """The losses of all arms over each other, of the check runs and of the first timed runs."""
-    checked = {arm.arm: arm.check_losses for arm in report.arms if arm.check_losses}
-    timed = {
-        arm.arm: arm.timed_losses for arm in report.arms if arm.timed_losses and arm.feed != "ideal"
-    }
-    panels = [
-        (title, curves)
-        for title, curves in (
-            ("Loss of the check runs", checked),
-            ("Loss of the first timed runs", timed),
-        )
-        if curves
-    ]
-    if not panels:
+def draw_check_losses(report: Report) -> str | None:
+    """The losses of the check runs over each other."""
+    curves = {arm.arm: arm.check_losses for arm in report.arms if arm.check_losses}
+    return _draw_losses(report, "Loss of the check runs", curves)
+
+
+def draw_timed_losses(report: Report) -> str | None:
+    """The losses of the first timed run of each arm over each other."""
+    curves = {a.arm: a.timed_losses for a in report.arms if a.timed_losses and a.feed != "ideal"}
+    return _draw_losses(report, "Loss of the first timed runs", curves)
+
+
+def _draw_losses(report: Report, title: str, curves: Mapping[str, Sequence[float]]) -> str | None:
+    if not curves:
         return None
     with mpl.rc_context(_STYLE):
-        figure = _figure(2.5 * len(panels))
-        for axes, (title, curves) in zip(_rows(figure, len(panels)), panels, strict=True):
-            for index, (name, losses) in enumerate(curves.items()):
-                # Curves that lie on each other are told apart by width and dashes.
-                axes.plot(
-                    range(1, len(losses) + 1),
-                    losses,
-                    color=_color(report, name),
-                    linestyle=_DASHES[index % len(_DASHES)],
-                    linewidth=1 + 0.9 * (len(curves) - 1 - index),
-                    label=name,
-                )
-            axes.set_title(title)
-            axes.set_xlabel("step")
-            axes.grid(alpha=0.25)
-            axes.legend()
+        figure = _figure(2.6)
+        (axes,) = _rows(figure, 1)
+        for index, (name, losses) in enumerate(curves.items()):
+            # Curves that lie on each other: each is thinner than the one below.
+            width = 1 + 5 * (len(curves) - 1 - index) / len(curves)
+            axes.plot(
+                range(1, len(losses) + 1),
+                losses,
+                color=_color(report, name),
+                linewidth=width,
+                label=name,
+            )
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.25)
+        axes.legend()
         return _svg(figure)
 
 
@@ -186,7 +187,7 @@ def _draw_pages(axes: Axes, arms: Sequence[ArmResult]) -> None:
         axes.barh(place, shared, left=left, color="none", edgecolor="#888888", hatch="////",
                   height=0.66, linewidth=0.5)  # fmt: skip
     _name_bars(axes, arms)
-    axes.set_title("Host memory, MiB: own pages by process\n(workers orange), shared pages hatched")
+    axes.set_title("Host memory by process, MiB")
 
 
 def _draw_peaks(axes: Axes, arms: Sequence[ArmResult]) -> None:
@@ -198,7 +199,7 @@ def _draw_peaks(axes: Axes, arms: Sequence[ArmResult]) -> None:
             axes.barh(at, peak["reserved"] / 2**20, color="#BBBBBB", height=height)
             axes.barh(at, peak["allocated"] / 2**20, color="#0072B2", height=height)
     _name_bars(axes, arms)
-    axes.set_title("Peak memory of each device, MiB:\nallocated, and reserved (grey)")
+    axes.set_title("Peak memory of each device, MiB")
 
 
 def draw_scaling(report: Report) -> str | None:
