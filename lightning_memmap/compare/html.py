@@ -163,10 +163,10 @@ def _parity(report: Report) -> Iterator[str]:
     yield from _table(names, rows)
     if report.reference:
         yield (
-            f'<p class="soft">Reference: {escape(report.reference)}. Rows: steps with"
-            " the rows of their global batch, read from the store. Losses: largest difference,'
-            " relative to the largest loss. Weights: distance after the last step, relative to how"
-            " far training moved them.</p>"
+            f'<p class="soft">Reference: {escape(report.reference)}. Rows: steps that had the rows'
+            " of their global batch, as the store has them. Losses: largest difference, relative to"
+            " the largest loss. Weights: distance after the last step, relative to how far training"
+            " moved them.</p>"
         )
 
 
