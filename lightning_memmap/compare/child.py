@@ -51,7 +51,13 @@ class RunCLI(LightningCLI):
     """LightningCLI that is given its config, and leaves the running to others."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(args=config, run=False, save_config_callback=None)
+        super().__init__(
+            args=config,
+            run=False,
+            save_config_callback=None,
+            # No checkpoint is written.
+            load_from_checkpoint_support=False,
+        )
 
     @override
     def parse_arguments(self, parser: Any, args: Any) -> None:
@@ -64,7 +70,7 @@ def main() -> None:
     """Do the run, and write what came out, or what went wrong, into its folder."""
     spec = RunSpec.read(sys.argv[1])
     try:
-        _prepare(spec) if spec.kind == "prepare" else _train(spec)
+        prepare(spec) if spec.kind == "prepare" else train(spec)
     except BaseException as error:
         _write_error(spec, error)
         raise
@@ -110,7 +116,12 @@ def _make_cli(spec: RunSpec, **trainer: Any) -> tuple[RunCLI, MemmapDataModule]:
     return cli, data
 
 
-def _train(spec: RunSpec) -> None:
+def train(spec: RunSpec) -> None:
+    """Train an arm and write what each process measured.
+
+    Raises:
+        ValueError: The config has no `MemmapDataModule`, or the arm cannot share the batch.
+    """
     cli, data = _make_cli(spec)
     trainer: Any = cli.trainer
     model = cli.model
@@ -139,7 +150,12 @@ def _train(spec: RunSpec) -> None:
     trainer.fit(model, datamodule=fed)
 
 
-def _prepare(spec: RunSpec) -> None:
+def prepare(spec: RunSpec) -> None:
+    """Build the store, and write the facts about model and data that all arms need.
+
+    Raises:
+        ValueError: There are fewer rows than a step takes.
+    """
     cli, data = _make_cli(spec)
     for split in ("test", "predict"):
         data.datasets[split] = None
