@@ -1,20 +1,22 @@
 """``lightning-memmap compare``."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
+from lightning_memmap.compare.against import compare_reports
 from lightning_memmap.compare.comparison import Comparison, Settings
-from lightning_memmap.compare.report import Report
-from lightning_memmap.compare.terminal import TerminalProgress, print_report
+from lightning_memmap.compare.report import Report, read_report
+from lightning_memmap.compare.terminal import TerminalProgress, print_difference, print_report
 from lightning_memmap.errors import MemmapError
 
 _DESCRIPTION = """Train the same model on the same rows under several strategies and feeds, see
 that the results agree, and tell what each one costs. Exit code: 0 where all arms that ran agree,
 1 where one differs, 3 where one failed or could not be judged, 130 after Ctrl-C, 2 for a wrong
-argument."""
+argument, 4 where all is well and an arm is slower than in the report given by --against."""
 
 
 def compare(args: list[str]) -> int:
@@ -25,12 +27,29 @@ def compare(args: list[str]) -> int:
     """
     parser = ArgumentParser(prog="lightning-memmap compare", description=_DESCRIPTION)
     parser.add_class_arguments(Settings, as_group=False)
-    given = parser.parse_args(args)
+    parser.add_argument("--against", type=str | None, help="a report.json to compare with")
+    parser.add_argument(
+        "--report",
+        type=str | None,
+        help="a report.json that is there: it is compared with the one of --against, nothing runs",
+    )
+    given = parser.parse_args(args).as_dict()
+    against, finished = given.pop("against"), given.pop("report")
     console = Console()
     try:
-        settings = Settings(**given.as_dict())
+        old = read_report(against) if against is not None else None
+        if finished is not None:
+            if old is None:
+                raise ValueError("--report: name the report to compare it with by --against")
+            difference = compare_reports(old, read_report(finished), against)
+            print_difference(difference, console)
+            return 4 if difference.is_slower else 0
+        settings = Settings(**given)
         comparison = Comparison(settings, TerminalProgress(console))
         report = comparison.run()
+        if old is not None:
+            difference = compare_reports(old, report.to_json(), against)
+            report = replace(report, against=difference)
     except (MemmapError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -56,7 +56,7 @@ class Settings:
         ValueError: A number is out of range, or an arm unknown.
     """
 
-    config: str
+    config: str = ""
     arms: str = "all"
     devices: int = 2
     repeats: int = 3
@@ -70,6 +70,8 @@ class Settings:
     out: str = "runs/compare"
 
     def __post_init__(self) -> None:
+        if not self.config:
+            raise ValueError("--config: name the config to run, as for lightning-memmap fit")
         for name in ("devices", "repeats", "warmup_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")

@@ -5,6 +5,7 @@ from html import escape
 from typing import Any
 
 from lightning_memmap.compare import plots
+from lightning_memmap.compare.against import MEASURES, Difference
 from lightning_memmap.compare.clock import PARTS
 from lightning_memmap.compare.report import Report
 from lightning_memmap.compare.results import ArmResult
@@ -107,6 +108,8 @@ def _page(report: Report) -> Iterator[str]:
         ),
     )
     yield from _missing(report)
+    if report.against is not None:
+        yield from _against(report.against)
     yield "<h2>Where and how</h2>"
     yield from _circumstances(report)
     yield "</main>\n</body>\n</html>"
@@ -248,6 +251,25 @@ def _missing(report: Report) -> Iterator[str]:
             reason = f'<td class="text">{escape(arm.reason)}</td>'
             rows.append((_cell(arm.arm), f'<td class="{kind}">{word}</td>', reason))
         yield from _table(("arm", "", "reason"), rows)
+
+
+def _against(difference: Difference) -> Iterator[str]:
+    titles = {measure.name: measure.title for measure in MEASURES}
+    kinds = {"better": "good", "worse": "bad", "same": "", "unclear": "unsure"}
+    yield f"<h2>Against {escape(difference.old)}</h2>"
+    rows = [
+        (
+            _cell(change.arm),
+            _cell(titles[change.measure]),
+            f'<td class="{kinds[change.verdict]}"><strong>{change.verdict}</strong></td>',
+            _cell(f"{change.ratio - 1:+.1%}"),
+        )
+        for change in difference.changes
+    ]
+    yield from _table(("arm", "figure", "", "change"), rows)
+    if difference.warnings:
+        text = "; ".join(difference.warnings)
+        yield f'<p class="unsure">Not the same: {escape(text)}</p>'
 
 
 def _circumstances(report: Report) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_memmap.compare.against import Difference
 from lightning_memmap.compare.results import ArmResult
 
 #: Goes up when a field changes its meaning or goes away. See docs/compare.md.
@@ -49,6 +50,7 @@ class Report:
         scaling: Speed on several numbers of devices.
         left_out: Parts of the config that a comparison does not use.
         interrupted: Whether the user stopped it.
+        against: What changed since another report.
     """
 
     created: str
@@ -62,6 +64,7 @@ class Report:
     scaling: tuple[ScalingPoint, ...] = ()
     left_out: tuple[str, ...] = field(default=())
     interrupted: bool = False
+    against: Difference | None = None
 
     @property
     def parity_held(self) -> bool:
@@ -71,7 +74,8 @@ class Report:
     @property
     def exit_code(self) -> int:
         """0: every arm that ran agrees. 1: one does not. 3: one failed, or could not be judged,
-        or nothing ran. 130: interrupted."""
+        or nothing ran. 4: all is well, but an arm is slower than in the report that this one was
+        compared with. 130: interrupted."""
         if self.interrupted:
             return 130
         if not self.parity_held:
@@ -79,18 +83,26 @@ class Report:
         ran = [arm for arm in self.arms if arm.status == "ok"]
         unjudged = [arm for arm in ran if arm.parity is not None and arm.parity.held is None]
         failed = [arm for arm in self.arms if arm.status in ("failed", "pending")]
-        return 3 if failed or unjudged or not ran else 0
+        if failed or unjudged or not ran:
+            return 3
+        return 4 if self.against is not None and self.against.is_slower else 0
 
-    def write(self, path: Path) -> None:
-        """Write the report as JSON; the file is whole or it is not there."""
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
         values = {"schema": _SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(self)}
         values |= {"parity_held": self.parity_held, "exit_code": self.exit_code}
         for arm, result in zip(values["arms"], self.arms, strict=True):
             if result.holding is not None:
                 arm["holding"]["state_bytes_per_device"] = result.holding.state_bytes_per_device
                 arm["holding"]["moved_bytes"] = result.holding.moved_bytes
+        plain: dict[str, Any] = _plain(values)
+        return plain
+
+    def write(self, path: Path) -> None:
+        """Write the report as JSON; the file is whole or it is not there."""
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(_plain(values), indent=1, allow_nan=False), encoding="utf-8")
+        text = json.dumps(self.to_json(), indent=1, allow_nan=False)
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
 
 

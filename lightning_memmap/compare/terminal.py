@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memmap.compare.against import MEASURES, Difference
 from lightning_memmap.compare.clock import PARTS
 from lightning_memmap.compare.report import Report
 from lightning_memmap.compare.results import ArmResult, Spread
@@ -89,6 +90,44 @@ def _parts(report: Report) -> Iterator[Table | Text]:
     missing = [arm for arm in report.arms if arm.status != "ok"]
     if missing:
         yield _missing_table(missing)
+    if report.against is not None:
+        yield from _difference_parts(report.against)
+
+
+def print_difference(difference: Difference, console: Console) -> None:
+    """Print what changed between two reports."""
+    console.print(Group(*_difference_parts(difference)), soft_wrap=False)
+
+
+def _difference_parts(difference: Difference) -> Iterator[Table | Text]:
+    titles = {measure.name: measure.title for measure in MEASURES}
+    colors = {"better": "green", "worse": "bold red", "same": "dim", "unclear": "yellow"}
+    table = _table(f"Against {difference.old}", ["arm", "figure"], ["old", "new", "change", ""])
+    for change in difference.changes:
+        texts = (_figure(change.measure, value) for value in (change.old, change.new))
+        color = colors[change.verdict]
+        table.add_row(
+            change.arm,
+            titles[change.measure],
+            *texts,
+            f"{change.ratio - 1:+.1%}",
+            f"[{color}]{change.verdict}[/]",
+        )
+    yield table
+    for warning in difference.warnings:
+        yield Text(f"not the same: {warning}", style="yellow")
+    for names, words in (
+        (difference.only_old, "only in the old report"),
+        (difference.only_new, "only in the new report"),
+    ):
+        if names:
+            yield Text(f"{words}: {', '.join(names)}", style="yellow")
+
+
+def _figure(measure: str, value: float) -> str:
+    if measure == "own_bytes":
+        return format_bytes(int(value))
+    return f"{value:,.0f}" if measure == "samples_per_s" else f"{value:.2f} s"
 
 
 def _table(title: str, left: list[str], right: list[str]) -> Table:
