@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -11,14 +12,18 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 __all__ = [
     "BatchIndices",
     "TorchDispatchMode",
+    "dump_cuda_memory_snapshot",
     "process_group_size",
+    "record_cuda_memory_history",
     "renew_train_loader_after_epoch",
     "storage_use_count",
+    "tree_leaves",
 ]
 
 
@@ -44,6 +49,16 @@ def process_group_size(argument: Any) -> int | None:
         return int(torch.distributed.ProcessGroup.unbox(argument).size())
     except RuntimeError:  # Another kind of script object, such as the reduce operation.
         return None
+
+
+def record_cuda_memory_history(is_on: bool) -> None:
+    """Let CUDA's allocator keep the history of its allocations, or stop it."""
+    torch.cuda.memory._record_memory_history(enabled="all" if is_on else None)
+
+
+def dump_cuda_memory_snapshot(path: Path) -> None:
+    """Write the allocator's history for the viewer at https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
 
 
 class BatchIndices(_IndexBatchSamplerWrapper):

@@ -120,7 +120,7 @@ def test_failed_arm_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path: Pa
     config = write_config(tmp_path, dataset, model="tests.test_compare.Flat")
     process = start(
         "--config", config, "--arms", "auto+workers0,auto", "--repeats", 1, "--steps", 10**9,
-        "--check_steps", 4, "--accelerator", "cpu", "--devices", 1, "--out", tmp_path / "out",
+        "--check_steps", 6, "--accelerator", "cpu", "--devices", 1, "--out", tmp_path / "out",
     )  # fmt: skip
     progress = tmp_path / "out" / "arms" / "auto" / "timed1" / "progress"
     deadline = monotonic() + TIMEOUT_S

@@ -22,7 +22,8 @@ NAMES = {
         "open_store",
         "verify_store",
     ],
-    "lightning_memmap.callbacks": ["PredictionTable", "RunSummary"],
+    "lightning_memmap.callbacks": ["MemoryTrace", "PredictionTable", "RunSummary"],
+    "lightning_memmap.compare": ["compare"],
     "lightning_memmap.loading": [
         "AssembledLoader",
         "ResidentShards",

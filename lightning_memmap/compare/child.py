@@ -20,11 +20,19 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from typing_extensions import override
 
+from lightning_memmap.callbacks import MemoryTrace
 from lightning_memmap.compare.arms import parse_arms
 from lightning_memmap.compare.clock import StepClock
 from lightning_memmap.compare.environment import describe_environment
 from lightning_memmap.compare.feeds import feed_data
-from lightning_memmap.compare.measure import CheckRun, RunCallback, TimedRun, synchronizer
+from lightning_memmap.compare.measure import (
+    FIRST_TRACED_STEP,
+    NUM_TRACED_STEPS,
+    CheckRun,
+    RunCallback,
+    TimedRun,
+    synchronizer,
+)
 from lightning_memmap.compare.rows import Tap, expected_hashes, hash_batch
 from lightning_memmap.compare.spec import RunSpec
 from lightning_memmap.datamodule import MemmapDataModule
@@ -141,6 +149,7 @@ def train(spec: RunSpec) -> None:
             taken = []
             data.transform = Tap(data.transform, taken)
         callback = CheckRun(spec, data, taken)
+        trainer.callbacks.append(MemoryTrace(spec.out, FIRST_TRACED_STEP, NUM_TRACED_STEPS))
     else:
         clock = StepClock(synchronizer(trainer.strategy.root_device))
         trainer.profiler = clock

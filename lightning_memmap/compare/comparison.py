@@ -15,9 +15,10 @@ import yaml
 
 from lightning_memmap.compare.arms import Arm, Machine, ModelFacts, parse_arms
 from lightning_memmap.compare.launch import RunResult, run
+from lightning_memmap.compare.measure import LEAST_CHECK_STEPS
 from lightning_memmap.compare.parity import TOLERANCES, Check, global_losses, judge
 from lightning_memmap.compare.report import Report, ScalingPoint
-from lightning_memmap.compare.results import ArmResult, cost_of, holding_of
+from lightning_memmap.compare.results import ArmResult, cost_of, holding_of, read_trace
 from lightning_memmap.compare.spec import RunKind, RunSpec, shared_config
 from lightning_memmap.errors import MemmapError
 
@@ -77,10 +78,10 @@ class Settings:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
         if self.steps < 2:
             raise ValueError(f"steps={self.steps}: at least 2 are needed for a rate")
-        if self.check_steps < 4:
+        if self.check_steps < LEAST_CHECK_STEPS:
             raise ValueError(
-                f"check_steps={self.check_steps}: at least 4 are needed, each of the last three"
-                " looks at one thing"
+                f"check_steps={self.check_steps}: at least {LEAST_CHECK_STEPS} are needed, since"
+                " most of them look at one thing more"
             )
         if self.accelerator not in ("auto", "cpu", "cuda"):
             raise ValueError(f"accelerator={self.accelerator!r}: choose auto, cpu or cuda")
@@ -358,6 +359,7 @@ class Comparison:
                 result,
                 holding=holding_of(check, arm, self._facts),
                 check_losses=tuple(global_losses(check.ranks)) if arm.is_compared else (),
+                trace=read_trace(check),
             )
             if arm.is_compared and reference is not None:
                 parity = judge(

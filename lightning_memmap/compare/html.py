@@ -102,6 +102,11 @@ def _page(report: Report) -> Iterator[str]:
             " steps, allocated (blue) and reserved (grey).",
         ),
         (
+            plots.draw_traces(report),
+            "Two steps of the check runs, slowed down by being recorded. Rank 0. Activations: all"
+            " that operators return and that is none of the others.",
+        ),
+        (
             plots.draw_movement(report),
             "Solid: between devices or processes, the least a ring needs. Dashed: within one"
             " memory, between logical devices.",

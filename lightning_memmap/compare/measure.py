@@ -37,6 +37,9 @@ from lightning_memmap.loading import SuperBatch
 #: Steps of a check, from 0, in which it looks at bytes: by then the optimizer has its state, and
 #: what is allocated once has been allocated.
 _BYTES_STEP, _MOVEMENT_STEP, _FLOPS_STEP = 1, 2, 3
+#: Then its memory is traced.
+FIRST_TRACED_STEP, NUM_TRACED_STEPS = 4, 2
+LEAST_CHECK_STEPS = FIRST_TRACED_STEP + NUM_TRACED_STEPS
 
 
 class RunCallback(L.Callback):
@@ -177,7 +180,7 @@ class TimedRun(RunCallback):
         else:
             self._clock.take(0.0)
         self._clock.is_synchronizing = measured >= spec.steps
-        self._ends_s.append(self._clock.now())
+        self._ends_s.append(now)
 
     def _close_window(self, now: float) -> None:
         self.result["window_s"] = now - self._ends_s[0]

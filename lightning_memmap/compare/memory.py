@@ -1,14 +1,14 @@
 """Memory of processes and devices, and what of it belongs to the model."""
 
-import gc
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_memmap.callbacks.memory_trace import live_parameters
 from lightning_memmap.order import shard_rows
 from lightning_memmap.placement import Placement
 
@@ -77,9 +77,7 @@ def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[s
     Args:
         optimizers: Those that train.
     """
-    # By type first: an object may do anything when it is asked for its class.
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
-    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+    parameters = live_parameters()
     gradients = [p.grad for p in parameters if p.grad is not None]
     state = [
         value

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
+from lightning_memmap.callbacks.memory_trace import KINDS
 from lightning_memmap.compare.clock import PARTS
 from lightning_memmap.compare.report import Report
 from lightning_memmap.compare.results import ArmResult, Edge
@@ -27,6 +28,7 @@ _COLORS = (
 _PART_COLORS = dict(
     zip(PARTS, ("#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#BBBBBB"), strict=True)
 )
+_KIND_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#BBBBBB")
 _STYLE: Any = {
     "font.size": 9,
     "font.family": "sans-serif",
@@ -200,6 +202,31 @@ def _draw_peaks(axes: Axes, arms: Sequence[ArmResult]) -> None:
             axes.barh(at, peak["allocated"] / 2**20, color="#0072B2", height=height)
     _name_bars(axes, arms)
     axes.set_title("Peak memory of each device, MiB")
+
+
+def draw_traces(report: Report) -> str | None:
+    """The memory of two steps over time, one picture for each arm on common axes."""
+    arms = [arm for arm in report.arms if arm.trace and arm.trace["time_s"]]
+    if not arms:
+        return None
+    with mpl.rc_context(_STYLE):
+        figure = _figure(0.7 + 1.15 * len(arms))
+        panes = figure.subplots(len(arms), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+        for axes, arm in zip(panes, arms, strict=True):
+            assert arm.trace is not None
+            axes.stackplot(
+                [time_s * 1e3 for time_s in arm.trace["time_s"]],
+                [[size / 2**20 for size in arm.trace[kind]] for kind in KINDS],
+                labels=KINDS,
+                colors=_KIND_COLORS,
+                step="post",
+            )
+            axes.set_title(arm.arm)
+            axes.grid(alpha=0.25)
+        panes[-1].set_xlabel("ms")
+        figure.supylabel("MiB", fontsize=9)
+        _legend_below(figure, panes[0], 3)
+        return _svg(figure)
 
 
 def draw_scaling(report: Report) -> str | None:

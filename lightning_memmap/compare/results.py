@@ -1,5 +1,6 @@
 """What the runs of an arm amount to: figures with their spread over repeats."""
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -145,6 +146,7 @@ class ArmResult:
         holding: From its check run.
         cost: From its timed runs.
         check_losses: The loss of each global batch of the check run.
+        trace: Bytes by kind over time, on rank 0; see `lightning_memmap.callbacks.MemoryTrace`.
         timed_losses: Those of the first timed run, with transform and dropout as configured.
         logs: The logs of its runs, relative to the report.
     """
@@ -160,6 +162,7 @@ class ArmResult:
     cost: Cost | None = None
     check_losses: tuple[float, ...] = ()
     timed_losses: tuple[float, ...] = ()
+    trace: Mapping[str, Sequence[float]] | None = None
     logs: tuple[str, ...] = field(default=())
 
 
@@ -276,6 +279,15 @@ def holding_of(result: RunResult, arm: Arm, facts: Mapping[str, Any]) -> Holding
         flops_per_step=sum(int(rank["flops"]) for rank in ranks),
         batch_bytes=sum(int(part[0].get("batch_bytes", 0)) for part in parts_of(ranks)),
     )
+
+
+def read_trace(result: RunResult) -> dict[str, list[float]] | None:
+    """The memory trace of a check run on rank 0; None where there is none."""
+    path = result.out / "memory_trace_rank0.json"
+    if not path.exists():
+        return None
+    found: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def _edges(
