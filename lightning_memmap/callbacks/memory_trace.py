@@ -99,8 +99,8 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """Bytes of each kind over time.
 
         Args:
-            num_points: At most so many moments. Of those that fall together, the one with the
-                most bytes stays.
+            num_points: At most so many moments, spread evenly over allocations and releases. Of
+                those that fall together, the one with the most bytes stays.
 
         Returns:
             ``time_s`` from the start of the trace, and the bytes of each of `KINDS` at that time.
@@ -111,12 +111,13 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             if found.ended_s is not None:
                 events.append((found.ended_s - self.start_s, -found.num_bytes, found.kind))
         events.sort(key=lambda event: event[0])
-        end_s = events[-1][0] if events else 0.0
         held = dict.fromkeys(KINDS, 0)
         moments: dict[int, tuple[float, dict[str, int]]] = {}
-        for time_s, num_bytes, kind in events:
+        per_moment = max(1.0, len(events) / num_points)
+        for index, (time_s, num_bytes, kind) in enumerate(events):
             held[kind] += num_bytes
-            place = int(time_s / end_s * (num_points - 1)) if end_s > 0 else 0
+            # What was there from the start is one moment.
+            place = int(index / per_moment) if time_s > 0 else 0
             if place not in moments or sum(held.values()) >= sum(moments[place][1].values()):
                 moments[place] = (time_s, dict(held))
         return {

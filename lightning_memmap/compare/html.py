@@ -18,7 +18,7 @@ _CSS = """
 body { margin: 0 auto; padding: 1rem; max-width: 68rem; color: var(--ink);
   background: var(--paper); font: 16px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: .2rem 0 .6rem; }
-h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
+h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; overflow-wrap: anywhere; }
 h3 { font-size: .95rem; margin: 1.2rem 0 .3rem; }
 p { margin: .4rem 0; }
 .soft { color: var(--soft); font-size: .9rem; }
@@ -103,8 +103,8 @@ def _page(report: Report) -> Iterator[str]:
         ),
         (
             plots.draw_traces(report),
-            "Two steps of the check runs, slowed down by being recorded. Rank 0. Activations: all"
-            " that operators return and that is none of the others.",
+            "Two steps of the check runs on rank 0, from one allocation or release to the next."
+            " Activations: all that operators return and that is none of the others.",
         ),
         (
             plots.draw_movement(report),
@@ -125,9 +125,9 @@ def _verdict(report: Report) -> Iterator[str]:
     if not report.parity_held:
         wrong = [a.arm for a in compared if a.parity is not None and a.parity.held is False]
         yield _banner("bad", f"Parity does not hold: {', '.join(wrong)} differ from the reference.")
-    elif report.exit_code == 0 and len(compared) > 1:
+    elif report.exit_code in (0, 4) and len(compared) > 1:
         yield _banner("good", f"Parity holds: {len(compared)} arms train the same.")
-    elif report.exit_code == 0:
+    elif report.exit_code in (0, 4):
         yield _banner("unsure", "Only one arm could be checked.")
     else:
         yield _banner("unsure", "No difference was found, but not every arm could be judged.")

@@ -14,11 +14,12 @@ from tests.unit.compare.reports import make_arm, make_report
 @pytest.mark.parametrize(
     ("old", "new", "verdict"),
     [
-        ([100.0, 104.0], [105.0, 110.0], "better"),
-        ([105.0, 110.0], [100.0, 104.0], "worse"),
-        ([100.0, 106.0], [105.0, 110.0], "same"),  # The ranges overlap.
-        ([100.0, 100.1], [101.0, 101.1], "same"),  # They do not, but lie close together.
-        ([100.0], [150.0, 151.0], "unclear"),
+        ([100.0, 101.0, 104.0], [105.0, 106.0, 107.0], "better"),
+        ([105.0, 106.0, 107.0], [100.0, 101.0, 104.0], "worse"),
+        ([100.0, 101.0, 106.0], [105.0, 110.0, 111.0], "same"),  # The ranges overlap.
+        ([100.0, 101.0, 106.0], [107.0, 107.0, 107.0], "same"),  # One is as wide as the change.
+        ([100.0, 100.1, 100.2], [101.0, 101.1, 101.2], "same"),  # Too little to speak of.
+        ([100.0, 101.0], [150.0, 151.0, 152.0], "unclear"),
         ([100.0], [101.0], "same"),
     ],
 )
@@ -38,8 +39,8 @@ def write(path: Path, rates: tuple[float, ...], **values: object) -> str:
 def test_slower_arm_is_told_and_ends_with_its_own_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = write(tmp_path / "old.json", (1000.0, 1010.0))
-    slow = write(tmp_path / "slow.json", (800.0, 810.0))
+    old = write(tmp_path / "old.json", (1000.0, 1005.0, 1010.0))
+    slow = write(tmp_path / "slow.json", (800.0, 805.0, 810.0))
     assert compare(["--against", old, "--report", slow]) == 4
     printed = capsys.readouterr().out
     assert "worse" in printed
@@ -61,8 +62,8 @@ def test_other_conditions_are_told() -> None:
 
 
 def test_page_and_exit_code_tell_of_a_slower_arm() -> None:
-    old = make_report(make_arm("auto", (1000.0, 1010.0)), scaling=())
-    new = make_report(make_arm("auto", (500.0, 510.0)), scaling=())
+    old = make_report(make_arm("auto", (1000.0, 1005.0, 1010.0)), scaling=())
+    new = make_report(make_arm("auto", (500.0, 505.0, 510.0)), scaling=())
     difference = compare_reports(old.to_json(), new.to_json(), "old.json")
     report = replace(new, against=difference)
     assert report.exit_code == 4
