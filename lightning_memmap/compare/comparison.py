@@ -307,9 +307,9 @@ class Comparison:
 
     def _report(self) -> Report:
         reference = self._reference()
-        results = [self._result(arm, reference) for arm in self.arms]
-        results = _with_ideal(results)
         facts = self._facts
+        results = [self._result(arm, reference) for arm in self.arms]
+        results = _with_shares(results, reference, facts.get("global_batch") or 1)
         names = ("store_path", "num_rows", "num_shards", "row_bytes", "num_bytes", "fields",
                  "store_s", "check_store_s", "steps_per_epoch", "batch_size", "data_class",
                  "has_transform", "transform_is_random", "has_eval_transform")  # fmt: skip
@@ -398,8 +398,13 @@ class Comparison:
         return []
 
 
-def _with_ideal(results: list[ArmResult]) -> list[ArmResult]:
-    """Add the share of the ideal loader's speed, where the same strategy was run with it."""
+def _with_shares(
+    results: list[ArmResult], reference: Arm | None, global_batch: int
+) -> list[ArmResult]:
+    """Add what follows from other arms: the share of the ideal loader's speed, where the same
+    strategy was run with it, and operations a second, counted in the reference."""
+    name = reference.name if reference is not None else ""
+    flops = [arm.holding.flops_per_step for arm in results if arm.arm == name and arm.holding]
     ideals = {
         result.strategy: result.cost.samples_per_s.median
         for result in results
@@ -407,10 +412,15 @@ def _with_ideal(results: list[ArmResult]) -> list[ArmResult]:
     }
     found = []
     for result in results:
-        ideal = ideals.get(result.strategy)
-        if result.cost is not None and ideal:
-            share = result.cost.samples_per_s.median / ideal
-            result = replace(result, cost=replace(result.cost, ideal_share=share))
+        if result.cost is not None:
+            rate = result.cost.samples_per_s.median
+            ideal = ideals.get(result.strategy)
+            cost = replace(
+                result.cost,
+                ideal_share=rate / ideal if ideal else None,
+                flops_per_s=flops[0] / global_batch * rate if flops else None,
+            )
+            result = replace(result, cost=cost)
         found.append(result)
     return found
 
