@@ -214,7 +214,7 @@ def _superbatch(work: Workload, cluster: Cluster, rows: int) -> _Plan:
     step_s = work.fixed_s + _compute_s(work, cluster, rows, 1) + moved / cluster.bandwidth
     return _Plan(
         work.state_bytes, rows, cluster.size, moved, step_s,
-        obstacle="one machine" if cluster.nodes > 1 else "",
+        obstacle="one node" if cluster.nodes > 1 else "",
         note="computes on one device; the memory of all holds the data",
     )  # fmt: skip
 
@@ -255,7 +255,7 @@ def _one_process_replicas(work: Workload, cluster: Cluster, rows: int) -> _Plan:
     step_s += moved / cluster.bandwidth
     return _Plan(
         work.state_bytes, share, cluster.size, moved, step_s,
-        obstacle="one machine" if cluster.nodes > 1 else "",
+        obstacle="one node" if cluster.nodes > 1 else "",
     )  # fmt: skip
 
 
@@ -263,7 +263,7 @@ def _layers(work: Workload, cluster: Cluster, rows: int) -> _Plan:
     step_s = work.fixed_s + _compute_s(work, cluster, rows, 1)
     return _Plan(
         work.state_bytes / cluster.size, rows, cluster.size, 0, step_s,
-        obstacle="one machine" if cluster.nodes > 1 else "",
+        obstacle="one node" if cluster.nodes > 1 else "",
         note="one device computes at a time; activations between layers are not counted",
         activation_share=1 / cluster.size,
     )  # fmt: skip

@@ -219,7 +219,7 @@ def _table(predictions: list[Prediction], chosen: Prediction | None) -> Table:
             format_bytes(found.needed_bytes),
             f"{found.resident_share:.0%}",
             format_bytes(found.moved_bytes),
-            f"{found.step_s * 1e3:,.2f}",
+            f"{found.step_s * 1e3:,.3g}" if found.step_s < 1 else f"{found.step_s * 1e3:,.0f}",
             f"{found.samples_per_s:,.0f}",
         )
     return table
@@ -256,7 +256,16 @@ def _peak(trace: Mapping[str, list[float]] | None) -> float:
 
 
 def _make_table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=0,
+        collapse_padding=True,
+    )
     table.add_column("strategy", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
