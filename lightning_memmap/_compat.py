@@ -11,20 +11,9 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 from typing_extensions import override
-
-__all__ = [
-    "BatchIndices",
-    "TorchDispatchMode",
-    "dump_cuda_memory_snapshot",
-    "process_group_size",
-    "record_cuda_memory_history",
-    "renew_train_loader_after_epoch",
-    "storage_use_count",
-    "tree_leaves",
-]
 
 
 def storage_use_count(tensor: Tensor) -> int:

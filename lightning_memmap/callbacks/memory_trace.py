@@ -35,6 +35,23 @@ def live_parameters() -> list[nn.Parameter]:
     return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
 
 
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch in the order of its containers."""
+    leaves: list[Tensor] = []
+    apply_to_collection(batch, Tensor, leaves.append)
+    return leaves
+
+
+def batches_of(batch: Any) -> list[Any]:
+    """What a callback is given as a batch, as the batches of the data devices where those were not
+    put together: of a super-batch, and of anything without tensors of its own but with ``parts``.
+    """
+    if isinstance(batch, SuperBatch):
+        return batch.batches
+    parts = None if tensors_of(batch) else getattr(batch, "parts", None)
+    return parts if isinstance(parts, list) else [batch]
+
+
 @dataclass
 class _Allocation:
     kind: str
@@ -176,10 +193,7 @@ class MemoryTrace(L.Callback):
             self._tracer.add(pl_module.buffers(), "parameters", from_start=True)
             self._tracer.add(state, "optimizer", from_start=True)
         if self._tracer is not None:
-            parts = batch.batches if isinstance(batch, SuperBatch) else [batch]
-            leaves: list[Tensor] = []
-            apply_to_collection(parts, Tensor, leaves.append)
-            self._tracer.add(leaves, "data")
+            self._tracer.add(tensors_of(batches_of(batch)), "data")
             self._open.enter_context(self._tracer)
 
     @override

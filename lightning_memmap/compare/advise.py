@@ -7,7 +7,7 @@ for all batch sizes, links at their bandwidth, and what a strategy can hide behi
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_memmap.compare.arms import STOCK
@@ -111,6 +111,7 @@ class Cluster:
         latency_s: Seconds that a collective takes for nothing.
         parallel_devices: How many devices of a node compute at full speed at once; fewer than
             ``devices`` where logical ones share the cores of a CPU.
+        has_gpus: Whether the devices are GPUs.
     """
 
     devices: int
@@ -120,10 +121,11 @@ class Cluster:
     node_bandwidth: float
     latency_s: float
     parallel_devices: float = float("inf")
+    has_gpus: bool = True
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            least = 0 if name == "latency_s" else 1
+            least = 0 if name in ("latency_s", "has_gpus") else 1
             if value < least:
                 raise ValueError(f"{name}={value}: at least {least}")
 
@@ -282,6 +284,10 @@ def _sharded(work: Workload, cluster: Cluster, rows: int) -> _Plan:
     )  # fmt: skip
 
 
+def _stock_sharded(work: Workload, cluster: Cluster, rows: int) -> _Plan:
+    return replace(_sharded(work, cluster, rows), obstacle="" if cluster.has_gpus else "GPUs only")
+
+
 def _pipeline(work: Workload, cluster: Cluster, rows: int) -> _Plan:
     stages = cluster.size
     compute_s = _compute_s(work, cluster, rows, cluster.devices) / stages
@@ -315,7 +321,7 @@ _PLANS: dict[str, Callable[[Workload, Cluster, int], _Plan]] = {
     "ddp": _data_parallel,
     "memmap_superbatch_ddp": _superbatch_ddp,
     "memmap_fsdp2": _sharded,
-    "fsdp": _sharded,
+    "fsdp": _stock_sharded,
     "memmap_pipeline": _pipeline,
     "memmap_model_parallel": _layers,
     "memmap_independent": _own_models,

@@ -2,13 +2,12 @@
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +21,7 @@ from lightning_memmap.compare.advise import (
 )
 from lightning_memmap.compare.comparison import Comparison, Settings
 from lightning_memmap.compare.report import read_report
-from lightning_memmap.compare.terminal import TerminalProgress
+from lightning_memmap.compare.terminal import TerminalProgress, make_table
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.placement import format_bytes, parse_bytes
 
@@ -101,7 +100,9 @@ def advise(args: list[str]) -> int:
     if _is_as_measured(question):
         console.print(_errors(predictions, report))
     name = chosen.strategy if chosen is not None else "none"
-    console.print(f"[bold]{name}[/]: {reason}", highlight=False)
+    console.print(f"\n[bold]{name}[/]: {reason}", highlight=False)
+    if _is_as_measured(question):
+        console.print(_fastest_measured(report), highlight=False)
     if question.json is not None:
         answer = {
             "workload": asdict(work),
@@ -178,6 +179,7 @@ def _cluster(question: Question, report: Mapping[str, Any]) -> Cluster:
         node_bandwidth=parse_bytes(question.node_bandwidth or links[1]),
         latency_s=links[2] if question.latency_s is None else question.latency_s,
         parallel_devices=cores,
+        has_gpus=not (on_cpu and is_here),
     )
 
 
@@ -206,9 +208,10 @@ def _print_workload(work: Workload, cluster: Cluster, console: Console) -> None:
 
 
 def _table(predictions: list[Prediction], chosen: Prediction | None) -> Table:
-    table = _make_table(
+    table = make_table(
         "By strategy: what the fullest device needs and moves in a step",
-        ("fits", "needs", "data", "moves", "step ms", "samples/s"),
+        ["strategy"],
+        ["fits", "needs", "data", "moves", "step ms", "samples/s"],
     )
     for found in predictions:
         fits = "[green]yes[/]" if found.fits else "[red]no[/]"
@@ -227,8 +230,8 @@ def _table(predictions: list[Prediction], chosen: Prediction | None) -> Table:
 
 def _errors(predictions: list[Prediction], report: Mapping[str, Any]) -> Table:
     """What was predicted against what the comparison measured."""
-    table = _make_table(
-        "Predicted / measured here", ("model state", "peak memory", "moves", "step")
+    table = make_table(
+        "Predicted / measured here", ["strategy"], ["model state", "peak memory", "moves", "step"]
     )
     by_name = {found.strategy: found for found in predictions}
     for arm in report["arms"]:
@@ -248,28 +251,27 @@ def _errors(predictions: list[Prediction], report: Mapping[str, Any]) -> Table:
     return table
 
 
+def _fastest_measured(report: Mapping[str, Any]) -> str:
+    """What was found here, which counts for more than any prediction."""
+    rates = {
+        arm["arm"]: arm["cost"]["samples_per_s"]["median"]
+        for arm in report["arms"]
+        if arm["status"] == "ok" and arm["parity"] is not None and arm["parity"]["held"]
+    }
+    if not rates:
+        return "No arm of the comparison was found to agree with its reference."
+    fastest = max(rates, key=lambda arm: float(rates[arm]))
+    return (
+        f"Measured here, of {len(rates)} arms that agree, {fastest} was the fastest:"
+        f" {rates[fastest]:,.0f} samples/s"
+    )
+
+
 def _peak(trace: Mapping[str, list[float]] | None) -> float:
     """The most that a memory trace has seen, of all kinds together."""
     if not trace:
         return 0.0
     return max((sum(moment) for moment in zip(*(trace[k] for k in KINDS), strict=True)), default=0)
-
-
-def _make_table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=0,
-        collapse_padding=True,
-    )
-    table.add_column("strategy", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _ratio(predicted: float, measured: float) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
+from lightning_memmap.callbacks.memory_trace import batches_of
 from lightning_memmap.compare.clock import StepClock
 from lightning_memmap.compare.memory import (
     EnergyMeter,
@@ -32,7 +33,6 @@ from lightning_memmap.compare.movement import MovementRecorder
 from lightning_memmap.compare.rows import hash_batch, leaves_of
 from lightning_memmap.compare.spec import RunSpec
 from lightning_memmap.datamodule import MemmapDataModule
-from lightning_memmap.loading import SuperBatch
 
 #: Steps of a check, from 0, in which it looks at bytes: by then the optimizer has its state, and
 #: what is allocated once has been allocated.
@@ -232,8 +232,8 @@ class CheckRun(RunCallback):
         self._seen.append(hash_batch(batch))
         if step == _BYTES_STEP:
             # Assembled on the root device, or still the batches of the data devices.
-            parts = batch.batches if isinstance(batch, SuperBatch) else [batch]
-            self.result["is_assembled"] = not isinstance(batch, SuperBatch)
+            parts = batches_of(batch)
+            self.result["is_assembled"] = parts[0] is batch
             self.result["batch_bytes"] = sum(
                 leaf.nbytes for part in parts for leaf in leaves_of(part)
             )

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_memmap.loading import SuperBatch
+from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
 from lightning_memmap.order import StepPlan, Stream, shard_starts
 from lightning_memmap.store import Store
 
@@ -45,15 +44,12 @@ def _bytes(leaf: Tensor) -> np.ndarray:
 
 def leaves_of(batch: Any) -> list[Tensor]:
     """The tensors of a batch that have rows, in the order of its containers."""
-    leaves: list[Tensor] = []
-    apply_to_collection(batch, Tensor, leaves.append)
-    return [leaf for leaf in leaves if leaf.ndim]
+    return [leaf for leaf in tensors_of(batch) if leaf.ndim]
 
 
 def hash_batch(batch: Any) -> int:
     """`hash_rows` of a batch, or of the batches of a super-batch together."""
-    parts = batch.batches if isinstance(batch, SuperBatch) else [batch]
-    return sum(hash_rows(leaves_of(part)) for part in parts) % _MODULUS
+    return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % _MODULUS
 
 
 def expected_hashes(store: Store, stream: Stream, plan: StepPlan, num_steps: int) -> list[int]:

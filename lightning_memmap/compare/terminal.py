@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
 
+from rich import box
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -79,19 +80,24 @@ def _parts(report: Report) -> Iterator[Table | Text]:
         f" {settings['warmup_steps']} of warm-up, {settings['repeats']} runs of each arm"
     )
     if any(arm.parity is not None for arm in report.arms):
-        yield _parity_table(report)
+        yield from _apart(_parity_table(report))
         yield from _problems(report)
     if any(arm.cost is not None for arm in report.arms):
-        yield _speed_table(report)
-        yield _parts_table(report)
-        yield _memory_table(report)
+        yield from _apart(_speed_table(report))
+        yield from _apart(_parts_table(report))
+        yield from _apart(_memory_table(report))
     if report.scaling:
-        yield _scaling_table(report)
+        yield from _apart(_scaling_table(report))
     missing = [arm for arm in report.arms if arm.status != "ok"]
     if missing:
-        yield _missing_table(missing)
+        yield from _apart(_missing_table(missing))
     if report.against is not None:
         yield from _difference_parts(report.against)
+
+
+def _apart(table: Table) -> Iterator[Table | Text]:
+    yield Text()
+    yield table
 
 
 def print_difference(difference: Difference, console: Console) -> None:
@@ -102,7 +108,7 @@ def print_difference(difference: Difference, console: Console) -> None:
 def _difference_parts(difference: Difference) -> Iterator[Table | Text]:
     titles = {measure.name: measure.title for measure in MEASURES}
     colors = {"better": "green", "worse": "bold red", "same": "dim", "unclear": "yellow"}
-    table = _table(f"Against {difference.old}", ["arm", "figure"], ["old", "new", "change", ""])
+    table = make_table(f"Against {difference.old}", ["arm", "figure"], ["old", "new", "change", ""])
     for change in difference.changes:
         texts = (_figure(change.measure, value) for value in (change.old, change.new))
         color = colors[change.verdict]
@@ -113,7 +119,7 @@ def _difference_parts(difference: Difference) -> Iterator[Table | Text]:
             f"{change.ratio - 1:+.1%}",
             f"[{color}]{change.verdict}[/]",
         )
-    yield table
+    yield from _apart(table)
     for warning in difference.warnings:
         yield Text(f"not the same: {warning}", style="yellow")
     for names, words in (
@@ -130,10 +136,21 @@ def _figure(measure: str, value: float) -> str:
     return f"{value:,.0f}" if measure == "samples_per_s" else f"{value:.2f} s"
 
 
-def _table(title: str, left: list[str], right: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
+def make_table(title: str, left: list[str], right: list[str]) -> Table:
+    """A table with columns that are flush left, of which the first is never broken, and right."""
+    # Narrow, so that eighty columns hold it.
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=0,
+        collapse_padding=True,
+    )
     for name in left:
-        table.add_column(name, no_wrap=name == "arm", overflow="fold")
+        table.add_column(name, no_wrap=name in left[:1], overflow="fold")
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     return table
@@ -141,7 +158,7 @@ def _table(title: str, left: list[str], right: list[str]) -> Table:
 
 def _parity_table(report: Report) -> Table:
     title = f"Parity with {report.reference}"
-    table = _table(title, ["arm"], ["rows", "batches", "losses", "weights", "within", ""])
+    table = make_table(title, ["arm"], ["rows", "batches", "losses", "weights", "within", ""])
     for arm in report.arms:
         parity = arm.parity
         if parity is None:
@@ -180,7 +197,7 @@ def _problems(report: Report) -> Iterator[Text]:
 
 
 def _speed_table(report: Report) -> Table:
-    table = _table(
+    table = make_table(
         "Speed: the median of the runs, and lowest..highest",
         ["arm"],
         ["samples/s", "range", "of ideal", "step ms", "1st batch s"],
@@ -201,7 +218,7 @@ def _speed_table(report: Report) -> Table:
 
 
 def _parts_table(report: Report) -> Table:
-    table = _table("Where a step goes: means in ms", ["arm"], list(PARTS))
+    table = make_table("Where a step goes: means in ms", ["arm"], list(PARTS))
     for arm in _costed(report):
         if arm.cost is not None:
             parts = arm.cost.parts_s
@@ -213,7 +230,7 @@ def _memory_table(report: Report) -> Table:
     on_gpu = any(arm.cost is not None and arm.cost.device_peaks for arm in report.arms)
     more = ["device peak", "reserved"] if on_gpu else []
     energy = any(arm.cost is not None and arm.cost.joules_per_sample for arm in report.arms)
-    table = _table(
+    table = make_table(
         "Memory, and what moves in a step",
         ["arm"],
         ["procs", "own", "shared", *more, "state/device", "moved/step"]
@@ -246,7 +263,7 @@ def _memory_table(report: Report) -> Table:
 
 def _scaling_table(report: Report) -> Table:
     counts = sorted({point.devices for point in report.scaling})
-    table = _table(
+    table = make_table(
         "Scaling: samples/s per device, with the rows per device held the same",
         ["arm"],
         [f"{count} devices" for count in counts],
@@ -272,7 +289,7 @@ def _missing_table(missing: list[ArmResult]) -> Table:
         "failed": "[bold red]FAILED[/]",
         "pending": "[yellow]not finished[/]",
     }
-    table = _table("Arms without a result", ["arm", "", "reason"], [])
+    table = make_table("Arms without a result", ["arm", "", "reason"], [])
     for arm in missing:
         reason = " ".join(arm.reason.split())
         table.add_row(

@@ -157,6 +157,8 @@ def test_answer_for_this_machine_is_held_against_what_was_measured(
     assert ratios["auto"][:4] == ["1.00", "1.00", "both", "none"]
     assert ratios["ddp"][0] == "1.00"
     assert ratios["ddp"][2] == "1.00"
+    # All that ran agree and were as fast; what was measured stands beside what is predicted.
+    assert "Measured here, of 2 arms that agree" in printed
 
 
 def test_answer_for_another_machine_and_model(
