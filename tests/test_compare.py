@@ -109,6 +109,7 @@ def test_arms_are_compared_and_the_report_tells_what_each_costs(tmp_path: Path) 
     assert auto["holding"]["moved_bytes"] == 0
     left_out = {"trainer.strategy", "trainer.max_epochs", "trainer.callbacks"}
     assert set(report["left_out"]) == left_out
+    assert report["command"].startswith("lightning-memmap compare --config")
     # Parity stands before speed, and the page shows both.
     assert printed.index("Parity with auto") < printed.index("Speed")
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")

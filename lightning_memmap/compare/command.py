@@ -1,5 +1,6 @@
 """``lightning-memmap compare``."""
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,8 @@ def compare(args: list[str]) -> int:
             print_difference(difference, console)
             return 4 if difference.is_slower else 0
         settings = Settings(**given)
-        comparison = Comparison(settings, TerminalProgress(console))
+        command = shlex.join(["lightning-memmap", "compare", *args])
+        comparison = Comparison(settings, TerminalProgress(console), command)
         report = comparison.run()
         if old is not None:
             difference = compare_reports(old, report.to_json(), against)

@@ -1,9 +1,7 @@
 """Runs the arms of a comparison one after the other, and makes the report of what came out."""
 
 import json
-import shlex
 import shutil
-import sys
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -135,12 +133,13 @@ class Comparison:
     Args:
         settings: What to do.
         progress: Where to show how far it is.
+        command: The command line, for the report.
 
     Raises:
         ValueError: The config has no model or no data, or ``out`` holds something else.
     """
 
-    def __init__(self, settings: Settings, progress: Progress) -> None:
+    def __init__(self, settings: Settings, progress: Progress, command: str = "") -> None:
         self.settings = settings
         self.arms = parse_arms(settings.arms)
         config = yaml.safe_load(Path(settings.config).read_text(encoding="utf-8"))
@@ -155,6 +154,7 @@ class Comparison:
         count = torch.cuda.device_count() if accelerator == "cuda" else settings.devices
         self.machine = Machine(accelerator, count)
         self._progress = progress
+        self._command = command
         self._out = Path(settings.out)
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._facts: dict[str, Any] = {}
@@ -325,7 +325,7 @@ class Comparison:
         }
         return Report(
             created=self._created,
-            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            command=self._command,
             environment=facts.get("environment", {}),
             settings=settings,
             data={name: facts.get(name) for name in names},

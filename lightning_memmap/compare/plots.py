@@ -218,7 +218,7 @@ def draw_traces(report: Report) -> str | None:
             count = len(arm.trace["time_s"])
             axes.stackplot(
                 # Not by the clock, which the recording holds up, most of all at its start.
-                [NUM_TRACED_STEPS * i / count for i in range(count)],
+                [NUM_TRACED_STEPS * i / max(1, count - 1) for i in range(count)],
                 [[size / 2**20 for size in arm.trace[kind]] for kind in KINDS],
                 labels=KINDS,
                 colors=_KIND_COLORS,

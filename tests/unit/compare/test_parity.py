@@ -67,6 +67,15 @@ def test_other_bytes_after_the_transform_are_no_fault() -> None:
     assert parity.same_content is False
 
 
+def test_model_that_tells_no_loss_is_judged_by_its_weights() -> None:
+    silent = replace(CHECK, losses=[nan, nan, nan])
+    parity = judge(silent, silent, EXPECTED, 1e-3, is_random=False)
+    assert parity.held is True
+    assert "no loss" in parity.notes[0]
+    other = replace(silent, final={**AFTER, "weight": AFTER["weight"] + 1})
+    assert judge(other, silent, EXPECTED, 1e-3, is_random=False).held is False
+
+
 def test_random_batches_leave_losses_and_weights_unjudged() -> None:
     other = replace(CHECK, losses=[9.0, 9.0, 9.0])
     parity = judge(other, CHECK, EXPECTED, 1e-3, is_random=True)
