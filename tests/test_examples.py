@@ -110,12 +110,23 @@ def test_config_serves_all_subcommands(
 # Digits and Fashion-MNIST
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "memmap_superbatch_ddp", "memmap_fsdp2"])
-def test_config_of_a_strategy_is_laid_over_another(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [
+        ("ddp", 4),
+        ("memmap_superbatch_ddp", 2),
+        ("memmap_fsdp2", 4),
+        ("memmap_dp", 1),
+        ("memmap_model_parallel", 1),
+    ],
+)
+def test_config_of_a_strategy_is_laid_over_another(
+    tmp_path: Path, strategy: str, processes: int
+) -> None:
     over = str(ROOT / "examples" / "configs" / "strategies" / f"{strategy}.yaml")
     printed = run_cli(tmp_path, "fit", "digits.yaml", "--config", over, "--trainer.max_epochs", "2")
     assert metric(printed, "val_accuracy") > 0.9
-    assert f"Starting with {4 if strategy == 'ddp' else 2} processes" in printed
+    assert (f"Starting with {processes} processes" in printed) == (processes > 1)
 
 
 def test_digits_splits_are_disjoint_and_repeat() -> None:

@@ -12,7 +12,13 @@ from torch.distributed.constants import default_pg_timeout
 
 import lightning_memmap
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.strategies import FSDP2Strategy, SuperBatchDDPStrategy, SuperBatchStrategy
+from lightning_memmap.strategies import (
+    DataParallelStrategy,
+    FSDP2Strategy,
+    LocalModelParallelStrategy,
+    SuperBatchDDPStrategy,
+    SuperBatchStrategy,
+)
 
 NAMES = {
     "lightning_memmap": [
@@ -34,7 +40,9 @@ NAMES = {
     ],
     "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
     "lightning_memmap.strategies": [
+        "DataParallelStrategy",
         "FSDP2Strategy",
+        "LocalModelParallelStrategy",
         "STRATEGIES",
         "SuperBatchDDPStrategy",
         "SuperBatchStrategy",
@@ -69,6 +77,10 @@ STRATEGY = {
     "checkpoint_io": None,
     "precision_plugin": None,
 }
+
+DATA_PARALLEL = {name: default for name, default in STRATEGY.items() if name != "root_holds_data"}
+
+MODEL_PARALLEL = {"layers": None, "num_microbatches": 1, **STRATEGY}
 
 SUPERBATCH_DDP = {
     "data_devices_per_process": None,
@@ -108,6 +120,8 @@ def test_public_names_of_a_module_are_these(module: str) -> None:
     [
         (MemmapDataModule, DATA_MODULE),
         (SuperBatchStrategy, STRATEGY),
+        (DataParallelStrategy, DATA_PARALLEL),
+        (LocalModelParallelStrategy, MODEL_PARALLEL),
         (SuperBatchDDPStrategy, SUPERBATCH_DDP),
         (FSDP2Strategy, FSDP2),
     ],

@@ -22,14 +22,15 @@ class SuperBatch:
         num_rows: Rows of all batches.
         step_rows: Rows of the step over all processes.
         data_devices: Where the batches are.
+        first: The data device whose batch has the first row.
     """
 
     __slots__ = (
         "_assembler",
-        "_first",
         "_parts",
         "_whole",
         "data_devices",
+        "first",
         "num_rows",
         "step_rows",
     )
@@ -47,7 +48,7 @@ class SuperBatch:
         self.data_devices = data_devices
         self.num_rows = num_rows
         self.step_rows = num_rows
-        self._first = first
+        self.first = first
         self._whole = whole
         self._parts = parts
         self._assembler = assembler
@@ -61,7 +62,7 @@ class SuperBatch:
             count = len(self.data_devices)
             self._parts = [
                 self._assembler.build(
-                    [leaf[(index - self._first) % count :: count] for leaf in self._whole]
+                    [leaf[(index - self.first) % count :: count] for leaf in self._whole]
                 )
                 for index in range(count)
             ]
@@ -90,7 +91,7 @@ class SuperBatch:
                 leaves = [leaf.to(target, non_blocking=non_blocking) for leaf in leaves]
             return self._assembler.build(leaves)
         assert self._parts is not None
-        return self._assembler.interleave(self._parts, self._first, self.num_rows, target)
+        return self._assembler.interleave(self._parts, self.first, self.num_rows, target)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -125,7 +126,7 @@ class Assembler:
                 start = (index - first) % len(parts)
                 for out, leaf in zip(outs, part, strict=True):
                     out[start :: len(parts)].copy_(leaf, non_blocking=True)
-        return _rebuilt(parts[0], iter(outs))
+        return rebuilt(parts[0], iter(outs))
 
     def _buffers(self, leaves: list[Tensor], num_rows: int, device: torch.device) -> list[Tensor]:
         key = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
@@ -140,7 +141,7 @@ class Assembler:
 
 def _checked_leaves(parts: list[Any], first: int, num_rows: int) -> list[list[Tensor]]:
     """The tensors of each part, which has one row of each for every row of its batch."""
-    named = [dict(_leaves(part)) for part in parts]
+    named = [dict(named_leaves(part)) for part in parts]
     for index, part in enumerate(named):
         rows = len(range((index - first) % len(parts), num_rows, len(parts)))
         if list(part) != list(named[0]):
@@ -169,38 +170,38 @@ def _checked_leaves(parts: list[Any], first: int, num_rows: int) -> list[list[Te
     return [list(part.values()) for part in named]
 
 
-def _leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Names and values, in the order of `_rebuilt`."""
+def named_leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values, in the order of `rebuilt`."""
     if isinstance(batch, Mapping):
         for key, child in batch.items():
-            yield from _leaves(child, f"{name}[{key!r}]")
+            yield from named_leaves(child, f"{name}[{key!r}]")
     elif isinstance(batch, Sequence) and not isinstance(batch, str):
         for index, child in enumerate(batch):
-            yield from _leaves(child, f"{name}[{index}]")
+            yield from named_leaves(child, f"{name}[{index}]")
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Tensor)):
         for field in dataclasses.fields(batch):
-            yield from _leaves(getattr(batch, field.name), f"{name}.{field.name}")
+            yield from named_leaves(getattr(batch, field.name), f"{name}.{field.name}")
     else:
         yield name, batch
 
 
-def _rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
+def rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
     """A batch like this one around other leaves. Frozen dataclasses too, which Lightning's
     ``apply_to_collection`` refuses."""
     if isinstance(batch, defaultdict):
-        pairs = [(key, _rebuilt(child, leaves)) for key, child in batch.items()]
+        pairs = [(key, rebuilt(child, leaves)) for key, child in batch.items()]
         return defaultdict(batch.default_factory, pairs)
     if isinstance(batch, Mapping):
         made: Any = type(batch)
-        return made({key: _rebuilt(child, leaves) for key, child in batch.items()})
+        return made({key: rebuilt(child, leaves) for key, child in batch.items()})
     if isinstance(batch, Sequence) and not isinstance(batch, str):
-        children = [_rebuilt(child, leaves) for child in batch]
+        children = [rebuilt(child, leaves) for child in batch]
         made = type(batch)
         return made(*children) if hasattr(batch, "_fields") else made(children)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Tensor)):
         filled = copy.copy(batch)
         for field in dataclasses.fields(batch):
-            child = _rebuilt(getattr(batch, field.name), leaves)
+            child = rebuilt(getattr(batch, field.name), leaves)
             object.__setattr__(filled, field.name, child)
         return filled
     return next(leaves)

@@ -2,7 +2,9 @@
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lightning_memmap.strategies.data_parallel import DataParallelStrategy
 from lightning_memmap.strategies.fsdp2 import FSDP2Strategy
+from lightning_memmap.strategies.model_parallel import LocalModelParallelStrategy
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 from lightning_memmap.strategies.superbatch_ddp import SuperBatchDDPStrategy
 
@@ -12,6 +14,16 @@ STRATEGIES: tuple[tuple[str, type[Strategy], str], ...] = (
         "memmap_superbatch",
         SuperBatchStrategy,
         "one process: shards on all devices, super-batches on the root device, which trains",
+    ),
+    (
+        "memmap_dp",
+        DataParallelStrategy,
+        "one process: a replica of the model on every data device, which trains on its own rows",
+    ),
+    (
+        "memmap_model_parallel",
+        LocalModelParallelStrategy,
+        "one process: the layers of one model over all devices, super-batches to the first",
     ),
     (
         "memmap_superbatch_ddp",

@@ -6,14 +6,13 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
-from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._assembly import SuperBatchAssembly
+from lightning_memmap.strategies._devices import LocalDevices
 
 
-class SuperBatchStrategy(SuperBatchAssembly, SingleDeviceStrategy):
+class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
     """Trains on the root device from data that all devices hold, in one process.
 
     A `MemmapDataModule` places its shards on ``data_devices``; each step, every data device takes
@@ -46,69 +45,22 @@ class SuperBatchStrategy(SuperBatchAssembly, SingleDeviceStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(
-            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
-        )
-        if data_devices is not None and not data_devices:
-            raise ValueError("data_devices=[]: name at least one device, or leave it out")
+        super().__init__(data_devices, accelerator, checkpoint_io, precision_plugin)
         if data_devices is not None and not root_holds_data:
             raise ValueError(
                 "root_holds_data=False with data_devices: leave one of them out; the devices that"
                 " you name are the ones that hold data"
             )
-        self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
         self._root_holds_data = root_holds_data
-        self._parallel_devices: list[torch.device] = []
 
     @property
     @override
-    def root_device(self) -> torch.device:
-        return self._parallel_devices[0] if self._parallel_devices else super().root_device
-
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        """The devices of the Trainer; it sets them. The first one is the root device."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        if self._explicit is None and not self._root_holds_data and len(devices) < 2:
+    def data_devices(self) -> tuple[torch.device, ...]:
+        """The devices that hold shards and take batches."""
+        devices = super().data_devices
+        if devices and not self._root_holds_data and len(devices) < 2:
             raise ValueError(
                 f"root_holds_data=False with Trainer(devices={len(devices)}): no device is left"
                 " to hold data; use at least 2 devices"
             )
-        self._parallel_devices = list(devices)
-        for device in self.data_devices:
-            check_device(device)
-
-    @property
-    def data_devices(self) -> tuple[torch.device, ...]:
-        """The devices that hold shards and take batches."""
-        if self._explicit is not None:
-            return tuple(self._explicit)
-        first = 0 if self._root_holds_data else 1
-        return tuple(self._parallel_devices[first:])
-
-    @property
-    def num_nodes(self) -> int:
-        """One: the Trainer sets it, and more are refused."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes != 1:
-            raise ValueError(
-                f"num_nodes={num_nodes}: memmap_superbatch is one process on one machine; use"
-                " memmap_superbatch_ddp, or Lightning's ddp, for several"
-            )
-
-
-def _device(name: str | torch.device) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"data_devices: {name!r} is no device: {error}") from error
-    # "cuda" and "cuda:0" are one device, and are compared.
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", 0)
-    return device
+        return devices if self._root_holds_data else devices[1:]

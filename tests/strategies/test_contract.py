@@ -50,6 +50,13 @@ TRAIN = Points(63)
 VAL, TEST = Points(20, 100), Points(25, 200)
 
 every_name = pytest.mark.parametrize("name", [name for name, *_ in STRATEGIES])
+
+#: Each data device computes on its own rows, so that a module notes each step in as many pieces.
+IN_PIECES = {"memmap_dp": DEVICES}
+#: Sums over pieces are rounded otherwise, and bf16 keeps 8 bits. Seen: 0.003 where weights move by
+#: up to 0.35, seven steps of Adam with 0.05 each.
+BF16_IN_PIECES = {"rtol": 0.0, "atol": 0.01}
+
 every_strategy = pytest.mark.parametrize("name", NAMES)
 
 
@@ -84,11 +91,25 @@ def assert_as_reference(
     expected, reference = fit("auto", path, make(), **options)
     assert trainer.global_step == reference.global_step > 0
     assert not torch.equal(weights(found), weights(make().to(weights(found).dtype)))
-    torch.testing.assert_close(weights(found), weights(expected))
-    assert [sorted(rows) for rows in found.seen["train"]] == [
+    rounds = name in IN_PIECES and str(options.get("precision")).startswith("bf16")
+    torch.testing.assert_close(
+        weights(found), weights(expected), **(BF16_IN_PIECES if rounds else {})
+    )
+    assert [sorted(rows) for rows in seen_steps(name, found, "train")] == [
         sorted(rows) for rows in expected.seen["train"]
     ]
     return found
+
+
+def seen_steps(name: str, module: Regression, stage: str) -> list[list[int]]:
+    """The rows of each step; where they were seen in pieces, put together in dataset order."""
+    seen = module.seen.get(stage, [])
+    if (pieces := IN_PIECES.get(name, 1)) == 1:
+        return seen
+    assert len(seen) % pieces == 0
+    steps = [seen[start : start + pieces] for start in range(0, len(seen), pieces)]
+    assert all(all(step) for step in steps)
+    return [sorted(joined(step)) for step in steps]
 
 
 @every_name
@@ -127,11 +148,12 @@ class TestStages:
 
     def test_fit_sees_each_row_once_an_epoch(self, name: str, tmp_path: Path) -> None:
         module, trainer = fit(name, tmp_path, max_epochs=3, num_sanity_val_steps=0)
-        steps = [module.seen["train"][start : start + 7] for start in (0, 7, 14)]
+        train = seen_steps(name, module, "train")
+        steps = [train[start : start + 7] for start in (0, 7, 14)]
         for epoch in steps:
             assert sorted(joined(epoch)) == list(range(63))
         assert steps[0] != steps[1] != steps[2]
-        assert joined(module.seen["val"]) == [*range(100, 120)] * 3
+        assert joined(seen_steps(name, module, "val")) == [*range(100, 120)] * 3
         assert trainer.global_step == 21
 
     def test_fit_learns(self, name: str, tmp_path: Path) -> None:
@@ -147,7 +169,7 @@ class TestStages:
         (metrics,) = getattr(trainer, stage)(module, datamodule=data, verbose=False)
         ((key, value),) = metrics.items()
         assert value == pytest.approx(mean_loss(Regression(), points), rel=1e-5)
-        assert joined(module.seen[key.removesuffix("_loss")]) == points.row.tolist()
+        assert joined(seen_steps(name, module, key.removesuffix("_loss"))) == points.row.tolist()
 
     def test_predictions_are_in_dataset_order(self, name: str, tmp_path: Path) -> None:
         trainer, data = make_pair(name, tmp_path)
@@ -260,16 +282,14 @@ class TestTraining:
         checked, _ = fit(name, tmp_path, num_sanity_val_steps=2)
         unchecked, _ = fit(name, tmp_path, num_sanity_val_steps=0)
         assert torch.equal(weights(checked), weights(unchecked))
-        assert (
-            checked.seen["val"]
-            == [[*range(100, 110)], [*range(110, 120)]] + (unchecked.seen["val"])
-        )
+        sanity = [[*range(100, 110)], [*range(110, 120)]]
+        assert seen_steps(name, checked, "val") == sanity + seen_steps(name, unchecked, "val")
 
     def test_overfit_batches_gives_the_same_rows_each_epoch(
         self, name: str, tmp_path: Path
     ) -> None:
         module, _ = fit(name, tmp_path, overfit_batches=2, max_epochs=2, num_sanity_val_steps=0)
-        assert module.seen["train"] == [[*range(10)], [*range(10, 20)]] * 2
+        assert seen_steps(name, module, "train") == [[*range(10)], [*range(10, 20)]] * 2
 
     def test_limits_hold_in_each_stage(self, name: str, tmp_path: Path) -> None:
         trainer, data = make_pair(
@@ -285,7 +305,7 @@ class TestTraining:
         trainer.fit(module, datamodule=data)
         trainer.test(module, datamodule=data, verbose=False)
         predictions = trainer.predict(module, datamodule=data)
-        assert {stage: len(steps) for stage, steps in module.seen.items()} == {
+        assert {stage: len(seen_steps(name, module, stage)) for stage in module.seen} == {
             "train": 3, "val": 2, "test": 1
         }  # fmt: skip
         # Of three steps: 10 rows, and two that share the other 15.
@@ -421,7 +441,9 @@ class TestCallbacks:
 
         module, _ = fit(name, tmp_path, Hooked(), num_sanity_val_steps=0)
         assert sorted(joined(module.seen["train"])) == list(range(1000, 1063))
-        assert calls == ["before", "transfer", "after"] * (7 + len(module.seen["val"]))
+        assert calls == ["before", "transfer", "after"] * sum(
+            len(seen) for seen in module.seen.values()
+        )
 
     def test_metric_of_training_is_the_mean_over_rows(self, name: str, tmp_path: Path) -> None:
         class Frozen(Regression):
@@ -494,6 +516,7 @@ class TestResume:
             module = make()
             trainer, data = make_pair(name, tmp_path, **options)
             trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-            assert module.seen.get("train", []) == whole.seen["train"][num_done:], checkpoint.name
+            left = seen_steps(name, whole, "train")[num_done:]
+            assert seen_steps(name, module, "train") == left, checkpoint.name
             assert torch.equal(weights(module), weights(whole)), checkpoint.name
             assert trainer.current_epoch == 2

@@ -1,0 +1,88 @@
+"""What strategies have in common that use several devices from one process."""
+
+from collections.abc import Sequence
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from typing_extensions import override
+
+from lightning_memmap.placement import check_device
+
+
+class LocalDevices(SingleDeviceStrategy):
+    """One process on one machine, with the Trainer's devices as data devices, or devices given.
+
+    Args:
+        data_devices: Devices that hold shards, repeats allowed. By default all devices of the
+            Trainer, the root device first.
+        accelerator: As for every Lightning strategy.
+        checkpoint_io: As for every Lightning strategy.
+        precision_plugin: As for every Lightning strategy.
+
+    Raises:
+        ValueError: A device does not exist, none is given, or the Trainer asks for more than one
+            node.
+    """
+
+    def __init__(
+        self,
+        data_devices: Sequence[str | torch.device] | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+        )
+        if data_devices is not None and not data_devices:
+            raise ValueError("data_devices=[]: name at least one device, or leave it out")
+        self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
+        self._parallel_devices: list[torch.device] = []
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self._parallel_devices[0] if self._parallel_devices else super().root_device
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices of the Trainer; it sets them. The first one is the root device."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        self._parallel_devices = list(devices)
+        for device in self.data_devices:
+            check_device(device)
+
+    @property
+    def data_devices(self) -> tuple[torch.device, ...]:
+        """The devices that hold shards and take batches."""
+        return tuple(self._parallel_devices if self._explicit is None else self._explicit)
+
+    @property
+    def num_nodes(self) -> int:
+        """One: the Trainer sets it, and more are refused."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1:
+            raise ValueError(
+                f"num_nodes={num_nodes}: {self.strategy_name} is one process on one machine; use"
+                " memmap_superbatch_ddp, or Lightning's ddp, for several"
+            )
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"data_devices: {name!r} is no device: {error}") from error
+    # "cuda" and "cuda:0" are one device, and are compared.
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)
+    return device

@@ -1,0 +1,353 @@
+"""Persistent replicas of a module: the same module on other devices, with tensors of their own."""
+
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.cuda import comm
+from torch.nn.parameter import is_lazy
+from torchmetrics import Metric, MetricCollection
+
+from lightning_memmap._compat import (
+    PARTS,
+    add_tensors,
+    compiled_steps,
+    copy_metric,
+    copy_tensors,
+    is_compiled_inside,
+    lightning_attributes,
+    own_parts,
+    states_without_reduction,
+)
+
+#: Bytes that are sent at once from one GPU to the others.
+_BUCKET_BYTES = 64 * 2**20
+
+
+class Replicas:
+    """The module, and a replica of it for each further device.
+
+    Replica 0 is the module itself. Another replica has parameters, buffers and metrics of its own
+    and shares everything else: what a step appends to a list of the module is seen by all; what
+    it assigns to an attribute is kept by replica 0 alone.
+
+    Args:
+        module: The module, on the first device.
+        devices: One per replica, repeats allowed.
+
+    Raises:
+        TypeError: The module has parts that cannot be replicated.
+        ValueError: A parameter has no shape yet, or a metric's state no ``dist_reduce_fx``.
+    """
+
+    def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:
+        check_module(module)
+        self.module = module
+        self.devices = tuple(devices)
+        self.twins = [Twin(device) for device in self.devices[1:]]
+        self.refresh()
+
+    @property
+    def modules(self) -> list[LightningModule]:
+        """One module per replica."""
+        return [self.module, *(twin.modules[self.module] for twin in self.twins)]  # type: ignore[list-item]
+
+    def refresh(self) -> None:
+        """Give the replicas the attributes, parameters and buffers that the module has now."""
+        for twin in self.twins:
+            twin.refresh(self.module)
+        self.copy_out()
+
+    def copy_out(self) -> None:
+        """Copy parameters and buffers from the module to its replicas."""
+        sources = self.twins[0].sources if self.twins else []
+        if not sources:
+            return
+        remote = list(dict.fromkeys(d for d in self.devices[1:] if d != self.devices[0]))
+        if remote and all(device.type == "cuda" for device in self.devices):
+            for start, stop in _buckets(sources):
+                copies = comm.broadcast_coalesced(  # type: ignore[no-untyped-call]
+                    [source.detach() for source in sources[start:stop]],
+                    [self.devices[0], *remote],
+                )
+                by_device = dict(zip((self.devices[0], *remote), copies, strict=True))
+                for twin in self.twins:
+                    copy_tensors(twin.targets[start:stop], list(by_device[twin.device]))
+            return
+        for twin in self.twins:
+            copy_tensors(twin.targets, sources)
+
+    @property
+    def have_gradients(self) -> bool:
+        """Whether a replica has gradients that are not added to the module's."""
+        return any(
+            parameter.grad is not None
+            for twin in self.twins
+            for parameter in twin.parameters.values()
+        )
+
+    def add_gradients(self) -> None:
+        """Add the gradients of the replicas to those of the module, and clear them."""
+        root = {p: p.grad for p in self.module.parameters() if p.grad is not None}
+        by_device = {self.devices[0]: root}
+        for twin in self.twins:
+            found = {p: own.grad for p, own in twin.parameters.items() if own.grad is not None}
+            _add(by_device.setdefault(twin.device, {}), found)
+            for own in twin.parameters.values():
+                own.grad = None
+        others = list(by_device.values())[1:]
+        if others and all(device.type == "cuda" for device in by_device):
+            _add_from_gpus(root, others, self.devices[0])
+        else:
+            for other in others:
+                _add(root, {p: grad.to(self.devices[0]) for p, grad in other.items()})
+        for parameter, grad in root.items():
+            parameter.grad = grad
+
+
+class Twin:
+    """The replica of a module on one device.
+
+    Attributes:
+        device: The device.
+        modules: The replica of each module.
+        parameters: The replica of each parameter.
+        metrics: The copy of each metric or metric collection.
+        sources: Parameters and buffers of the module.
+        targets: Their replicas, in the same order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.modules: dict[nn.Module, nn.Module] = {}
+        self.parameters: dict[nn.Parameter, nn.Parameter] = {}
+        self.metrics = MetricCopies(device)
+        self.sources: list[Tensor] = []
+        self.targets: list[Tensor] = []
+        self._own: dict[nn.Module, dict[str, Any]] = {}
+        self._visited: dict[nn.Module, nn.Module] = {}
+
+    def refresh(self, module: nn.Module) -> None:
+        """Follow the module: new layers, plain attributes, train or eval, frozen or not."""
+        self.sources, self.targets, self._visited = [], [], {}
+        parameters, metrics = self.parameters, self.metrics
+        self.parameters, self.metrics = {}, MetricCopies(self.device)
+        self._follow(module, parameters, metrics)
+        new = [original for original in self._visited if original not in self.modules]
+        self.modules = self._visited
+        for original in new:
+            self._own[original].update(self._attributes_of_its_own(original))
+            _set_attributes(self.modules[original], original, self._own[original])
+        if len(self._own) > len(self.modules):
+            self._own = {original: self._own[original] for original in self.modules}
+
+    def _follow(
+        self,
+        module: nn.Module,
+        parameters: dict[nn.Parameter, nn.Parameter],
+        metrics: "MetricCopies",
+    ) -> nn.Module:
+        if module in self._visited:
+            return self._visited[module]
+        twin = self.modules.get(module)
+        if twin is None:
+            twin = type(module).__new__(type(module))
+            self._own[module] = {}
+        self._visited[module] = twin
+        own_parameters, own_buffers, own_children = own_parts(module)
+        known_buffers = self._own[module].get(PARTS[1], {})
+        children: dict[str, nn.Module | None] = {}
+        for name, child in own_children.items():
+            if child is None:
+                children[name] = None
+            elif is_metric(child):
+                children[name] = self.metrics.copy_of(child, metrics)
+            else:
+                children[name] = self._follow(child, parameters, metrics)
+        parts = (
+            {name: self._parameter(p, parameters) for name, p in own_parameters.items()},
+            {name: self._buffer(b, known_buffers.get(name)) for name, b in own_buffers.items()},
+            children,
+        )
+        self._own[module].update(zip(PARTS, parts, strict=True))
+        self._own[module].update(lightning_attributes(module, self.device))
+        _set_attributes(twin, module, self._own[module])
+        return twin
+
+    def _parameter(
+        self, parameter: nn.Parameter | None, known: dict[nn.Parameter, nn.Parameter]
+    ) -> nn.Parameter | None:
+        if parameter is None or parameter in self.parameters:
+            return None if parameter is None else self.parameters[parameter]
+        own = known.get(parameter)
+        if own is None or own.shape != parameter.shape or own.dtype != parameter.dtype:
+            own = nn.Parameter(
+                torch.empty_like(parameter, device=self.device), parameter.requires_grad
+            )
+        # A module may be frozen or thawed at any time.
+        own.requires_grad_(parameter.requires_grad)
+        self.parameters[parameter] = own
+        self.sources.append(parameter)
+        self.targets.append(own)
+        return own
+
+    def _buffer(self, buffer: Tensor | None, known: Tensor | None) -> Tensor | None:
+        if buffer is None:
+            return None
+        if known is None or known.shape != buffer.shape or known.dtype != buffer.dtype:
+            known = torch.empty_like(buffer, device=self.device, requires_grad=False)
+        self.sources.append(buffer)
+        self.targets.append(known)
+        return known
+
+    def _attributes_of_its_own(self, module: nn.Module) -> dict[str, Any]:
+        """Attributes that refer to replicated modules or parameters: the replica's refer to its
+        own. An LSTM keeps such a list of its weights."""
+        mine = {
+            name: mapped
+            for name, value in vars(module).items()
+            if name not in PARTS
+            if (mapped := self._map(value)) is not value
+        }
+        return {**mine, **compiled_steps(module, self.modules[module])}
+
+    def _map(self, value: Any, deep: bool = True) -> Any:
+        if isinstance(value, nn.Module):
+            return self.metrics.get(value) if is_metric(value) else self.modules.get(value, value)
+        if isinstance(value, nn.Parameter):
+            return self.parameters.get(value, value)
+        if isinstance(value, weakref.ref):
+            target = value()
+            mapped = self._map(target, deep=False)
+            return value if mapped is target else weakref.ref(mapped)
+        if isinstance(value, MethodType):
+            owner = self._map(value.__self__, deep=False)
+            return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if deep and type(value) in (list, tuple):
+            items = [self._map(item, deep=False) for item in value]
+            same = all(new is old for new, old in zip(items, value, strict=True))
+            return value if same else type(value)(items)
+        if deep and type(value) is dict:
+            pairs = {key: self._map(item, deep=False) for key, item in value.items()}
+            return value if all(pairs[key] is value[key] for key in value) else pairs
+        return value
+
+
+class MetricCopies:
+    """Copies of metrics on one device.
+
+    Metrics are told apart by identity: they overload comparison, and their hash changes with their
+    state.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies: dict[int, tuple[nn.Module, Any]] = {}
+
+    def get(self, metric: nn.Module) -> Any:
+        """The copy of a metric; the metric itself where there is none."""
+        return self._copies.get(id(metric), (metric, metric))[1]
+
+    def copy_of(self, metric: nn.Module, known: "MetricCopies") -> Any:
+        """The copy of a metric: taken from others where they have one, else made."""
+        if id(metric) not in self._copies:
+            found = known.get(metric)
+            made = copy_metric(metric, self._device) if found is metric else found
+            self._copies[id(metric)] = (metric, made)
+        return self._copies[id(metric)][1]
+
+
+def _set_attributes(twin: nn.Module, module: nn.Module, own: dict[str, Any]) -> None:
+    object.__setattr__(twin, "__dict__", {**vars(module), **own})
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Whether a module is a metric, or a collection that is copied and merged as a whole."""
+    return isinstance(module, (Metric, MetricCollection))
+
+
+def check_module(module: nn.Module) -> None:
+    """Check that a module can be replicated.
+
+    Raises:
+        TypeError: It has parts that were compiled or scripted for one object.
+        ValueError: A parameter has no shape yet, or a metric's state no ``dist_reduce_fx``.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TypeError(
+                f"the module's part {name!r} is a ScriptModule, which memmap_dp cannot replicate:"
+                " use the module that was scripted, or memmap_superbatch"
+            )
+        if is_compiled_inside(part):
+            raise TypeError(
+                f"the module's part {name or 'self'!r} was compiled on its own, and memmap_dp"
+                " cannot replicate it: give the Trainer torch.compile(module) of the whole"
+                " LightningModule, or use memmap_superbatch"
+            )
+        if isinstance(part, Metric) and (states := states_without_reduction(part)):
+            raise ValueError(
+                f"the metric {name!r} ({type(part).__name__}) has the states {states} without a"
+                " dist_reduce_fx, so that what the replicas count cannot be merged: use"
+                " memmap_superbatch, or update the metric in a callback from the step's output"
+            )
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(
+            f"the parameters {lazy} have no shape yet, and memmap_dp cannot replicate them: run"
+            " one batch through the module before fit"
+        )
+
+
+def _add(sums: dict[nn.Parameter, Tensor], grads: dict[nn.Parameter, Tensor]) -> None:
+    """Add gradients on one device, in place."""
+    dense = []
+    for parameter, grad in grads.items():
+        if parameter not in sums:
+            sums[parameter] = grad
+        elif grad.is_sparse or sums[parameter].is_sparse:
+            sums[parameter] = sums[parameter] + grad
+        else:
+            dense.append(parameter)
+    if dense:
+        add_tensors([sums[p] for p in dense], [grads[p] for p in dense])
+
+
+def _add_from_gpus(
+    sums: dict[nn.Parameter, Tensor],
+    others: list[dict[nn.Parameter, Tensor]],
+    device: torch.device,
+) -> None:
+    """Add the gradients of other GPUs to those on one, many small ones at a time."""
+    every = [sums, *others]
+    common = [p for p in sums if all(p in grads and not grads[p].is_sparse for grads in every)]
+    for start, stop in _buckets([sums[parameter] for parameter in common]):
+        bucket = common[start:stop]
+        total = comm.reduce_add_coalesced(  # type: ignore[no-untyped-call]
+            [[grads[parameter] for parameter in bucket] for grads in every], device
+        )
+        copy_tensors([sums[parameter] for parameter in bucket], list(total))
+    done = set(common)
+    for other in others:
+        _add(sums, {p: grad.to(device) for p, grad in other.items() if p not in done})
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """First and one-past-last tensor of each group of at most `_BUCKET_BYTES`."""
+    if not tensors:
+        return []
+    bounds, size = [0], 0
+    for index, tensor in enumerate(tensors):
+        if size and size + tensor.nbytes > _BUCKET_BYTES:
+            bounds.append(index)
+            size = 0
+        size += tensor.nbytes
+    return list(zip(bounds, chain(bounds[1:], [len(tensors)]), strict=True))

@@ -1,0 +1,316 @@
+"""Cutting a module into stages, one per device, and moving tensors between them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_memmap._compat import own_parts, without_computing
+
+#: Bytes that training keeps for each byte of a parameter: itself, its gradient, and the two
+#: averages of Adam.
+_TRAINING_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers that are on one device.
+
+    Args:
+        index: Which stage it is.
+        device: The device.
+        names: The layers' names in the module, in order.
+        layers: The layers.
+        parameter_bytes: Bytes of their parameters.
+        activation_bytes: Bytes of their outputs for the module's example input; 0 without one.
+    """
+
+    index: int
+    device: torch.device
+    names: tuple[str, ...]
+    layers: tuple[nn.Module, ...]
+    parameter_bytes: int
+    activation_bytes: int
+
+
+def find_stages(
+    module: nn.Module, devices: Sequence[torch.device], layers: str | None = None
+) -> list[Stage]:
+    """The stages of a module: those that it names itself, or an even cut of its layers.
+
+    A module names them in an attribute or method ``model_parallel_stages``: for each device a
+    module, or the name of one, or a list of them. Otherwise the layers of an ``nn.Sequential`` or
+    ``nn.ModuleList`` are cut so that the largest stage is as small as possible, where a layer
+    counts ``4 * bytes of parameters + bytes of outputs``: while Adam trains, there are a gradient
+    and two averages for each parameter. Outputs are counted with the module's
+    ``example_input_array``, which should have as many rows as a step; nothing is computed for it.
+
+    Args:
+        module: The module.
+        devices: One per stage.
+        layers: Name of the ``nn.Sequential`` or ``nn.ModuleList``; by default the only
+            ``nn.Sequential`` that is an attribute of the module.
+
+    Raises:
+        ValueError: There is nothing to cut, the stages are not as many as the devices, or two
+            stages share a layer or a parameter.
+    """
+    given = getattr(module, "model_parallel_stages", None)
+    if given is not None and layers is not None:
+        raise ValueError(
+            f"layers={layers!r}: the module names its model_parallel_stages itself; leave out one"
+            " of the two"
+        )
+    if given is not None:
+        cut = _named_stages(module, given() if callable(given) else given, len(devices))
+        activations: dict[nn.Module, int] = {}
+    else:
+        name, sequence = _find_sequence(module, layers)
+        # A layer that is there twice counts twice.
+        children = own_parts(sequence)[2].items()
+        found = [(f"{name}.{key}", layer) for key, layer in children if layer is not None]
+        if len(found) < len(devices):
+            raise ValueError(
+                f"{name} has {len(found)} layers for {len(devices)} devices: use at most"
+                f" Trainer(devices={len(found)}), or name model_parallel_stages"
+            )
+        activations = _output_bytes(module, [layer for _, layer in found])
+        loads = [
+            _TRAINING_FACTOR * _parameter_bytes([layer]) + activations.get(layer, 0)
+            for _, layer in found
+        ]
+        cut = [found[start:stop] for start, stop in even_cut(loads, len(devices))]
+    _check_disjoint(module, cut)
+    return [
+        Stage(
+            index,
+            device,
+            tuple(name for name, _ in stage),
+            tuple(layer for _, layer in stage),
+            _parameter_bytes([layer for _, layer in stage]),
+            sum(activations.get(layer, 0) for _, layer in stage),
+        )
+        for index, (device, stage) in enumerate(zip(devices, cut, strict=True))
+    ]
+
+
+def even_cut(loads: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
+    """Cut a sequence into contiguous stages so that the largest sum is as small as possible.
+
+    Args:
+        loads: One number per item, at least as many as stages.
+        num_stages: Stages; each gets at least one item.
+
+    Returns:
+        First and one-past-last item of each stage.
+    """
+    count = len(loads)
+    sums = [0]
+    for load in loads:
+        sums.append(sums[-1] + load)
+    # best[n]: the smallest possible largest sum of the first n items in the stages so far, and
+    # where the last of these starts.
+    best: list[tuple[float, int]] = [(0 if n == 0 else float("inf"), 0) for n in range(count + 1)]
+    starts = []
+    for _ in range(num_stages):
+        best = [
+            min(
+                ((max(best[k][0], sums[n] - sums[k]), k) for k in range(n)),
+                default=(float("inf"), 0),
+            )
+            for n in range(count + 1)
+        ]
+        starts.append([start for _, start in best])
+    bounds, stop = [], count
+    for start_of in reversed(starts):
+        bounds.append((start_of[stop], stop))
+        stop = start_of[stop]
+    return bounds[::-1]
+
+
+def place(module: nn.Module, stages: Sequence[Stage]) -> None:
+    """Move each stage to its device and the rest of the module to the first one."""
+    with _taken_out(module, stages):
+        module.to(stages[0].device)
+    for stage in stages:
+        for layer in stage.layers:
+            layer.to(stage.device)
+
+
+def connect(stages: Sequence[Stage]) -> list[RemovableHandle]:
+    """Let tensors follow: each layer is given its inputs on its device, and what the last layer
+    of all returns goes to the first device.
+
+    Returns:
+        The hooks, to be removed.
+    """
+    handles = [
+        layer.register_forward_pre_hook(_mover_of_inputs(stage.device), with_kwargs=True)
+        for stage in stages
+        for layer in dict.fromkeys(stage.layers)
+    ]
+    root = stages[0].device
+    handles.append(
+        stages[-1]
+        .layers[-1]
+        .register_forward_hook(lambda layer, arguments, output: _move(output, root))
+    )
+    return handles
+
+
+def _mover_of_inputs(device: torch.device) -> Callable[..., Any]:
+    def move_inputs(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _move(args, device), _move(kwargs, device)
+
+    return move_inputs
+
+
+def _move(data: Any, device: torch.device) -> Any:
+    return move_data_to_device(data, device)
+
+
+def _named_stages(
+    module: nn.Module, given: Any, num_devices: int
+) -> list[list[tuple[str, nn.Module]]]:
+    stages = list(given)
+    if len(stages) != num_devices:
+        raise ValueError(
+            f"model_parallel_stages names {len(stages)} stages for {num_devices} devices: there"
+            f" must be one for each; use Trainer(devices={len(stages)})"
+        )
+    names = {part: name for name, part in module.named_modules()}
+    cut = []
+    for index, stage in enumerate(stages):
+        items = stage if isinstance(stage, (list, tuple)) else [stage]
+        layers = []
+        for item in items:
+            try:
+                layer = module.get_submodule(item) if isinstance(item, str) else item
+            except AttributeError:
+                layer = None
+            if not isinstance(layer, nn.Module) or not names.get(layer):
+                raise ValueError(
+                    f"model_parallel_stages: {item!r} in stage {index} is no part of the module;"
+                    " give modules that it holds, or their names"
+                )
+            layers.append((names[layer], layer))
+        if not layers:
+            raise ValueError(f"model_parallel_stages: stage {index} has no layers")
+        cut.append(layers)
+    return cut
+
+
+def _find_sequence(module: nn.Module, layers: str | None) -> tuple[str, nn.Module]:
+    if layers is not None:
+        try:
+            sequence = module.get_submodule(layers)
+        except AttributeError:
+            sequence = None
+        if not isinstance(sequence, (nn.Sequential, nn.ModuleList)):
+            raise ValueError(
+                f"layers={layers!r}: the module has no nn.Sequential or nn.ModuleList of that name"
+            )
+        return layers, sequence
+    found = {n: part for n, part in module.named_children() if isinstance(part, nn.Sequential)}
+    if len(found) != 1:
+        raise ValueError(
+            f"the module has {len(found)} attributes that are an nn.Sequential {list(found)}, and"
+            " one is needed to cut it: choose one with LocalModelParallelStrategy(layers=NAME), or"
+            " name model_parallel_stages in the module"
+        )
+    return next(iter(found.items()))
+
+
+def _check_disjoint(module: nn.Module, cut: list[list[tuple[str, nn.Module]]]) -> None:
+    """No layer and no parameter is in two stages, or in a stage and in the rest."""
+    stage_of: dict[nn.Module, tuple[int, str]] = {}
+    for index, stage in enumerate(cut):
+        for name, layer in stage:
+            for part in layer.modules():
+                other, other_name = stage_of.setdefault(part, (index, name))
+                if other != index:
+                    raise ValueError(
+                        f"{other_name} in stage {other} and {name} in stage {index} are, or share,"
+                        " one layer: a layer can only be on one device"
+                    )
+    owners: dict[nn.Parameter, tuple[int | None, str]] = {}
+    for part_name, part in module.named_modules():
+        stage_index = stage_of[part][0] if part in stage_of else None
+        for name, parameter in part.named_parameters(recurse=False):
+            full = f"{part_name}.{name}" if part_name else name
+            other_index, other_name = owners.setdefault(parameter, (stage_index, full))
+            if other_index != stage_index:
+                raise ValueError(
+                    f"{other_name} ({_stage_name(other_index)}) and {full}"
+                    f" ({_stage_name(stage_index)}) are one parameter, which can only be on one"
+                    " device: put both layers into one stage with model_parallel_stages, or untie"
+                    " them"
+                )
+
+
+def _stage_name(index: int | None) -> str:
+    return "outside the stages, on the root device" if index is None else f"stage {index}"
+
+
+def _parameter_bytes(layers: Sequence[nn.Module]) -> int:
+    return sum(p.nbytes for p in nn.ModuleList(layers).parameters())
+
+
+def _output_bytes(module: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, int]:
+    """Bytes of the outputs of all modules in each layer, for the module's example input."""
+    example = getattr(module, "example_input_array", None)
+    if example is None:
+        return {}
+    sizes = dict.fromkeys(layers, 0)
+
+    def count(layer: nn.Module) -> Callable[..., None]:
+        def hook(part: nn.Module, arguments: Any, output: Any) -> None:
+            tensors: list[Tensor] = []
+            apply_to_collection(output, Tensor, tensors.append)
+            sizes[layer] += sum(tensor.nbytes for tensor in tensors)
+
+        return hook
+
+    handles = [
+        part.register_forward_hook(count(layer))
+        for layer in layers
+        for part in layer.modules()
+        if not list(part.children())
+    ]
+    try:
+        without_computing(module, example)
+    except Exception as error:
+        raise ValueError(
+            "the module's example_input_array cannot be run without computing, to see how large"
+            f" the outputs of its layers are: {error}. Leave it out, and the layers are cut by"
+            " their parameters alone, or name model_parallel_stages"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sizes
+
+
+@contextmanager
+def _taken_out(module: nn.Module, stages: Sequence[Stage]) -> Iterator[None]:
+    """Leaves placeholders where the layers of the stages are."""
+    layers = {layer for stage in stages for layer in stage.layers}
+    places = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if child in layers
+    ]
+    for parent, name, _ in places:
+        setattr(parent, name, nn.Identity())
+    try:
+        yield
+    finally:
+        for parent, name, child in places:
+            setattr(parent, name, child)

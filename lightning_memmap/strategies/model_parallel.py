@@ -1,0 +1,172 @@
+"""``memmap_model_parallel``: the layers of one model over several devices, in one process."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_memmap._compat import view_of_trainer
+from lightning_memmap.placement import check_device
+from lightning_memmap.strategies._parts import StepsInParts
+from lightning_memmap.strategies._records import StepLog, StepMetrics
+from lightning_memmap.strategies._shares import Shares, deal
+from lightning_memmap.strategies._stages import Stage, connect, find_stages, place
+from lightning_memmap.strategies.superbatch import SuperBatchStrategy
+
+
+class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
+    """Trains one model whose layers are on several devices, in one process.
+
+    The Trainer's devices hold a stage of the model each; the first, the root device, is given the
+    super-batches, which are those of ``memmap_superbatch``. Activations move from stage to stage
+    by themselves, and what the last layer returns comes back to the root device, so that a
+    ``training_step`` such as ``loss(self.net(x), y)`` stays as it is.
+
+    With several micro-batches, the step of the module is called with a part of the rows at a
+    time; on GPUs the stages then work side by side, as in GPipe (Huang et al., 2019). The loss is
+    the mean over micro-batches weighted by their rows, and there is one backward pass.
+
+    Args:
+        layers: Name of the ``nn.Sequential`` or ``nn.ModuleList`` in the module that is cut into
+            stages. By default its only attribute that is an ``nn.Sequential``. A module may name
+            its stages itself; see `lightning_memmap.strategies._stages.find_stages`.
+        num_microbatches: Parts of a step.
+        data_devices: Devices that hold shards, repeats allowed. By default all devices of the
+            Trainer.
+        root_holds_data: Whether the root device holds shards when ``data_devices`` is not given.
+        accelerator: As for every Lightning strategy.
+        checkpoint_io: As for every Lightning strategy.
+        precision_plugin: As for every Lightning strategy.
+
+    Raises:
+        ValueError: ``num_microbatches`` is below 1, or as for ``memmap_superbatch``; at set-up,
+            where the module cannot be cut, see `find_stages`, or optimizes by hand and
+            ``num_microbatches`` is above 1.
+    """
+
+    strategy_name = "memmap_model_parallel"
+
+    def __init__(
+        self,
+        layers: str | None = None,
+        num_microbatches: int = 1,
+        data_devices: Sequence[str | torch.device] | None = None,
+        root_holds_data: bool = True,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        if num_microbatches < 1:
+            raise ValueError(f"num_microbatches={num_microbatches}: at least 1, the whole batch")
+        super().__init__(
+            data_devices, root_holds_data, accelerator, checkpoint_io, precision_plugin
+        )
+        self._layers = layers
+        self.num_microbatches = num_microbatches
+        #: The stages of the model, while it is set up.
+        self.stages: list[Stage] = []
+        self._hooks: list[RemovableHandle] = []
+        self._metrics: StepMetrics | None = None
+        self._view: Any = None
+        self._log = StepLog(0)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if self.num_microbatches > 1 and not self.module.automatic_optimization:
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} with automatic_optimization=False: the"
+                " training_step would step the optimizers once for each micro-batch; use"
+                " num_microbatches=1"
+            )
+        for device in self.parallel_devices:
+            check_device(device)
+        self._metrics = StepMetrics(self.module, self.root_device)
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            # Lightning has moved what optimizers begin with to the root device.
+            for optimizer in self.optimizers:
+                optimizer.load_state_dict(optimizer.state_dict())
+
+    @override
+    def model_to_device(self) -> None:
+        self.stages = find_stages(self.module, self.parallel_devices, self._layers)
+        place(self.module, self.stages)
+        self._hooks = connect(self.stages)
+
+    @override
+    def teardown(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.stages, self._metrics, self._view = [], [], None, None
+        super().teardown()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # An optimizer puts each tensor where its parameter is; Lightning would move them on.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    @property
+    @override
+    def divides_steps(self) -> bool:
+        return self.num_microbatches > 1
+
+    @override
+    def share(self, batch: Any) -> Shares:
+        return deal(batch, [self.root_device] * self.num_microbatches)
+
+    @override
+    def run_parts(
+        self, name: str, shares: Shares, logs: list[StepLog], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        assert self._metrics is not None
+        step = getattr(self.module, name)
+        if self._view is None:
+            self._view = view_of_trainer(self.module.trainer, lambda: self._log)
+        self.module.trainer = self._view
+        outputs = []
+        with self._metrics.copies_in_place([]), self._lanes(len(logs)) as lanes:
+            for part, self._log, lane in zip(shares.parts, logs, lanes, strict=True):
+                with _current(lane):
+                    outputs.append(step(part, *args, **kwargs))
+        return outputs
+
+    @contextmanager
+    def _lanes(self, count: int) -> Iterator[list[list[torch.cuda.Stream]]]:
+        """For each micro-batch a stream on each GPU, the root device's last.
+
+        On one stream for all, the root device would wait for the last stage of a micro-batch
+        before it began with the next. The streams begin with what the current ones have done so
+        far, and the current ones go on when all are done.
+        """
+        devices = list(dict.fromkeys(d for d in self.parallel_devices if d.type == "cuda"))[::-1]
+        outer = [torch.cuda.current_stream(device) for device in devices]
+        lanes = [[_new_stream(device) for device in devices] for _ in range(count)]
+        for lane in lanes:
+            for own, before in zip(lane, outer, strict=True):
+                own.wait_stream(before)
+        yield lanes
+        for lane in lanes:
+            for own, before in zip(lane, outer, strict=True):
+                before.wait_stream(own)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _current(streams: list[torch.cuda.Stream]) -> Iterator[None]:
+    """Makes streams the current ones of their devices, and the last one's device the current."""
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield

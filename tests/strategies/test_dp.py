@@ -1,0 +1,781 @@
+"""What is particular to ``memmap_dp``: replicas, their rows, and what is merged of them.
+
+``cpu:1`` and so on name devices of their own, on which replicas run side by side; replicas on one
+device take turns.
+"""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import (
+    MaxMetric,
+    MeanMetric,
+    MeanSquaredError,
+    MetricCollection,
+    PearsonCorrCoef,
+    SpearmanCorrCoef,
+)
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.loading import SuperBatch
+from lightning_memmap.strategies import DataParallelStrategy
+from lightning_memmap.strategies._shares import Shares, deal
+from tests.models import Points, Regression, make_trainer, weights
+from tests.rows import CPU, joined
+
+#: Two steps of 24 rows and one of 41: uneven for 2, 3 and 4 replicas.
+TRAIN, VAL = Points(89), Points(31, 100)
+STEPS = 3
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets"),
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+    pytest.mark.filterwarnings("ignore:You called `self.log.*but have no logger configured"),
+]
+
+#: Sums over replicas are added in another order than over one batch. Float64 leaves 1e-15.
+EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
+SIDE_BY_SIDE = ["cpu", "cpu:1", "cpu:2", "cpu:3"]
+
+
+def make_data(path: Path, batch_size: int, **options: Any) -> MemmapDataModule:
+    return MemmapDataModule(
+        TRAIN, VAL, VAL, VAL, store_dir=path / "stores", batch_size=batch_size, **options
+    )
+
+
+def fit_dp(path: Path, module: Any, devices: Any = 4, **options: Any) -> L.Trainer:
+    """Train replicas on logical devices, or on devices of their own."""
+    strategy = DataParallelStrategy(None if isinstance(devices, int) else devices)
+    count = devices if isinstance(devices, int) else len(devices)
+    trainer = make_trainer(
+        path,
+        strategy=strategy,
+        devices=devices if isinstance(devices, int) else 1,
+        **{"precision": "64-true", **options},
+    )
+    trainer.fit(module, datamodule=make_data(path, 24 // count))
+    return trainer
+
+
+def fit_one(path: Path, module: Any, **options: Any) -> L.Trainer:
+    """Train with the same global batches on one device."""
+    trainer = make_trainer(path, **{"precision": "64-true", **options})
+    trainer.fit(module, datamodule=make_data(path, 24))
+    return trainer
+
+
+class Base(L.LightningModule):
+    """Steps without a record of their rows. Plain SGD: Adam would forgive a wrong scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.build()
+
+    def build(self) -> None:
+        self.net: Any = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.loss(batch), batch_size=len(batch["row"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Zoo(Base):
+    """Parts that are hard to replicate: tied and shared ones, lists of weights, reparametrised
+    weights, hooks, parameters by other names."""
+
+    def build(self) -> None:
+        self.inner = Base()
+        self.inner.net = nn.Linear(8, 8)
+        self.lstm = nn.LSTM(1, 6, num_layers=2, batch_first=True)
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.inner.net.weight
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.same = self.normed
+        self.heads = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
+        self.plain_list = [self.heads[0], self.heads[1]]
+        self.embedding = nn.Embedding(7, 8, sparse=True)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("offset", torch.full((1,), 0.1))
+        self.bound = self.head
+        self.tied.register_forward_hook(lambda module, args, output: output + module.bias[0])
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return sum(head(hidden) for head in self.plain_list) + self.offset
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.inner.net(batch["x"]) + self.tied(batch["x"]) + self.embedding(batch["row"] % 7)
+        _, (hidden, _) = self.lstm(x[..., None])
+        hidden = self.same(self.normed(hidden[-1]))
+        return nn.functional.mse_loss(self.bound(hidden) * self.scale.mean(), batch["y"])
+
+
+class FollowingTeacher(Base):
+    """An average of weights is written behind autograd's back, and used in the loss."""
+
+    def build(self) -> None:
+        super().build()
+        self.teacher = nn.Linear(8, 1).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + nn.functional.mse_loss(
+            self.net(batch["x"]), self.teacher(batch["x"])
+        )
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.teacher.weight.data.mul_(0.5).add_(self.net[0].weight.data[:1])
+
+
+class Changing(Base):
+    """Is frozen in part, given a new layer, and told a new factor while it trains."""
+
+    factor = 1.0
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.factor
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.factor = 0.5
+            self.net[0].requires_grad_(False)
+            with torch.random.fork_rng():
+                torch.manual_seed(9)
+                self.net[1] = nn.Sequential(nn.Tanh(), nn.Linear(16, 16)).to(self.dtype)
+            for optimizer in self.trainer.optimizers:
+                optimizer.add_param_group({"params": list(self.net[1].parameters())})
+
+
+class Lbfgs(Base):
+    """An optimizer that asks for several closures in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.2, max_iter=3)
+
+
+class Gan(Base):
+    """Two players by hand, both in each step, with a schedule and toggled optimizers."""
+
+    def build(self) -> None:
+        super().build()
+        self.other = nn.Linear(8, 1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for index, optimizer in enumerate(optimizers):
+            self.toggle_optimizer(optimizer)
+            assert [p.requires_grad for p in self.other.parameters()] == [index == 1] * 2
+            difference = self.net(batch["x"]) - self.other(batch["x"])
+            loss = self.loss(batch) + (difference**2).mean() * (-0.1 if index else 1)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.3)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        schedulers: Any = self.lr_schedulers()
+        schedulers.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.other)]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7)]
+
+
+class TestWeights:
+    @pytest.mark.parametrize(
+        ("make", "devices"),
+        [
+            *((Base, devices) for devices in (2, 3, 4, SIDE_BY_SIDE)),
+            *itertools.product((Zoo, FollowingTeacher, Changing, Lbfgs, Gan), (3, SIDE_BY_SIDE)),
+        ],
+        ids=lambda value: getattr(value, "__name__", str(value)),
+    )
+    def test_weights_are_those_of_one_device(
+        self, tmp_path: Path, make: Callable[[], Base], devices: Any
+    ) -> None:
+        found, expected = make(), make()
+        options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0}
+        trainer = fit_dp(tmp_path, found, devices, **options)
+        reference = fit_one(tmp_path, expected, **options)
+        torch.testing.assert_close(weights(found), weights(expected), **EXACT)
+        metrics, wanted = trainer.callback_metrics, reference.callback_metrics
+        torch.testing.assert_close(metrics["val_loss"], wanted["val_loss"], **EXACT)
+        assert not torch.allclose(weights(found), weights_before(make, found), rtol=1e-2)
+
+    @pytest.mark.parametrize(
+        "options", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.05}]
+    )
+    def test_weights_with_options_are_those_of_one_device(
+        self, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
+        found, expected = Zoo(), Zoo()
+        if "gradient_clip_val" in options:  # The norm of sparse gradients is not defined.
+            found.embedding, expected.embedding = (
+                nn.Embedding.from_pretrained(torch.zeros(7, 8)) for _ in range(2)
+            )
+        fit_dp(tmp_path, found, 4, max_epochs=2, **options)
+        fit_one(tmp_path, expected, max_epochs=2, **options)
+        torch.testing.assert_close(weights(found), weights(expected), **EXACT)
+
+    def test_averaged_weights_validate_and_are_those_of_one_device(self, tmp_path: Path) -> None:
+        values = []
+        for fit in (fit_dp, fit_one):
+            module = Base()
+            trainer = fit(tmp_path, module, max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.7)])
+            values.append((weights(module), trainer.callback_metrics["val_loss"]))
+        torch.testing.assert_close(values[0], values[1], **EXACT)
+
+    def test_plain_dataloaders_are_divided_and_train_as_under_auto(self, tmp_path: Path) -> None:
+        # The last batch has one row for three replicas.
+        modules = []
+        for strategy, devices in (("memmap_dp", 3), ("auto", 1)):
+            module = Base()
+            trainer = make_trainer(
+                tmp_path, strategy=strategy, devices=devices, precision="64-true"
+            )
+            trainer.fit(module, DataLoader(TRAIN, 11), DataLoader(VAL, 11))
+            modules.append(module)
+        torch.testing.assert_close(weights(modules[0]), weights(modules[1]), **EXACT)
+
+    def test_checkpoint_is_of_the_plain_module_and_goes_on_elsewhere(self, tmp_path: Path) -> None:
+        # In float32: Lightning loads a checkpoint before it makes the module float64.
+        module, whole, elsewhere = Zoo(), Zoo(), Zoo()
+        trainer = fit_dp(tmp_path, module, 4, precision="32-true")
+        trainer.save_checkpoint(tmp_path / "saved.ckpt")
+        saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+        assert saved["state_dict"].keys() == Zoo().state_dict().keys()
+        fit_dp(tmp_path, whole, 4, max_epochs=2, precision="32-true")
+        trainer = make_trainer(tmp_path, max_epochs=2)
+        trainer.fit(
+            elsewhere,
+            datamodule=make_data(tmp_path, 24),
+            ckpt_path=tmp_path / "saved.ckpt",
+            weights_only=True,
+        )
+        torch.testing.assert_close(weights(elsewhere), weights(whole))
+
+
+def weights_before(make: Callable[[], Base], trained: Base) -> Tensor:
+    """The weights that a module began with, in the order and number of those it has now."""
+    before = dict(make().named_parameters())
+    return torch.cat(
+        [
+            before.get(name, torch.zeros_like(parameter)).detach().flatten().to(parameter.dtype)
+            for name, parameter in trained.named_parameters()
+        ]
+    )
+
+
+class TestRows:
+    def test_each_replica_computes_on_the_shards_of_its_device(self, tmp_path: Path) -> None:
+        module = Regression()
+        fit_dp(tmp_path, module, 4, num_sanity_val_steps=0)
+        assert len(module.seen["train"]) == STEPS * 4
+        assert sorted(joined(module.seen["train"])) == list(range(89))
+        for piece in module.seen["train"]:
+            assert len({row % 4 for row in piece}) == 1
+        for start in range(0, STEPS * 4, 4):
+            step = module.seen["train"][start : start + 4]
+            assert {piece[0] % 4 for piece in step} == {0, 1, 2, 3}
+
+    def test_no_row_is_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*arguments: Any, **options: Any) -> Any:
+            raise AssertionError("rows were put together")
+
+        taken, used = [], []
+
+        class Watching(Base):
+            def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+                taken.append({name: leaf.data_ptr() for name, leaf in batch.items()})
+                return batch
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                used.append({name: leaf.data_ptr() for name, leaf in batch.items()})
+                return super().training_step(batch, batch_idx)
+
+        monkeypatch.setattr(SuperBatch, "to", refuse)
+        monkeypatch.setattr(Shares, "join", refuse)
+        fit_dp(tmp_path, Watching(), 4, precision="32-true", limit_val_batches=0)
+        assert taken == used
+        assert len(taken) == STEPS * 4
+
+    def test_callbacks_read_the_whole_batch(self, tmp_path: Path) -> None:
+        rows: list[list[int]] = []
+
+        class Reader(L.Callback):
+            def on_validation_batch_end(
+                self, trainer: Any, module: Any, outputs: Any, batch: Any, *rest: Any
+            ) -> None:
+                assert set(batch.keys()) == {"row", "x", "y"}
+                assert len(batch) == 3
+                torch.testing.assert_close(batch["x"].float(), VAL.x[batch["row"] - 100])
+                rows.append(batch["row"].tolist())
+                module.log("rows", float(len(batch["row"])), on_step=False, on_epoch=True)
+
+            def on_validation_batch_start(self, trainer: Any, module: Any, *rest: Any) -> None:
+                module.log("rows_before", float(rest[0].num_rows), on_step=False, on_epoch=True)
+
+        trainer = fit_dp(tmp_path, Base(), 4, callbacks=[Reader()], num_sanity_val_steps=0)
+        assert joined(rows) == list(range(100, 131))
+        sizes = [len(step) for step in rows]
+        mean = sum(size * size for size in sizes) / sum(sizes)
+        assert trainer.callback_metrics["rows"].item() == pytest.approx(mean)
+        assert trainer.callback_metrics["rows_before"].item() == pytest.approx(mean)
+
+    def test_module_hooks_see_one_module_and_whole_gradients(self, tmp_path: Path) -> None:
+        norms: dict[str, list[Tensor]] = {"dp": [], "one": []}
+
+        class Hooked(Base):
+            def __init__(self, key: str) -> None:
+                super().__init__()
+                self.key = key
+
+            def on_after_backward(self) -> None:
+                norms[self.key].append(
+                    torch.stack([p.grad.norm() for p in self.parameters()])  # type: ignore[union-attr]
+                )
+
+        fit_dp(tmp_path, Hooked("dp"), 4)
+        fit_one(tmp_path, Hooked("one"))
+        torch.testing.assert_close(torch.stack(norms["dp"]), torch.stack(norms["one"]), **EXACT)
+
+
+class TestState:
+    def test_replica_knows_its_device(self, tmp_path: Path) -> None:
+        devices: list[torch.device] = []
+
+        class Asking(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                devices.append(self.device)
+                return super().training_step(batch, batch_idx)
+
+        fit_dp(tmp_path, Asking(), SIDE_BY_SIDE)
+        assert Counter(devices) == dict.fromkeys(map(torch.device, SIDE_BY_SIDE), STEPS)
+
+    def test_running_statistics_are_those_of_replica_0(self, tmp_path: Path) -> None:
+        class Normed(Base):
+            def build(self) -> None:
+                self.net = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
+                self.pieces: list[Tensor] = []
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.pieces.append(batch["x"])
+                return super().training_step(batch, batch_idx)
+
+        module = Normed()
+        trainer = fit_dp(tmp_path, module, 4)
+        expected = nn.BatchNorm1d(8).double()
+        for piece in module.pieces[::4]:
+            expected(piece)
+        torch.testing.assert_close(module.net[0].running_mean, expected.running_mean, **EXACT)
+        torch.testing.assert_close(module.net[0].running_var, expected.running_var, **EXACT)
+        # All replicas validate with them.
+        with torch.no_grad():
+            loss = nn.functional.mse_loss(module.eval().net(VAL.x.double()), VAL.y.double())
+        assert trainer.callback_metrics["val_loss"].item() == pytest.approx(loss.item(), rel=1e-9)
+
+    def test_dropout_repeats_with_its_seed(self, tmp_path: Path) -> None:
+        class Dropping(Base):
+            def build(self) -> None:
+                self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+
+        found = []
+        fit_dp(tmp_path, Dropping(), 4)  # The stores are built, which draws random numbers.
+        for seed in (5, 5, 6):
+            module = Dropping()
+            torch.manual_seed(seed)
+            fit_dp(tmp_path, module, 4, max_epochs=2)
+            found.append(weights(module))
+        assert torch.equal(found[0], found[1])
+        assert not torch.equal(found[0], found[2])
+
+    def test_lists_are_shared_and_assignments_are_kept_by_replica_0(self, tmp_path: Path) -> None:
+        class Keeping(Base):
+            last: Any = None
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                assert self.last is None or self.last == batch_idx - 1
+                self.last = batch_idx
+                self.ends.append(int(batch["row"][0]) % 4)
+                return super().training_step(batch, batch_idx)
+
+            def on_train_start(self) -> None:
+                self.ends: list[int] = []
+
+        module = Keeping()
+        fit_dp(tmp_path, module, 4)
+        assert module.last == STEPS - 1
+        assert Counter(module.ends) == {0: STEPS, 1: STEPS, 2: STEPS, 3: STEPS}
+
+    def test_module_is_left_as_it_was(self, tmp_path: Path) -> None:
+        module = Counted()
+        before = {*vars(module), "_hparams"}  # Lightning's own trace.
+        metrics = dict(module.named_modules())
+        trainer = fit_dp(tmp_path, module, 4)
+        assert set(vars(module)) == before
+        assert dict(module.named_modules()) == metrics
+        assert module.trainer is trainer
+
+    def test_second_fit_goes_on(self, tmp_path: Path) -> None:
+        found, expected = Counted(), Counted()
+        for module, fit in ((found, fit_dp), (expected, fit_one)):
+            trainer = fit(tmp_path, module)
+            trainer.fit_loop.max_epochs = 2
+            trainer.fit(module, datamodule=make_data(tmp_path, 6 if fit is fit_dp else 24))
+        torch.testing.assert_close(weights(found), weights(expected), **EXACT)
+
+
+class Counted(Base):
+    """Logs numbers and metrics in all ways."""
+
+    def build(self) -> None:
+        super().build()
+        self.squared = MeanSquaredError()
+        self.several = MetricCollection(
+            {"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)}
+        )
+        self.rank = SpearmanCorrCoef()
+        self.largest = MaxMetric()
+        self.average = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y, rows = self.net(batch["x"]), batch["row"].to(self.dtype)
+        loss = nn.functional.mse_loss(y, batch["y"])
+        count = len(rows)
+        self.log("mean", rows.mean(), on_step=True, on_epoch=True)
+        self.log("sum", rows.sum(), on_epoch=True, reduce_fx="sum")
+        self.log("max", rows.max(), on_epoch=True, reduce_fx=torch.max)
+        self.log("min", rows.min(), on_epoch=True, reduce_fx="min", batch_size=count)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=count)
+        self.squared(y, batch["y"])
+        self.log("squared", self.squared, on_step=True, on_epoch=True)
+        self.several(y, batch["y"])
+        self.log_dict(self.several, on_step=True, on_epoch=True)
+        self.rank.update(y.flatten(), batch["y"].flatten())
+        self.log("rank", self.rank, on_step=False, on_epoch=True)
+        self.largest.update(rows.max())
+        self.log("largest", self.largest, on_step=False, on_epoch=True)
+        self.average(rows)
+        self.log("average", self.average, on_step=True, on_epoch=True)
+        return loss
+
+    def log(self, name: str, *arguments: Any, **options: Any) -> None:
+        super().log(f"{name}.own", *arguments, **options)
+
+
+class TestLogs:
+    @pytest.mark.parametrize("devices", [4, SIDE_BY_SIDE], ids=str)
+    def test_logs_and_metrics_are_those_of_one_device(self, tmp_path: Path, devices: Any) -> None:
+        values = {}
+        for key in ("one", "dp"):
+            logger = CSVLogger(tmp_path, name=key)
+            options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2}
+            if key == "one":
+                trainer = fit_one(tmp_path, Counted(), **options)
+            else:
+                trainer = fit_dp(tmp_path, Counted(), devices, **options)
+            lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+            values[key] = [line.split(",") for line in lines]
+            values[f"{key} last"] = [
+                [name, str(value.item())]
+                for name, value in sorted(trainer.callback_metrics.items())
+            ]
+        assert len(values["one"]) == 1 + 2 * (STEPS + 2)
+        for name in (
+            "squared.own_step",
+            "rank.own",
+            "largest.own",
+            "sum.own_epoch",
+            "rmse.own_step",
+        ):
+            assert name in values["one"][0]
+        assert_alike(values["dp"], values["one"])
+        assert_alike(values["dp last"], values["one last"])
+
+    def test_metrics_are_complete_after_each_step(self, tmp_path: Path) -> None:
+        counts = []
+
+        class Watch(L.Callback):
+            def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+                counts.append(int(module.squared.total))
+
+        fit_dp(tmp_path, Counted(), 4, callbacks=[Watch()])
+        assert counts == [24, 48, 89]
+
+    def test_metric_of_training_and_validation_counts_in_both(self, tmp_path: Path) -> None:
+        class Both(Base):
+            def build(self) -> None:
+                super().build()
+                self.squared = MeanSquaredError()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.squared(self.net(batch["x"]), batch["y"])
+                self.log("in_step", self.squared, on_step=True, on_epoch=False)
+                return self.loss(batch)
+
+            def on_train_batch_end(self, *arguments: Any) -> None:
+                self.log("train_squared", self.squared.compute())
+                self.squared.reset()
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                self.squared.update(self.net(batch["x"]), batch["y"])
+
+            def on_validation_epoch_end(self) -> None:
+                self.log("val_squared", self.squared)
+
+        found, wanted = (
+            fit_dp(tmp_path, Both(), max_epochs=2),
+            fit_one(tmp_path, Both(), max_epochs=2),
+        )
+        for name in ("train_squared", "val_squared", "in_step"):
+            metric = found.callback_metrics[name].item()
+            assert metric == pytest.approx(wanted.callback_metrics[name].item(), rel=1e-6)
+
+    def test_metric_that_cannot_be_merged_is_refused(self, tmp_path: Path) -> None:
+        module = Base()
+        module.correlation = PearsonCorrCoef()
+        with pytest.raises(ValueError, match=r"metric 'correlation' .*without a dist_reduce_fx"):
+            fit_dp(tmp_path, module)
+
+    def test_replicas_that_log_other_names_are_merged(self, tmp_path: Path) -> None:
+        class Uneven(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                if 0 in batch["row"]:
+                    self.log("zero", 1.0, reduce_fx="sum")
+                return super().training_step(batch, batch_idx)
+
+        trainer = fit_dp(tmp_path, Uneven(), 4)
+        assert trainer.callback_metrics["zero"].item() == 1.0
+
+
+def assert_alike(found: list[list[str]], expected: list[list[str]]) -> None:
+    """Tables are equal, numbers up to their rounding."""
+    assert len(found) == len(expected)
+    for found_row, expected_row in zip(found, expected, strict=True):
+        for text, wanted in zip(found_row, expected_row, strict=True):
+            try:
+                number = float(wanted)
+            except ValueError:
+                assert text == wanted
+            else:
+                # Lightning and torchmetrics count in float32.
+                assert float(text) == pytest.approx(number, rel=1e-5)
+
+
+class TestOutputs:
+    def test_module_without_parameters_predicts(self, tmp_path: Path) -> None:
+        class Doubling(L.LightningModule):
+            def predict_step(self, batch: Any, batch_idx: int) -> Any:
+                return batch["row"] * 2
+
+        trainer = make_trainer(tmp_path, strategy="memmap_dp", devices=4)
+        predictions: Any = trainer.predict(Doubling(), datamodule=make_data(tmp_path, 6))
+        assert torch.equal(torch.cat(predictions), 2 * torch.arange(100, 131))
+
+    def test_step_that_returns_none_everywhere_is_skipped(self, tmp_path: Path) -> None:
+        class Skipping(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return None
+
+        module = Skipping()
+        fit_dp(tmp_path, module)
+        assert torch.equal(weights(module), weights(Skipping()).double())
+
+    def test_replica_that_returns_none_takes_no_part(self, tmp_path: Path) -> None:
+        class Choosing(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                keep = batch["row"] % 4 != 0
+                return self.loss({k: v[keep] for k, v in batch.items()}) if keep.any() else None
+
+        found, expected = Choosing(), Choosing()
+        fit_dp(tmp_path, found, 4)
+        fit_one(tmp_path, expected)
+        torch.testing.assert_close(weights(found), weights(expected), **EXACT)
+
+    def test_outputs_are_put_together_for_hooks(self, tmp_path: Path) -> None:
+        seen = []
+
+        class Returning(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = self.loss(batch)
+                return {
+                    "loss": loss,
+                    "row": batch["row"],
+                    "names": [str(int(r)) for r in batch["row"]],
+                }
+
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                assert torch.equal(outputs["row"], batch["row"])
+                assert outputs["names"] == [str(row) for row in batch["row"].tolist()]
+                assert not outputs["loss"].requires_grad
+                seen.append(len(outputs["row"]))
+
+        fit_dp(tmp_path, Returning())
+        assert seen == [24, 24, 41]
+
+    @dataclasses.dataclass(frozen=True)
+    class Boxes:
+        boxes: list[Tensor]
+        score: Tensor
+
+    def test_tensordicts_are_divided_and_put_together(self) -> None:
+        batch = TensorDict({"a": torch.arange(7), "b": {"c": torch.ones(7, 2)}}, [7])
+        shares = deal(batch, [CPU] * 3)
+        assert [part["a"].tolist() for part in shares.parts] == [[0, 3, 6], [1, 4], [2, 5]]
+        assert shares.joined.batch_size == (7,)
+        assert torch.equal(shares["a"], torch.arange(7))
+        assert shares.joined["b", "c"].shape == (7, 2)
+
+    def test_batch_of_two_is_unpacked(self) -> None:
+        x, y = deal((torch.arange(5), torch.arange(5, 10)), [CPU] * 2)  # type: ignore[misc]
+        assert x.tolist() == [0, 1, 2, 3, 4]
+        assert y.tolist() == [5, 6, 7, 8, 9]
+
+    @pytest.mark.parametrize(
+        "batch", [["a", "b"], {"x": torch.ones(3), "name": "a"}, torch.ones(())]
+    )
+    def test_batch_that_is_not_of_rows_alone_stays_whole(self, batch: Any) -> None:
+        assert deal(batch, [CPU] * 2).parts == [batch]
+
+    @pytest.mark.parametrize("first", [0, 1, 2])
+    def test_join_puts_rows_into_stream_order(self, first: int) -> None:
+        parts = [torch.arange((i - first) % 3, 8, 3) for i in range(3)]
+        shares = Shares(parts, 8, first, CPU)
+        assert shares.part_rows == [len(part) for part in parts]
+        joined = shares.join(
+            [
+                {
+                    "rows": part,
+                    "pair": (part * 2, {"deep": part[:, None]}),
+                    "mean": part.double().mean(),
+                    "number": float(len(part)),
+                    "ragged": [torch.ones(int(row)) for row in part],
+                    "boxes": self.Boxes([torch.ones(int(row)) for row in part], part),
+                    "name": "same",
+                    "count": len(part),
+                    "of_replica": torch.ones(7 + len(part)),
+                    "nothing": None,
+                }
+                for part in parts
+            ]
+        )
+        assert joined["rows"].tolist() == list(range(8))
+        assert joined["pair"][0].tolist() == list(range(0, 16, 2))
+        assert joined["pair"][1]["deep"].tolist() == [[row] for row in range(8)]
+        assert joined["mean"].item() == pytest.approx(3.5)
+        assert joined["number"] == pytest.approx((9 + 9 + 4) / 8)
+        assert [len(item) for item in joined["ragged"]] == list(range(8))
+        assert [len(item) for item in joined["boxes"].boxes] == list(range(8))
+        assert joined["boxes"].score.tolist() == list(range(8))
+        assert joined["name"] == "same"
+        assert sorted(joined["count"]) == [2, 3, 3]
+        assert [len(item) for item in joined["of_replica"]] == [7 + len(part) for part in parts]
+        assert joined["nothing"] is None
+
+
+class TestErrors:
+    @pytest.mark.parametrize("devices", [3, SIDE_BY_SIDE], ids=str)
+    def test_error_in_a_replica_is_raised(self, tmp_path: Path, devices: Any) -> None:
+        class Failing(Gan):
+            def training_step(self, batch: Any, batch_idx: int) -> None:
+                if 7 in batch["row"]:
+                    raise KeyError("row 7")
+                super().training_step(batch, batch_idx)
+
+        with pytest.raises(KeyError, match="row 7"):
+            fit_dp(tmp_path, Failing(), devices)
+
+    @pytest.mark.parametrize("devices", [3, SIDE_BY_SIDE], ids=str)
+    @pytest.mark.parametrize("replica", [0, 1])
+    def test_replicas_that_go_separate_ways_raise(
+        self, tmp_path: Path, devices: Any, replica: int
+    ) -> None:
+        class Parting(Gan):
+            def training_step(self, batch: Any, batch_idx: int) -> None:
+                count = 4 if devices is SIDE_BY_SIDE else 3
+                if int(batch["row"][0]) % count == replica:
+                    self.manual_backward(self.loss(batch))
+                super().training_step(batch, batch_idx)
+
+        with pytest.raises(RuntimeError, match=r"replica . of . came to .*manual_backward"):
+            fit_dp(tmp_path, Parting(), devices)
+
+    def test_backward_behind_the_strategy_is_refused(self, tmp_path: Path) -> None:
+        class Direct(Gan):
+            def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+                loss.backward()
+
+        with pytest.raises(RuntimeError, match=r"call self\.manual_backward\(loss\)"):
+            fit_dp(tmp_path, Direct())
+
+    def test_closure_by_hand_is_refused(self, tmp_path: Path) -> None:
+        class Closing(Gan):
+            def training_step(self, batch: Any, batch_idx: int) -> None:
+                self.optimizers()[0].step(lambda: self.manual_backward(self.loss(batch)))  # type: ignore[index]
+
+        with pytest.raises(NotImplementedError, match=r"step\(closure=\.\.\.\)"):
+            fit_dp(tmp_path, Closing())
+
+    @pytest.mark.parametrize(
+        ("part", "error", "match"),
+        [
+            (lambda: torch.compile(nn.Linear(8, 1)), TypeError, "'net' was compiled on its own"),
+            (lambda: torch.jit.script(nn.Linear(8, 1)), TypeError, "'net' is a ScriptModule"),
+            (lambda: nn.LazyLinear(1), ValueError, r"\['net.weight', 'net.bias'\] have no shape"),
+        ],
+        ids=["compiled", "scripted", "lazy"],
+    )
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+    @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+    def test_part_that_cannot_be_replicated_is_refused(
+        self, tmp_path: Path, part: Any, error: Any, match: str
+    ) -> None:
+        module = Base()
+        module.net = part()
+        with pytest.raises(error, match=match):
+            fit_dp(tmp_path, module, precision="32-true", enable_model_summary=False)
+
+    def test_first_data_device_must_be_the_root_device(self, tmp_path: Path) -> None:
+        strategy = DataParallelStrategy(["cpu:1", "cpu"])
+        with pytest.raises(ValueError, match=r"the first must be the root device, cpu"):
+            make_trainer(tmp_path, strategy=strategy)
+
+    def test_two_nodes_raise(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"num_nodes=2: memmap_dp is one process"):
+            make_trainer(tmp_path, strategy="memmap_dp", num_nodes=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+class TestGpus:
+    @pytest.mark.parametrize("make", [Base, Changing, Gan], ids=lambda make: make.__name__)
+    def test_weights_on_gpus_are_those_of_one(
+        self, tmp_path: Path, make: Callable[[], Base]
+    ) -> None:
+        found, expected = make(), make()
+        devices = torch.cuda.device_count()
+        options: dict[str, Any] = {"accelerator": "gpu", "precision": "64-true", "max_epochs": 2}
+        for module, strategy, count in ((found, "memmap_dp", devices), (expected, "auto", 1)):
+            trainer = make_trainer(tmp_path, strategy=strategy, devices=count, **options)
+            trainer.fit(module, datamodule=make_data(tmp_path, 24 // count))
+        torch.testing.assert_close(weights(found), weights(expected), **EXACT)

@@ -1,0 +1,355 @@
+"""What is particular to ``memmap_model_parallel``: stages, what moves, micro-batches."""
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memmap.strategies import LocalModelParallelStrategy
+from lightning_memmap.strategies._stages import even_cut, find_stages, place
+from tests.models import make_trainer, weights
+from tests.rows import CPU, joined
+from tests.strategies.test_dp import (
+    EXACT,
+    VAL,
+    Base,
+    Counted,
+    Gan,
+    Lbfgs,
+    assert_alike,
+    fit_one,
+    make_data,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets"),
+    pytest.mark.filterwarnings("ignore:You called `self.log.*but have no logger configured"),
+]
+CPU_1, META = torch.device("cpu:1"), torch.device("meta")
+
+
+def fit_stages(path: Path, module: Any, devices: int = 2, **options: Any) -> L.Trainer:
+    """Train with a stage of the module on each logical device."""
+    names = ("layers", "num_microbatches", "root_holds_data")
+    strategy = LocalModelParallelStrategy(**{n: options.pop(n) for n in names if n in options})
+    trainer = make_trainer(
+        path, strategy=strategy, devices=devices, **{"precision": "64-true", **options}
+    )
+    trainer.fit(module, datamodule=make_data(path, 24 // len(strategy.data_devices)))
+    return trainer
+
+
+class Named(Base):
+    """Names its stages: parts that are called one by one, with more than one input and output."""
+
+    def build(self) -> None:
+        self.scale = nn.Parameter(torch.ones(8))
+        self.encoder = nn.LSTM(1, 6, batch_first=True)
+        self.head = Head()
+
+    def model_parallel_stages(self) -> list[Any]:
+        return ["encoder", [self.head]]
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch["x"] * self.scale
+        hidden, _ = self.encoder(x[..., None])
+        return nn.functional.mse_loss(self.head(x, hidden=hidden)["y"], batch["y"])
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(14, 1)
+
+    def forward(self, x: Tensor, *, hidden: Tensor) -> dict[str, Tensor]:
+        return {"y": self.linear(torch.cat([x, hidden[:, -1]], 1))}
+
+
+class Listed(Base):
+    """Layers in a list, deep inside, called in a loop."""
+
+    def build(self) -> None:
+        self.body = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(8, 8) for _ in range(4))})
+        self.head = nn.Linear(8, 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch["x"]
+        blocks: Any = self.body["blocks"]
+        for block in blocks:
+            x = x + block(x).tanh()
+        return nn.functional.mse_loss(self.head(x), batch["y"])
+
+
+class TestWeights:
+    @pytest.mark.parametrize(
+        ("make", "options"),
+        [
+            (Base, {}),
+            (Base, {"num_microbatches": 4}),
+            (Base, {"num_microbatches": 5, "accumulate_grad_batches": 2}),
+            (Base, {"num_microbatches": 3, "gradient_clip_val": 0.05}),
+            (Base, {"devices": 3, "root_holds_data": False}),
+            (Named, {}),
+            (Named, {"num_microbatches": 7}),
+            (Listed, {"layers": "body.blocks", "devices": 3, "num_microbatches": 2}),
+            (Lbfgs, {"num_microbatches": 2}),
+            (Gan, {}),
+        ],
+        ids=str,
+    )
+    def test_weights_are_those_of_one_device(
+        self, tmp_path: Path, make: Callable[[], Base], options: dict[str, Any]
+    ) -> None:
+        found, expected = make(), make()
+        options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
+        trainer = fit_stages(tmp_path, found, **options)
+        own = ("devices", "layers", "num_microbatches", "root_holds_data")
+        plain = {name: value for name, value in options.items() if name not in own}
+        reference = fit_one(tmp_path, expected, **plain)
+        if options.get("num_microbatches", 1) == 1:
+            assert torch.equal(weights(found), weights(expected))
+        torch.testing.assert_close(weights(found), weights(expected), **EXACT)
+        metrics, wanted = trainer.callback_metrics, reference.callback_metrics
+        torch.testing.assert_close(metrics["val_loss"], wanted["val_loss"], **EXACT)
+        assert not torch.allclose(weights(found), weights(make()).double(), rtol=1e-2)
+
+    def test_logs_of_microbatches_are_those_of_one_device(self, tmp_path: Path) -> None:
+        values = []
+        for trainer in (
+            fit_one(tmp_path, Counted()),
+            fit_stages(tmp_path, Counted(), num_microbatches=5),
+        ):
+            metrics = sorted(trainer.callback_metrics.items())
+            values.append([[name, str(value.item())] for name, value in metrics])
+        assert len(values[0]) > 10
+        assert_alike(values[1], values[0])
+
+    def test_predictions_of_microbatches_are_in_dataset_order(self, tmp_path: Path) -> None:
+        class Predicting(Base):
+            def predict_step(self, batch: Any, batch_idx: int) -> Any:
+                return batch["row"], self.net(batch["x"])
+
+        module = Predicting()
+        strategy = LocalModelParallelStrategy(num_microbatches=3)
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
+        predictions: Any = trainer.predict(module, datamodule=make_data(tmp_path, 12))
+        assert joined([rows.tolist() for rows, _ in predictions]) == list(range(100, 131))
+        found = torch.cat([y for _, y in predictions])
+        torch.testing.assert_close(found, module.net(VAL.x).detach())
+
+
+class Copies(TorchDispatchMode):
+    """Notes the devices that tensors are copied to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[torch.device] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
+            self.targets.append(kwargs["device"])
+        return func(*args, **(kwargs or {}))
+
+
+class TestPlaces:
+    def test_stages_are_on_their_devices_and_the_rest_on_the_first(self) -> None:
+        module = Listed()
+        module.register_buffer("offset", torch.ones(3))
+        parameters = dict(module.named_parameters())
+        place(module, find_stages(module, [CPU, META], "body.blocks"))
+        assert dict(module.named_parameters()).keys() == parameters.keys()
+        devices = {name: p.device.type for name, p in module.named_parameters()}
+        assert {name for name, kind in devices.items() if kind == "meta"} == {
+            f"body.blocks.{index}.{name}" for index in (2, 3) for name in ("weight", "bias")
+        }
+        assert module.device == module.offset.device == CPU
+        assert len(module.body["blocks"]) == 4  # type: ignore[arg-type]
+
+    def test_activations_move_where_a_stage_begins_and_rows_do_not(self, tmp_path: Path) -> None:
+        class Watched(Base):
+            def build(self) -> None:
+                self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+                self.copies: list[list[torch.device]] = []
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                with Copies() as copies:
+                    loss = self.loss(batch)
+                self.copies.append(copies.targets)
+                return loss
+
+        module = Watched()
+        trainer = make_trainer(tmp_path, strategy="memmap_model_parallel", devices=2)
+        strategy: Any = trainer.strategy
+        strategy.parallel_devices = [CPU, CPU_1]
+        trainer.fit(module, datamodule=make_data(tmp_path, 12))
+        # 8 * 8 weights weigh more than 8: the cut is after the first layer. Tensors on cpu:1 say
+        # that they are on cpu, so that each layer of the second stage moves its input again.
+        assert module.copies == [[CPU_1, CPU_1]] * 3
+        with Copies() as copies:
+            module.net(VAL.x)
+        assert copies.targets == []
+
+    def test_optimizer_states_stay_with_their_parameters(self, tmp_path: Path) -> None:
+        module = Base()
+        module.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        place(module, find_stages(module, [CPU, META]))
+        strategy: Any = LocalModelParallelStrategy()
+        optimizer = torch.optim.Adagrad(module.parameters())
+        strategy.optimizers = [optimizer]
+        state = optimizer.state_dict()
+        for values in state["state"].values():
+            values["sum"] = torch.ones_like(values["sum"], device=CPU)
+        strategy.parallel_devices = [CPU]
+        strategy.load_optimizer_state_dict({"optimizer_states": [state]})
+        for parameter in module.parameters():
+            assert optimizer.state[parameter]["sum"].device == parameter.device
+
+    def test_stages_can_be_read_while_training_and_are_gone_after(self, tmp_path: Path) -> None:
+        seen = []
+
+        class Reading(Base):
+            def on_train_start(self) -> None:
+                strategy: Any = self.trainer.strategy
+                seen.extend((stage.names, stage.parameter_bytes) for stage in strategy.stages)
+
+        module = Reading()
+        trainer = fit_stages(tmp_path, module, precision="32-true")
+        assert seen == [(("net.0",), 4 * 9 * 16), (("net.1", "net.2"), 4 * 17)]
+        strategy: Any = trainer.strategy
+        assert strategy.stages == []
+
+
+class TestCut:
+    @pytest.mark.parametrize("seed", range(20))
+    def test_even_cut_has_the_smallest_largest_stage(self, seed: int) -> None:
+        dice = random.Random(seed)
+        loads = [dice.choice([0, 1, 5, 20, 100]) for _ in range(dice.randint(1, 9))]
+        num_stages = dice.randint(1, len(loads))
+        found = even_cut(loads, num_stages)
+        assert [bound for pair in found for bound in pair][1:-1] == [
+            stop for _, stop in found[:-1] for _ in range(2)
+        ]
+        assert (found[0][0], found[-1][1]) == (0, len(loads))
+        assert all(start < stop for start, stop in found)
+        largest = max(sum(loads[start:stop]) for start, stop in found)
+        cuts = itertools.combinations(range(1, len(loads)), num_stages - 1)
+        best = min(
+            max(sum(loads[a:b]) for a, b in itertools.pairwise((0, *cut, len(loads))))
+            for cut in cuts
+        )
+        assert largest == best
+
+    def test_large_outputs_of_the_example_input_move_the_cut(self) -> None:
+        module: Any = Base()
+        module.forward = lambda x: module.net(x)
+        module.net = nn.Sequential(
+            nn.Linear(8, 8),
+            nn.Upsample(scale_factor=100),
+            nn.AvgPool1d(100),
+            nn.BatchNorm1d(3),
+            nn.Linear(8, 9),
+        )
+        by_parameters = find_stages(module, [CPU] * 2)
+        assert [stage.names[0] for stage in by_parameters] == ["net.0", "net.4"]
+        assert by_parameters[1].activation_bytes == 0
+        module.example_input_array = torch.ones(512, 3, 8)
+        by_outputs = find_stages(module, [CPU] * 2)
+        assert [stage.names[0] for stage in by_outputs] == ["net.0", "net.2"]
+        assert by_outputs[0].activation_bytes == 512 * 3 * (8 + 800) * 4
+        assert torch.equal(module.net[3].running_mean, torch.zeros(3))
+        assert module.net[3].num_batches_tracked == 0
+
+    def test_example_input_that_does_not_run_says_so(self) -> None:
+        module = Base()
+        module.example_input_array = torch.ones(2, 8)  # There is no forward.
+        with pytest.raises(ValueError, match=r"example_input_array cannot be run .*Leave it out"):
+            find_stages(module, [CPU] * 2)
+
+
+def tie_stages(module: Base) -> None:
+    module.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    module.net[1].weight = module.net[0].weight
+
+
+def tie_with_the_rest(module: Base) -> None:
+    module.other = nn.Linear(8, 8)
+    module.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    module.net[1].weight = module.other.weight
+
+
+def repeat_layer(module: Base) -> None:
+    layer = nn.Linear(8, 8)
+    module.net = nn.Sequential(layer, nn.Linear(8, 8), layer)
+
+
+def name_stages(*stages: Any) -> Callable[[Base], None]:
+    def change(module: Any) -> None:
+        module.model_parallel_stages = stages
+
+    return change
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("change", "layers", "match"),
+        [
+            (tie_stages, None, r"net\.0\.weight \(stage 0\) and net\.1\.weight \(stage 1\)"),
+            (tie_with_the_rest, None, r"net\.1\.weight \(stage 1\).*other\.weight \(outside|"
+             r"other\.weight \(outside the stages, on the root device\) and net\.1\.weight"),
+            (repeat_layer, None, r"net\.0 in stage 0 and net\.2 in stage 1 are, or share, one"),
+            (lambda m: setattr(m, "more", nn.Sequential()), None, r"2 attributes .*'net', 'more'"),
+            (lambda m: delattr(m, "net"), None, r"0 attributes that are an nn\.Sequential"),
+            (lambda m: setattr(m, "net", nn.Sequential(nn.Tanh())), None, "1 layers for 2 devices"),
+            (lambda m: None, "body", r"layers='body': the module has no nn\.Sequential"),
+            (name_stages("net.0"), None, r"names 1 stages for 2 devices"),
+            (name_stages("net.0", "net.7"), None, r"'net\.7' in stage 1 is no part of the module"),
+            (name_stages("net.0", []), None, r"stage 1 has no layers"),
+            (name_stages("net", "net.2"), None, r"net in stage 0 and net\.2 in stage 1"),
+            (name_stages("net.0", "net.2"), "net", r"names its model_parallel_stages itself"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )  # fmt: skip
+    def test_module_that_cannot_be_cut_is_refused(
+        self, tmp_path: Path, change: Any, layers: str | None, match: str
+    ) -> None:
+        module = Base()
+        change(module)
+        with pytest.raises(ValueError, match=match):
+            fit_stages(tmp_path, module, layers=layers, precision="32-true")
+
+    def test_microbatches_by_hand_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"num_microbatches=2 with automatic_optimization="):
+            fit_stages(tmp_path, Gan(), num_microbatches=2)
+
+    def test_no_microbatch_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"num_microbatches=0: at least 1"):
+            LocalModelParallelStrategy(num_microbatches=0)
+
+    def test_two_nodes_raise(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"num_nodes=2: memmap_model_parallel is one process"):
+            make_trainer(tmp_path, strategy="memmap_model_parallel", num_nodes=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+class TestGpus:
+    @pytest.mark.parametrize("num_microbatches", [1, 4])
+    @pytest.mark.parametrize("make", [Base, Named], ids=lambda make: make.__name__)
+    def test_weights_on_gpus_are_those_of_one(
+        self, tmp_path: Path, make: Callable[[], Base], num_microbatches: int
+    ) -> None:
+        found, expected = make(), make()
+        options: dict[str, Any] = {"accelerator": "gpu", "precision": "64-true", "max_epochs": 2}
+        strategy = LocalModelParallelStrategy(num_microbatches=num_microbatches)
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=2, **options)
+        trainer.fit(found, datamodule=make_data(tmp_path, 12))
+        trainer = make_trainer(tmp_path, devices=1, **options)
+        trainer.fit(expected, datamodule=make_data(tmp_path, 24))
+        torch.testing.assert_close(weights(found), weights(expected), **EXACT)

@@ -1,0 +1,118 @@
+"""Replicas that run side by side or in turn, and meet."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memmap.strategies._workers import SeparateWaysError, Workers
+from tests.rows import CPU
+
+TOGETHER = [CPU] * 4
+APART = [torch.device("cpu", index) for index in range(4)]
+MIXED = [CPU, APART[1], CPU, APART[1]]
+
+
+@pytest.fixture(params=[TOGETHER, APART, MIXED], ids=["together", "apart", "mixed"])
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    made = Workers(request.param)
+    yield made
+    made.close()
+
+
+def test_meetings_bring_all_values_to_the_first(workers: Workers) -> None:
+    acted = []
+
+    def act(values: list[Any]) -> int:
+        acted.append(values)
+        return sum(values)
+
+    def work(index: int) -> list[int]:
+        return [workers.meet(index, "sum", index + step, act) for step in range(200)]
+
+    for _ in range(3):
+        acted.clear()
+        results = workers.run([partial(work, index) for index in range(4)])
+        assert results == [[6 + 4 * step for step in range(200)]] * 4
+        assert acted == [[step, step + 1, step + 2, step + 3] for step in range(200)]
+
+
+def test_replicas_on_one_device_take_turns_in_order() -> None:
+    workers, order = Workers(TOGETHER), []
+
+    def work(index: int) -> None:
+        for leg in range(50):
+            order.append((leg, index))
+            workers.meet(index, "leg", None, lambda _: None)
+
+    workers.run([partial(work, index) for index in range(4)])
+    workers.close()
+    assert order == [(leg, index) for leg in range(50) for index in range(4)]
+
+
+@pytest.mark.parametrize("failing", range(4))
+@pytest.mark.parametrize("when", ["before", "between", "in the meeting"])
+def test_failure_ends_all_and_is_raised(workers: Workers, failing: int, when: str) -> None:
+    def act(values: list[Any]) -> None:
+        if when == "in the meeting":
+            raise KeyError(f"{when} {failing}")
+
+    def work(index: int) -> None:
+        if when == "before" and index == failing:
+            raise KeyError(f"{when} {failing}")
+        workers.meet(index, "first", None, act)
+        if when == "between" and index == failing:
+            raise KeyError(f"{when} {failing}")
+        workers.meet(index, "second", None, act)
+
+    for _ in range(2):  # They can be used again.
+        with pytest.raises(KeyError, match=f"{when} {failing}"):
+            workers.run([partial(work, index) for index in range(4)])
+    assert workers.run([partial(int, index) for index in range(4)]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("other", range(4))
+@pytest.mark.parametrize("kind", ["other name", "one more", "one less"])
+def test_separate_ways_end_all(workers: Workers, other: int, kind: str) -> None:
+    def work(index: int) -> None:
+        if kind == "other name":
+            workers.meet(index, "here" if index == other else "there", None, list)
+        if kind == "one less" or index == other:
+            workers.meet(index, "first", None, list)
+        if kind == "one less" and index != other:
+            workers.meet(index, "second", None, list)
+
+    with pytest.raises(SeparateWaysError, match=r"replica . of 4 came to .*and replica . to"):
+        workers.run([partial(work, index) for index in range(4)])
+
+
+def test_fewer_replicas_than_devices_run(workers: Workers) -> None:
+    def work(index: int) -> int:
+        count: int = workers.meet(index, "count", None, len)
+        return count
+
+    assert workers.run([partial(work, index) for index in range(2)]) == [2, 2]
+    assert workers.run([partial(work, 0)]) == [1]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_modes_are_those_of_the_caller(grad: bool, inference: bool, autocast: bool) -> None:
+    def modes() -> Any:
+        layer = torch.nn.Linear(2, 2)
+        output = layer(torch.ones(1, 2))
+        return output.dtype, output.requires_grad, output.is_inference()
+
+    workers = Workers(APART)
+    with (
+        torch.set_grad_enabled(grad),
+        torch.inference_mode(inference),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        expected = modes()
+        found = workers.run([modes] * 4)
+    workers.close()
+    assert found == [expected] * 4
