@@ -1,7 +1,8 @@
 """The command ``lightning-memmap``.
 
 ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI with the strategy names of this
-pack registered. ``store`` works on stores: ``build``, ``info``, ``verify``, ``plan``.
+pack registered. ``store`` works on stores: ``build``, ``info``, ``verify``, ``plan``. ``compare``
+trains under several strategies and tells what each one costs; ``advise`` predicts that.
 """
 
 import os
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import Dataset
 
+from lightning_memmap.compare import advise, compare
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.order import shard_rows
 from lightning_memmap.placement import (
@@ -31,7 +33,9 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
 
 _DESCRIPTION = """Train with data that stays resident on every device.
-"lightning-memmap store --help" lists what can be done with stores."""
+"lightning-memmap store --help" lists what can be done with stores, and
+"lightning-memmap compare --help" how strategies are compared, and
+"lightning-memmap advise --help" how to ask which one is right."""
 
 
 _MOST_DEVICES = 4096
@@ -43,8 +47,9 @@ def main(args: Sequence[str] | None = None) -> None:
     # A class_path may name a module of the folder the user stands in, as with `python -m`.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    if given and given[0] == "store":
-        sys.exit(_store_command(given[1:]))
+    commands = {"store": _store_command, "compare": compare, "advise": advise}
+    if given and given[0] in commands:
+        sys.exit(commands[given[0]](given[1:]))
     LightningCLI(args=None if args is None else given, parser_kwargs={"description": _DESCRIPTION})
 
 

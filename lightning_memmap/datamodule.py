@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_memmap._compat import renew_train_loader_after_epoch, validate_anew
+from lightning_memmap._compat.loops import renew_train_loader_after_epoch, validate_anew
 from lightning_memmap.agreement import agree
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.loading import AssembledLoader, ResidentSplit, ZippedLoader, load_split

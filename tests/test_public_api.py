@@ -29,7 +29,8 @@ NAMES = {
         "open_store",
         "verify_store",
     ],
-    "lightning_memmap.callbacks": ["PredictionTable", "RunSummary"],
+    "lightning_memmap.callbacks": ["MemoryTrace", "PredictionTable", "RunSummary"],
+    "lightning_memmap.compare": ["advise", "compare"],
     "lightning_memmap.loading": [
         "AssembledLoader",
         "ResidentShards",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_memmap._compat import storage_use_count
+from lightning_memmap._compat.tensors import storage_use_count
 
 
 class BufferPool:

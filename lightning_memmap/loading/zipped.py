@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap._compat import BatchIndices
+from lightning_memmap._compat.loops import BatchIndices
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.shard import ResidentShards, ResidentSplit
 from lightning_memmap.loading.super_batch import Assembler, SuperBatch

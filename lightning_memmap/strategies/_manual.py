@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memmap._compat import (
+from lightning_memmap._compat.loops import (
     lightning_optimizers,
     view_of,
     view_of_strategy,

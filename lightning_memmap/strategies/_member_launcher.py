@@ -27,7 +27,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from rich import get_console
 from typing_extensions import override
 
-from lightning_memmap._compat import ScriptLauncher, folder_below, move_trainer
+from lightning_memmap._compat.processes import ScriptLauncher, folder_below, move_trainer
 from lightning_memmap.errors import MemberError
 from lightning_memmap.strategies.member_results import (
     ABSENT,

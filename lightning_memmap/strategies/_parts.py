@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from typing_extensions import override
 
-from lightning_memmap._compat import results_of
+from lightning_memmap._compat.loops import results_of
 from lightning_memmap.strategies._devices import LocalDevices
 from lightning_memmap.strategies._records import StepLog, write_logs
 from lightning_memmap.strategies._shares import Shares, weighted_mean

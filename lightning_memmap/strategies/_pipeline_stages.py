@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_memmap._compat import materialize, tell_device
+from lightning_memmap._compat.modules import materialize, tell_device
 
 
 class Chain(nn.Module):

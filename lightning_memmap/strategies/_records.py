@@ -11,13 +11,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_memmap._compat import (
-    batch_value,
-    merge_metric,
-    own_parts,
-    set_batch_value,
-    swap_metric_names,
-)
+from lightning_memmap._compat.metrics import batch_value, merge_metric, set_batch_value
+from lightning_memmap._compat.modules import own_parts, swap_metric_names
 from lightning_memmap.strategies._replicas import MetricCopies, Twin, is_metric
 from lightning_memmap.strategies._shares import weighted_mean
 

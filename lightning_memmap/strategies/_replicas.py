@@ -13,17 +13,15 @@ from torch.cuda import comm
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
-from lightning_memmap._compat import (
+from lightning_memmap._compat.metrics import copy_metric, states_without_reduction
+from lightning_memmap._compat.modules import (
     PARTS,
-    add_tensors,
     compiled_steps,
-    copy_metric,
-    copy_tensors,
     is_compiled_inside,
     lightning_attributes,
     own_parts,
-    states_without_reduction,
 )
+from lightning_memmap._compat.tensors import add_tensors, copy_tensors
 
 #: Bytes that are sent at once from one GPU to the others.
 _BUCKET_BYTES = 64 * 2**20

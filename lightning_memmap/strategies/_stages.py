@@ -11,7 +11,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_memmap._compat import own_parts, without_computing
+from lightning_memmap._compat.modules import own_parts
+from lightning_memmap._compat.tensors import without_computing
 
 #: Bytes that training keeps for each byte of a parameter: itself, its gradient, and the two
 #: averages of Adam.

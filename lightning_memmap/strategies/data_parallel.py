@@ -13,11 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap._compat import (
-    before_transfer,
-    divert_batches,
-    end_diversion,
-)
+from lightning_memmap._compat.modules import before_transfer, divert_batches, end_diversion
 from lightning_memmap.loading import AssembledLoader, SuperBatch
 from lightning_memmap.strategies._devices import LocalDevices
 from lightning_memmap.strategies._manual import ReplicaTrainers

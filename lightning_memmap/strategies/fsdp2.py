@@ -37,7 +37,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap._compat import DataParallelMesh, tell_device
+from lightning_memmap._compat.modules import tell_device
+from lightning_memmap._compat.processes import DataParallelMesh
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies import _sharding as sharding
 from lightning_memmap.strategies._assembly import RowWeighting

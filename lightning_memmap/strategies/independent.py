@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
-from lightning_memmap._compat import LaunchedStrategy
+from lightning_memmap._compat.processes import LaunchedStrategy
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._member_launcher import (
     MEMBER_VARIABLE,

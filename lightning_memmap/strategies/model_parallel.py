@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_memmap._compat import view_of_trainer
+from lightning_memmap._compat.loops import view_of_trainer
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._parts import StepsInParts
 from lightning_memmap.strategies._records import StepLog, StepMetrics

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_memmap._compat import is_compiled, syncs_batch_norm
+from lightning_memmap._compat.modules import is_compiled
+from lightning_memmap._compat.processes import syncs_batch_norm
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._microbatches import MicroBatches, take_rows
 from lightning_memmap.strategies._pipeline_groups import (

@@ -1,0 +1,68 @@
+"""Names of torchmetrics: states of metrics that are copied and merged."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+
+
+def copy_metric(metric: nn.Module, device: torch.device) -> Any:
+    """An empty copy of a torchmetrics metric or collection on a device."""
+    twin: Any = copy.deepcopy(metric).to(device)
+    for part in twin.modules():
+        if isinstance(part, MetricCollection):
+            # Each metric of a copy has states of its own, to be merged one by one.
+            part._enable_compute_groups, part._groups_checked, part._groups = False, False, {}
+    twin.reset()
+    return twin
+
+
+def states_without_reduction(metric: Metric) -> list[str]:
+    """The tensor states of a metric that cannot be merged."""
+    return [
+        name
+        for name, reduction in metric._reductions.items()
+        if reduction is None and isinstance(metric._defaults[name], Tensor)
+    ]
+
+
+def merge_metric(target: Metric, sources: list[Metric]) -> None:
+    """Merge the states of metrics into those of another one, each by its ``dist_reduce_fx``.
+
+    Means are weighted by the number of updates, as torchmetrics weighs them.
+    """
+    updated = [metric for metric in (target, *sources) if metric._update_count]
+    # Metrics overload comparison: only their identity says whether they are the same.
+    if all(metric is target for metric in updated):
+        return
+    for name, reduction in target._reductions.items():
+        values = [getattr(metric, name) for metric in updated]
+        device = target.device
+        if isinstance(values[0], list):
+            merged: Any = [item.to(device) for value in values for item in value]
+        elif reduction is dim_zero_cat:
+            merged = torch.cat([value.to(device) for value in values])
+        elif reduction is dim_zero_mean:
+            counts = torch.tensor([float(metric._update_count) for metric in updated])
+            stacked = torch.stack([value.to(device) for value in values])
+            weights = (counts / counts.sum()).to(stacked)
+            merged = torch.tensordot(weights, stacked, dims=1)
+        else:
+            merge: Any = reduction
+            merged = merge(torch.stack([value.to(device) for value in values]))
+        setattr(target, name, merged)
+    target._update_count = sum(metric._update_count for metric in updated)
+    target._computed = None
+
+
+def batch_value(metric: Metric) -> Any:
+    """What a metric's ``forward`` returned last, None if it was not called since a reset."""
+    return metric._forward_cache
+
+
+def set_batch_value(metric: Metric, value: Any) -> None:
+    """Let a metric have returned this from ``forward``."""
+    metric._forward_cache = value

@@ -1,0 +1,74 @@
+"""Names of torch: memory, graphs of processes, many tensors at once."""
+
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+
+
+def storage_use_count(tensor: Tensor) -> int:
+    """How many tensors and storages, in Python and in C++, share the memory of a tensor.
+
+    Views, tensors saved for backward, numpy arrays and DLPack capsules all count.
+    """
+    storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    # All who ask for the storage itself share one Python object, which C++ counts once.
+    return count + sys.getrefcount(storage)
+
+
+def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors of the same shapes, in few kernels where they are on one device."""
+    with torch.no_grad():
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def add_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Add tensors of the same shapes in place, in few kernels."""
+    with torch.no_grad():
+        torch._foreach_add_(targets, sources)
+
+
+def without_computing(module: nn.Module, example: Any) -> None:
+    """Run a module's forward on tensors that have shapes and no values.
+
+    Args:
+        module: The module; nothing of it changes.
+        example: A tensor, a tuple of arguments or a dict of keyword arguments.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        tensors = chain(module.named_parameters(), module.named_buffers())
+        fakes: dict[str, Any] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
+        fake = apply_to_collection(example, Tensor, mode.from_tensor)
+        args, kwargs = ((), fake) if isinstance(fake, dict) else (fake, {})
+        torch.func.functional_call(module, fakes, args, kwargs)
+
+
+def process_group_size(argument: Any) -> int | None:
+    """Processes of a group that an operator of ``torch.distributed`` was given; None if it is none.
+
+    In these calls a group is a script object, from which Python must unbox it.
+    """
+    if not isinstance(argument, torch._C.ScriptObject):
+        return None
+    try:
+        return int(torch.distributed.ProcessGroup.unbox(argument).size())
+    except RuntimeError:  # Another kind of script object, such as the reduce operation.
+        return None
+
+
+def record_cuda_memory_history(is_on: bool) -> None:
+    """Let CUDA's allocator keep the history of its allocations, or stop it."""
+    torch.cuda.memory._record_memory_history(enabled="all" if is_on else None)
+
+
+def dump_cuda_memory_snapshot(path: Path) -> None:
+    """Write the allocator's history for the viewer at https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]

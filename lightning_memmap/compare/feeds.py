@@ -1,0 +1,197 @@
+"""Feeds that are not the `MemmapDataModule` itself: a plain DataLoader, and a batch replayed."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from typing_extensions import override
+
+from lightning_memmap.compare.arms import Feed
+from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.loading.transform import DeviceTransform
+from lightning_memmap.order import StepPlan, Stream, striping
+from lightning_memmap.store import open_store
+
+_CPU = torch.device("cpu")
+
+
+class StreamBatches(Sampler[list[int]]):
+    """The dataset rows of each step of one process, in the order of `lightning_memmap.order`.
+
+    Args:
+        stream: The order.
+        plan: How it is cut into steps.
+        rank: Data-parallel rank of this process.
+        size: Data-parallel processes.
+    """
+
+    def __init__(self, stream: Stream, plan: StepPlan, rank: int, size: int) -> None:
+        self.stream = stream
+        self.plan = plan
+        self.rank = rank
+        self.size = size
+        # Lightning looks for `batch_sampler.sampler.set_epoch`.
+        self.sampler = self
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration has."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(len(self.plan)):
+            first, last = self.plan.bounds(step)
+            mine = range(first + (self.rank - first) % self.size, last, self.size)
+            shards, offsets = self.stream.at(self._epoch, mine)
+            yield (offsets * self.stream.num_shards + shards).tolist()
+
+
+class _Collate:
+    """``default_collate``, and then the batch transform, where a worker process does both."""
+
+    def __init__(self, transform: Callable[..., Any] | None) -> None:
+        self._transform = None if transform is None else DeviceTransform(transform, _CPU)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = default_collate(samples)
+        if self._transform is None:
+            return batch
+        return self._transform(batch, int(torch.randint(2**62, ())))
+
+
+class _Transformed:
+    """A loader whose batches are transformed in this process, where the transform can note them."""
+
+    def __init__(self, loader: DataLoader[Any], transform: Callable[..., Any]) -> None:
+        self.batch_sampler = loader.batch_sampler
+        self._loader = loader
+        self._collate = DeviceTransform(transform, _CPU)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield self._collate(batch, 0)
+
+
+class PlainData(L.LightningDataModule):
+    """The plain dataset of a `MemmapDataModule` through `torch.utils.data.DataLoader`.
+
+    It gives the same rows in the same order. The batch transform runs on the CPU, after
+    ``default_collate``, in the worker processes where there are any.
+
+    Args:
+        data: Whose dataset, store, transform, order and batch size are used. Without a dataset,
+            its store is read as one.
+        global_batch: Rows of a step over all processes.
+        num_workers: Worker processes of each training process.
+        transform_here: Transform in the training process instead.
+    """
+
+    def __init__(
+        self,
+        data: MemmapDataModule,
+        global_batch: int,
+        num_workers: int,
+        transform_here: bool = False,
+    ) -> None:
+        super().__init__()
+        self.data = data
+        self.global_batch = global_batch
+        self.num_workers = num_workers
+        self.transform_here = transform_here
+
+    @override
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        sharding = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        rank, size = sharding["rank"], sharding["num_replicas"]
+        store = open_store(self.data.store_dir / "train")
+        num_shards = striping(store.num_shards, size)
+        stream = Stream(store.num_rows, num_shards, self.data.seed, self.data.shuffle)
+        plan = StepPlan(store.num_rows, self.global_batch, num_shards, drop_last=True)
+        dataset: Dataset[Any] | None = self.data.datasets["train"]
+        transform = self.data.transform
+        loader: DataLoader[Any] = DataLoader(
+            dataset if dataset is not None else store,  # type: ignore[arg-type]  # is map-style
+            batch_sampler=StreamBatches(stream, plan, rank, size),
+            num_workers=self.num_workers,
+            collate_fn=default_collate if self.transform_here else _Collate(transform),
+            persistent_workers=self.num_workers > 0,
+            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+        )
+        if self.transform_here and transform is not None:
+            return _Transformed(loader, transform)
+        return loader
+
+
+class _Replay:
+    """Takes the first batch of a loader, and gives it in every step."""
+
+    def __init__(self, loader: Any, num_steps: int) -> None:
+        self._loader = loader
+        self._num_steps = num_steps
+        self._batch: Any = None
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batch is None:
+            self._batch = next(iter(self._loader))
+        for _ in range(self._num_steps):
+            yield self._batch
+
+
+class IdealData(L.LightningDataModule):
+    """One batch of a `MemmapDataModule`, taken once, brought to where the strategy wants it, and
+    replayed in every step.
+
+    A model that changes its batch in place is given the changed one in the next step.
+
+    Args:
+        data: Whose first batch is taken.
+    """
+
+    def __init__(self, data: MemmapDataModule) -> None:
+        super().__init__()
+        self.data = data
+
+    @override
+    def setup(self, stage: str) -> None:
+        self.data.trainer = self.trainer
+        self.data.setup(stage)
+
+    @override
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        loader = self.data.train_dataloader()
+        # Now, not at the first step: whatever the strategy makes of a loader is done once.
+        return _Replay(self.trainer.strategy.process_dataloader(loader), loader.num_steps)
+
+    @override
+    def teardown(self, stage: str) -> None:
+        self.data.teardown(stage)
+
+
+def feed_data(
+    data: MemmapDataModule, feed: Feed, global_batch: int, *, transform_here: bool
+) -> L.LightningDataModule:
+    """The data module of an arm.
+
+    Args:
+        data: The one of the config.
+        feed: Where the arm's batches come from.
+        global_batch: Rows of a step over all processes.
+        transform_here: Whether a ``DataLoader`` leaves the transform to the training process.
+    """
+    if feed.kind == "dataloader":
+        return PlainData(data, global_batch, feed.num_workers, transform_here)
+    return IdealData(data) if feed.kind == "ideal" else data

@@ -1,0 +1,167 @@
+"""Memory of processes and devices, and what of it belongs to the model."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from lightning_memmap.callbacks.memory_trace import live_parameters
+from lightning_memmap.order import shard_rows
+from lightning_memmap.placement import Placement
+
+
+def process_memory(excluded: Iterable[int] = ()) -> list[dict[str, int]]:
+    """Memory of this process and of its children, in bytes, as Linux accounts for it.
+
+    Args:
+        excluded: Process ids that are left out.
+
+    Returns:
+        For each process its ``pid`` and ``parent``, and ``rss``, ``own`` (pages of it alone) and
+        ``shared`` (the rest, such as the pages of a mapped store or of libraries). Where own pages
+        cannot be told, ``own`` is -1.
+    """
+    me = psutil.Process()
+    found = []
+    for process in (me, *me.children(recursive=True)):
+        try:
+            memory = process.memory_full_info()
+            rss, own, parent = memory.rss, getattr(memory, "uss", -1), process.ppid()
+        except psutil.Error:  # It has just ended, or is not ours to look at.
+            continue
+        if process.pid not in set(excluded):
+            shared = rss - own if own >= 0 else -1
+            found.append(
+                {"pid": process.pid, "parent": parent, "rss": rss, "own": own, "shared": shared}
+            )
+    return found
+
+
+def _uses_cuda() -> bool:
+    # Asking for a device's figures must not be what makes a context on it.
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def reset_device_peaks() -> None:
+    """Forget the peaks of all CUDA devices that this process has used."""
+    if _uses_cuda():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
+
+
+def device_peaks() -> dict[str, dict[str, int]]:
+    """By CUDA device, the peak bytes since `reset_device_peaks`, allocated and reserved. Devices
+    that this process did not use are left out."""
+    if not _uses_cuda():
+        return {}
+    peaks = {
+        f"cuda:{index}": {
+            "allocated": torch.cuda.max_memory_allocated(index),
+            "reserved": torch.cuda.max_memory_reserved(index),
+        }
+        for index in range(torch.cuda.device_count())
+    }
+    return {device: peak for device, peak in peaks.items() if peak["reserved"]}
+
+
+def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[str, int]]:
+    """By device, the bytes of parameters, gradients and optimizer state in this process.
+
+    All parameters that are alive count, so that replicas of a model on other devices do too; each
+    memory counts once, and of a sharded tensor the part that is here. DDP's buckets, which hold a
+    second copy of the gradients, are not seen.
+
+    Args:
+        optimizers: Those that train.
+    """
+    parameters = live_parameters()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    state = [
+        value
+        for optimizer in optimizers
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor)
+    ]
+    groups: dict[str, list[Any]] = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": state,
+    }
+    sizes: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(groups, 0))
+    for name, tensors in groups.items():
+        for device, num_bytes in _by_device(tensors).items():
+            sizes[device][name] = num_bytes
+    return dict(sizes)
+
+
+def _by_device(tensors: Iterable[Any]) -> dict[str, int]:
+    seen: dict[tuple[str, int], int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.device.type == "meta":
+            continue
+        storage = local.untyped_storage()
+        seen[str(local.device), storage.data_ptr()] = storage.nbytes()
+    sizes: dict[str, int] = defaultdict(int)
+    for (device, address), num_bytes in seen.items():
+        sizes[device] += num_bytes if address else 0
+    return sizes
+
+
+def resident_bytes(placement: Placement | None) -> dict[str, dict[str, int]]:
+    """Bytes of the shards that this process holds, all splits together.
+
+    Returns:
+        By data device, such as ``1: cuda:1``, the bytes of each residency.
+    """
+    held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    if placement is None:
+        return {}
+    consumers = placement.consumers
+    for split in placement.splits.values():
+        sizes = shard_rows(split.num_rows, split.num_shards) * split.row_bytes
+        for shard, residency in enumerate(split.residency):
+            owner = consumers.owner(shard)
+            if residency is not None and owner is not None:
+                device = f"{owner}: {consumers.data_devices[owner]}"
+                held[device][residency.value] += int(sizes[shard])
+    return {device: dict(sizes) for device, sizes in held.items()}
+
+
+class EnergyMeter:
+    """Energy of CUDA devices in joules, from NVML, where ``nvidia-ml-py`` is installed.
+
+    Args:
+        num_devices: The first devices of this process are read; 0 reads none.
+    """
+
+    def __init__(self, num_devices: int) -> None:
+        self._handles: list[Any] = []
+        self._nvml: Any = None
+        if not num_devices:
+            return
+        try:
+            import pynvml
+        except ModuleNotFoundError:
+            return
+        try:
+            pynvml.nvmlInit()
+            for index in range(num_devices):
+                uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+                pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+                self._handles.append(handle)
+        except pynvml.NVMLError:  # A device of before Volta, or one that forbids it.
+            self._handles = []
+        self._nvml = pynvml
+
+    def read_joules(self) -> float | None:
+        """Energy that the devices have used since their driver was loaded; None if not known."""
+        if not self._handles:
+            return None
+        read = self._nvml.nvmlDeviceGetTotalEnergyConsumption
+        return sum(float(read(handle)) for handle in self._handles) / 1000

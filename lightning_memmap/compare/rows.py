@@ -1,0 +1,111 @@
+"""Rows as numbers: hashes that add up from devices to processes to the global batch."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
+from lightning_memmap.order import StepPlan, Stream, shard_starts
+from lightning_memmap.store import Store
+
+_MODULUS = 2**64
+
+
+def hash_rows(leaves: list[Tensor]) -> int:
+    """The sum over rows, modulo 2**64, of XXH3 over the bytes of all leaves of a row.
+
+    A sum does not depend on the order of rows, and those of two halves of a batch add up to that
+    of the batch. A row that comes twice, or is missing, changes it.
+
+    Args:
+        leaves: Tensors of shape (B, ...), on any device.
+    """
+    columns = [_bytes(leaf) for leaf in leaves if leaf.numel()]
+    total = 0
+    for row in range(len(columns[0]) if columns else 0):
+        digest = xxhash.xxh3_64()
+        for column in columns:
+            digest.update(column[row].data)
+        total += digest.intdigest()
+    return total % _MODULUS
+
+
+def _bytes(leaf: Tensor) -> np.ndarray:
+    plain = leaf.detach().cpu().as_subclass(Tensor).contiguous()
+    flat: np.ndarray = plain.reshape(len(plain), -1).view(torch.uint8).numpy()
+    return flat
+
+
+def leaves_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch that have rows, in the order of its containers."""
+    return [leaf for leaf in tensors_of(batch) if leaf.ndim]
+
+
+def hash_batch(batch: Any) -> int:
+    """`hash_rows` of a batch, or of the batches of a super-batch together."""
+    return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % _MODULUS
+
+
+def expected_hashes(store: Store, stream: Stream, plan: StepPlan, num_steps: int) -> list[int]:
+    """The hash of each global batch from the first epoch on, read from the store by the order.
+
+    Nothing here has passed a loader: this is what every arm is held to.
+    """
+    return [
+        hash_rows([tensor.index_select(0, places) for tensor in store.tensors])
+        for places in _places(store, stream, plan, num_steps)
+    ]
+
+
+def _places(store: Store, stream: Stream, plan: StepPlan, num_steps: int) -> Iterator[Tensor]:
+    starts = shard_starts(store.num_rows, store.num_shards)
+    for index in range(num_steps):
+        epoch, step = divmod(index, len(plan))
+        shards, offsets = stream.at(epoch, range(*plan.bounds(step)))
+        rows = offsets * stream.num_shards + shards
+        yield torch.from_numpy(starts[rows % store.num_shards] + rows // store.num_shards)
+
+
+class Tap(nn.Module):
+    """A batch transform that notes the hash of the rows it is given, before it changes them.
+
+    Args:
+        transform: What to do with the batch; None leaves it as it is.
+        hashes: The hash of each call is appended here.
+    """
+
+    def __init__(self, transform: Callable[..., Any] | None, hashes: list[int]) -> None:
+        super().__init__()
+        # As an attribute, a module is copied to the data device with this one.
+        self.transform = transform
+        self._note = hashes.append
+        function: Any = transform.forward if isinstance(transform, nn.Module) else transform
+        self._wants_generator = _has_generator(function)
+
+    def forward(self, batch: Any, generator: torch.Generator) -> Any:
+        """Note the rows, and hand the batch on."""
+        self._note(hash_batch(batch))
+        if self.transform is None:
+            return batch
+        if self._wants_generator:
+            return self.transform(batch, generator=generator)
+        return self.transform(batch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Tap":
+        # All copies, one for each data device, note into one list.
+        other = Tap(copy.deepcopy(self.transform, memo), [])
+        other._note = self._note
+        return other
+
+
+def _has_generator(function: Any) -> bool:
+    try:
+        return "generator" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,168 @@
+"""``lightning-memmap compare`` from the command line: real processes, on the CPU."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from PIL import Image
+from torch.utils.data import Dataset
+
+from tests.models import Regression
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 240
+#: Bytes of tests.models.Regression: two layers with their biases, in float32.
+PARAMETER_BYTES = 4 * (8 * 16 + 16 + 16 + 1)
+
+
+class Pictures(Dataset[Any]):
+    """Rows that a store takes and ``default_collate`` does not."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"row": index, "x": Image.new("L", (4, 2), index), "y": index / 60}
+
+
+class Flat(Regression):
+    """A regression on pictures of eight pixels."""
+
+    def loss(self, batch: dict[str, Any], stage: str) -> Any:
+        pixels = batch["x"].flatten(1).float() / 60
+        return super().loss({**batch, "x": pixels, "y": batch["y"].float()[:, None]}, stage)
+
+
+def write_config(path: Path, dataset: dict[str, Any], **data: Any) -> Path:
+    config = {
+        "seed_everything": 1,
+        "model": {"class_path": data.pop("model", "tests.models.Regression")},
+        "data": {
+            "class_path": "lightning_memmap.MemmapDataModule",
+            "init_args": {
+                "train_dataset": dataset,
+                "store_dir": str(path / "stores"),
+                "batch_size": 8,
+                **data,
+            },
+        },
+        "trainer": {"strategy": "memmap_superbatch", "max_epochs": 3, "callbacks": []},
+    }  # fmt: skip
+    file = path / "config.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return file
+
+
+def start(*arguments: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "lightning_memmap", "compare", *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+    )  # fmt: skip
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / "report.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_arms_are_compared_and_the_report_tells_what_each_costs(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path, {"class_path": "tests.models.Points", "init_args": {"num_rows": 96}}
+    )
+    process = start(
+        "--config", config, "--arms", "auto,ddp,fsdp", "--repeats", 1, "--steps", 8,
+        "--warmup_steps", 2, "--check_steps", 6, "--accelerator", "cpu", "--out", tmp_path / "out",
+    )  # fmt: skip
+    printed, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, printed
+    report = read(tmp_path / "out")
+    auto, ddp, fsdp = report["arms"]
+    assert [arm["status"] for arm in report["arms"]] == ["ok", "ok", "unavailable"]
+    assert "GPU" in fsdp["reason"]
+    for arm in (auto, ddp):
+        assert arm["parity"]["held"] is True
+        assert arm["parity"]["rows"] == [6, 6]
+        assert len(arm["check_losses"]) == 6
+        assert arm["cost"]["samples_per_s"]["median"] > 0
+        assert len(arm["timed_losses"]) == 2 + 8 + 8
+    # Sums of other parts of the batch are rounded otherwise: not the same floats, but near them.
+    assert ddp["parity"]["weight_difference"] < 1e-4
+    assert [p["process"] for p in ddp["cost"]["processes"]] == ["rank 0", "rank 1"]
+    # In fresh processes nothing but this model is alive.
+    state = {"parameters": PARAMETER_BYTES, "gradients": PARAMETER_BYTES,
+             "optimizer": 2 * PARAMETER_BYTES + 4 * 4}  # fmt: skip
+    assert auto["holding"]["model"] == {"rank 0, cpu": state}
+    assert ddp["holding"]["model"] == {"rank 0, cpu": state, "rank 1, cpu": state}
+    # A ring of two sends the gradients once from each, and Lightning tells of its stop signal.
+    reduced = [edge for edge in ddp["holding"]["edges"] if edge["what"] == "allreduce"]
+    assert [edge["num_bytes"] for edge in reduced] == [PARAMETER_BYTES] * 2
+    assert auto["holding"]["moved_bytes"] == 0
+    left_out = {"trainer.strategy", "trainer.max_epochs", "trainer.callbacks"}
+    assert set(report["left_out"]) == left_out
+    assert report["command"].startswith("lightning-memmap compare --config")
+    # Parity stands before speed, and the page shows both.
+    assert printed.index("Parity with auto") < printed.index("Speed")
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "Parity holds: 2 arms" in page
+
+
+def test_failed_arm_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
+    dataset = {"class_path": "tests.test_compare.Pictures"}
+    config = write_config(tmp_path, dataset, model="tests.test_compare.Flat")
+    process = start(
+        "--config", config, "--arms", "auto+workers0,auto", "--repeats", 1, "--steps", 10**9,
+        "--check_steps", 6, "--accelerator", "cpu", "--devices", 1, "--out", tmp_path / "out",
+    )  # fmt: skip
+    progress = tmp_path / "out" / "arms" / "auto" / "timed1" / "progress"
+    deadline = monotonic() + TIMEOUT_S
+    while not progress.exists() and process.poll() is None and monotonic() < deadline:
+        sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, printed
+    assert children
+    assert not [child for child in children if child.is_running()]
+    report = read(tmp_path / "out")
+    assert report["interrupted"]
+    failed, auto = report["arms"]
+    assert failed["status"] == "failed"
+    assert re.search(r"default_collate|TypeError", failed["reason"])
+    assert (tmp_path / "out" / failed["logs"][0]).exists()
+    assert auto["parity"]["held"] is True
+    assert auto["status"] == "pending"
+    assert "interrupted" in auto["reason"]
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--arms", "dpp"], "'dpp' is none"),
+        (["--repeats", "0"], "repeats=0"),
+        (["--steps", "1"], "steps=1"),
+        (["--scaling", "a"], "scaling='a'"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--out", "tests"], "holds something else"),
+    ],
+)
+def test_wrong_argument_is_told_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    from lightning_memmap.compare import compare
+
+    config = write_config(tmp_path, {"class_path": "tests.models.Points"})
+    given = ["--config", str(config), "--out", str(tmp_path / "out"), *arguments]
+    assert compare(given) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,201 @@
+"""Predictions: bytes that follow from what a strategy keeps and sends, and what is recommended."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memmap.compare import advise
+from lightning_memmap.compare.advise import Cluster, Workload, predict, recommend
+from tests.unit.compare.reports import make_arm, make_report
+
+GB = 10**9
+#: A model of 7 billion parameters, in float32 with Adam, 1 GB of activations a row.
+LARGE = Workload(
+    parameter_bytes=28 * GB, gradient_bytes=28 * GB, optimizer_bytes=56 * GB,
+    activation_bytes_per_row=GB, batch_bytes_per_row=4096, dataset_bytes=100 * GB,
+    compute_s_per_row=0.1, fixed_s=0.001,
+)  # fmt: skip
+#: One that fits anywhere.
+SMALL = Workload(
+    parameter_bytes=GB // 10, gradient_bytes=GB // 10, optimizer_bytes=GB // 5,
+    activation_bytes_per_row=10**6, batch_bytes_per_row=150_000, dataset_bytes=200 * GB,
+    compute_s_per_row=0.001, fixed_s=0.0,
+)  # fmt: skip
+NODE = Cluster(devices=8, nodes=1, memory_bytes=80 * GB, bandwidth=400e9, node_bandwidth=12e9,
+               latency_s=2e-5)  # fmt: skip
+
+
+def by_name(work: Workload, cluster: Cluster, rows: int = 4) -> dict[str, Any]:
+    return {found.strategy: found for found in predict(work, cluster, rows)}
+
+
+def test_large_model_fits_only_where_its_state_is_sharded() -> None:
+    found = by_name(LARGE, NODE)
+    assert not found["auto"].fits
+    assert not found["ddp"].fits
+    assert found["fsdp"].fits
+    assert found["fsdp"].model_bytes == 14 * GB
+    assert found["fsdp"].activation_bytes == pytest.approx(4 * GB, rel=1e-4)
+    # 72 of 80 GB may be planned for, and 18 are needed: an eighth of the dataset fits beside them.
+    assert found["fsdp"].resident_share == 1.0
+    chosen, reason = recommend(list(found.values()))
+    assert chosen is not None
+    assert chosen.needed_bytes < 72 * GB
+    assert "ddp" in reason
+
+
+def test_bytes_that_move_are_those_of_the_papers() -> None:
+    found = by_name(LARGE, NODE)
+    # All-reduce: 2 (n - 1) / n of the gradients. Sharded: two gathers and a scatter.
+    assert found["ddp"].moved_bytes == 2 * 28 * GB * 7 // 8
+    assert found["fsdp"].moved_bytes == 3 * 28 * GB * 7 // 8
+    assert found["memmap_superbatch"].moved_bytes == 32 * 4096 * 7 // 8
+    assert found["auto"].moved_bytes == 0
+
+
+def test_ddp_keeps_a_second_copy_of_the_gradients() -> None:
+    found = by_name(LARGE, NODE)["ddp"]
+    assert (found.model_bytes, found.buffer_bytes) == (112 * GB, 28 * GB)
+
+
+def test_data_that_devices_cannot_hold_is_told() -> None:
+    found = by_name(SMALL, NODE)
+    # 8 x (72 GB - 0.4 GB - activations) hold 200 GB; one device holds about a third of them.
+    assert found["memmap_superbatch"].resident_share == 1.0
+    assert 0.3 < found["auto"].resident_share < 0.36
+
+
+def test_small_model_is_computed_on_all_devices() -> None:
+    found = by_name(SMALL, NODE, rows=64)
+    chosen, reason = recommend(list(found.values()))
+    assert chosen is not None
+    assert chosen.samples_per_s > 4 * found["auto"].samples_per_s
+    assert "samples/s" in reason
+
+
+def test_one_device_is_recommended_where_more_win_nothing() -> None:
+    one = replace(NODE, devices=1)
+    chosen, reason = recommend(predict(SMALL, one, 64))
+    assert chosen is not None
+    assert chosen.strategy == "auto"
+    assert "simpler" in reason or "fastest" in reason
+
+
+def test_devices_that_share_their_cores_win_nothing() -> None:
+    shared = replace(NODE, devices=2, parallel_devices=1)
+    found = by_name(SMALL, shared, 64)
+    assert found["ddp"].samples_per_s <= found["auto"].samples_per_s
+
+
+def test_several_nodes_rule_out_what_is_one_process() -> None:
+    found = by_name(LARGE, replace(NODE, nodes=64))
+    assert found["memmap_superbatch"].obstacle
+    assert not found["fsdp"].obstacle
+    assert found["fsdp"].rows_per_step == 4 * 8 * 64
+    # The slow links between nodes are what a step waits for.
+    assert found["ddp"].step_s > by_name(LARGE, NODE)["ddp"].step_s
+
+
+def test_nothing_that_fits_names_the_ways_out() -> None:
+    tiny = replace(NODE, memory_bytes=GB)
+    chosen, reason = recommend(predict(LARGE, tiny, 4))
+    assert chosen is None
+    assert "activation checkpointing" in reason
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda: predict(SMALL, NODE, 0), "rows_per_device=0"),
+        (lambda: replace(NODE, devices=0), "devices=0"),
+        (lambda: replace(SMALL, fixed_s=-1.0), "fixed_s=-1.0"),
+    ],
+)
+def test_impossible_numbers_are_refused(function: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        function()
+
+
+TRACE = {
+    "time_s": [0.0, 1.0],
+    "parameters": [4000.0] * 2,
+    "gradients": [0.0, 4000.0],
+    "optimizer": [8000.0] * 2,
+    "data": [2048.0] * 2,
+    "activations": [100.0, 3200.0],
+}
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    arms = (make_arm("auto", trace=TRACE), make_arm("ddp", trace=TRACE))
+    data = {"num_bytes": 90_000, "num_rows": 1257, "batch_size": 16}
+    make_report(*arms, data=data).write(tmp_path / "report.json")
+    return tmp_path / "report.json"
+
+
+def test_workload_is_read_off_the_arm_auto(report: Path) -> None:
+    work = Workload.from_report(json.loads(report.read_text()))
+    assert (work.parameter_bytes, work.gradient_bytes, work.optimizer_bytes) == (4000, 4000, 8000)
+    assert work.activation_bytes_per_row == 100
+    assert work.batch_bytes_per_row == 64
+    # 32 rows at 1,050 a second, of six equal parts: forward and backward are two.
+    assert work.compute_s_per_row == pytest.approx(1 / 1050 / 3, rel=0.01)
+
+
+def test_answer_for_this_machine_is_held_against_what_was_measured(
+    report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert advise(["--report", str(report)]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed[printed.index("Predicted / measured") :].splitlines()]
+    ratios = {row[0]: row[1:] for row in rows if row and row[0] in ("auto", "ddp")}
+    # State and what moves are exact; time is not asserted.
+    assert ratios["auto"][:4] == ["1.00", "1.00", "both", "none"]
+    assert ratios["ddp"][0] == "1.00"
+    assert ratios["ddp"][2] == "1.00"
+    # All that ran agree and were as fast; what was measured stands beside what is predicted.
+    assert "Measured here, of 2 arms that agree" in printed
+
+
+def test_answer_for_another_machine_and_model(
+    report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--devices", "8", "--nodes", "64", "--memory", "80GB", "--parameters", "7e9",
+                 "--activation_bytes_per_row", "1GB", "--dataset", "2TB", "--flops", "4e14",
+                 "--rows_per_device", "4", "--json", str(tmp_path / "advice.json")]  # fmt: skip
+    assert advise(["--report", str(report), *arguments]) == 0
+    answer = json.loads((tmp_path / "advice.json").read_text())
+    assert answer["workload"]["parameter_bytes"] == 28 * GB
+    assert answer["workload"]["dataset_bytes"] == 2 * 10**12
+    assert answer["cluster"]["nodes"] == 64
+    found = {prediction["strategy"]: prediction for prediction in answer["predictions"]}
+    assert not found["ddp"]["fits"]
+    assert found[answer["recommended"]]["fits"]
+    assert "Predicted / measured" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--report"),
+        (["--report", "nowhere.json"], "nowhere"),
+        (["--config", "no.yaml"], "no.yaml"),
+    ],
+)
+def test_question_without_a_measurement_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert advise(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_report_without_the_arm_auto_says_what_to_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_report(make_arm("ddp")).write(tmp_path / "report.json")
+    assert advise(["--report", str(tmp_path / "report.json")]) == 2
+    assert "--arms auto" in capsys.readouterr().err

@@ -1,0 +1,263 @@
+"""Runs of arms, in this process: what they measure and what they find."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memmap.compare.arms import parse_arms
+from lightning_memmap.compare.child import prepare, train
+from lightning_memmap.compare.clock import PARTS
+from lightning_memmap.compare.launch import RunResult
+from lightning_memmap.compare.parity import Check, Parity, judge
+from lightning_memmap.compare.spec import RunKind, RunSpec
+from tests.models import Regression
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    # LightningCLI calls what jsonargparse has renamed.
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
+
+ARMS = ("auto", "auto+workers0", "memmap_superbatch")
+DEVICES, BATCH_SIZE, ROWS = 2, 8, 100
+#: Bytes of a row: a number, eight floats and one.
+ROW_BYTES = 8 + 32 + 4
+PARAMETERS = 8 * 16 + 16 + 16 + 1
+
+
+class Jitter(torch.nn.Module):
+    """A transform that is random on purpose."""
+
+    def forward(self, batch: Any, generator: torch.Generator) -> Any:
+        noise = torch.rand(batch["x"].shape, generator=generator)
+        return {**batch, "x": batch["x"] + noise}
+
+
+class Double(torch.nn.Module):
+    """A transform that is the same for every row at any time."""
+
+    def forward(self, batch: Any) -> Any:
+        return {**batch, "x": batch["x"] * 2}
+
+
+class WithDropout(Regression):
+    """A network that draws random numbers in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, torch.nn.Dropout(0.5))
+
+
+@pytest.fixture(autouse=True)
+def own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What seed_everything leaves in the environment is taken back.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+
+
+def config(path: Path, model: str = "tests.models.Regression", **data: Any) -> dict[str, Any]:
+    dataset = {"class_path": "tests.models.Points", "init_args": {"num_rows": ROWS}}
+    return {
+        "seed_everything": 3,
+        "model": {"class_path": model},
+        "data": {
+            "class_path": "lightning_memmap.MemmapDataModule",
+            "init_args": {
+                "train_dataset": dataset,
+                "store_dir": str(path / "stores"),
+                "batch_size": BATCH_SIZE,
+                **data,
+            },
+        },
+    }
+
+
+def make_spec(
+    path: Path, kind: RunKind, arm: str, sections: dict[str, Any], **options: Any
+) -> RunSpec:
+    trainer = parse_arms(arm)[0].trainer_options(DEVICES) if arm else {"devices": 1}
+    values = {
+        "warmup_steps": 2 if kind == "timed" else 0,
+        "steps": 6,
+        "split_steps": 3 if kind == "timed" else 0,
+        "transform_is_random": False,
+        **options,
+    }
+    out = path / f"{arm or 'facts'}-{kind}"
+    out.mkdir()
+    return RunSpec(
+        kind=kind,
+        config=sections,
+        trainer={"accelerator": "cpu", **trainer},
+        arm=arm,
+        devices=DEVICES,
+        global_batch=DEVICES * BATCH_SIZE,
+        calm=kind == "check",
+        out=str(out),
+        **values,
+    )
+
+
+def facts_of(path: Path, sections: dict[str, Any]) -> dict[str, Any]:
+    spec = make_spec(path, "prepare", "", sections)
+    prepare(spec)
+    found: dict[str, Any] = json.loads((Path(spec.out) / "facts.json").read_text())
+    return found
+
+
+def run(spec: RunSpec) -> RunResult:
+    train(spec)
+    out = Path(spec.out)
+    return RunResult(out, (json.loads((out / "rank0.json").read_text()),))
+
+
+def compare(
+    path: Path, arms: tuple[str, ...], sections: dict[str, Any]
+) -> tuple[dict[str, Parity], dict[str, Any]]:
+    """The parity of arms with the first of them."""
+    facts = facts_of(path, sections)
+    is_random = facts["transform_is_random"]
+    checks = {
+        arm: Check.of(run(make_spec(path, "check", arm, sections, transform_is_random=is_random)))
+        for arm in arms
+    }
+    found = {
+        arm: judge(
+            check,
+            checks[arms[0]],
+            facts["expected"],
+            1e-4,
+            is_random=is_random and not facts["has_eval_transform"],
+        )
+        for arm, check in checks.items()
+    }
+    return found, facts
+
+
+def test_arms_train_the_same_rows_to_the_same_weights(tmp_path: Path) -> None:
+    parities, facts = compare(tmp_path, ARMS, config(tmp_path))
+    for parity in parities.values():
+        assert parity.held is True
+        assert parity.rows == (6, 6)
+        assert parity.same_content
+    assert facts["num_rows"] == ROWS
+    assert facts["row_bytes"] == ROW_BYTES
+    assert facts["global_batch"] == 16
+    assert facts["num_parameters"] == PARAMETERS
+    assert facts["store_s"] > 0
+    assert not facts["has_transform"]
+
+
+def test_transform_is_part_of_the_check(tmp_path: Path) -> None:
+    transform = {"transform": {"class_path": f"{__name__}.Double"}}
+    parities, facts = compare(tmp_path, ARMS, config(tmp_path, **transform))
+    assert facts["has_transform"]
+    assert not facts["transform_is_random"]
+    assert all(parity.held and parity.same_content for parity in parities.values())
+
+
+def test_random_transform_and_dropout_are_taken_out_of_a_check(tmp_path: Path) -> None:
+    transforms = {
+        "transform": {"class_path": f"{__name__}.Jitter"},
+        "eval_transform": {"class_path": f"{__name__}.Double"},
+    }
+    sections = config(tmp_path, f"{__name__}.WithDropout", **transforms)
+    parities, facts = compare(tmp_path, ARMS, sections)
+    assert facts["transform_is_random"]
+    assert facts["dropouts"] == ["Dropout"]
+    assert all(parity.held and parity.same_content for parity in parities.values())
+
+
+def test_random_transform_without_another_leaves_rows_to_check(tmp_path: Path) -> None:
+    transform = {"transform": {"class_path": f"{__name__}.Jitter"}}
+    parities, _ = compare(tmp_path, ("auto", "memmap_superbatch"), config(tmp_path, **transform))
+    assert parities["memmap_superbatch"].held is None
+    assert parities["memmap_superbatch"].rows == (6, 6)
+    assert not parities["memmap_superbatch"].same_content
+
+
+def test_other_seed_of_one_arm_is_found(tmp_path: Path) -> None:
+    sections = config(tmp_path)
+    facts = facts_of(tmp_path, sections)
+    reference = Check.of(run(make_spec(tmp_path, "check", "auto", sections)))
+    other = config(tmp_path, seed=1)
+    check = Check.of(run(make_spec(tmp_path, "check", "memmap_superbatch", other)))
+    parity = judge(check, reference, facts["expected"], 1e-4, is_random=False)
+    assert parity.held is False
+    assert parity.first_wrong_step == 0
+
+
+@pytest.mark.parametrize("arm", [*ARMS, "auto+ideal", "memmap_superbatch+ideal"])
+def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, arm: str) -> None:
+    sections = config(tmp_path)
+    facts_of(tmp_path, sections)
+    (rank,) = run(make_spec(tmp_path, "timed", arm, sections)).ranks
+    assert len(rank["losses"]) == 2 + 6 + 3
+    assert len(rank["step_s"]) == 6
+    assert sum(rank["step_s"]) == pytest.approx(rank["window_s"])
+    assert rank["samples_per_s"] == pytest.approx(6 * 16 / rank["window_s"])
+    # The steps after the window have parts too. On a CPU nothing needs to be waited for.
+    assert len(rank["parts_s"]) == 9
+    for parts in rank["parts_s"]:
+        assert tuple(parts) == PARTS
+        assert min(parts.values()) >= 0
+        assert parts["forward"] > 0
+        assert parts["backward"] > 0
+    assert rank["memory"][0]["pid"] == rank["pid"]
+    assert 0 < rank["first_batch_s"] < rank["process_to_first_batch_s"]
+
+
+def test_ideal_feed_trains_on_one_batch(tmp_path: Path) -> None:
+    sections = config(tmp_path)
+    facts_of(tmp_path, sections)
+    (rank,) = run(make_spec(tmp_path, "check", "auto+ideal", sections)).ranks
+    assert len(set(rank["seen"])) == 1
+
+
+def test_check_tells_bytes_of_model_rows_and_batch(tmp_path: Path) -> None:
+    sections = config(tmp_path)
+    facts_of(tmp_path, sections)
+    (rank,) = run(make_spec(tmp_path, "check", "memmap_superbatch", sections)).ranks
+    assert rank["batch_bytes"] == 16 * ROW_BYTES
+    # Other parameters of this process may still be alive; those of a fresh one are the model's.
+    assert rank["model_bytes"]["cpu"]["gradients"] >= 4 * PARAMETERS
+    assert rank["model_bytes"]["cpu"]["optimizer"] == 2 * 4 * PARAMETERS + 4 * 4
+    held = [sum(sizes.values()) for sizes in rank["resident_bytes"].values()]
+    assert held == [50 * ROW_BYTES, 50 * ROW_BYTES]
+    # Forward and backward of two layers: no gradient of the input of the first is needed.
+    forward = 2 * 16 * (8 * 16 + 16)
+    assert rank["flops"] == 2 * forward + 2 * 16 * 16
+    assert rank["movements"] == []
+
+
+def test_batch_that_consumers_cannot_share_is_refused(tmp_path: Path) -> None:
+    sections = config(tmp_path)
+    facts_of(tmp_path, sections)
+    spec = make_spec(tmp_path, "check", "memmap_superbatch", sections)
+    odd = RunSpec(**{**vars(spec), "global_batch": 15})
+    with pytest.raises(ValueError, match="2 data devices do not divide a global batch of 15"):
+        train(odd)
+
+
+def test_other_data_module_is_refused(tmp_path: Path) -> None:
+    sections = config(tmp_path)
+    sections["data"] = {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"}
+    with pytest.raises(ValueError, match="BoringDataModule; a comparison needs a MemmapDataModule"):
+        prepare(make_spec(tmp_path, "prepare", "", sections))
+
+
+def test_fewer_rows_than_a_step_are_refused(tmp_path: Path) -> None:
+    sections = config(tmp_path, batch_size=ROWS)
+    with pytest.raises(ValueError, match="steps of 200 rows, and the training split has 100"):
+        prepare(make_spec(tmp_path, "prepare", "", sections))
+
+
+def test_store_without_its_dataset_feeds_a_dataloader(tmp_path: Path) -> None:
+    facts_of(tmp_path, config(tmp_path))
+    (tmp_path / "again").mkdir()
+    without = config(tmp_path, train_dataset=None)
+    parities, _ = compare(tmp_path / "again", ("auto", "auto+workers0"), without)
+    assert all(parity.held for parity in parities.values())

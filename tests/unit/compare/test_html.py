@@ -1,0 +1,145 @@
+"""The page of a report: whole in itself, careful with names, and readable in a real browser."""
+
+import html as html_module
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memmap.compare.html import render_html
+from lightning_memmap.compare.report import Report
+from tests.unit.compare.reports import make_arm, make_parity, make_report
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
+REPORT = make_report(
+    make_arm("memmap_superbatch", (900.0, 950.0)),
+    make_arm("auto"),
+    make_arm("auto+workers2", (500.0, 700.0)),
+    make_arm("auto+ideal", (1200.0, 1210.0)),
+    make_arm("ddp"),
+    make_arm("fsdp", (), status="unavailable", reason="needs GPUs", parity=None, holding=None),
+)
+#: Widths in CSS pixels: a small phone, a usual one, a desktop.
+WIDTHS = (320, 390, 1280)
+
+
+def with_problem() -> Report:
+    parity = make_parity(held=False, problems=("weights differ by 2.0e-01, and may by 1e-03",))
+    return make_report(make_arm("auto"), make_arm("ddp", parity=parity))
+
+
+def test_page_needs_nothing_else() -> None:
+    page = render_html(REPORT)
+    # Names of XML vocabularies are no addresses that anything is loaded from.
+    bare = re.sub(r'xmlns(:\w+)?="[^"]*"|rdf:\w+="[^"]*"|<!DOCTYPE[^>]*>', "", page)
+    assert not re.search(r"(src|href)=[\"'](?!#)", bare)
+    assert "<script" not in page
+    assert "@import" not in page
+    assert not re.search(r"url\((?!#)", bare)
+
+
+def test_page_has_parity_before_speed_and_every_arm() -> None:
+    page = render_html(REPORT)
+    assert page.index("<h2>Parity</h2>") < page.index("<h2>Speed</h2>")
+    for arm in REPORT.arms:
+        assert f"<td>{arm.arm}</td>" in page
+    assert page.count("<svg") == 8
+    assert "needs GPUs" in page
+
+
+def test_difference_is_marked_before_anything_else() -> None:
+    page = render_html(with_problem())
+    assert "Parity does not hold: ddp" in page
+    assert page.index('class="bad">ddp: weights differ by 2.0e-01') < page.index("<h2>")
+
+
+def test_names_are_no_markup() -> None:
+    hostile = '<script>alert("x")</script>'
+    arm = make_arm("auto", status="failed", reason=hostile)
+    page = render_html(
+        make_report(arm, command=hostile, model={"model_class": hostile}, scaling=())
+    )
+    assert "<script" not in page
+    assert html_module.escape(hostile) in page
+
+
+@pytest.mark.parametrize("arms", [(), (make_arm("auto", (), status="pending", holding=None),)])
+def test_page_of_an_interrupted_report_is_a_page(arms: Any) -> None:
+    report = make_report(*arms, interrupted=True, scaling=(), data={}, model={}, environment={})
+    assert "Interrupted" in render_html(report)
+
+
+#: Put at the end of the page: tells what the browser made of it.
+PROBE = """
+<script>
+const box = (e) => e.getBoundingClientRect();
+const letters = [...document.querySelectorAll("svg text")].map((e) => box(e).height);
+document.documentElement.dataset.layout = JSON.stringify({
+  width: window.innerWidth,
+  scrollWidth: document.documentElement.scrollWidth,
+  pictures: [...document.querySelectorAll("figure svg")].map((e) => box(e).width),
+  outside: [...document.querySelectorAll("figure svg text")].filter((e) =>
+    box(e).right > box(e.closest("svg")).right + 1 || box(e).left < box(e.closest("svg")).left - 1
+  ).map((e) => e.textContent),
+  smallestText: Math.min(...letters),
+  verdictBottom: box(document.querySelector(".verdict")).bottom,
+  verdictColor: getComputedStyle(document.querySelector(".verdict")).color,
+});
+</script>
+"""
+
+
+def layouts(page: str, path: Path) -> dict[int, dict[str, Any]]:
+    """What a browser makes of a page, by the width of its window."""
+    # A window is never as narrow as a phone; a frame is. Its page is of the same origin.
+    frames = "".join(
+        f'<iframe id="w{width}" style="width:{width}px;height:900px;border:0"'
+        f' srcdoc="{html_module.escape(page + PROBE)}"></iframe>'
+        for width in WIDTHS
+    )
+    collect = """<script>window.onload = () => {
+      for (const f of document.querySelectorAll("iframe"))
+        f.dataset.layout = f.contentDocument.documentElement.dataset.layout;
+    };</script>"""
+    (path / "frames.html").write_text(f"<!doctype html>{frames}{collect}", encoding="utf-8")
+    assert BROWSER is not None
+    done = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={path / 'user'}",
+         "--virtual-time-budget=20000", "--dump-dom", str(path / "frames.html")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r'<iframe id="w(\d+)"[^>]*? data-layout="([^"]*)"', done.stdout)
+    return {int(width): json.loads(html_module.unescape(layout)) for width, layout in found}
+
+
+@needs_browser
+def test_page_fits_a_phone_and_a_desktop(tmp_path: Path) -> None:
+    found = layouts(render_html(REPORT), tmp_path)
+    assert set(found) == set(WIDTHS)
+    for width, layout in found.items():
+        assert layout["width"] == width
+        # Wide tables scroll within themselves: the page does not.
+        assert layout["scrollWidth"] <= width
+        assert len(layout["pictures"]) == 8
+        assert all(0.9 * min(width, 400) - 32 <= picture <= width for picture in layout["pictures"])
+        assert not layout["outside"]
+        assert layout["verdictBottom"] < 600, "the verdict is on the first screen"
+    # Some seven pixels of height are the least that eyes read without a lens.
+    assert found[390]["smallestText"] >= 7
+    assert found[1280]["smallestText"] >= 9
+
+
+@needs_browser
+def test_verdict_that_differs_is_red_in_the_browser(tmp_path: Path) -> None:
+    found = layouts(render_html(with_problem()), tmp_path)[1280]["verdictColor"]
+    red, green, blue = map(int, re.findall(r"\d+", found)[:3])
+    assert red > 150
+    assert max(green, blue) < 60

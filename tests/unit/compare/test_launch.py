@@ -1,0 +1,63 @@
+"""Starting a run: what is told of one that does not end well, and that nothing is left of it."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_memmap.compare.launch import run
+from lightning_memmap.compare.spec import RunSpec, shared_config
+
+
+def make_spec(path: Path) -> RunSpec:
+    return RunSpec(
+        kind="timed", config={}, trainer={}, arm="auto", devices=1, global_batch=8,
+        warmup_steps=1, steps=2, split_steps=1, calm=False, transform_is_random=False,
+        out=str(path / "run"),
+    )  # fmt: skip
+
+
+def test_run_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    result = run(make_spec(tmp_path), timeout_s=0.3)
+    assert result.error is not None
+    assert "no end after 0.3 s" in result.error.message
+    assert not result.error.refused
+    after = {process.pid for process in psutil.Process().children(recursive=True)}
+    assert after <= before
+
+
+def test_interrupt_ends_the_run(tmp_path: Path) -> None:
+    def interrupt(steps: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(make_spec(tmp_path), timeout_s=60, on_step=interrupt)
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_shared_config_keeps_what_all_arms_can_have() -> None:
+    config = {
+        "seed_everything": 5,
+        "model": {"class_path": "a.B"},
+        "data": {"class_path": "c.D"},
+        "ckpt_path": None,
+        "trainer": {"precision": "bf16-mixed", "strategy": "ddp", "callbacks": [], "devices": 4},
+    }
+    sections, trainer, left_out = shared_config(config)
+    assert sections == {name: config[name] for name in ("seed_everything", "model", "data")}
+    assert trainer == {"precision": "bf16-mixed"}
+    assert left_out == ["trainer.strategy", "trainer.callbacks", "trainer.devices", "ckpt_path"]
+    assert shared_config({"fit": config})[0] == sections
+
+
+@pytest.mark.parametrize("seed", [True, False, None])
+def test_seed_that_is_no_number_becomes_one(seed: bool | None) -> None:
+    config = {"seed_everything": seed, "model": {"a": 1}, "data": {"b": 1}}
+    assert shared_config(config)[0]["seed_everything"] == 0
+
+
+@pytest.mark.parametrize("config", [None, [], {"model": {}}, {"model": {"class_path": "a.B"}}])
+def test_config_without_model_or_data_is_refused(config: object) -> None:
+    with pytest.raises(ValueError, match="has no section"):
+        shared_config(config)

@@ -1,0 +1,75 @@
+"""Bytes of models and of resident shards, and what moves between devices."""
+
+import os
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from lightning_memmap.compare.memory import model_bytes, process_memory, resident_bytes
+from lightning_memmap.compare.movement import Movement, MovementRecorder, sent_bytes
+from lightning_memmap.placement import Consumers, plan_placement
+from lightning_memmap.store import Store
+
+CPU = torch.device("cpu")
+
+
+def test_model_bytes_counts_each_memory_once() -> None:
+    before = model_bytes([]).get("cpu", {"parameters": 0, "gradients": 0})
+    first, second = nn.Linear(100, 50), nn.Linear(50, 100, bias=False)
+    second.weight = first.weight  # Tied: one memory.
+    optimizer = torch.optim.Adam(first.parameters())
+    first(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    found = model_bytes([optimizer])["cpu"]
+    assert found["parameters"] - before["parameters"] == 4 * (100 * 50 + 50)
+    assert found["gradients"] - before["gradients"] == 4 * (100 * 50 + 50)
+    # Two moments as large as the parameters, and a step counter of 4 bytes for each.
+    assert found["optimizer"] == 2 * 4 * (100 * 50 + 50) + 2 * 4
+
+
+def test_process_memory_has_this_process_and_its_children() -> None:
+    (me,) = [found for found in process_memory() if found["pid"] == os.getpid()]
+    assert me["own"] + me["shared"] == me["rss"]
+    assert 0 < me["own"] <= me["rss"] <= psutil.virtual_memory().total
+    assert not [found for found in process_memory([os.getpid()]) if found["pid"] == os.getpid()]
+
+
+def test_resident_bytes_are_those_of_the_plan(numbered_store: Callable[..., Store]) -> None:
+    manifest = numbered_store(70, 6).manifest
+    placement = plan_placement(
+        {"train": manifest},
+        Consumers((CPU, CPU)),
+        budget_bytes={CPU: 2**40},
+        pinned_budget_bytes=0,
+    )
+    held = resident_bytes(placement)
+    assert list(held) == ["0: cpu", "1: cpu"]
+    assert sum(sizes["mmap"] for sizes in held.values()) == 70 * manifest.row_bytes
+    assert resident_bytes(None) == {}
+
+
+def test_copies_between_devices_are_counted_and_others_are_not() -> None:
+    recorder = MovementRecorder()
+    with recorder:
+        torch.ones(10).to("meta")
+        torch.ones(6).to("meta")
+        torch.ones(3).to(torch.float64).clone().copy_(torch.ones(3))
+    assert recorder.movements == [Movement("copy", "cpu", "meta", 64, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "sent"),
+    [
+        ("allreduce", 2, 1000),
+        ("allreduce", 4, 1500),
+        ("allgather", 4, 750),
+        ("reduce_scatter", 4, 750),
+        ("broadcast", 2, 500),
+        ("send", 2, 1000),
+    ],
+)
+def test_sent_bytes_are_the_least_of_a_ring(kind: str, size: int, sent: int) -> None:
+    assert sent_bytes(kind, size, 1000) == sent

@@ -1,0 +1,98 @@
+"""Hashes of rows: what they notice, and that a store tells the same as a loader."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memmap.compare.rows import Tap, expected_hashes, hash_batch, hash_rows
+from lightning_memmap.order import StepPlan, Stream
+from lightning_memmap.store import Store
+from tests.rows import CPU, make_loader
+
+BATCH = {
+    "image": torch.arange(48, dtype=torch.uint8).reshape(8, 2, 3),
+    "label": torch.arange(8),
+    "weight": torch.linspace(0, 1, 8, dtype=torch.bfloat16),
+    "empty": torch.empty(8, 0),
+}
+
+
+def rows_of_batch(*rows: int) -> dict[str, Tensor]:
+    return {name: leaf[list(rows)] for name, leaf in BATCH.items()}
+
+
+def test_hash_of_parts_adds_up_to_that_of_the_batch_in_any_order() -> None:
+    whole = hash_batch(BATCH)
+    parts = [hash_batch(rows_of_batch(7, 1, 4)), hash_batch(rows_of_batch(0, 2, 3, 5, 6))]
+    assert sum(parts) % 2**64 == whole
+    assert hash_batch(rows_of_batch(3, 2, 1, 0, 7, 6, 5, 4)) == whole
+
+
+@pytest.mark.parametrize("rows", [(0, 1, 2, 3, 4, 5, 6), (0, 1, 2, 3, 4, 5, 6, 6)])
+def test_hash_notices_a_missing_and_a_repeated_row(rows: tuple[int, ...]) -> None:
+    assert hash_batch(rows_of_batch(*rows)) != hash_batch(BATCH)
+
+
+def test_hash_notices_fields_that_are_of_other_rows() -> None:
+    swapped = {**BATCH, "label": BATCH["label"].flip(0)}
+    assert hash_batch(swapped) != hash_batch(BATCH)
+
+
+def test_hash_is_that_of_values_not_of_memory() -> None:
+    strided = torch.arange(16).reshape(8, 2)[:, 0]
+    assert hash_rows([strided]) == hash_rows([strided.clone()])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_expected_hashes_are_those_of_a_loader(
+    numbered_store: Callable[..., Store], devices: int, shuffle: bool
+) -> None:
+    store = numbered_store(70, 6)
+    loader = make_loader(store, devices, 12 // devices, shuffle=shuffle, drop_last=True, seed=3)
+    found = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        found += [hash_batch(super_batch) for super_batch in loader]
+    stream = Stream(70, 6, 3, shuffle)
+    plan = StepPlan(70, 12, 6, drop_last=True)
+    assert len(plan) == 5
+    assert expected_hashes(store, stream, plan, 10) == found
+    assert len(set(found)) == (10 if shuffle else 5)
+
+
+def test_assembled_batch_has_the_hash_of_its_super_batch(
+    numbered_store: Callable[..., Store],
+) -> None:
+    loader = make_loader(numbered_store(70, 6), 2, 6)
+    super_batch = next(iter(loader))
+    assert hash_batch(super_batch) == hash_batch(super_batch.to(CPU))
+
+
+def test_tap_notes_the_rows_before_the_transform_in_all_its_copies() -> None:
+    hashes: list[int] = []
+
+    def halve(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"weight": batch["weight"] / 2}
+
+    tap = Tap(halve, hashes)
+    generator = torch.Generator()
+    changed = tap(BATCH, generator)
+    copy.deepcopy(tap)(rows_of_batch(1, 2), generator)
+    torch.testing.assert_close(changed["weight"], BATCH["weight"] / 2)
+    assert hashes == [hash_batch(BATCH), hash_batch(rows_of_batch(1, 2))]
+
+
+def test_tap_gives_the_generator_to_a_transform_that_takes_one() -> None:
+    class Noise(nn.Module):
+        def forward(self, batch: Tensor, generator: torch.Generator) -> Tensor:
+            return batch + torch.rand(batch.shape, generator=generator)
+
+    results = [
+        Tap(Noise(), [])(torch.zeros(4), torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    ]
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
