@@ -137,13 +137,16 @@ def gpt_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return {name: metric(printed, name) for name in ("train_loss", "val_loss")}
 
 
-@pytest.mark.parametrize("strategy", ["memmap_pipeline", "tensor_parallel"])
-def test_gpt_learns_the_same_with_its_parts_on_two_processes(
-    tmp_path: Path, strategy: str, gpt_losses: dict[str, float]
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [("memmap_pipeline", 2), ("tensor_parallel", 2), ("memmap_model_parallel", 1)],
+)
+def test_gpt_learns_the_same_with_its_parts_apart(
+    tmp_path: Path, strategy: str, processes: int, gpt_losses: dict[str, float]
 ) -> None:
     over = str(ROOT / "examples" / "configs" / "strategies" / f"{strategy}.yaml")
     printed = fit_gpt(tmp_path, "--config", over)
-    assert "Starting with 2 processes" in printed
+    assert (f"Starting with {processes} processes" in printed) == (processes > 1)
     # The uniform distribution over bytes has ln(256) = 5.5.
     assert gpt_losses["val_loss"] < 4
     # Four digits are printed.
