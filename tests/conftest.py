@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 
 import pytest
+
+# Many processes on few cores. Before torch is imported, here and in all that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 from lightning_memmap.store import Store, build_store

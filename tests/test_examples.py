@@ -174,9 +174,9 @@ def test_gpt_windows_cover_the_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "processes"),
     [
-        ("ddp", 4),
+        ("ddp", 2),
         ("memmap_superbatch_ddp", 2),
-        ("memmap_fsdp2", 4),
+        ("memmap_fsdp2", 2),
         ("memmap_dp", 1),
         ("memmap_model_parallel", 1),
     ],
