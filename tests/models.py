@@ -49,9 +49,19 @@ class Regression(L.LightningModule):
         self.seen: dict[str, list[list[int]]] = {}
         self.dtypes: set[torch.dtype] = set()
 
-    def loss(self, batch: dict[str, Tensor], stage: str) -> Tensor:
+    def stages(self) -> list[nn.Module]:
+        return [self.net[:2], self.net[2:]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(output, batch["y"])
+
+    def step(self, batch: dict[str, Tensor], stage: str) -> Tensor:
         self.seen.setdefault(stage, []).append(batch["row"].tolist())
-        loss = nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
+        loss = self.loss(self(batch["x"]), batch)
         # Over all rows of all processes where an epoch is evaluated, which others act upon.
         self.log(
             f"{stage}_loss", loss, batch_size=len(batch["row"]), sync_dist=stage in ("val", "test")
@@ -60,16 +70,16 @@ class Regression(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         self.dtypes.add(batch["x"].dtype)
-        return self.loss(batch, "train")
+        return self.step(batch, "train")
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.loss(batch, "val")
+        self.step(batch, "val")
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.loss(batch, "test")
+        self.step(batch, "test")
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        return {"row": batch["row"], "y": self.net(batch["x"])}
+        return {"row": batch["row"], "y": self(batch["x"])}
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=self.lr)
@@ -88,7 +98,7 @@ class Manual(Regression):
         self.automatic_optimization = False
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        loss = self.loss(batch, "train")
+        loss = self.step(batch, "train")
         self.manual_backward(loss / 2)
         if batch_idx % 2:
             optimizer: Any = self.optimizers()
@@ -109,7 +119,7 @@ class TwoOptimizers(Regression):
         schedulers: Any = self.lr_schedulers()
         optimizer = optimizers[batch_idx % 2]
         self.toggle_optimizer(optimizer)
-        self.manual_backward(self.loss(batch, "train"))
+        self.manual_backward(self.step(batch, "train"))
         optimizer.step()
         optimizer.zero_grad()
         self.untoggle_optimizer(optimizer)

@@ -37,9 +37,9 @@ class Pictures(Dataset[Any]):
 class Flat(Regression):
     """A regression on pictures of eight pixels."""
 
-    def loss(self, batch: dict[str, Any], stage: str) -> Any:
+    def step(self, batch: dict[str, Any], stage: str) -> Any:
         pixels = batch["x"].flatten(1).float() / 60
-        return super().loss({**batch, "x": pixels, "y": batch["y"].float()[:, None]}, stage)
+        return super().step({**batch, "x": pixels, "y": batch["y"].float()[:, None]}, stage)
 
 
 def write_config(path: Path, dataset: dict[str, Any], **data: Any) -> Path:

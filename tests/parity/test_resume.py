@@ -26,7 +26,7 @@ class Recorder(Regression):
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.rows[self.current_epoch].append(batch["row"].tolist())
-        return self.loss(batch, "train")
+        return self.step(batch, "train")
 
     def on_validation_start(self) -> None:
         self.validated.append(self.current_epoch)
@@ -93,14 +93,14 @@ class Validated(Regression):
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.events.append(("train", batch["row"].tolist()))
-        return self.loss(batch, "train")
+        return self.step(batch, "train")
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         self.events.append(("val", batch["row"].tolist()))
         if self.saved is not None:
             done = len(self.events)
             self.trainer.save_checkpoint(self.saved / f"inside {done:03} {batch_idx}.ckpt")
-        self.loss(batch, "val")
+        self.step(batch, "val")
 
     def on_validation_epoch_end(self) -> None:
         self.events.append(("loss", self.trainer.callback_metrics["val_loss"].item()))

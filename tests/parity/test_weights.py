@@ -30,7 +30,7 @@ class Recorder(Regression):
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(batch, "train")
+        loss = self.step(batch, "train")
         self.losses.append(loss.detach())
         return loss
 

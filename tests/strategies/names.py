@@ -4,10 +4,6 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_memmap.strategies import STRATEGIES, IndependentStrategy
 
-#: These need a module that names its stages, which those of the contracts do not. Their own tests
-#: hold the same checks.
-OF_STAGES = ("memmap_pipeline",)
-
 
 def names_of_one_process() -> list[str]:
     """The names whose strategies are one process, whatever the devices."""
@@ -16,9 +12,5 @@ def names_of_one_process() -> list[str]:
 
 
 def names_of_several_processes() -> list[str]:
-    """The names whose strategies are Lightning's kind of several processes, but for `OF_STAGES`."""
-    return [
-        name
-        for name, make, _ in STRATEGIES
-        if issubclass(make, ParallelStrategy) and name not in OF_STAGES
-    ]
+    """The names whose strategies are Lightning's kind of several processes."""
+    return [name for name, make, _ in STRATEGIES if issubclass(make, ParallelStrategy)]

@@ -81,7 +81,7 @@ class Deep(Regression):
         # Values of modules on the meta device are drawn after this.
         torch.manual_seed(SEED)
 
-    def loss(self, batch: Any, stage: str) -> Tensor:
+    def step(self, batch: Any, stage: str) -> Tensor:
         self.seen.setdefault(stage, []).append(batch["row"].tolist())
         # Through the module itself, in a step that is one of its forward passes already.
         y = self(batch["x"])
@@ -135,7 +135,7 @@ class Momentum(Regression):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         optimizers: Any = self.optimizers()
-        self.manual_backward(self.loss(batch, "train"))
+        self.manual_backward(self.step(batch, "train"))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -22,7 +22,7 @@ class Recorder(Regression):
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.rows[self.current_epoch].append(batch["row"].tolist())
-        return self.loss(batch, "train")
+        return self.step(batch, "train")
 
 
 def fit(

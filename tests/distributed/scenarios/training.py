@@ -21,7 +21,7 @@ class Recorder(Regression):
         self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(batch, "train")
+        loss = self.step(batch, "train")
         self.losses.append(loss.item())
         return loss
 
