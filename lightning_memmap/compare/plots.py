@@ -142,6 +142,7 @@ def draw_state(report: Report) -> str | None:
     with mpl.rc_context(_STYLE):
         figure = _figure(1.3 + _BAR_IN * len(arms))
         (axes,) = _rows(figure, 1)
+        longest = 0.0
         for place, arm in enumerate(arms):
             assert arm.holding is not None
             fullest = max(arm.holding.model.values(), key=lambda sizes: sum(sizes.values()))
@@ -152,6 +153,9 @@ def draw_state(report: Report) -> str | None:
                 label = name if place == 0 else None
                 axes.barh(place, size, left=left, color=colors[name], height=0.66, label=label)
                 left += size
+            longest = max(longest, left)
+        # A thin last part counts as an edge for matplotlib, which would leave no margin there.
+        axes.set_xlim(0, longest * 1.05)
         _name_bars(axes, arms)
         axes.set_title("Held by the fullest device, MiB")
         _legend_below(figure, axes, 4)
