@@ -16,12 +16,12 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import before_transfer, divert_batches, end_diversion
 from lightning_memmap.loading import AssembledLoader, SuperBatch
 from lightning_memmap.strategies._devices import LocalDevices
-from lightning_memmap.strategies._manual import ReplicaTrainers
-from lightning_memmap.strategies._parts import StepsInParts
-from lightning_memmap.strategies._records import StepLog, StepMetrics
-from lightning_memmap.strategies._replicas import Replicas, Twin, check_module
-from lightning_memmap.strategies._shares import Shares, deal, share, weighted_mean
-from lightning_memmap.strategies._workers import Workers
+from lightning_memmap.strategies.in_parts.manual import ReplicaTrainers
+from lightning_memmap.strategies.in_parts.records import StepLog, StepMetrics
+from lightning_memmap.strategies.in_parts.replicas import Replicas, Twin, check_module
+from lightning_memmap.strategies.in_parts.shares import Shares, deal, share, weighted_mean
+from lightning_memmap.strategies.in_parts.steps import StepsInParts
+from lightning_memmap.strategies.in_parts.workers import Workers
 
 
 class DataParallelStrategy(StepsInParts):

@@ -40,9 +40,9 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import tell_device
 from lightning_memmap._compat.processes import DataParallelMesh
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies import _sharding as sharding
 from lightning_memmap.strategies._assembly import RowWeighting
-from lightning_memmap.strategies._sharded_precision import ShardedPrecision
+from lightning_memmap.strategies.sharding import units as sharding
+from lightning_memmap.strategies.sharding.precision import ShardedPrecision
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _BATCH_DTYPES = {

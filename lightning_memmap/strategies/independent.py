@@ -13,12 +13,12 @@ from typing_extensions import override
 
 from lightning_memmap._compat.processes import LaunchedStrategy
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._member_launcher import (
+from lightning_memmap.strategies.members.launcher import (
     MEMBER_VARIABLE,
     MemberLauncher,
     member_of_this_process,
 )
-from lightning_memmap.strategies.member_results import MemberResults
+from lightning_memmap.strategies.members.results import MemberResults
 
 
 class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):

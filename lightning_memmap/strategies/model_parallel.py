@@ -15,10 +15,10 @@ from typing_extensions import override
 
 from lightning_memmap._compat.loops import view_of_trainer
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._parts import StepsInParts
-from lightning_memmap.strategies._records import StepLog, StepMetrics
-from lightning_memmap.strategies._shares import Shares, deal
 from lightning_memmap.strategies._stages import Stage, connect, find_stages, place
+from lightning_memmap.strategies.in_parts.records import StepLog, StepMetrics
+from lightning_memmap.strategies.in_parts.shares import Shares, deal
+from lightning_memmap.strategies.in_parts.steps import StepsInParts
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 
 

@@ -23,8 +23,7 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import is_compiled
 from lightning_memmap._compat.processes import syncs_batch_norm
 from lightning_memmap.strategies._assembly import RowWeighting
-from lightning_memmap.strategies._microbatches import MicroBatches, take_rows
-from lightning_memmap.strategies._pipeline_groups import (
+from lightning_memmap.strategies.pipelining.groups import (
     Groups,
     Layout,
     average_gradients,
@@ -32,13 +31,14 @@ from lightning_memmap.strategies._pipeline_groups import (
     clip_by_norm,
     groups_of,
 )
-from lightning_memmap.strategies._pipeline_schedules import (
+from lightning_memmap.strategies.pipelining.microbatches import MicroBatches, take_rows
+from lightning_memmap.strategies.pipelining.schedules import (
     Pipeline,
     PipelineOptions,
     check_schedule,
     without_gradients,
 )
-from lightning_memmap.strategies._pipeline_stages import Stages, has_meta_parameters
+from lightning_memmap.strategies.pipelining.stages import Stages, has_meta_parameters
 
 
 class PipelineStrategy(RowWeighting, DDPStrategy):

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import Precision
 from torch import nn
 
 from lightning_memmap.strategies import FSDP2Strategy, consolidate_checkpoint
-from lightning_memmap.strategies._sharding import modules_of_size, without_shared
+from lightning_memmap.strategies.sharding.units import modules_of_size, without_shared
 from tests.distributed.harness import launch
 from tests.distributed.scenarios.fsdp2 import (
     WIDTH,

@@ -31,7 +31,7 @@ from torchmetrics import (
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies import DataParallelStrategy
-from lightning_memmap.strategies._shares import Shares, deal
+from lightning_memmap.strategies.in_parts.shares import Shares, deal
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import CPU, joined
 

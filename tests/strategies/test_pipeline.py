@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lightning_memmap.strategies import PipelineStrategy
-from lightning_memmap.strategies._microbatches import MicroBatches, take_rows
-from lightning_memmap.strategies._pipeline_groups import Layout
-from lightning_memmap.strategies._pipeline_schedules import PipelineOptions
+from lightning_memmap.strategies.pipelining.groups import Layout
+from lightning_memmap.strategies.pipelining.microbatches import MicroBatches, take_rows
+from lightning_memmap.strategies.pipelining.schedules import PipelineOptions
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 8])

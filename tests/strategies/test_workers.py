@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.strategies._workers import SeparateWaysError, Workers
+from lightning_memmap.strategies.in_parts.workers import SeparateWaysError, Workers
 from tests.rows import CPU
 
 TOGETHER = [CPU] * 4

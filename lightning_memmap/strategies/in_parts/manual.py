@@ -22,7 +22,7 @@ from lightning_memmap._compat.loops import (
     view_of_strategy,
     view_of_trainer,
 )
-from lightning_memmap.strategies._replicas import Twin
+from lightning_memmap.strategies.in_parts.replicas import Twin
 
 #: Calls ``action`` once with what each replica brought: (name of the meeting, value, action).
 Meet = Callable[[str, Any, Callable[[list[Any]], Any]], Any]

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.processes import ScriptLauncher, folder_below, move_trainer
 from lightning_memmap.errors import MemberError
-from lightning_memmap.strategies.member_results import (
+from lightning_memmap.strategies.members.results import (
     ABSENT,
     DONE,
     FAILED,

@@ -13,8 +13,8 @@ from torchmetrics import Metric
 
 from lightning_memmap._compat.metrics import batch_value, merge_metric, set_batch_value
 from lightning_memmap._compat.modules import own_parts, swap_metric_names
-from lightning_memmap.strategies._replicas import MetricCopies, Twin, is_metric
-from lightning_memmap.strategies._shares import weighted_mean
+from lightning_memmap.strategies.in_parts.replicas import MetricCopies, Twin, is_metric
+from lightning_memmap.strategies.in_parts.shares import weighted_mean
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from lightning_memmap.strategies._microbatches import MicroBatches
+from lightning_memmap.strategies.pipelining.microbatches import MicroBatches
 
 #: By name, the schedule of torch.
 SCHEDULES: dict[str, Any] = {

@@ -8,8 +8,8 @@ from typing_extensions import override
 
 from lightning_memmap._compat.loops import results_of
 from lightning_memmap.strategies._devices import LocalDevices
-from lightning_memmap.strategies._records import StepLog, write_logs
-from lightning_memmap.strategies._shares import Shares, weighted_mean
+from lightning_memmap.strategies.in_parts.records import StepLog, write_logs
+from lightning_memmap.strategies.in_parts.shares import Shares, weighted_mean
 
 
 class StepsInParts(LocalDevices):

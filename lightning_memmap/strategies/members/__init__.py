@@ -1,0 +1,1 @@
+"""Independent members: how they are started, and how they ended."""

@@ -1,0 +1,1 @@
+"""The parts of a pipeline: processes, stages, schedules, micro-batches."""
