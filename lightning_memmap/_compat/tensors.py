@@ -24,6 +24,16 @@ def storage_use_count(tensor: Tensor) -> int:
     return count + sys.getrefcount(storage)
 
 
+def storage_key(tensor: Tensor) -> int:
+    """The same for tensors that share memory, and of no use once they are gone.
+
+    Unlike the address of the data it is there for every tensor: after something was compiled in a
+    process, torch refuses to tell the address of some.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors of the same shapes, in few kernels where they are on one device."""
     with torch.no_grad():
