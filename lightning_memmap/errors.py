@@ -29,6 +29,10 @@ class PlacementError(MemmapError):
     """The shards do not fit where the plan must put them."""
 
 
+class UnsuitableModuleError(MemmapError, TypeError):
+    """A module cannot be trained under a strategy as it is."""
+
+
 class AgreementError(MemmapError):
     """The processes of a run differ in what must be the same on all of them."""
 

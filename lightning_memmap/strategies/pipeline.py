@@ -76,7 +76,7 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
     Raises:
         ValueError: A size or schedule that does not exist; on set-up, sizes that do not fit the
             processes, stages that do not fit the sizes, and what is not supported.
-        TypeError: On set-up, a module without ``stages`` or ``loss``.
+        UnsuitableModuleError: On set-up, a module without ``stages`` or ``loss``.
     """
 
     strategy_name = "memmap_pipeline"

@@ -205,7 +205,7 @@ TOLD = {
     "outside": "ValueError: no stage has the parameters 'scale' of Outside",
     "three stages": "ValueError: ThreeStages.stages() gives 3 stages for 2 processes",
     "one stage": "ValueError: OneStage.stages() gives 1 stages for 2 processes",
-    "no stages": "TypeError: memmap_pipeline: NoStages needs a method stages()",
+    "no stages": "UnsuitableModuleError: memmap_pipeline: NoStages needs a method stages()",
     "output": "TypeError: under memmap_pipeline the output of the module in training_step",
     "calls outside": "RuntimeError: memmap_pipeline: the module was called outside of a step",
     "lbfgs": "ValueError: LBFGS: it needs the gradients of all stages on one process",

@@ -22,6 +22,7 @@ from lightning_memmap._compat.modules import (
     own_parts,
 )
 from lightning_memmap._compat.tensors import add_tensors, copy_tensors
+from lightning_memmap.errors import UnsuitableModuleError
 
 #: Bytes that are sent at once from one GPU to the others.
 _BUCKET_BYTES = 64 * 2**20
@@ -39,7 +40,7 @@ class Replicas:
         devices: One per replica, repeats allowed.
 
     Raises:
-        TypeError: The module has parts that cannot be replicated.
+        UnsuitableModuleError: The module has parts that cannot be replicated.
         ValueError: A parameter has no shape yet, or a metric's state no ``dist_reduce_fx``.
     """
 
@@ -276,17 +277,17 @@ def check_module(module: nn.Module) -> None:
     """Check that a module can be replicated.
 
     Raises:
-        TypeError: It has parts that were compiled or scripted for one object.
+        UnsuitableModuleError: It has parts that were compiled or scripted for one object.
         ValueError: A parameter has no shape yet, or a metric's state no ``dist_reduce_fx``.
     """
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
-            raise TypeError(
+            raise UnsuitableModuleError(
                 f"the module's part {name!r} is a ScriptModule, which memmap_dp cannot replicate:"
                 " use the module that was scripted, or memmap_superbatch"
             )
         if is_compiled_inside(part):
-            raise TypeError(
+            raise UnsuitableModuleError(
                 f"the module's part {name or 'self'!r} was compiled on its own, and memmap_dp"
                 " cannot replicate it: give the Trainer torch.compile(module) of the whole"
                 " LightningModule, or use memmap_superbatch"

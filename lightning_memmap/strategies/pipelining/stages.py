@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap._compat.modules import materialize, tell_device
+from lightning_memmap.errors import UnsuitableModuleError
 
 
 class Chain(nn.Module):
@@ -47,7 +48,8 @@ class Stages:
         parts: What runs as one stage of the schedule, in order.
 
     Raises:
-        TypeError: The module has no ``stages()``, or it returns something else than modules.
+        UnsuitableModuleError: The module has no ``stages()``, or it returns something else than
+            modules.
         ValueError: There are fewer stages than processes, or interleaved ones are no multiple of
             them; two stages share a parameter; or a parameter is in no stage, or not in the module.
     """
@@ -133,12 +135,14 @@ def _stages_of(module: L.LightningModule) -> list[nn.Module]:
         ("loss", "loss(output, batch) -> Tensor, the mean loss over the rows of a batch"),
     ):
         if not callable(getattr(module, name, None)):
-            raise TypeError(f"memmap_pipeline: {type(module).__name__} needs a method {what}")
+            raise UnsuitableModuleError(
+                f"memmap_pipeline: {type(module).__name__} needs a method {what}"
+            )
     # An nn.ModuleList or nn.Sequential is as good as a list.
     stages = list(module.stages())  # type: ignore[operator]
     for stage in stages:
         if not isinstance(stage, nn.Module):
-            raise TypeError(
+            raise UnsuitableModuleError(
                 f"{type(module).__name__}.stages() gave a {type(stage).__name__}: give modules"
             )
     if not stages:

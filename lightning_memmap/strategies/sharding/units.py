@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_memmap.errors import UnsuitableModuleError
+
 #: Their forward reads the parameters of their children directly.
 _WHOLE = (
     nn.MultiheadAttention,
@@ -145,7 +147,7 @@ def check_materialisable(root: nn.Module) -> None:
     """Whether modules on the meta device can be given values.
 
     Raises:
-        TypeError: One has no ``reset_parameters``, or two share a parameter.
+        UnsuitableModuleError: One has no ``reset_parameters``, or two share a parameter.
     """
     missing = sorted(
         {
@@ -156,7 +158,7 @@ def check_materialisable(root: nn.Module) -> None:
         }
     )
     if missing:
-        raise TypeError(
+        raise UnsuitableModuleError(
             f"{', '.join(missing)}: on the meta device, and without a method reset_parameters()"
             " that gives the module's own parameters and buffers their values; define it, or"
             " build the module on the CPU"
@@ -167,7 +169,7 @@ def check_materialisable(root: nn.Module) -> None:
             names[parameter].append(name)
     for tied in names.values():
         if len(tied) > 1:
-            raise TypeError(
+            raise UnsuitableModuleError(
                 f"{' and '.join(tied)}: one parameter on the meta device, and it would become"
                 f" {len(tied)}; build the modules that share it on the CPU"
             )
