@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -57,9 +58,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 class LaunchedStrategy(Strategy):
     """A strategy that says which launcher runs the Trainer's stages."""
 
+    @abstractmethod
     def make_launcher(self) -> ScriptLauncher:
         """The launcher; the Trainer asks once, after it has set all that it knows."""
-        raise NotImplementedError
 
     @override
     def _configure_launcher(self) -> None:

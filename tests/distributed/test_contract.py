@@ -23,7 +23,6 @@ from tests.distributed.scenarios.contract import (
     TEST,
     Case,
     Runs,
-    arm_of,
     run,
 )
 from tests.models import Regression, Scheduled, weights
@@ -84,8 +83,6 @@ def arm(
 
 @pytest.mark.parametrize("case", CASES)
 def test_fit_is_as_on_one_process(arm: Done, reference: Done, case: str) -> None:
-    if case in arm_of(arm.name).without:
-        pytest.skip(f"{arm.name} refuses {case}")
     assert arm.batches(case) == reference.batches(case)
     (expected,) = reference.part(case)
     for found in (rank[case] for rank in arm.ranks):

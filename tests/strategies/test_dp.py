@@ -733,7 +733,7 @@ class TestErrors:
             def training_step(self, batch: Any, batch_idx: int) -> None:
                 self.optimizers()[0].step(lambda: self.manual_backward(self.loss(batch)))  # type: ignore[index]
 
-        with pytest.raises(NotImplementedError, match=r"step\(closure=\.\.\.\)"):
+        with pytest.raises(ValueError, match=r"step\(closure=\.\.\.\)"):
             fit_dp(tmp_path, Closing())
 
     @pytest.mark.parametrize(

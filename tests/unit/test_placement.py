@@ -254,10 +254,8 @@ class TestTable:
 
 
 class TestDevices:
-    @pytest.mark.parametrize("name", ["cuda:7", "meta", "xpu:0"])
+    @pytest.mark.parametrize("name", [f"cuda:{torch.cuda.device_count()}", "meta", "xpu:0"])
     def test_check_device_that_is_not_here_raises_with_those_that_are(self, name: str) -> None:
-        if name == "cuda:7" and torch.cuda.device_count() > 7:
-            pytest.skip("this machine has eight GPUS")
         with pytest.raises(ValueError, match=rf"{name} does not exist here; there are: cpu"):
             check_device(torch.device(name))
 

@@ -119,7 +119,7 @@ class ReplicaTrainers:
     ) -> Any:
         def step(closure: Any = None, **options: Any) -> Any:
             if closure is not None:
-                raise NotImplementedError(
+                raise ValueError(
                     "optimizer.step(closure=...) in a training_step: memmap_dp supports closures"
                     " under automatic optimization alone; call manual_backward before step(), or"
                     " use memmap_superbatch"

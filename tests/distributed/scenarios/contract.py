@@ -1,8 +1,8 @@
 """What every strategy of several processes must do for Lightning: one run of each kind.
 
 A new name joins when it stands in `lightning_memmap.strategies.STRATEGIES` and its class is one of
-Lightning's parallel strategies. Where it needs arguments to be two processes, or refuses some of
-the cases, it has an entry in `ARMS`.
+Lightning's parallel strategies. Where it needs arguments to be two processes, or divides the rows in
+another way, it has an entry in `ARMS`.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,12 +45,10 @@ class Arm:
     Args:
         options: Arguments of the strategy.
         data_parallel_size: Processes that a global batch is divided over.
-        without: Cases that the strategy refuses; its own tests hold the errors.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
     data_parallel_size: int = PROCESSES
-    without: frozenset[str] = frozenset()
 
 
 ARMS = {
@@ -196,9 +194,7 @@ def run(out: Path, name: str, others: str | None = None) -> dict[str, Any]:
         others: Directory of the reference, from whose checkpoint a run goes on.
     """
     runs = Runs(out, name)
-    found: dict[str, Any] = {
-        case: runs.fit(CASES[case], case) for case in CASES if case not in arm_of(name).without
-    }
+    found: dict[str, Any] = {case: runs.fit(CASES[case], case) for case in CASES}
     saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
     whole = Case(
         Scheduled, {"max_epochs": 2, "enable_checkpointing": True}, callbacks=lambda _: [saver]
