@@ -28,21 +28,18 @@ class Arm:
     processes: int
     options: dict[str, Any]
     cases: tuple[str, ...]
-    resume: bool = False
-    refusals: bool = False
 
 
 FEW = ("plain", "accumulation", "manual")
 ARMS = {
-    "gpipe": Arm(2, {"schedule": "gpipe"}, tuple(CASES), refusals=True),
+    "gpipe": Arm(2, {"schedule": "gpipe"}, tuple(CASES)),
     "interleaved": Arm(
         2,
         {"schedule": "interleaved", "pipeline_parallel_size": 2, "num_microbatches": 6},
         ("plain", "clip_norm", "manual"),
-        resume=True,
     ),
     "1f1b, two pipelines": Arm(
-        4, {"schedule": "1f1b", "data_parallel_size": 2, "num_microbatches": 3}, FEW, resume=True
+        4, {"schedule": "1f1b", "data_parallel_size": 2, "num_microbatches": 3}, FEW
     ),
 }
 
@@ -106,10 +103,14 @@ def arm(arm_name: str, reference: Done, tmp_path_factory: pytest.TempPathFactory
         options=arm.options,
         cases=arm.cases,
         others=[str(reference.out / "saved" / "step=3.ckpt")],
-        resume=arm.resume,
-        refusals=arm.refusals,
+        resume=True,
     )
     return Done(out, ranks)
+
+
+@pytest.fixture(scope="module")
+def limits(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch("pipeline.limits", tmp_path_factory.mktemp("limits"), processes=2)
 
 
 def test_fit_is_as_on_one_device(arm_name: str, arm: Done, reference: Done) -> None:
@@ -173,9 +174,7 @@ def test_evaluation_is_over_all_rows_once(arm: Done, reference: Done) -> None:
         )
 
 
-def test_resume_is_bitwise(arm_name: str, arm: Done) -> None:
-    if not ARMS[arm_name].resume:
-        pytest.skip("other arms resume")
+def test_resume_is_bitwise(arm: Done) -> None:
     for step in RESUMED:
         name = f"resumed {step}"
         assert arm.batches(name)["train"] == arm.batches("whole")["train"][step:]
@@ -188,11 +187,7 @@ def test_checkpoint_of_one_device_is_taken_over(arm: Done, reference: Done) -> N
     torch.testing.assert_close(arm.weights("other 0"), end, rtol=0, atol=5e-6)
 
 
-def test_checkpoint_is_taken_over_by_one_device(
-    arm_name: str, arm: Done, reference: Done, tmp_path: Path
-) -> None:
-    if not ARMS[arm_name].resume:
-        pytest.skip("other arms resume")
+def test_checkpoint_is_taken_over_by_one_device(arm: Done, reference: Done, tmp_path: Path) -> None:
     others = [str(arm.out / "saved" / "step=3.ckpt")]
     found = Done(tmp_path, [run(tmp_path, cases=["plain"], others=others)])
     assert found.batches("other 0")["train"] == reference.batches("whole")["train"][3:]
@@ -216,19 +211,15 @@ TOLD = {
 }
 
 
-def test_what_is_not_supported_is_refused_on_every_rank(arm_name: str, arm: Done) -> None:
-    if not ARMS[arm_name].refusals:
-        pytest.skip("another arm tries what is refused")
-    for rank in arm.ranks:
+def test_what_is_not_supported_is_refused_on_every_rank(limits: list[dict[str, Any]]) -> None:
+    for rank in limits:
         assert rank["told"].keys() == TOLD.keys()
         for name, told in TOLD.items():
             assert rank["told"][name].startswith(told), name
 
 
-def test_running_statistics_are_of_the_data_alone(arm_name: str, arm: Done) -> None:
-    if not ARMS[arm_name].refusals:
-        pytest.skip("another arm trains batch-norm")
-    (buffers,) = (rank["buffers"] for rank in arm.ranks if rank["buffers"])
+def test_running_statistics_are_of_the_data_alone(limits: list[dict[str, Any]]) -> None:
+    (buffers,) = (rank["buffers"] for rank in limits if rank["buffers"])
     # Two epochs of seven steps with four micro-batches each, and no row but those of the data.
     assert buffers["4.num_batches_tracked"] == 2 * 7 * 4
     assert buffers["4.running_mean"].abs().max() < 2

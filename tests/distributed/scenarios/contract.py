@@ -1,8 +1,8 @@
 """What every strategy of several processes must do for Lightning: one run of each kind.
 
 A new name joins when it stands in `lightning_memmap.strategies.STRATEGIES` and its class is one of
-Lightning's parallel strategies. Where it needs arguments to be two processes, or divides the rows in
-another way, it has an entry in `ARMS`.
+Lightning's parallel strategies. Where it needs arguments to be two processes, or divides the rows
+in another way, it has an entry in `ARMS`.
 """
 
 from collections.abc import Callable, Sequence

@@ -215,7 +215,6 @@ def run(
     cases: list[str] | None = None,
     others: list[str] | None = None,
     resume: bool = False,
-    refusals: bool = False,
 ) -> dict[str, Any]:
     """Fits, resumes and evaluations of one arm.
 
@@ -226,7 +225,6 @@ def run(
         cases: Of `CASES`; all by default.
         others: Checkpoints of other arms, from which a run goes on and is evaluated.
         resume: Whether to save and resume.
-        refusals: Whether to try what is refused, and batch-norm.
     """
     runs = Runs(out, options, devices)
     found: dict[str, Any] = {name: runs.fit(CASES[name], name) for name in cases or CASES}
@@ -242,13 +240,18 @@ def run(
         found[f"evaluated {index}"] = runs.evaluate(Path(path))
     if options is None and resume:
         found["evaluated 0"] = runs.evaluate(out / "saved" / "step=3.ckpt")
-    if refusals:
-        found["told"] = refused(runs)
-        trainer, data = runs.make(max_epochs=2)
-        module = WithBatchNorm()
-        trainer.fit(module, data)
-        found["buffers"] = {n: b for n, b in module.net.named_buffers() if not b.is_meta}
     return found
+
+
+def limits(out: Path) -> dict[str, Any]:
+    """What two processes are told of what is not supported, and what batch-norm has seen."""
+    runs = Runs(out, {"schedule": "gpipe"}, 2)
+    told = refused(runs)
+    trainer, data = runs.make(max_epochs=2)
+    module = WithBatchNorm()
+    trainer.fit(module, data)
+    buffers = {name: b for name, b in module.net.named_buffers() if not b.is_meta}
+    return {"told": told, "buffers": buffers}
 
 
 class Tied(Staged):
