@@ -29,10 +29,17 @@ KINDS = ("parameters", "gradients", "optimizer", "data", "activations")
 
 
 def live_parameters() -> list[nn.Parameter]:
-    """All parameters that are alive in this process, those of replicas of a model too."""
+    """All parameters that are alive in this process, those of replicas of a model too.
+
+    Those of lazy modules count once they have memory, which is after the module's first batch.
+    """
     # By type first: an object may do anything when it is asked for its class.
     tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
-    return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+    return [
+        tensor
+        for tensor in tensors
+        if isinstance(tensor, nn.Parameter) and not nn.parameter.is_lazy(tensor)
+    ]
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

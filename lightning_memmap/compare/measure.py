@@ -310,7 +310,9 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     def wait() -> None:
         if device.type == "cuda":
             for index in range(torch.cuda.device_count()):
-                torch.cuda.synchronize(index)
+                # To wait for a device of another process would take memory on it.
+                if torch.cuda.memory_reserved(index):
+                    torch.cuda.synchronize(index)
         elif device.type == "mps":
             torch.mps.synchronize()
 

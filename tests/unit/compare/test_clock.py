@@ -1,9 +1,11 @@
 """The parts of a step, as the Trainer's profiler is told of them."""
 
 import pytest
+import torch
 
 from lightning_memmap.compare import clock as clock_module
 from lightning_memmap.compare.clock import PARTS, StepClock
+from lightning_memmap.compare.measure import synchronizer
 
 
 @pytest.fixture
@@ -59,3 +61,14 @@ def test_device_is_waited_for_only_when_asked(tick: list[float]) -> None:
     spend(clock, tick, "[Strategy]X.backward", 1.0)
     spend(clock, tick, "run_training_batch", 1.0)
     assert len(waits) == 2
+
+
+def test_wait_is_for_the_gpus_that_hold_tensors_of_this_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", [0, 2**20, 0].__getitem__)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    synchronizer(torch.device("cuda", 1))()
+    assert waited == [1]

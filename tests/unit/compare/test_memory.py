@@ -1,5 +1,6 @@
 """Bytes of models and of resident shards, and what moves between devices."""
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ CPU = torch.device("cpu")
 
 
 def test_model_bytes_counts_each_memory_once() -> None:
+    gc.collect()  # What other tests left goes now, and not between the two counts.
+    lazy = nn.LazyLinear(3)  # Has no memory yet, and no size.
     before = model_bytes([]).get("cpu", {"parameters": 0, "gradients": 0})
     first, second = nn.Linear(100, 50), nn.Linear(50, 100, bias=False)
     second.weight = first.weight  # Tied: one memory.
@@ -28,6 +31,9 @@ def test_model_bytes_counts_each_memory_once() -> None:
     assert found["gradients"] - before["gradients"] == 4 * (100 * 50 + 50)
     # Two moments as large as the parameters, and a step counter of 4 bytes for each.
     assert found["optimizer"] == 2 * 4 * (100 * 50 + 50) + 2 * 4
+    lazy(torch.ones(1, 5))
+    grown = model_bytes([optimizer])["cpu"]
+    assert grown["parameters"] - found["parameters"] == 4 * (5 * 3 + 3)
 
 
 def test_process_memory_has_this_process_and_its_children() -> None:
