@@ -12,6 +12,7 @@ do not grow with the number of rows, and any position can be asked for at any ti
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +20,14 @@ from numpy.typing import NDArray
 Integers = NDArray[np.int64]
 Digits = NDArray[np.uint32]
 
-#: Shards of fewer rows are permuted by sorting: as evenly as a shuffle can be.
+#: Shards of fewer rows are each permuted by sorting: as evenly as a shuffle can be.
 _LONG_SHARD = 1024
+#: Shards of fewer rows have two sorted tables in common. Those of more have a cipher.
+_VERY_LONG_SHARD = 65536
 #: Rounds of the cipher that all shards share. Three more are each shard's own.
 _COMMON_ROUNDS = 5
-#: Offsets that the cipher works on at a time.
-_CACHED = 32768
+#: Offsets that are worked on at a time, which stay in the processor's cache.
+_CACHED = 8192
 _MAX_SEED = 2**63 - 1
 
 
@@ -162,17 +165,18 @@ class Stream:
         Returns:
             int64 of shape (len(positions),).
         """
-        columns, keep, grid = self._grid(epoch, positions)
-        grid += np.tile(starts[columns], len(grid) // len(columns))
+        _, keep, grid = self._grid(epoch, positions, starts)
         return grid[keep]
 
-    def _grid(self, epoch: int, positions: range) -> tuple[Integers, slice, Integers]:
+    def _grid(
+        self, epoch: int, positions: range, starts: Integers | None = None
+    ) -> tuple[Integers, slice, Integers]:
         """Positions fill a grid of one row per offset and one column per shard, read row by row,
         so that no element is ever divided.
 
         Returns:
             The shards of the columns; what the positions are of the grid; the grid's permuted
-            offsets.
+            offsets, each counted from the start of its shard.
         """
         num, step = self.num_shards, positions.step
         if step != 1 and num % step:
@@ -180,26 +184,46 @@ class Stream:
         if not positions:
             return np.zeros(1, np.int64), slice(0, 0), np.empty(0, np.int64)
         columns = np.arange(positions[0] % step, num, step, dtype=np.int64)
+        begins = np.zeros_like(columns) if starts is None else starts[columns]
         first, last = positions[0] // num, positions[-1] // num
         skip = (positions[0] - first * num) // step
         keep = slice(skip, skip + len(positions))
         if self.shuffle:
             permutation = _permutation(self.seed, epoch, self.num_rows, num)
-            return columns, keep, permutation.grid(first, last, columns)
+            return columns, keep, permutation.grid(first, last, columns, begins)
         offsets = np.arange(first, last + 1, dtype=np.int64)
-        return columns, keep, np.repeat(offsets, len(columns))
+        return columns, keep, np.add.outer(offsets, begins).ravel()
 
 
 @lru_cache(maxsize=4)
-def _permutation(seed: int, epoch: int, num_rows: int, num_shards: int) -> "_Sorted | _Cipher":
+def _permutation(seed: int, epoch: int, num_rows: int, num_shards: int) -> "_Permutation":
     """The permutation of each shard in one epoch."""
     bits = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     sizes = shard_rows(num_rows, num_shards)
-    return _Sorted(sizes, bits) if sizes[0] < _LONG_SHARD else _Cipher(sizes, bits)
+    if sizes[0] < _LONG_SHARD:
+        return _Sorted(sizes, bits)
+    return _Rotated(sizes, bits) if sizes[0] < _VERY_LONG_SHARD else _Cipher(sizes, bits)
+
+
+class _Permutation(Protocol):
+    """The permutations of all shards in one epoch."""
+
+    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
+        """Permuted offsets for a grid of offsets and shards.
+
+        Args:
+            first: The first offset.
+            last: The last offset.
+            columns: Shards, int64 of shape (S,).
+            begins: What is added to the offsets of each of these shards, int64 of shape (S,).
+
+        Returns:
+            int64 of shape ((last + 1 - first) * S,). What a short shard has not is undefined.
+        """
 
 
 class _Sorted:
-    """Permutations of short shards: their offsets in the order of random numbers.
+    """Permutations of short shards, each of its own.
 
     Args:
         sizes: Rows of each shard, int64 of shape (C,), which differ by one at most.
@@ -208,22 +232,66 @@ class _Sorted:
 
     def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
         num_shards, largest = len(sizes), int(sizes[0])
-        width = np.uint64(largest.bit_length())
-        keys = bits.random_raw(num_shards * largest).reshape(num_shards, largest)
-        # Each number carries its offset in its last bits. What a shard has not sorts last.
-        keys >>= width
-        keys <<= width
-        keys |= np.arange(largest, dtype=np.uint64)
+        keys = _random_keys(bits, num_shards, largest)
+        # What a shard has not sorts last.
         keys[sizes < largest, -1] = np.iinfo(np.uint64).max
-        keys.sort(axis=1)
-        keys &= (np.uint64(1) << width) - np.uint64(1)
-        self._offsets = np.ascontiguousarray(keys.T).view(np.int64)
+        self._offsets = np.ascontiguousarray(_sorted_offsets(keys).T)
 
-    def grid(self, first: int, last: int, columns: Integers) -> Integers:
-        """Permuted offsets for a grid of offsets and shards; see `_Cipher.grid`."""
+    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
+        """Permuted offsets; see `_Permutation`."""
         rows = self._offsets[first : last + 1]
         step = max(1, rows.shape[1] // len(columns))
-        return rows[:, columns[0] :: step].flatten()
+        return np.add(rows[:, columns[0] :: step], begins).ravel()
+
+
+class _Rotated:
+    """Permutations of shards that two tables have in common, and a rotation of each shard between.
+
+    With random permutations ``X`` and ``T`` of the largest shard's ``n`` offsets, the offset ``j``
+    of shard ``c`` becomes ``T[(X[j] + r[c]) % n]``. Every shard's order is as random as a shuffle,
+    and so is which rows of two shards come at the same place of their orders, but for those of
+    the same offset: these never do, since no two rotations are the same.
+
+    Args:
+        sizes: Rows of each shard, int64 of shape (C,), which differ by one at most.
+        bits: Random bits.
+    """
+
+    def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
+        num_shards, largest = len(sizes), int(sizes[0])
+        self._first, last = _sorted_offsets(_random_keys(bits, 2, largest)).astype(np.uint32)
+        # Twice, so that nothing wraps around.
+        self._last = np.concatenate([last, last])
+        # One rotation from each of as many equal ranges, dealt at random.
+        ranges = _sorted_offsets(_random_keys(bits, 1, num_shards))[0]
+        bounds = np.arange(num_shards + 1) * largest // num_shards
+        inside = _random_table(bits, 1, num_shards, 2**31)[0] % np.maximum(1, np.diff(bounds))
+        self._rotations = (bounds[:-1] + inside)[ranges].astype(np.uint32)
+        # A shard that is one row shorter has no last offset. Where that would come, there comes
+        # what the last offset would become.
+        short = np.flatnonzero(sizes < largest)
+        turned = (np.flatnonzero(last == largest - 1) - self._rotations[short]) % largest
+        self._short = np.full(num_shards, -1, np.int64)
+        place = np.empty(largest, np.int64)
+        place[self._first] = np.arange(largest)
+        self._short[short] = place[turned]
+        self._instead = self._last[self._first[-1] + self._rotations].astype(np.int64)
+
+    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
+        """Permuted offsets; see `_Permutation`."""
+        turned, num = self._first[first : last + 1], len(columns)
+        step = min(max(1, _CACHED // num), len(turned))
+        rotations, shifts = np.tile(self._rotations[columns], step), np.tile(begins, step)
+        offsets = np.empty(len(turned) * num, np.int64)
+        for start in range(0, len(offsets), step * num):
+            places = np.repeat(turned[start // num : start // num + step], num)
+            places += rotations[: len(places)]
+            out = offsets[start : start + len(places)]
+            np.add(self._last.take(places, mode="wrap"), shifts[: len(places)], out=out)
+        at = self._short[columns]
+        short = np.flatnonzero((at >= first) & (at <= last))
+        offsets[(at[short] - first) * num + short] = (self._instead[columns] + begins)[short]
+        return offsets
 
 
 class _Cipher:
@@ -264,21 +332,11 @@ class _Cipher:
         self._smallest = int(sizes[-1])
         self._inside = self._walk(sizes)
 
-    def grid(self, first: int, last: int, columns: Integers) -> Integers:
-        """Permuted offsets for a grid of offsets and shards.
-
-        Args:
-            first: The first offset.
-            last: The last offset.
-            columns: Shards, int64 of shape (S,).
-
-        Returns:
-            int64 of shape ((last + 1 - first) * S,). What a short shard has not is undefined.
-        """
+    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
+        """Permuted offsets; see `_Permutation`."""
         upper, lower = self._begin(np.arange(first, last + 1, dtype=np.int64))
         num = len(columns)
         offsets = np.empty(len(upper) * num, np.int64)
-        # A few rows at a time, which stay in the processor's cache.
         step = max(1, _CACHED // num)
         tables = np.tile((columns * self._high).astype(np.uint32), min(step, len(upper)))
         for start in range(0, len(upper), step):
@@ -288,6 +346,7 @@ class _Cipher:
         outside = np.flatnonzero(offsets >= self._smallest)
         found = offsets[outside] - self._smallest
         offsets[outside] = self._inside[found, columns[outside % num]]
+        offsets += np.tile(begins, len(upper))
         return offsets
 
     def _begin(self, offsets: Integers) -> tuple[Digits, Digits]:
@@ -359,6 +418,24 @@ class _Cipher:
         return inside.reshape(len(numbers), len(sizes))
 
 
+def _random_keys(bits: np.random.Philox, num_rows: int, length: int) -> NDArray[np.uint64]:
+    """Random numbers of shape (num_rows, length), with their index in the row in the last bits."""
+    width = np.uint64(length.bit_length())
+    keys = bits.random_raw(num_rows * length).reshape(num_rows, length)
+    keys >>= width
+    keys <<= width
+    keys |= np.arange(length, dtype=np.uint64)
+    return keys
+
+
+def _sorted_offsets(keys: NDArray[np.uint64]) -> Integers:
+    """The indices of random keys in the order of their numbers; the keys are overwritten."""
+    width = keys.shape[1].bit_length()
+    keys.sort(axis=1)
+    keys &= np.uint64(2**width - 1)
+    return keys.view(np.int64)
+
+
 def _random_table(bits: np.random.Philox, num_rows: int, length: int, bound: int) -> Digits:
     """Random integers in ``[0, bound)``, uint32 of shape (num_rows, length)."""
     # The high half of a product maps 32 random bits to the range, as evenly as they can be.
@@ -416,13 +493,14 @@ class StepPlan:
         return (both - both // 2, both // 2)
 
     @cached_property
-    def _num_full(self) -> int:
+    def num_full(self) -> int:
+        """Steps of full size, which all come before those of other sizes."""
         full, left = divmod(self.num_rows - self.start, self.global_batch)
         shared = bool(full and left and left < self.num_shards and not self.drop_last)
         return full - shared
 
     def __len__(self) -> int:
-        return self._num_full + len(self._tail)
+        return self.num_full + len(self._tail)
 
     def bounds(self, step: int) -> tuple[int, int]:
         """First and one-past-last position of a step, counted from this plan's start.
@@ -432,7 +510,7 @@ class StepPlan:
         """
         if not 0 <= step < len(self):
             raise IndexError(f"step={step}: the plan has {len(self)} steps")
-        full = self._num_full
+        full = self.num_full
         first = self.start + min(step, full) * self.global_batch
         if step < full:
             return first, first + self.global_batch

@@ -6,11 +6,59 @@ backward, no numpy array.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap._compat.tensors import storage_use_count
+
+
+def rows_of(tensor: Tensor) -> NDArray[Any]:
+    """The rows of a contiguous CPU tensor as raw bytes, one element per row, sharing its memory.
+
+    numpy has no bfloat16 and no float8, and copies rows of raw bytes as fast as any.
+
+    Args:
+        tensor: Of shape (B, *shape).
+
+    Returns:
+        Array of shape (B,), of a void dtype as wide as a row.
+    """
+    num_rows, row_bytes = len(tensor), tensor.element_size() * tensor.shape[1:].numel()
+    if not num_rows * row_bytes:
+        return np.empty(num_rows, np.dtype((np.void, row_bytes)))
+    flat = tensor.detach().reshape(num_rows, -1).view(torch.uint8).numpy()
+    return flat.view(np.dtype((np.void, row_bytes)))[:, 0]
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Memory for the rows of a batch.
+
+    Args:
+        tensors: One per field, of shape (B, *field shape).
+        rows: The same memory as rows of raw bytes; see `rows_of`.
+    """
+
+    tensors: list[Tensor]
+    rows: list[NDArray[Any]]
+
+    @classmethod
+    def empty(
+        cls, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], *, pin_memory: bool = False
+    ) -> "Buffers":
+        """New buffers with undefined content.
+
+        Args:
+            shapes: Shape and dtype of each tensor.
+            pin_memory: In page-locked memory.
+        """
+        tensors = [torch.empty(shape, dtype=d, pin_memory=pin_memory) for shape, d in shapes]
+        return cls(tensors, [rows_of(tensor) for tensor in tensors])
 
 
 class BufferPool:
@@ -26,32 +74,37 @@ class BufferPool:
     ) -> None:
         self._shapes = shapes
         self._max_slots = max_slots
-        self._slots: list[list[Tensor]] = []
+        self._slots: list[Buffers] = []
         self._idle_count = 0
 
-    def get(self) -> list[Tensor]:
+    def get(self) -> Buffers:
         """Buffers that nobody else holds, with undefined content.
 
         They stay the caller's until the last tensor that shares their memory is gone.
         """
         for slot in self._slots:
             if self._is_idle(slot):
-                return [buffer.detach() for buffer in slot]
-        slot = [torch.empty(shape, dtype=dtype) for shape, dtype in self._shapes]
+                return _handed_out(slot)
+        slot = Buffers.empty(self._shapes)
         if not self._slots:
-            self._idle_count = max((storage_use_count(buffer) for buffer in slot), default=0)
+            self._idle_count = max(map(storage_use_count, slot.tensors), default=0)
         if len(self._slots) == self._max_slots:
             # Somebody keeps many batches. The oldest set is theirs for good.
             del self._slots[0]
         self._slots.append(slot)
-        return [buffer.detach() for buffer in slot]
+        return _handed_out(slot)
 
-    def _is_idle(self, slot: list[Tensor]) -> bool:
-        for buffer in slot:
-            if storage_use_count(buffer) > self._idle_count:
+    def _is_idle(self, slot: Buffers) -> bool:
+        for tensor in slot.tensors:
+            if storage_use_count(tensor) > self._idle_count:
                 return False
             # Another process may map memory that was sent to it: it is not ours any more.
-            shared = buffer.untyped_storage().is_shared()
-            if shared or buffer.is_inference() != torch.is_inference_mode_enabled():
+            shared = tensor.untyped_storage().is_shared()
+            if shared or tensor.is_inference() != torch.is_inference_mode_enabled():
                 return False
         return True
+
+
+def _handed_out(slot: Buffers) -> Buffers:
+    # Others than the pool's own tensors, so that its own have no more owners than they began with.
+    return Buffers([tensor.detach() for tensor in slot.tensors], slot.rows)

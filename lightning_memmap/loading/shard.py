@@ -1,17 +1,22 @@
 """Resident shards: rows in memory, and the take that copies some of them into a batch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_memmap.loading.buffers import Buffers, rows_of
 from lightning_memmap.order import Integers, RowSubset, Stream, shard_rows, shard_starts
 from lightning_memmap.placement import Consumers, Residency, SplitPlacement
 from lightning_memmap.store import Store
 
 _COPY_ROWS_BYTES = 64 * 2**20
+#: Takes of so many bytes are shared by torch's threads. One thread alone is faster with numpy.
+_SHARED_TAKE = 2**19
 
 
 @dataclass(frozen=True)
@@ -79,34 +84,42 @@ class ResidentShards:
             return stream.places(epoch, positions, self.starts)
         return self.locate(*stream.at(epoch, positions), stream.num_shards)
 
-    def take(self, locations: Tensor, out: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def take(self, locations: Tensor, out: Buffers | None = None) -> list[Tensor]:
         """Copy rows into one batch.
 
         Args:
-            locations: Where the rows lie, int64 of shape (B,), on this device.
-            out: Buffers to copy into, one per field, of shape (B, *field shape). New ones are
-                made where it is None.
+            locations: Where the rows lie, int64 of shape (B,), on this device, each inside the
+                tensors.
+            out: Buffers to copy into where the rows are on a CPU. New ones are made where it is
+                None.
 
         Returns:
             One tensor of shape (B, *field shape) per field, on this device.
-
-        Raises:
-            IndexError: A location is outside the rows that are here.
         """
+        if self.device.type != "cpu":
+            return [tensor.index_select(0, locations) for tensor in self.tensors]
         if out is None:
-            pin = self.device.type == "cpu" and self.tensors[0].is_pinned()
-            out = [
-                torch.empty(
-                    (len(locations), *tensor.shape[1:]),
-                    dtype=tensor.dtype,
-                    device=self.device,
-                    pin_memory=pin,
-                )
-                for tensor in self.tensors
-            ]
-        for tensor, buffer in zip(self.tensors, out, strict=True):
-            torch.index_select(tensor, 0, locations, out=buffer)
-        return list(out)
+            pin = self.tensors[0].is_pinned()
+            shapes = [((len(locations), *t.shape[1:]), t.dtype) for t in self.tensors]
+            out = Buffers.empty(shapes, pin_memory=pin)
+        if torch.get_num_threads() > 1 and len(locations) * self.row_bytes >= _SHARED_TAKE:
+            for tensor, target in zip(self.tensors, out.tensors, strict=True):
+                torch.index_select(tensor, 0, locations, out=target)
+        else:
+            chosen: Integers = locations.numpy()
+            for rows, taken in zip(self._rows, out.rows, strict=True):
+                # No location is outside: "clip" only spares numpy a copy.
+                rows.take(chosen, out=taken, mode="clip")
+        return out.tensors
+
+    @cached_property
+    def _rows(self) -> list[NDArray[Any]]:
+        return [rows_of(tensor) for tensor in self.tensors]
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all fields."""
+        return sum(tensor.element_size() * tensor.shape[1:].numel() for tensor in self.tensors)
 
 
 @dataclass(frozen=True)

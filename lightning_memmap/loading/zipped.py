@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from lightning_memmap.order import Integers, StepPlan, Stream, derive_seed
 #: Positions and steps whose order is worked out at once.
 _ORDER_BLOCK, _BLOCK_STEPS = 65536, 1024
 #: Small steps are taken several at once, up to so many bytes and steps.
-_TAKE_BYTES, _TAKE_STEPS = 2**20, 64
+_TAKE_BYTES, _TAKE_STEPS = 2**21, 64
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,16 @@ class StreamState:
     epoch: int = 0
     position: int = 0
     steps: int = 0
+
+
+class _Block(NamedTuple):
+    """Consecutive steps of equal size, whose order is worked out together."""
+
+    first: int
+    """The first position."""
+    step_rows: int
+    """Rows of a step, over all processes."""
+    num_steps: int
 
 
 class ZippedLoader:
@@ -202,44 +212,39 @@ class ZippedLoader:
             )
         self._began = start = self._start()
         self._position, self._steps_taken, self._resume = start.position, start.steps, None
-        for bounds in self._blocks(self._plan(start.position)):
-            super_batches = self._take_block(start.epoch, self._steps_taken, bounds)
-            for first, position in bounds:
+        for block in self._blocks(self._plan(start.position)):
+            for super_batch in self._take_block(start.epoch, self._steps_taken, block):
+                super_batch.step_rows = block.step_rows
                 # What was delivered counts, before the consumer sees it: a checkpoint that is
                 # written during a step goes on with the next one.
-                super_batch = next(super_batches)
-                super_batch.step_rows = position - first
-                self._position = position
+                self._position += block.step_rows
                 self._steps_taken += 1
                 yield super_batch
                 # Not held while the next one is taken: its memory may be free by then.
                 del super_batch
 
-    def _blocks(self, plan: StepPlan) -> Iterator[list[tuple[int, int]]]:
-        """The bounds of consecutive steps whose order is worked out together."""
+    def _blocks(self, plan: StepPlan) -> Iterator["_Block"]:
+        """The steps of a plan, cut into blocks of equal steps."""
         per_block = min(max(1, _ORDER_BLOCK // self.global_batch), _BLOCK_STEPS)
-        for first in range(0, len(plan), per_block):
-            last = min(first + per_block, len(plan))
-            yield [plan.bounds(step) for step in range(first, last)]
+        for step in range(0, plan.num_full, per_block):
+            first, last = plan.bounds(step)
+            yield _Block(first, last - first, min(per_block, plan.num_full - step))
+        for step in range(plan.num_full, len(plan)):
+            first, last = plan.bounds(step)
+            yield _Block(first, last - first, 1)
 
-    def _take_block(
-        self, epoch: int, first_step: int, bounds: list[tuple[int, int]]
-    ) -> Iterator[SuperBatch]:
-        count, size = len(self._devices), self._split.consumers.size
-        block = self.positions(bounds[0][0], bounds[-1][1])
-        starts = [self.positions(*bound).start for bound in bounds]
-        lengths = [
-            (last - start - 1) // size + 1 for start, (_, last) in zip(starts, bounds, strict=True)
-        ]
-        # The data device of a step's first row; see SuperBatch.
-        firsts = [start // size % count for start in starts]
+    def _take_block(self, epoch: int, first_step: int, block: "_Block") -> Iterator[SuperBatch]:
+        count = len(self._devices)
+        positions = self.positions(block.first, block.first + block.num_steps * block.step_rows)
+        # Alike in every step: consumers divide the rows of a full step, of which there are many.
+        length = len(positions) // block.num_steps
+        first = positions.start // positions.step % count
         if self._is_together:
-            yield from self._take_together(epoch, block, lengths, firsts)
+            yield from self._take_together(epoch, positions, length, first)
             return
-        shards, offsets = self.stream.at(epoch, block)
-        start = 0
-        for index, (length, first) in enumerate(zip(lengths, firsts, strict=True)):
-            step = slice(start, start + length)
+        shards, offsets = self.stream.at(epoch, positions)
+        for index in range(block.num_steps):
+            step = slice(index * length, (index + 1) * length)
             parts = [
                 self._take_part(
                     device,
@@ -252,7 +257,6 @@ class ZippedLoader:
                 for at in [(device - first) % count]
             ]
             yield SuperBatch(self._devices, length, first, parts=parts, assembler=self._assembler)
-            start += length
 
     @property
     def _is_together(self) -> bool:
@@ -266,38 +270,29 @@ class ZippedLoader:
         )
 
     def _take_together(
-        self, epoch: int, block: range, lengths: list[int], firsts: list[int]
+        self, epoch: int, positions: range, length: int, first: int
     ) -> Iterator[SuperBatch]:
         source = self._split.sources[0]
-        locations = source.locate_positions(self.stream, epoch, block)
+        locations = source.locate_positions(self.stream, epoch, positions)
         places = torch.from_numpy(locations).to(source.device, non_blocking=True)
-        row_bytes = sum(tensor[:1].nbytes for tensor in source.tensors)
-        start = step = 0
-        while step < len(lengths):
-            # Several small steps in one take; the steps are views of what it gives.
-            count = max(1, _TAKE_BYTES // max(1, lengths[step] * row_bytes))
-            stop = step + min(count, _TAKE_STEPS)
-            taken = lengths[step:stop]
-            total = sum(taken)
+        # Several small steps in one take; the steps are views of what it gives.
+        together = min(max(1, _TAKE_BYTES // max(1, length * source.row_bytes)), _TAKE_STEPS)
+        for start in range(0, len(places), together * length):
+            taken = places[start : start + together * length]
+            lengths = [length] * (len(taken) // length)
             # Ordinary tensors in inference mode too: it may be over before the last of these steps.
             ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
             with ordinary or nullcontext():
-                leaves = self._take_into_buffer(source, places[start : start + total])
-                views = _split(leaves, taken)
-                del leaves
-            for index, length in enumerate(taken):
-                whole, views[index] = views[index], []
-                super_batch = SuperBatch(
-                    self._devices,
-                    length,
-                    firsts[step + index],
-                    whole=whole,
-                    assembler=self._assembler,
+                leaves = self._take_into_buffer(source, taken)
+                columns = [leaf.split_with_sizes(lengths) for leaf in leaves]
+            steps = [list(step) for step in zip(*columns, strict=True)]
+            del leaves, columns
+            # The last reference to a step's views goes with its super-batch.
+            steps.reverse()
+            while steps:
+                yield SuperBatch(
+                    self._devices, length, first, whole=steps.pop(), assembler=self._assembler
                 )
-                del whole
-                yield super_batch
-                del super_batch
-            start, step = start + total, step + len(taken)
 
     def _take_into_buffer(self, source: ResidentShards, locations: Tensor) -> list[Tensor]:
         if source.device.type != "cpu":
@@ -342,14 +337,6 @@ class ZippedLoader:
         order = order.to(device, non_blocking=True)
         columns = zip(*(leaves for _, leaves in parts), strict=True)
         return [torch.cat(leaves).index_select(0, order) for leaves in columns]
-
-
-def _split(leaves: list[Tensor], lengths: list[int]) -> list[list[Tensor]]:
-    """The leaves of each of several steps that were taken together."""
-    if len(lengths) == 1:
-        return [leaves]
-    columns = [leaf.split_with_sizes(lengths) for leaf in leaves]
-    return [list(step) for step in zip(*columns, strict=True)]
 
 
 class StepRows(Sequence[list[int]]):
