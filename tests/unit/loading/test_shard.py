@@ -1,0 +1,53 @@
+"""Takes from resident shards: the rows that were asked for, of every dtype and shape."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_memmap.loading.buffers import Buffers
+from lightning_memmap.loading.shard import ResidentShards
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (70_000,)], ids=str)
+@pytest.mark.usefixtures("threads")
+def test_take_copies_the_rows_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    size = torch.empty((11, *shape), dtype=dtype).nbytes
+    rows = torch.randint(0, 2, (size,), dtype=torch.uint8).view(dtype).reshape(11, *shape)
+    shards = ResidentShards([rows, torch.arange(11)], np.array([0]))
+    chosen = torch.tensor([10, 0, 3, 3, 7])
+    expected = b"".join(raw(rows[index]) for index in chosen.tolist())
+    buffers = Buffers.empty([((5, *shape), dtype), ((5,), torch.int64)])
+    for out in (None, buffers):
+        taken, numbers = shards.take(chosen, out)
+        assert raw(taken) == expected
+        assert taken.shape == (5, *shape)
+        assert taken.dtype == dtype
+        assert numbers.tolist() == chosen.tolist()
+    assert taken.data_ptr() == buffers.tensors[0].data_ptr()
+
+
+def test_take_of_nothing_is_empty() -> None:
+    shards = ResidentShards([torch.arange(6.0).reshape(3, 2)], np.array([0]))
+    (taken,) = shards.take(torch.empty(0, dtype=torch.int64))
+    assert taken.shape == (0, 2)
