@@ -67,7 +67,11 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches}: at least 1, the whole batch")
         super().__init__(
-            data_devices, root_holds_data, accelerator, checkpoint_io, precision_plugin
+            data_devices,
+            root_holds_data,
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
         )
         self._layers = layers
         self.num_microbatches = num_microbatches

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
+import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
+from lightning_memmap._compat.optimization import skip_unused_hooks
 from lightning_memmap.strategies._assembly import SuperBatchAssembly
 from lightning_memmap.strategies._devices import LocalDevices
 
@@ -26,6 +28,11 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
         data_devices: Devices that hold shards, repeats allowed. By default all devices of the
             Trainer, the root device first.
         root_holds_data: Whether the root device holds shards when ``data_devices`` is not given.
+        skip_unused_hooks: Call only those hooks of an optimizer step that the module or a
+            callback overrides. Where there is one, or gradient clipping, accumulation, a profiler
+            or a precision other than ``32-true`` and the like has a part in the step, all hooks
+            are called as ever. Training is the same bit for bit; a step of a tiny model takes
+            about a quarter less time.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy.
         precision_plugin: As for every Lightning strategy.
@@ -41,6 +48,7 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
         self,
         data_devices: Sequence[str | torch.device] | None = None,
         root_holds_data: bool = True,
+        skip_unused_hooks: bool = False,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -52,6 +60,13 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
                 " you name are the ones that hold data"
             )
         self._root_holds_data = root_holds_data
+        self._skip_unused_hooks = skip_unused_hooks
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        if self._skip_unused_hooks:
+            skip_unused_hooks(trainer)
 
     @property
     @override

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.strategies import SuperBatchStrategy
 
 
 class Timed(L.LightningModule):
@@ -139,16 +140,16 @@ def steps(args: argparse.Namespace, directory: Path) -> None:
     }
     for devices in (int(number) for number in args.devices.split(",")):
         data = MemmapDataModule(rows, store_dir=directory, batch_size=batch // devices)
-        runs[f"memmap_superbatch, {devices} data devices"] = lambda devices=devices, data=data: (
-            fit_s(
+        for skip in (False, True):
+            name = f"{devices} data devices{', skip_unused_hooks' * skip}"
+            runs[name] = lambda devices=devices, data=data, skip=skip: fit_s(
                 lambda: nn.Linear(8, 10),
                 data,
                 args.epochs,
                 now,
                 devices=devices,
-                strategy="memmap_superbatch",
+                strategy=SuperBatchStrategy(skip_unused_hooks=skip),
             )
-        )
     print(f"trivial model, {len(ready)} steps of {batch} rows")
     report(compare(runs, args.rounds), "stock Trainer, list of ready batches", len(ready))
 
