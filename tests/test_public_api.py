@@ -82,6 +82,7 @@ DATA_MODULE = {
 STRATEGY = {
     "data_devices": None,
     "root_holds_data": True,
+    "skip_unused_hooks": False,
     "accelerator": None,
     "checkpoint_io": None,
     "precision_plugin": None,
