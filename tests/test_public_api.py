@@ -88,9 +88,14 @@ STRATEGY = {
     "precision_plugin": None,
 }
 
-DATA_PARALLEL = {name: default for name, default in STRATEGY.items() if name != "root_holds_data"}
+DATA_PARALLEL = {
+    name: default
+    for name, default in STRATEGY.items()
+    if name not in ("root_holds_data", "skip_unused_hooks")
+}
 
 MODEL_PARALLEL = {"layers": None, "num_microbatches": 1, **STRATEGY}
+MODEL_PARALLEL.pop("skip_unused_hooks")
 
 SUPERBATCH_DDP = {
     "data_devices_per_process": None,
