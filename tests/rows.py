@@ -3,19 +3,27 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_memmap.loading import ResidentSplit, SuperBatch, ZippedLoader, load_split
+from lightning_memmap.loading import (
+    AssembledLoader,
+    ResidentSplit,
+    SuperBatch,
+    ZippedLoader,
+    load_split,
+)
 from lightning_memmap.order import Stream
 from lightning_memmap.placement import Consumers, plan_placement
 from lightning_memmap.store import Store
 
 CPU = torch.device("cpu")
+
+Loader: TypeAlias = ZippedLoader | AssembledLoader
 
 
 class NumberedRows(Dataset[dict[str, Any]]):
@@ -91,9 +99,9 @@ def rows_of(batch: Any) -> list[int]:
     return rows
 
 
-def epoch_rows(loader: ZippedLoader) -> list[list[int]]:
+def epoch_rows(loader: Loader) -> list[list[int]]:
     """The rows of each step that is left of an epoch, in the order of the assembled batch."""
-    return [rows_of(super_batch.to(CPU)) for super_batch in loader]
+    return [rows_of(batch.to(CPU) if isinstance(batch, SuperBatch) else batch) for batch in loader]
 
 
 def joined(steps: Iterable[list[int]]) -> list[int]:
@@ -108,7 +116,7 @@ def stream_rows(stream: Stream, epoch: int, first: int, last: int) -> list[int]:
     return rows
 
 
-def take_steps(loader: ZippedLoader, count: int) -> Iterator[SuperBatch]:
+def take_steps(loader: Loader, count: int) -> Iterator[Any]:
     """The first steps of an epoch, which is then left as it is."""
     steps = iter(loader)
     for _ in range(count):
@@ -116,9 +124,9 @@ def take_steps(loader: ZippedLoader, count: int) -> Iterator[SuperBatch]:
 
 
 def check_save_and_resume(
-    make: Callable[[], ZippedLoader],
+    make: Callable[[], Loader],
     epoch: int,
-    resumed: Callable[[], ZippedLoader] | None = None,
+    resumed: Callable[[], Loader] | None = None,
 ) -> None:
     """Save after every step of an epoch, and see that a fresh loader goes on with the next row.
 

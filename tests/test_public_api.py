@@ -37,6 +37,7 @@ NAMES = {
         "ResidentSplit",
         "SuperBatch",
         "ZippedLoader",
+        "has_streams",
         "load_split",
     ],
     "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
@@ -82,6 +83,7 @@ DATA_MODULE = {
 STRATEGY = {
     "data_devices": None,
     "root_holds_data": True,
+    "prefetch": None,
     "skip_unused_hooks": False,
     "accelerator": None,
     "checkpoint_io": None,
@@ -91,7 +93,7 @@ STRATEGY = {
 DATA_PARALLEL = {
     name: default
     for name, default in STRATEGY.items()
-    if name not in ("root_holds_data", "skip_unused_hooks")
+    if name not in ("root_holds_data", "prefetch", "skip_unused_hooks")
 }
 
 MODEL_PARALLEL = {"layers": None, "num_microbatches": 1, **STRATEGY}
@@ -100,6 +102,7 @@ MODEL_PARALLEL.pop("skip_unused_hooks")
 SUPERBATCH_DDP = {
     "data_devices_per_process": None,
     "root_holds_data": True,
+    "prefetch": None,
     "kwargs": inspect.Parameter.empty,
 }
 
@@ -117,6 +120,7 @@ FSDP2 = {
     "meta_init": False,
     "accumulate_unsharded": False,
     "save_distributed_checkpoint": False,
+    "prefetch": None,
     "process_group_backend": None,
     "timeout": default_pg_timeout,
 }

@@ -1,6 +1,7 @@
 """From resident shards to super-batches: take, transform, zip, assemble."""
 
 from lightning_memmap.loading.shard import ResidentShards, ResidentSplit, load_split
+from lightning_memmap.loading.streams import has_streams
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.zipped import AssembledLoader, ZippedLoader
 
@@ -10,5 +11,6 @@ __all__ = [
     "ResidentSplit",
     "SuperBatch",
     "ZippedLoader",
+    "has_streams",
     "load_split",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_memmap._compat.loops import BatchIndices
 from lightning_memmap.loading.buffers import BufferPool
+from lightning_memmap.loading.prefetch import prefetched
 from lightning_memmap.loading.shard import ResidentShards, ResidentSplit
 from lightning_memmap.loading.super_batch import Assembler, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
@@ -179,11 +180,20 @@ class ZippedLoader:
         # sets the epoch and loads the state.
         return self._steps()
 
+    @property
+    def data_devices(self) -> tuple[torch.device, ...]:
+        """The devices that take batches."""
+        return self._devices
+
     def to(
-        self, device: torch.device, on_step: Callable[[SuperBatch], None] | None = None
+        self,
+        device: torch.device,
+        on_step: Callable[[SuperBatch], None] | None = None,
+        prefetch: int = 0,
     ) -> "AssembledLoader":
-        """A loader that assembles each super-batch on a device and yields plain batches."""
-        return AssembledLoader(self, device, on_step)
+        """A loader that assembles each super-batch on a device and yields plain batches; see
+        `AssembledLoader`."""
+        return AssembledLoader(self, device, on_step, prefetch)
 
     def bounds(self, step: int) -> tuple[int, int]:
         """First and one-past-last position of a step of an epoch that is not resumed.
@@ -204,7 +214,17 @@ class ZippedLoader:
             stream.num_rows, self.global_batch, stream.num_shards, self.drop_last, start
         )
 
-    def _steps(self) -> Iterator[SuperBatch]:
+    def steps_ahead(self) -> Iterator[SuperBatch]:
+        """The steps of the epoch, for one who looks ahead: a step counts as delivered when
+        `deliver` is told, in the same order."""
+        return self._steps(is_ahead=True)
+
+    def deliver(self, super_batch: SuperBatch) -> None:
+        """Count a step of `steps_ahead` as delivered."""
+        self._position += super_batch.step_rows
+        self._steps_taken += 1
+
+    def _steps(self, is_ahead: bool = False) -> Iterator[SuperBatch]:
         if not self._split.sources:
             raise RuntimeError(
                 "the shards of this loader were let go of by teardown(): call setup(), and ask for"
@@ -212,16 +232,19 @@ class ZippedLoader:
             )
         self._began = start = self._start()
         self._position, self._steps_taken, self._resume = start.position, start.steps, None
+        step = start.steps
         for block in self._blocks(self._plan(start.position)):
-            for super_batch in self._take_block(start.epoch, self._steps_taken, block):
+            for super_batch in self._take_block(start.epoch, step, block):
                 super_batch.step_rows = block.step_rows
                 # What was delivered counts, before the consumer sees it: a checkpoint that is
                 # written during a step goes on with the next one.
-                self._position += block.step_rows
-                self._steps_taken += 1
+                if not is_ahead:
+                    self._position += block.step_rows
+                    self._steps_taken += 1
                 yield super_batch
                 # Not held while the next one is taken: its memory may be free by then.
                 del super_batch
+            step += block.num_steps
 
     def _blocks(self, plan: StepPlan) -> Iterator["_Block"]:
         """The steps of a plan, cut into blocks of equal steps."""
@@ -360,7 +383,12 @@ class AssembledLoader:
     Args:
         loader: The zipped loader; its epoch and its state are shared.
         device: Usually the root device.
-        on_step: Is given each super-batch before it is assembled.
+        on_step: Is given each super-batch before its batch is yielded.
+        prefetch: Coming steps that are made ready on side streams while the consumer has one; see
+            `lightning_memmap.loading.prefetch`. With 0 each is made when it is asked for.
+
+    Raises:
+        ValueError: ``prefetch`` is below 0.
     """
 
     def __init__(
@@ -368,10 +396,14 @@ class AssembledLoader:
         loader: ZippedLoader,
         device: torch.device,
         on_step: Callable[[SuperBatch], None] | None = None,
+        prefetch: int = 0,
     ) -> None:
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch}: the steps made ready ahead, 0 for none")
         self.loader = loader
         self.device = device
         self._on_step = on_step
+        self._prefetch = prefetch
         self.batch_sampler = loader.batch_sampler
 
     @property
@@ -395,6 +427,11 @@ class AssembledLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._prefetch:
+            return prefetched(self.loader, self.device, self._prefetch, self._on_step)
+        return self._one_by_one()
+
+    def _one_by_one(self) -> Iterator[Any]:
         for super_batch in self.loader:
             if self._on_step is not None:
                 self._on_step(super_batch)

@@ -9,16 +9,38 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap.loading import AssembledLoader, SuperBatch, ZippedLoader
+from lightning_memmap.loading import AssembledLoader, SuperBatch, ZippedLoader, has_streams
+
+#: Steps made ready ahead on a device that works beside the program.
+_PREFETCH = 2
 
 
 class SuperBatchAssembly(Strategy):
     """Assembles super-batches on the root device before Lightning sees them.
 
     The precision plugin and the module's transfer hooks are then given what they expect.
+
+    Args:
+        *args: For the strategy that this one is part of.
+        prefetch: Coming steps that are made ready while one is computed; see
+            `lightning_memmap.loading.prefetch`. By default 2 where the root device is a GPU, and
+            0 on a CPU, which would have to do the same work at another time.
+        **kwargs: For the strategy that this one is part of.
+
+    Raises:
+        ValueError: ``prefetch`` is below 0.
     """
 
     _has_transfer_hooks = True
+
+    def __init__(self, *args: Any, prefetch: int | None = None, **kwargs: Any) -> None:
+        if prefetch is not None and prefetch < 0:
+            raise ValueError(
+                f"prefetch={prefetch}: the steps that are made ready ahead; 0 for none, or leave"
+                " it out"
+            )
+        super().__init__(*args, **kwargs)
+        self._prefetch = prefetch
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -26,7 +48,7 @@ class SuperBatchAssembly(Strategy):
         if isinstance(dataloader, AssembledLoader):
             dataloader = dataloader.loader
         if isinstance(dataloader, ZippedLoader):
-            return dataloader.to(self.root_device, self.on_super_batch)
+            return dataloader.to(self.root_device, self.on_super_batch, self.prefetch)
         return super().process_dataloader(dataloader)
 
     @override
@@ -42,6 +64,13 @@ class SuperBatchAssembly(Strategy):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    @property
+    def prefetch(self) -> int:
+        """Coming steps that are made ready while one is computed."""
+        if self._prefetch is None:
+            return _PREFETCH if has_streams(self.root_device) else 0
+        return self._prefetch
+
     def _find_transfer_hooks(self) -> bool:
         """Whether the module or its data module has a say in how a batch is moved."""
         module = self.lightning_module
@@ -56,7 +85,7 @@ class SuperBatchAssembly(Strategy):
         )
 
     def on_super_batch(self, super_batch: SuperBatch) -> None:
-        """Called with each super-batch before it is assembled."""
+        """Called with each super-batch when it is its turn, before Lightning is given its batch."""
 
 
 def _is_on(batch: Any, device: torch.device) -> bool:

@@ -108,6 +108,7 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
             process, and reduce them once: less communication for more memory.
         save_distributed_checkpoint: Each process saves its shards to files in one folder. By
             default rank 0 saves one file, which the plain module loads.
+        prefetch: As for ``memmap_superbatch``.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
         timeout: As for Lightning's ``ModelParallelStrategy``.
 
@@ -133,6 +134,7 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
         meta_init: bool = False,
         accumulate_unsharded: bool = False,
         save_distributed_checkpoint: bool = False,
+        prefetch: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -173,6 +175,7 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            prefetch=prefetch,
         )
 
     @property

@@ -42,6 +42,7 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
         data_devices: Devices that hold shards, repeats allowed. By default all devices of the
             Trainer.
         root_holds_data: Whether the root device holds shards when ``data_devices`` is not given.
+        prefetch: As for ``memmap_superbatch``.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy.
         precision_plugin: As for every Lightning strategy.
@@ -60,6 +61,7 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
         num_microbatches: int = 1,
         data_devices: Sequence[str | torch.device] | None = None,
         root_holds_data: bool = True,
+        prefetch: int | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -69,6 +71,7 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
         super().__init__(
             data_devices,
             root_holds_data,
+            prefetch=prefetch,
             accelerator=accelerator,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,

@@ -64,6 +64,7 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
             processes of a pipeline.
         step_timeout_s: After how many seconds a process that waits for another one of its
             pipeline, or for its like in another pipeline, gives up.
+        prefetch: As for ``memmap_superbatch``.
         timeout: As for Lightning's ``DDPStrategy``: for all that is not part of a step, such as
             waiting for rank 0 to build a store.
         process_group_backend: As for Lightning's ``DDPStrategy``.
@@ -88,6 +89,7 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
         schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b",
         num_microbatches: int | None = None,
         step_timeout_s: float = 300.0,
+        prefetch: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -126,6 +128,7 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            prefetch=prefetch,
         )
 
     # Processes

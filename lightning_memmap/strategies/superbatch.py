@@ -28,6 +28,8 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
         data_devices: Devices that hold shards, repeats allowed. By default all devices of the
             Trainer, the root device first.
         root_holds_data: Whether the root device holds shards when ``data_devices`` is not given.
+        prefetch: Coming steps that are made ready on side streams while one is computed. By default
+            2 where the root device is a GPU, and 0 on a CPU.
         skip_unused_hooks: Call only those hooks of an optimizer step that the module or a
             callback overrides. Where there is one, or gradient clipping, accumulation, a profiler
             or a precision other than ``32-true`` and the like has a part in the step, all hooks
@@ -38,8 +40,8 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
         precision_plugin: As for every Lightning strategy.
 
     Raises:
-        ValueError: A device does not exist, no device is left to hold data, or the Trainer asks
-            for more than one node.
+        ValueError: A device does not exist, no device is left to hold data, ``prefetch`` is below
+            0, or the Trainer asks for more than one node.
     """
 
     strategy_name = "memmap_superbatch"
@@ -48,12 +50,15 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
         self,
         data_devices: Sequence[str | torch.device] | None = None,
         root_holds_data: bool = True,
+        prefetch: int | None = None,
         skip_unused_hooks: bool = False,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(data_devices, accelerator, checkpoint_io, precision_plugin)
+        super().__init__(
+            data_devices, accelerator, checkpoint_io, precision_plugin, prefetch=prefetch
+        )
         if data_devices is not None and not root_holds_data:
             raise ValueError(
                 "root_holds_data=False with data_devices: leave one of them out; the devices that"

@@ -26,6 +26,7 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
         data_devices_per_process: Devices in a group, which must divide ``Trainer(devices=...)``.
             By default all devices of a node: one process a node.
         root_holds_data: Whether the root devices hold shards too.
+        prefetch: As for ``memmap_superbatch``.
         **kwargs: As for Lightning's ``DDPStrategy``.
 
     Raises:
@@ -39,6 +40,7 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
         self,
         data_devices_per_process: int | None = None,
         root_holds_data: bool = True,
+        prefetch: int | None = None,
         **kwargs: Any,
     ) -> None:
         if data_devices_per_process is not None and data_devices_per_process < 1:
@@ -48,7 +50,7 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
             )
         self._devices_per_process = data_devices_per_process
         self._root_holds_data = root_holds_data
-        super().__init__(**kwargs)
+        super().__init__(prefetch=prefetch, **kwargs)
 
     @property
     @override

@@ -38,13 +38,17 @@ def assert_as_one_process(ranks: list[dict[str, Any]], one_process: dict[str, An
         assert rank["test_mean"] == pytest.approx(one_process["test_mean"], abs=1e-6)
 
 
-@pytest.mark.parametrize(("processes", "group"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("processes", "group", "prefetch"), [(2, 2, 3), (4, 1, None)])
 def test_groups_of_devices_are_processes_and_train_as_one(
-    tmp_path: Path, one_process: dict[str, Any], processes: int, group: int
+    tmp_path: Path,
+    one_process: dict[str, Any],
+    processes: int,
+    group: int,
+    prefetch: int | None,
 ) -> None:
     options = {
         "strategy": "memmap_superbatch_ddp",
-        "strategy_options": {"data_devices_per_process": group},
+        "strategy_options": {"data_devices_per_process": group, "prefetch": prefetch},
         "devices": 4,
         "batch_size": 4,
         "rows": ROWS,
@@ -87,6 +91,7 @@ def test_groups_of_gpus_belong_to_local_ranks(monkeypatch: pytest.MonkeyPatch) -
     ("options", "devices", "words"),
     [
         ({"data_devices_per_process": 0}, 2, "data_devices_per_process=0: at least 1"),
+        ({"prefetch": -2}, 2, "prefetch=-2"),
         ({"data_devices_per_process": 3}, 4, "does not divide Trainer(devices=4)"),
         ({"data_devices_per_process": 1, "root_holds_data": False}, 2, "no device is left"),
     ],

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule, open_store, register
 from lightning_memmap.callbacks import PredictionTable
-from lightning_memmap.strategies import STRATEGIES
+from lightning_memmap.strategies import STRATEGIES, SuperBatchStrategy
 from tests.datasets import in_dataset_order
 from tests.models import (
     Manual,
@@ -41,7 +41,9 @@ from tests.models import (
 from tests.rows import joined
 from tests.strategies.names import names_of_one_process
 
-NAMES = names_of_one_process()
+#: With coming steps made ready ahead, which on a CPU must be asked for.
+PREFETCHING = "memmap_superbatch+prefetch"
+NAMES = [*names_of_one_process(), PREFETCHING]
 DEVICES = 2
 BATCH_SIZE = 5
 GLOBAL_BATCH = DEVICES * BATCH_SIZE
@@ -71,7 +73,12 @@ def make_pair(name: str, path: Path, **options: Any) -> tuple[L.Trainer, MemmapD
     """A Trainer and its data: under a strategy of this pack, or under ``auto`` as reference."""
     if name == "auto":
         return make_trainer(path, **options), make_data(path, GLOBAL_BATCH)
-    return make_trainer(path, strategy=name, devices=DEVICES, **options), make_data(path)
+    return make_strategy_trainer(name, path, **options), make_data(path)
+
+
+def make_strategy_trainer(name: str, path: Path, **options: Any) -> L.Trainer:
+    strategy = SuperBatchStrategy(prefetch=3) if name == PREFETCHING else name
+    return make_trainer(path, strategy=strategy, devices=DEVICES, **options)
 
 
 def fit(
@@ -134,7 +141,7 @@ class TestRegistration:
 
 
 def strategy_class(name: str) -> Any:
-    return {entry[0]: entry[1] for entry in STRATEGIES}[name]
+    return {entry[0]: entry[1] for entry in STRATEGIES}[name.partition("+")[0]]
 
 
 @every_strategy
@@ -354,10 +361,9 @@ class TestOptimizers:
 
     def test_scheduler_and_its_monitor_follow_the_steps(self, name: str, tmp_path: Path) -> None:
         logger = CSVLogger(tmp_path)
-        trainer = make_trainer(
+        trainer = make_strategy_trainer(
+            name,
             tmp_path,
-            strategy=name,
-            devices=DEVICES,
             logger=logger,
             log_every_n_steps=1,
             callbacks=[LearningRateMonitor("step")],

@@ -81,6 +81,30 @@ class TestDevices:
         with pytest.raises(ValueError, match=rf"{name} does not exist here; there are: cpu"):
             make_trainer(tmp_path, strategy=strategy)
 
+    def test_prefetch_below_zero_raises(self) -> None:
+        with pytest.raises(ValueError, match=r"prefetch=-1: .*0 for none"):
+            SuperBatchStrategy(prefetch=-1)
+
+    @pytest.mark.parametrize(("prefetch", "ahead"), [(None, 0), (0, 0), (1, 1), (4, 4)])
+    def test_prefetch_makes_as_many_steps_ahead(
+        self, tmp_path: Path, numbered_store: Any, prefetch: int | None, ahead: int
+    ) -> None:
+        made: list[int] = []
+
+        class Counting(Rows):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                assert len(made) == min(9, batch_idx + 1 + ahead)
+                return super().training_step(batch, batch_idx)
+
+        def transform(batch: Any) -> Any:
+            made.append(1)
+            return batch
+
+        loader = make_loader(numbered_store(36, 4), 1, 4, transform=transform)
+        trainer = make_trainer(tmp_path, strategy=SuperBatchStrategy(prefetch=prefetch))
+        trainer.fit(Counting(), loader)
+        assert trainer.global_step == 9
+
     def test_two_nodes_raise(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"num_nodes=2: .*one machine; use.*ddp"):
             make_trainer(tmp_path, strategy="memmap_superbatch", num_nodes=2)
@@ -320,6 +344,7 @@ BY_CLASS = """
     class_path: lightning_memmap.strategies.SuperBatchStrategy
     init_args:
       data_devices: [cpu, cpu]
+      prefetch: 2
 """
 
 

@@ -1,0 +1,111 @@
+"""Coming steps, made ready while the present one is computed."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from lightning_memmap.loading.streams import SideStreams
+from lightning_memmap.loading.super_batch import SuperBatch, named_leaves
+
+
+class Steps(Protocol):
+    """The steps of an epoch, for one who looks ahead."""
+
+    @property
+    def data_devices(self) -> Sequence[torch.device]:
+        """The devices that take batches."""
+
+    def steps_ahead(self) -> Iterator[SuperBatch]:
+        """The steps, none of which counts as delivered."""
+
+    def deliver(self, super_batch: SuperBatch) -> None:
+        """Count a step as delivered."""
+
+
+class _Ready(NamedTuple):
+    """A step that was enqueued and not delivered."""
+
+    super_batch: SuperBatch
+    batch: Any
+    event: Any
+
+
+def prefetched(
+    steps: Steps,
+    device: torch.device,
+    depth: int,
+    on_step: Callable[[SuperBatch], None] | None = None,
+) -> Iterator[Any]:
+    """The assembled batches of an epoch, made ready some steps ahead.
+
+    While the consumer has a step, the takes, transforms and copies of the next ones are enqueued on
+    side streams, one on each device. A step is delivered once the current stream of the target was
+    told to wait for it; the program itself does not wait. What counts as delivered, for a
+    checkpoint, is what the consumer was given and nothing else. An error in the making of a step is
+    raised when that step is due.
+
+    The program is never more than ``depth + 1`` steps ahead of the device: so at most
+    ``2 * depth + 2`` batches are in the device's memory.
+
+    Args:
+        steps: Where the steps come from.
+        device: Where they are assembled.
+        depth: Steps in flight beside the one that the consumer has, at least 1.
+        on_step: Is given each super-batch when it is delivered.
+    """
+    streams = SideStreams(device, steps.data_devices)
+    coming = steps.steps_ahead()
+    ready: deque[_Ready] = deque()
+    used: deque[Any] = deque()
+    error: Exception | None = None
+    is_open = True
+    # The rows may have been brought to the devices just now.
+    streams.follow()
+    try:
+        while True:
+            while is_open and len(ready) <= depth:
+                try:
+                    step = _make_next(coming, device, streams)
+                except Exception as caught:
+                    error, step = caught, None
+                if step is not None:
+                    ready.append(step)
+                is_open = step is not None
+                del step
+            if not ready:
+                break
+            super_batch, batch, event = ready.popleft()
+            steps.deliver(super_batch)
+            if on_step is not None:
+                on_step(super_batch)
+            streams.hand_over(event, [leaf for _, leaf in named_leaves(batch)])
+            # Not held while the consumer works: its memory may be free by then.
+            del super_batch
+            yield batch
+            del batch
+            used.append(streams.mark())
+            if len(used) > depth + 1:
+                used.popleft().synchronize()
+    finally:
+        # Whoever frees or overwrites the rows after this comes after what still reads them.
+        streams.join()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            # Its traceback holds this frame, and with it would hold itself.
+            del error
+
+
+def _make_next(
+    coming: Iterator[SuperBatch], device: torch.device, streams: SideStreams
+) -> _Ready | None:
+    """Enqueue the next step, if there is one."""
+    with streams.entered():
+        super_batch = next(coming, None)
+        if super_batch is None:
+            return None
+        batch = super_batch.to(device)
+        return _Ready(super_batch, batch, streams.mark())

@@ -1,0 +1,88 @@
+"""Streams and events of devices that work asynchronously: all that the package knows of them.
+
+A device without streams gets torch's stand-ins for the CPU, which do nothing: what is enqueued
+there is done in the order in which it was enqueued, or at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def stream_module(device: torch.device) -> Any:
+    """The module of torch that makes the streams and events of a device."""
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "Stream") else torch.cpu
+
+
+@cache
+def _side_stream(module: Any, device: torch.device) -> Any:
+    # One for the whole process: the allocator keeps memory apart by streams.
+    return module.Stream(device)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether a device works beside the program, in streams. From page-locked memory it copies
+    by itself, too."""
+    return stream_module(device) is not torch.cpu
+
+
+class SideStreams:
+    """A side stream on each of several devices, on which coming steps are made ready.
+
+    Args:
+        device: The device whose current stream uses what was made ready.
+        others: Other devices that work at it, repeats allowed.
+    """
+
+    def __init__(self, device: torch.device, others: Sequence[torch.device]) -> None:
+        self._device = device
+        self._module = stream_module(device)
+        # The device itself comes last, so that it is the current device inside `entered`.
+        devices = [*(other for other in dict.fromkeys(others) if other != device), device]
+        modules = [stream_module(other) for other in devices]
+        self._places = [
+            (other, module, _side_stream(module, other))
+            for other, module in zip(devices, modules, strict=True)
+        ]
+
+    def follow(self) -> None:
+        """Let the side streams wait for all that the current streams were given so far."""
+        for device, module, stream in self._places:
+            stream.wait_stream(module.current_stream(device))
+
+    def join(self) -> None:
+        """Let the current streams wait for all that the side streams were given so far."""
+        for device, module, stream in self._places:
+            module.current_stream(device).wait_stream(stream)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, the side streams are the current ones."""
+        with ExitStack() as stack:
+            for _, module, stream in self._places:
+                stack.enter_context(module.stream(stream))
+            yield
+
+    def mark(self) -> Any:
+        """An event for what the device's current stream was given so far."""
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def hand_over(self, event: Any, tensors: Sequence[Tensor]) -> None:
+        """Let the device's current stream use tensors that a side stream makes.
+
+        Args:
+            event: What it waits for; see `mark`.
+            tensors: Their memory is not used again before that stream is done with it.
+        """
+        stream = self._module.current_stream(self._device)
+        event.wait(stream)
+        if self._module is not torch.cpu:
+            for tensor in tensors:
+                tensor.record_stream(stream)

@@ -1,0 +1,325 @@
+"""Steps made ready ahead: the same batches, none used too early, none counted too early."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_memmap.loading import AssembledLoader, SuperBatch
+from lightning_memmap.loading.streams import SideStreams, has_streams
+from lightning_memmap.store import Store
+from tests.rows import (
+    CPU,
+    check_save_and_resume,
+    epoch_rows,
+    make_loader,
+    rows_of,
+    take_steps,
+)
+from tests.streams import Device, Operators
+from tests.streams import device as device
+
+Stores = Callable[..., Store]
+
+#: So many bytes in each row that every step is a take of its own.
+HEAVY = 2**18
+NUM_STEPS = 9
+
+
+def noisy(batch: Any, generator: torch.Generator) -> Any:
+    return {**batch, "noise": torch.rand(len(batch["row"]), generator=generator)}
+
+
+def noisy_by_the_global_generator(batch: Any) -> Any:
+    return {**batch, "noise": torch.rand(len(batch["row"]))}
+
+
+def heavy_loader(stores: Stores, prefetch: int, **options: Any) -> AssembledLoader:
+    """Nine steps of four rows on two logical data devices."""
+    return make_loader(stores(36, 4, HEAVY), 2, 2, **options).to(CPU, prefetch=prefetch)
+
+
+class TestBatches:
+    @given(
+        num_rows=st.sampled_from([5, 24, 37, 97, 181]),
+        num_devices=st.sampled_from([1, 2, 4]),
+        batch_size=st.integers(1, 9),
+        depth=st.integers(1, 40),
+        residency=st.sampled_from(["mmap", "device"]),
+        transform=st.sampled_from([None, noisy, noisy_by_the_global_generator]),
+        shuffle=st.booleans(),
+        epoch=st.integers(0, 2),
+    )
+    @settings(deadline=None, max_examples=60)
+    def test_prefetched_batches_and_those_of_others_are_bitwise_the_same(
+        self, numbered_store: Stores, num_rows: int, depth: int, epoch: int, **layout: Any
+    ) -> None:
+        loader = make_loader(numbered_store(num_rows, 24), **layout)
+        loader.set_epoch(epoch)
+        torch.manual_seed(0)
+        plain = [(batch, torch.rand(1)) for batch in loader.to(CPU)]
+        torch.manual_seed(0)
+        # The consumer keeps all batches: none is overwritten by the next ones.
+        ahead = [(batch, torch.rand(1)) for batch in loader.to(CPU, prefetch=depth)]
+        assert len(plain) == len(ahead) == len(loader)
+        for (expected, drawn), (found, drawn_too) in zip(plain, ahead, strict=True):
+            assert list(found) == list(expected)
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+            assert torch.equal(drawn, drawn_too)
+
+    @given(
+        batch_size=st.integers(1, 30),
+        depth=st.integers(1, 5),
+        transform=st.sampled_from([None, noisy]),
+    )
+    @settings(deadline=None, max_examples=15)
+    def test_prefetched_epoch_resumes_after_each_step(
+        self, numbered_store: Stores, depth: int, **layout: Any
+    ) -> None:
+        def make() -> AssembledLoader:
+            loader = make_loader(numbered_store(37, 24), 2, shuffle=True, **layout)
+            return loader.to(CPU, prefetch=depth)
+
+        check_save_and_resume(make, 1)
+
+    def test_random_numbers_of_a_resumed_epoch_are_those_of_a_whole_one(
+        self, numbered_store: Stores
+    ) -> None:
+        def make() -> AssembledLoader:
+            return make_loader(numbered_store(37, 24), 2, 4, transform=noisy).to(CPU, prefetch=2)
+
+        whole = [batch["noise"] for batch in make()]
+        saved = make()
+        for _ in take_steps(saved, 2):
+            pass
+        resumed = make()
+        resumed.load_state_dict(saved.state_dict())
+        for found, expected in zip(resumed, whole[2:], strict=True):
+            assert torch.equal(found["noise"], expected)
+
+    def test_prefetch_below_zero_raises(self, numbered_store: Stores) -> None:
+        with pytest.raises(ValueError, match=r"prefetch=-1"):
+            heavy_loader(numbered_store, prefetch=-1)
+
+
+class TestOrder:
+    def test_state_and_notice_are_those_of_the_step_delivered(self, numbered_store: Stores) -> None:
+        loader = make_loader(numbered_store(37, 24), 2, 4)
+        told: list[int] = []
+
+        def on_step(super_batch: SuperBatch) -> None:
+            told.append(super_batch.step_rows)
+
+        rows = 0
+        for count, batch in enumerate(loader.to(CPU, on_step, prefetch=3), start=1):
+            rows += len(batch["row"])
+            # The last rows are too few for a step of their own.
+            assert told == [8, 8, 8, 13][:count]
+            assert loader.state_dict()["steps"] == count
+            assert loader.state_dict()["position"] == rows
+        assert rows == 37
+
+    def test_nothing_is_done_before_the_first_step_is_asked_for(
+        self, numbered_store: Stores
+    ) -> None:
+        made: list[int] = []
+        loader = heavy_loader(numbered_store, 2, transform=lambda batch: made.append(1) or batch)
+        steps = iter(loader)
+        loader.set_epoch(1)
+        assert not made
+        next(steps)
+        assert loader.state_dict()["epoch"] == 1
+
+    @pytest.mark.parametrize("depth", [1, 2, 5, 20])
+    def test_as_many_steps_are_in_flight_as_asked_for(
+        self, numbered_store: Stores, depth: int
+    ) -> None:
+        made: list[int] = []
+        loader = heavy_loader(numbered_store, depth, transform=lambda b: made.append(1) or b)
+        for step, _ in enumerate(loader):
+            # Two data devices transform a part of each step.
+            assert len(made) == 2 * min(NUM_STEPS, step + 1 + depth)
+
+    @pytest.mark.parametrize("failing", [0, 1, 4, NUM_STEPS - 1])
+    @pytest.mark.parametrize("depth", [1, 2, 20])
+    def test_error_comes_when_its_step_is_due(
+        self, numbered_store: Stores, depth: int, failing: int
+    ) -> None:
+        def transform(batch: Any) -> Any:
+            if 4 * failing in batch["row"]:
+                raise RuntimeError("a broken row")
+            return batch
+
+        loader = heavy_loader(numbered_store, depth, transform=transform)
+        delivered: list[int] = []
+        with pytest.raises(RuntimeError, match="a broken row"):
+            delivered.extend(row for batch in loader for row in rows_of(batch))
+        assert delivered == list(range(4 * failing))
+        assert loader.state_dict()["steps"] == failing
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_what_is_in_flight_is_let_go_of_without_the_collector(
+        self, numbered_store: Stores, fails: bool
+    ) -> None:
+        made: list[weakref.ref[Tensor]] = []
+
+        def transform(batch: Any) -> Any:
+            if fails and len(made) == 8:
+                raise RuntimeError("a broken row")
+            image = batch["image"].clone()
+            made.append(weakref.ref(image))
+            return {**batch, "image": image}
+
+        gc.disable()
+        try:
+            steps = iter(heavy_loader(numbered_store, 3, transform=transform))
+            taken = 0
+            try:
+                for _ in steps:
+                    taken += 1
+                    if taken == 2 and not fails:
+                        break
+            except RuntimeError:
+                pass
+            assert taken == (4 if fails else 2)
+            del steps, _
+            assert [ref() for ref in made] == [None] * len(made)
+        finally:
+            gc.enable()
+
+
+def uses(loader: AssembledLoader, operators: Operators) -> Iterator[Any]:
+    """Computes on each batch, on the current stream."""
+    with operators:
+        for batch in loader:
+            for leaf in batch.values():
+                leaf.sum()
+            yield batch
+            del batch
+
+
+class TestStreams:
+    @pytest.mark.parametrize("transform", [None, noisy])
+    @pytest.mark.parametrize("depth", [1, 3])
+    def test_every_use_waits_for_what_it_uses(
+        self, numbered_store: Stores, device: Device, depth: int, transform: Any
+    ) -> None:
+        loader = heavy_loader(numbered_store, depth, transform=transform)
+        main = device.current_stream(CPU)
+        for batch in uses(loader, Operators(device)):
+            told = [id(tensor) for tensor, stream in device.recorded if stream is main]
+            assert {id(leaf) for leaf in batch.values()} <= set(told)
+        assert len(loader) == NUM_STEPS
+        assert device.races == []
+        assert {stream for _, stream in device.recorded} == {main}
+        assert device.entered == []
+
+    def test_a_use_that_does_not_wait_is_found(
+        self, numbered_store: Stores, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(device.Event, "wait", lambda event, stream: None)
+        for _ in uses(heavy_loader(numbered_store, 2), Operators(device)):
+            pass
+        assert device.races
+
+    @pytest.mark.parametrize("depth", [1, 2, 4])
+    def test_program_is_ahead_of_the_device_by_a_bounded_number_of_steps(
+        self, numbered_store: Stores, device: Device, depth: int
+    ) -> None:
+        main = device.current_stream(CPU)
+        finished: list[int] = []
+        waited: list[int] = []
+
+        def transform(batch: Any) -> Any:
+            if batch["row"][0] % 4 == 0:
+                waited.append(sum(time <= device.host[main] for time in finished))
+            return batch
+
+        loader = heavy_loader(numbered_store, depth, transform=transform)
+        finished.extend(main.known[main] for _ in uses(loader, Operators(device)))
+        # Before a step is made, the device is done with all but the last 2 * depth + 1 before it.
+        assert waited == [max(0, step - 2 * depth - 1) for step in range(NUM_STEPS)]
+
+    @pytest.mark.parametrize("taken", [1, 3, NUM_STEPS])
+    def test_who_comes_after_an_early_stop_comes_after_all_that_was_enqueued(
+        self, numbered_store: Stores, device: Device, taken: int
+    ) -> None:
+        side: list[Any] = []
+
+        def transform(batch: Any) -> Any:
+            side.append(device.current_stream(CPU))
+            return batch
+
+        loader = heavy_loader(numbered_store, 3, transform=transform)
+        steps = uses(loader, Operators(device))
+        for _ in range(taken):
+            next(steps)
+        main = device.current_stream(CPU)
+        assert len(set(side)) == 1
+        assert main is not side[0]
+        steps.close()
+        assert main.known[side[0]] == side[0].known[side[0]] > 0
+        assert loader.state_dict()["steps"] == taken
+
+    def test_side_streams_come_after_what_brought_the_rows(
+        self, numbered_store: Stores, device: Device
+    ) -> None:
+        loader = heavy_loader(numbered_store, 2, residency="device")
+        operators = Operators(device)
+        with operators:
+            for source in loader.loader._split.sources:
+                for tensor in source.tensors:
+                    tensor.mul_(1)
+        for _ in uses(loader, operators):
+            pass
+        assert device.races == []
+
+    def test_evaluation_between_steps_has_streams_of_no_others(
+        self, numbered_store: Stores, device: Device
+    ) -> None:
+        train = uses(heavy_loader(numbered_store, 2), Operators(device))
+        next(train)
+        val = make_loader(numbered_store(24, 24), 2, 2).to(CPU, prefetch=2)
+        assert [row for batch in uses(val, Operators(device)) for row in rows_of(batch)] == list(
+            range(24)
+        )
+        assert len(list(train)) == NUM_STEPS - 1
+        assert device.races == []
+
+    def test_side_streams_of_several_devices(self, device: Device) -> None:
+        others = [torch.device("cpu", index) for index in (1, 2, 1)]
+        streams = SideStreams(CPU, others)
+        devices = [*dict.fromkeys(others), CPU]
+        before = {each: device.current_stream(each) for each in devices}
+        for number, stream in enumerate(before.values(), start=1):
+            stream.known[stream] = number
+        streams.follow()
+        with streams.entered():
+            # torch takes the last device that was entered for the current one.
+            assert device.entered == devices
+            for each in devices:
+                side = device.current_stream(each)
+                assert side is not before[each]
+                assert side.known == before[each].known
+                side.known[side] = 7
+        for each in devices:
+            assert device.current_stream(each) is before[each]
+        streams.join()
+        assert all(7 in stream.known.values() for stream in before.values())
+
+    def test_cpu_has_no_streams_and_a_gpu_has(self) -> None:
+        assert not has_streams(CPU)
+        assert has_streams(torch.device("cuda", 0))
+
+
+def test_rows_of_small_steps_that_are_taken_together_are_the_same(numbered_store: Stores) -> None:
+    store = numbered_store(40_000, 24)
+    assert epoch_rows(make_loader(store, 4, 1, shuffle=True).to(CPU, prefetch=3)) == epoch_rows(
+        make_loader(store, 4, 1, shuffle=True)
+    )
