@@ -34,8 +34,8 @@ class Device:
     Attributes:
         host: What the program has waited for.
         recorded: The tensors of which ``record_stream`` was called, with the stream.
-        used_together: By storage, the streams that used it.
-        races: What was read without a wait.
+        page_locked: The tensors that were made in page-locked memory.
+        races: What was read, or overwritten by the program, without a wait.
     """
 
     def __init__(self) -> None:
@@ -58,6 +58,7 @@ class Device:
         self.Stream = Stream
         self.host: Counter[Stream] = Counter()
         self.recorded: list[tuple[Tensor, Stream]] = []
+        self.page_locked: list[Tensor] = []
         self.races: list[str] = []
         self._current: dict[Any, Stream] = {}
         self.entered: list[Any] = []
@@ -85,36 +86,45 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self._device = device
         self._written: dict[int, tuple[Stream, int, str]] = {}
+        self._read: dict[int, tuple[Stream, int, str]] = {}
         self._held: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        returned = [value.alias_info for value in func._schema.returns]
+        if any(alias is not None and not alias.is_write for alias in returned):
+            # A view touches no memory.
+            return func(*args, **kwargs)
         stream = self._device.current_stream(torch.device("cpu"))
         stream.known[stream] += 1
-        written = set()
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        read, written = set(), set()
         for argument in func._schema.arguments:
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _tensors(given.get(argument.name)):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    written.add(self._key(tensor))
-                else:
-                    self._read(tensor, stream, func)
+                (written if is_write else read).add(self._key(tensor))
         result = func(*args, **kwargs)
-        seen = {self._key(tensor) for tensor in _tensors((args, kwargs))}
-        written |= {self._key(tensor) for tensor in _tensors(result)} - seen
+        written |= {self._key(tensor) for tensor in _tensors(result)} - read
+        for key in read:
+            self._check(self._written.get(key), stream.known, f"{func} reads")
+            self._read[key] = (stream, stream.known[stream], str(func))
+        for key in written & {self._key(tensor) for tensor in self._device.page_locked}:
+            # The program itself writes there, and not a stream.
+            self._check(self._read.get(key), self._device.host, f"{func} overwrites")
         for key in written:
             self._written[key] = (stream, stream.known[stream], str(func))
         return result
 
+    def _check(
+        self, last: tuple[Stream, int, str] | None, known: "Counter[Stream]", what: str
+    ) -> None:
+        if last is not None and known[last[0]] < last[1]:
+            self._device.races.append(f"{what} what {last[2]} may still be at work on")
+
     def _key(self, tensor: Tensor) -> int:
         self._held.append(tensor)
         return tensor.untyped_storage()._cdata
-
-    def _read(self, tensor: Tensor, stream: Stream, func: Any) -> None:
-        writer, time, by = self._written.get(self._key(tensor), (stream, 0, ""))
-        if stream.known[writer] < time:
-            self._device.races.append(f"{func} reads what {by} writes on another stream")
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -123,12 +133,26 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """All devices have streams and events while the test runs."""
-    device = Device()
+    """All devices have streams and events while the test runs, and memory can be page-locked."""
+    device, empty = Device(), torch.empty
+
+    def make_empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        made = empty(*args, **kwargs)
+        if pin_memory:
+            device.page_locked.append(made)
+        return made
+
+    def pin_memory(tensor: Tensor) -> Tensor:
+        device.page_locked.append(tensor.clone())
+        return device.page_locked[-1]
+
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-
-    def record_stream(tensor: Tensor, stream: Stream) -> None:
-        device.recorded.append((tensor, stream))
-
-    monkeypatch.setattr(Tensor, "record_stream", record_stream)
+    monkeypatch.setattr(torch, "empty", make_empty)
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(
+        Tensor, "is_pinned", lambda tensor: any(tensor is other for other in device.page_locked)
+    )
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda tensor, stream: device.recorded.append((tensor, stream))
+    )
     return device

@@ -1,5 +1,7 @@
 """Resident shards: rows in memory, and the take that copies some of them into a batch."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,11 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers, rows_of
+from lightning_memmap.loading.staging import Staging
+from lightning_memmap.loading.streams import has_streams
 from lightning_memmap.order import Integers, RowSubset, Stream, shard_rows, shard_starts
 from lightning_memmap.placement import Consumers, Residency, SplitPlacement
 from lightning_memmap.store import Store
 
-_COPY_ROWS_BYTES = 64 * 2**20
+#: Rows that lie apart whose places are worked out at once.
+_READ_ROWS = 2**16
 #: Takes of so many bytes are shared by torch's threads. One thread alone is faster with numpy.
 _SHARED_TAKE = 2**19
 
@@ -84,7 +89,9 @@ class ResidentShards:
             return stream.places(epoch, positions, self.starts)
         return self.locate(*stream.at(epoch, positions), stream.num_shards)
 
-    def take(self, locations: Tensor, out: Buffers | None = None) -> list[Tensor]:
+    def take(
+        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+    ) -> list[Tensor]:
         """Copy rows into one batch.
 
         Args:
@@ -92,6 +99,8 @@ class ResidentShards:
                 tensors.
             out: Buffers to copy into where the rows are on a CPU. New ones are made where it is
                 None.
+            pin_memory: Whether new ones are page-locked, for copies to a device. torch's host
+                allocator uses their memory again once they are gone and the copies are done.
 
         Returns:
             One tensor of shape (B, *field shape) per field, on this device.
@@ -99,9 +108,8 @@ class ResidentShards:
         if self.device.type != "cpu":
             return [tensor.index_select(0, locations) for tensor in self.tensors]
         if out is None:
-            pin = self.tensors[0].is_pinned()
             shapes = [((len(locations), *t.shape[1:]), t.dtype) for t in self.tensors]
-            out = Buffers.empty(shapes, pin_memory=pin)
+            out = Buffers.empty(shapes, pin_memory=pin_memory)
         if torch.get_num_threads() > 1 and len(locations) * self.row_bytes >= _SHARED_TAKE:
             for tensor, target in zip(self.tensors, out.tensors, strict=True):
                 torch.index_select(tensor, 0, locations, out=target)
@@ -208,29 +216,40 @@ def _copied(
     starts[shards] = np.cumsum(rows) - rows
     total = int(rows.sum())
     tensors = []
-    for field, mapped in zip(store.schema.fields, store.tensors, strict=True):
-        plain = mapped.as_subclass(Tensor)
-        target = torch.empty(
-            (total, *field.shape), dtype=field.dtype, device=device, pin_memory=pin
-        )
-        for shard, count in zip(shards, rows.tolist(), strict=True):
-            part = target[starts[shard] : starts[shard] + count]
-            _copy_shard(plain, layout, shard, plan.num_shards, part, field.row_bytes)
-        tensors.append(target)
+    with ExitStack() as stack:
+        # From a file mapping, which is not page-locked, a device would copy through the driver's
+        # own small buffers, and not begin before the pages are read.
+        staging = stack.enter_context(Staging(device)) if has_streams(device) else None
+        for field, mapped in zip(store.schema.fields, store.tensors, strict=True):
+            target = torch.empty(
+                (total, *field.shape), dtype=field.dtype, device=device, pin_memory=pin
+            )
+            for shard, count in zip(shards, rows.tolist(), strict=True):
+                part = target[starts[shard] : starts[shard] + count]
+                read = _reader(mapped.as_subclass(Tensor), layout, shard, plan.num_shards)
+                if staging is None:
+                    read(0, part)
+                else:
+                    staging.copy(part, read)
+            tensors.append(target)
     return ResidentShards(tensors, starts)
 
 
-def _copy_shard(
-    mapped: Tensor, layout: Layout, shard: int, num_shards: int, part: Tensor, row_bytes: int
-) -> None:
-    if _is_as_stored(layout, num_shards):
-        start = int(shard_starts(layout.num_rows, num_shards)[shard])
-        part.copy_(mapped[start : start + len(part)])
-        return
-    # The rows of a shard of another striping lie apart: they are copied some at a time.
-    step = max(1, _COPY_ROWS_BYTES // max(1, row_bytes))
-    for first in range(0, len(part), step):
-        piece = part[first : first + step]
-        offsets = np.arange(first, first + len(piece), dtype=np.int64)
-        places = layout.places(offsets * num_shards + shard)
-        piece.copy_(mapped.index_select(0, torch.from_numpy(places)))
+def _reader(
+    mapped: Tensor, layout: Layout, shard: int, num_shards: int
+) -> Callable[[int, Tensor], None]:
+    """What fills a tensor on the CPU with the rows of a shard of the stream, from one on."""
+
+    def read(first: int, out: Tensor) -> None:
+        start = int(shard_starts(layout.num_rows, num_shards)[shard]) + first
+        out.copy_(mapped[start : start + len(out)])
+
+    def read_apart(first: int, out: Tensor) -> None:
+        # The rows of a shard of another striping lie apart.
+        for begin in range(0, len(out), _READ_ROWS):
+            piece = out[begin : begin + _READ_ROWS]
+            offsets = np.arange(len(piece), dtype=np.int64) + (first + begin)
+            places = torch.from_numpy(layout.places(offsets * num_shards + shard))
+            torch.index_select(mapped, 0, places, out=piece)
+
+    return read if _is_as_stored(layout, num_shards) else read_apart

@@ -31,6 +31,20 @@ def has_streams(device: torch.device) -> bool:
     return stream_module(device) is not torch.cpu
 
 
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device. Only a copy to the CPU is waited for.
+
+    What is in pageable host memory is copied to page-locked memory first: a copy from there runs
+    beside the program. torch's host allocator does not use that memory again before it is done.
+    """
+    if tensor.device == device:
+        return tensor
+    if tensor.device.type == "cpu" and has_streams(device) and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    # Nothing would say when a copy to the CPU is done.
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 class SideStreams:
     """A side stream on each of several devices, on which coming steps are made ready.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import BufferPool
+from lightning_memmap.loading.streams import send
 
 
 class SuperBatch:
@@ -73,7 +74,7 @@ class SuperBatch:
 
         Args:
             device: Usually the root device.
-            non_blocking: Do not wait for copies between devices.
+            non_blocking: Do not wait for copies to other devices than the CPU.
 
         Returns:
             A batch of ``num_rows`` rows in the structure of the dataset's samples. Its memory is
@@ -88,7 +89,9 @@ class SuperBatch:
         if self._whole is not None:
             leaves = self._whole
             if leaves[0].device != target:
-                leaves = [leaf.to(target, non_blocking=non_blocking) for leaf in leaves]
+                leaves = [
+                    send(leaf, target) if non_blocking else leaf.to(target) for leaf in leaves
+                ]
             return self._assembler.build(leaves)
         assert self._parts is not None
         return self._assembler.interleave(self._parts, self.first, self.num_rows, target)
@@ -119,13 +122,14 @@ class Assembler:
         if len(parts) == 1:
             if all(leaf.device == device for leaf in leaves[0]):
                 return parts[0]
-            outs = [leaf.to(device, non_blocking=True) for leaf in leaves[0]]
+            outs = [send(leaf, device) for leaf in leaves[0]]
         else:
             outs = self._buffers(leaves[0], num_rows, device)
             for index, part in enumerate(leaves):
                 start = (index - first) % len(parts)
                 for out, leaf in zip(outs, part, strict=True):
-                    out[start :: len(parts)].copy_(leaf, non_blocking=True)
+                    # In one piece between devices, and strided on the device.
+                    out[start :: len(parts)].copy_(send(leaf, device))
         return rebuilt(parts[0], iter(outs))
 
     def _buffers(self, leaves: list[Tensor], num_rows: int, device: torch.device) -> list[Tensor]:

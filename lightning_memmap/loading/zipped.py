@@ -14,6 +14,7 @@ from lightning_memmap._compat.loops import BatchIndices
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.prefetch import prefetched
 from lightning_memmap.loading.shard import ResidentShards, ResidentSplit
+from lightning_memmap.loading.streams import has_streams, send
 from lightning_memmap.loading.super_batch import Assembler, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
 from lightning_memmap.order import Integers, StepPlan, Stream, derive_seed
@@ -297,7 +298,7 @@ class ZippedLoader:
     ) -> Iterator[SuperBatch]:
         source = self._split.sources[0]
         locations = source.locate_positions(self.stream, epoch, positions)
-        places = torch.from_numpy(locations).to(source.device, non_blocking=True)
+        places = send(torch.from_numpy(locations), source.device)
         # Several small steps in one take; the steps are views of what it gives.
         together = min(max(1, _TAKE_BYTES // max(1, length * source.row_bytes)), _TAKE_STEPS)
         for start in range(0, len(places), together * length):
@@ -347,17 +348,20 @@ class ZippedLoader:
             source = self._split.sources[which]
             mine = np.flatnonzero(of_row == which)
             places = source.locate(shards[mine], offsets[mine], self.stream.num_shards)
-            locations = torch.from_numpy(places).to(source.device, non_blocking=True)
+            locations = send(torch.from_numpy(places), source.device)
             if device.type == "cpu":
                 taken = self._take_into_buffer(source, locations)
             else:
-                taken = [leaf.to(device, non_blocking=True) for leaf in source.take(locations)]
+                # From host memory by way of page-locked memory, whether the shard is there or not.
+                is_on_host = source.device.type == "cpu" and has_streams(device)
+                taken = source.take(locations, pin_memory=is_on_host)
+                taken = [send(leaf, device) for leaf in taken]
             parts.append((mine, taken))
         if len(parts) == 1:
             return parts[0][1]
         # Some shards of this device live elsewhere: their rows are put back into stream order.
         order = torch.from_numpy(np.argsort(np.concatenate([mine for mine, _ in parts])))
-        order = order.to(device, non_blocking=True)
+        order = send(order, device)
         columns = zip(*(leaves for _, leaves in parts), strict=True)
         return [torch.cat(leaves).index_select(0, order) for leaves in columns]
 

@@ -224,7 +224,9 @@ class TestStreams:
         self, numbered_store: Stores, device: Device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(device.Event, "wait", lambda event, stream: None)
-        for _ in uses(heavy_loader(numbered_store, 2), Operators(device)):
+        # Without a transform numpy takes the rows, which the operators of torch do not show.
+        loader = heavy_loader(numbered_store, 2, transform=noisy)
+        for _ in uses(loader, Operators(device)):
             pass
         assert device.races
 
