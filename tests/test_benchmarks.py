@@ -1,0 +1,39 @@
+"""Benchmark programs for machines that the tests do not run on: they run, and they say so."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).parent / "benchmarks" / "gpu.py"
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *options],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(PROGRAM.parents[2]),
+            # Whatever this machine has.
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def test_gpu_benchmark_without_gpu_fails_and_says_so() -> None:
+    done = run()
+    assert done.returncode != 0
+    assert "there is no GPU here" in done.stderr
+    assert not done.stdout
+
+
+def test_gpu_benchmark_on_a_cpu_runs_and_says_what_it_is_not() -> None:
+    done = run("--device", "cpu", "--mib", "1", "--rounds", "1", "--batch", "64", "--width", "4")
+    assert done.returncode == 0, done.stderr
+    assert "nothing of a GPU" in done.stdout
+    for line in ("150,528", "store to the device, disk", "device, 2 ahead", "mmap, 0 ahead"):
+        assert line in done.stdout
