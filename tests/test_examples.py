@@ -16,7 +16,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from examples import digits, gpt, segmentation
+from examples import cifar, digits, gpt, segmentation
+from examples.cifar import CropAndFlip, SmallImages
 from examples.digits import Digits, FashionMNIST, Normalize, ShiftAndNormalize, read_idx
 from examples.segmentation import MirrorAndTurn, Shapes, ToTraining
 from lightning_memmap import MemmapDataModule
@@ -585,3 +586,146 @@ def test_shapes_mask_of_colors_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     Image.new("RGB", (32, 32)).save(tmp_path / "val" / "masks" / "0000.png")
     with pytest.raises(ValueError, match=r"0000\.png has mode RGB"):
         dataset[0]
+
+
+# CIFAR-10
+
+
+def test_cifar_script_learns_and_summarises(tmp_path: Path) -> None:
+    printed = run(tmp_path, str(ROOT / "examples" / "cifar.py"), "--max_epochs", "4")
+    assert metric(printed, "test_accuracy") > 0.7
+    summary = printed.rpartition("Run summary")[2]
+    assert "1,257 rows" in summary
+    assert "uint8 (3, 32, 32)" in summary
+    assert [path.name for path in tmp_path.iterdir()] == ["stores"]
+
+
+def write_cifar10(folder: Path, rows: int) -> Tensor:
+    """Six files of the binary version: the images of all rows, the test file last."""
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    images = []
+    for part, name in enumerate([*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"]):
+        data = generator.integers(0, 256, (rows, 3073), np.uint8)
+        data[:, 0] = (np.arange(rows) + part) % 10
+        (folder / f"{name}.bin").write_bytes(data.tobytes())
+        images.append(torch.from_numpy(data[:, 1:]).view(rows, 3, 32, 32))
+    return torch.cat(images)
+
+
+def test_cifar10_files_give_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar, "CIFAR10_ROWS", 20)
+    images = write_cifar10(tmp_path / "files", 20)
+    found = [
+        SmallImages(split, "cifar10", tmp_path / "files") for split in ("train", "val", "test")
+    ]
+    assert [len(split) for split in found] == [90, 10, 20]
+    assert torch.equal(torch.cat([split.images for split in found]), images)
+    labels = [label for split in found for label in split.labels]
+    assert labels == [(row % 20 + row // 20) % 10 for row in range(120)]
+    assert found[1][3]["label"] == labels[93]
+    assert torch.equal(found[1][3]["image"], images[93])
+
+
+def test_cifar10_configs_train_on_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_cifar10(tmp_path / "data" / "cifar-10-batches-bin", 40)
+    # Fewer rows are all that tells these files from the real ones.
+    program = (
+        "import examples.cifar; examples.cifar.CIFAR10_ROWS = 40\n"
+        "from lightning_memmap.cli import main; main()"
+    )
+    configs = ROOT / "examples" / "configs"
+    printed = run(
+        tmp_path, "-c", program, "fit", "--config", str(configs / "cifar.yaml"),
+        "--config", str(configs / "cifar10.yaml"), "--model.width", "4",
+        "--data.batch_size", "30", "--trainer.max_epochs", "1", "--trainer.devices", "2",
+        "--trainer.strategy.prefetch", "2",
+    )  # fmt: skip
+    assert "180 rows" in printed
+    assert metric(printed, "val_accuracy") >= 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path: path.unlink(), "no data_batch_3.bin in .*cifar-10-binary.tar.gz"),
+        (lambda path: path.rename(path.with_suffix("")), "is of the python version.*not read"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has 61459 bytes, .* 61460: get"),
+        (lambda path: path.write_bytes(b"\x0a" + path.read_bytes()[1:]), "has the label 10"),
+    ],
+    ids=["missing", "python version", "cut", "label"],
+)
+def test_cifar10_damaged_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, words: str
+) -> None:
+    monkeypatch.setattr(cifar, "CIFAR10_ROWS", 20)
+    write_cifar10(tmp_path / "files", 20)
+    spoil(tmp_path / "files" / "data_batch_3.bin")
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        SmallImages("train", "cifar10", tmp_path / "files")
+
+
+def test_small_images_say_what_they_need() -> None:
+    with pytest.raises(ValueError, match="folder=None: name the folder"):
+        SmallImages("train", "cifar10")
+    with pytest.raises(ValueError, match="data='mnist': choose one of"):
+        SmallImages("train", "mnist")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="split='dev': choose one of"):
+        SmallImages("dev", "cifar10", "nowhere")
+
+
+def test_small_images_of_digits_are_the_digits() -> None:
+    large, small = SmallImages("val"), Digits("val")
+    assert len(large) == len(small) == 270
+    assert large[5]["image"].shape == (3, 32, 32)
+    for row in (0, 5, 269):
+        for channel in large[row]["image"]:
+            assert torch.equal(channel[::4, ::4], small[row]["image"][0])
+            assert torch.equal(channel[3::4, 3::4], small[row]["image"][0])
+        assert large[row]["label"] == small[row]["label"]
+
+
+@needs_fashion_mnist
+def test_small_images_of_fashion_mnist_have_a_border() -> None:
+    large, small = SmallImages("val", "fashion-mnist"), FashionMNIST("val")
+    image = large[7]["image"]
+    assert image.shape == (3, 32, 32)
+    assert torch.equal(image[1, 2:-2, 2:-2], small[7]["image"][0])
+    assert image.sum() == 3 * small[7]["image"].sum()
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_crop_and_flip_gives_a_crop_of_each_padded_image(flip: bool) -> None:
+    rows, padding = 400, 2
+    image = torch.randint(1, 256, (rows, 3, 5, 7), dtype=torch.uint8, generator=seeded(1))
+    batch = {"image": image, "label": torch.arange(rows)}
+    moved = CropAndFlip(padding, flip)(batch, seeded(0))
+    assert moved["image"].dtype == torch.uint8
+    assert torch.equal(moved["label"], batch["label"])
+    padded = torch.nn.functional.pad(image, [padding] * 4)
+    seen = set()
+    for row in range(rows):
+        matches = [
+            (y, x, mirrored)
+            for y in range(2 * padding + 1)
+            for x in range(2 * padding + 1)
+            for mirrored in (False, True)
+            for crop in [padded[row, :, y : y + 5, x : x + 7]]
+            if torch.equal(moved["image"][row], crop.flip(-1) if mirrored else crop)
+        ]
+        assert len(matches) == 1
+        seen |= set(matches)
+    # Every place, and both sides where they are asked for.
+    assert len(seen) == (2 * padding + 1) ** 2 * (2 if flip else 1)
+    assert all(mirrored <= flip for _, _, mirrored in seen)
+
+
+def test_crop_and_flip_same_seed_repeats_and_other_seeds_differ() -> None:
+    batch = {"image": torch.randint(256, (12, 3, 8, 8), dtype=torch.uint8, generator=seeded(1))}
+    bound = DeviceTransform(CropAndFlip(), CPU)
+    first, again, other = (bound(batch, seed)["image"] for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    unchanged = CropAndFlip(padding=0, flip=False)(batch, seeded(0))
+    assert torch.equal(unchanged["image"], batch["image"])
