@@ -84,6 +84,7 @@ STRATEGY = {
     "data_devices": None,
     "root_holds_data": True,
     "prefetch": None,
+    "cuda_graph": False,
     "skip_unused_hooks": False,
     "accelerator": None,
     "checkpoint_io": None,
@@ -93,10 +94,11 @@ STRATEGY = {
 DATA_PARALLEL = {
     name: default
     for name, default in STRATEGY.items()
-    if name not in ("root_holds_data", "prefetch", "skip_unused_hooks")
+    if name not in ("root_holds_data", "prefetch", "cuda_graph", "skip_unused_hooks")
 }
 
 MODEL_PARALLEL = {"layers": None, "num_microbatches": 1, **STRATEGY}
+MODEL_PARALLEL.pop("cuda_graph")
 MODEL_PARALLEL.pop("skip_unused_hooks")
 
 SUPERBATCH_DDP = {

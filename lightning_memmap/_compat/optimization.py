@@ -1,6 +1,9 @@
 """Names of Lightning's automatic optimization."""
 
 import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -109,3 +112,62 @@ def skip_unused_hooks(trainer: L.Trainer) -> None:
     loop: Any = trainer.fit_loop.epoch_loop
     if not isinstance(loop.automatic_optimization, DirectOptimization):
         loop.automatic_optimization = DirectOptimization(trainer)
+
+
+#: Does a step of training with a batch, as Lightning does it; what it gave, ``loss`` by that name.
+Step = Callable[[Any], dict[str, Any]]
+
+
+class _StepBy(_AutomaticOptimization):
+    def __init__(self, trainer: L.Trainer, run: Callable[[Any, Step], dict[str, Any]]) -> None:
+        super().__init__(trainer)
+        self.optim_progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
+        self._run_step = run
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        own = super().run
+
+        def step(batch: Any) -> dict[str, Any]:
+            return own(optimizer, batch_idx, OrderedDict({**kwargs, "batch": batch}))
+
+        return self._run_step(kwargs["batch"], step)
+
+
+def run_steps_by(trainer: L.Trainer, run: Callable[[Any, Step], dict[str, Any]]) -> None:
+    """Let something else do the steps of automatic optimization.
+
+    Args:
+        trainer: The Trainer.
+        run: Is given the batch and Lightning's own step; returns what that does. Where it does not
+            call it, it must count the step; see `count_step`.
+    """
+    trainer.fit_loop.epoch_loop.automatic_optimization = _StepBy(trainer, run)
+
+
+def run_steps_as_ever(trainer: L.Trainer) -> None:
+    """Undo `run_steps_by`."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    if isinstance(loop.automatic_optimization, _StepBy):
+        progress = loop.automatic_optimization.optim_progress
+        loop.automatic_optimization = _AutomaticOptimization(trainer)
+        loop.automatic_optimization.optim_progress = progress
+
+
+def count_step(trainer: L.Trainer) -> None:
+    """Count an optimizer step, as Lightning's own does."""
+    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer
+    progress.step.increment_ready()
+    progress.zero_grad.increment_ready()
+    progress.zero_grad.increment_started()
+    progress.zero_grad.increment_completed()
+    progress.step.increment_completed()
+
+
+@contextmanager
+def logging_in(module: Any, hook: str) -> Iterator[None]:
+    """Let a module's ``self.log`` write as it does inside a hook."""
+    before = module._current_fx_name
+    module._current_fx_name = hook
+    yield
+    module._current_fx_name = before

@@ -1,0 +1,331 @@
+"""The whole training step as one graph of a GPU: captured once, and replayed."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_memmap._compat.optimization import Step, count_step, logging_in
+from lightning_memmap._compat.tensors import copy_tensors, storage_key, tree_leaves
+from lightning_memmap.loading.super_batch import named_leaves, rebuilt
+
+T = TypeVar("T")
+
+#: Steps of one shape that run as ever before one is captured: what is made lazily, such as the
+#: state of optimizers and the plans of libraries, is then made.
+_WARM_UP_STEPS = 3
+#: Hooks inside the step, of which a replay would call none.
+_HOOKS_INSIDE = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+_WAY_OUT = "train without cuda_graph=True, or with torch.compile(module, mode='reduce-overhead')"
+
+
+class Graph(ABC):
+    """What a device is given once, and does again and again on the same memory."""
+
+    @abstractmethod
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """Run something where it will be captured, and do it at once."""
+
+    @abstractmethod
+    def capture(self, run: Callable[[], T]) -> T:
+        """Note what the device is given while something runs. `replay` does it, this does not.
+
+        Returns:
+            What it returned: in the tensors of that is the result of each replay.
+        """
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Let the device do what was captured."""
+
+
+class CUDAGraph(Graph):
+    """The graph of a CUDA device.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graph: Any = torch.cuda.CUDAGraph()
+
+    @override
+    def warm_up(self, run: Callable[[], T]) -> T:
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = run()
+        current.wait_stream(self._stream)
+        return result
+
+    @override
+    def capture(self, run: Callable[[], T]) -> T:
+        with torch.cuda.graph(self._graph, stream=self._stream):
+            return run()
+
+    @override
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def make_graph(device: torch.device) -> Graph:
+    """An empty graph of a device.
+
+    Raises:
+        ValueError: The device has none.
+    """
+    if device.type != "cuda":
+        raise ValueError(
+            f"cuda_graph=True: the root device is {device}, and graphs are of CUDA devices; train"
+            " without it"
+        )
+    return CUDAGraph(device)
+
+
+def check_step(trainer: Trainer, module: LightningModule, strategy: Strategy) -> None:
+    """Check that a step can be replayed, as far as that can be known before it runs.
+
+    Raises:
+        ValueError: It cannot. The message says why, and what to do instead.
+    """
+    if not module.automatic_optimization:
+        raise _refusal("automatic_optimization=False: the module steps its optimizers itself")
+    if len(strategy.optimizers) != 1:
+        raise _refusal(f"the module has {len(strategy.optimizers)} optimizers, and must have one")
+    accumulates = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    if trainer.accumulate_grad_batches != 1 or accumulates:
+        raise _refusal("gradients accumulate over steps: leave out accumulate_grad_batches")
+    if getattr(strategy.precision_plugin, "scaler", None) is not None:
+        raise _refusal(
+            "precision='16-mixed' decides on the CPU whether to step: use precision='bf16-mixed'"
+        )
+    owners: list[Any] = [module, *trainer.callbacks]  # type: ignore[attr-defined]
+    for owner in owners:
+        parent = Callback if isinstance(owner, Callback) else LightningModule
+        for hook in _HOOKS_INSIDE:
+            if is_overridden(hook, owner, parent=parent):
+                raise _refusal(
+                    f"{type(owner).__name__} has the hook {hook}, which a replay does not call:"
+                    " move what it does to on_train_batch_end"
+                )
+    _check_optimizer(strategy.optimizers[0], has_scheduler=bool(strategy.lr_scheduler_configs))
+
+
+def _check_optimizer(optimizer: Optimizer, *, has_scheduler: bool) -> None:
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            if not group["capturable"]:
+                raise _refusal(f"{name} must be made with capturable=True")
+        elif not group.get("fused"):
+            raise _refusal(
+                f"{name} may compute on the CPU between its kernels: use one with capturable=True,"
+                " such as Adam, or SGD with fused=True"
+            )
+        if has_scheduler and not isinstance(group["lr"], Tensor):
+            raise _refusal(
+                f"the learning rate is the number {group['lr']}, and a scheduler would change it"
+                f" where a replay does not look: use {name}(..., lr=torch.tensor({group['lr']}))"
+            )
+
+
+def _refusal(why: str) -> ValueError:
+    return ValueError(f"cuda_graph=True: {why}; or {_WAY_OUT}")
+
+
+@dataclass
+class _Logged:
+    """A call of ``self.log``."""
+
+    name: str
+    value: Tensor
+    options: dict[str, Any]
+
+
+@dataclass
+class _Captured:
+    """One step: what goes in, what comes out, and what must stay as it was."""
+
+    shape: tuple[Any, ...]
+    batch: Any
+    output: dict[str, Any]
+    logged: list[_Logged]
+    numbers: list[dict[str, Any]]
+    memory: list[int]
+    gradients: list[Tensor | None]
+
+
+class GraphedStep:
+    """Runs training steps, the first few as ever, then one graph for all steps of their shape.
+
+    Steps of another shape, such as the last one of an epoch, run as ever, on the same parameters
+    and the same state of the optimizer.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        optimizer: Its one optimizer. All three fulfil `check_step`.
+        graph: An empty graph of the root device.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, optimizer: Optimizer, graph: Graph
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._optimizer = optimizer
+        self._graph = graph
+        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._captured: _Captured | None = None
+        self._shape: Any = None
+        self._warm_steps = 0
+
+    def run(self, batch: Any, step: Step) -> dict[str, Any]:
+        """Do one training step.
+
+        Args:
+            batch: The batch.
+            step: Does the step, the optimizer's included, with any batch.
+
+        Returns:
+            What the step gave.
+
+        Raises:
+            ValueError: Something cannot be replayed, which was not known before.
+            RuntimeError: The step waits for the device.
+        """
+        shape, captured = _shape(batch), self._captured
+        if captured is not None and shape != captured.shape:
+            return step(batch)
+        if captured is None:
+            self._bring_rates()
+            if shape is None or shape != self._shape:
+                self._shape, self._warm_steps = shape, 0
+            if shape is None or self._warm_steps < _WARM_UP_STEPS:
+                self._warm_steps += 1
+                return self._graph.warm_up(partial(self._without_metrics, batch, step))
+            # Lightning counts the step, of which the device has not yet done anything.
+            captured = self._captured = self._capture(batch, shape, step)
+            self._graph.replay()
+        else:
+            self._check_unchanged(captured)
+            copy_tensors(_leaves(captured.batch), _leaves(batch))
+            # A step of another shape has left others.
+            for parameter, gradient in zip(self._parameters, captured.gradients, strict=True):
+                parameter.grad = gradient
+            self._graph.replay()
+            count_step(self._trainer)
+        with logging_in(self._module, "training_step"):
+            for call in captured.logged:
+                self._module.log(call.name, call.value, **call.options)
+        output: dict[str, Any] = apply_to_collection(captured.output, Tensor, torch.clone)
+        return output
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _bring_rates(self) -> None:
+        """Learning rates to the parameters' device. On the CPU, where a module or a checkpoint may
+        have left them, a captured step would not see them change."""
+        for group in self._optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"] = group["lr"].to(group["params"][0].device)
+
+    def _without_metrics(self, batch: Any, step: Step) -> dict[str, Any]:
+        before = [metric.update_count for metric in self._metrics]
+        output = step(batch)
+        for metric, count in zip(self._metrics, before, strict=True):
+            if metric.update_count != count:
+                raise _refusal(
+                    f"training_step updates the metric {type(metric).__name__}, which counts in"
+                    " Python as well: update it in on_train_batch_end, from what training_step"
+                    " returns"
+                )
+        return output
+
+    def _capture(self, batch: Any, shape: Any, step: Step) -> _Captured:
+        static = rebuilt(batch, iter([leaf.clone() for leaf in _leaves(batch)]))
+        numbers = [_numbers(group) for group in self._optimizer.param_groups]
+        logged: list[_Logged] = []
+
+        def log(name: str, value: Any, **options: Any) -> None:
+            if not isinstance(value, Tensor):
+                raise _refusal(
+                    f"self.log({name!r}, {value!r}) in training_step: a replay would log that in"
+                    " every step; log a tensor of the device, or log it in on_train_batch_end"
+                )
+            logged.append(_Logged(name, value.detach().clone(), options))
+
+        vars(self._module)["log"] = log
+        try:
+            output = self._graph.capture(lambda: step(static))
+        except RuntimeError as error:
+            raise RuntimeError(
+                "cuda_graph=True: the step could not be captured. A captured step must not wait"
+                " for the device, as .item(), .cpu() and printing a tensor do, nor make tensors"
+                f" from Python numbers on it. Change that, or {_WAY_OUT}"
+            ) from error
+        finally:
+            del vars(self._module)["log"]
+        if "loss" not in output:
+            raise _refusal("training_step returned None, which skips a step: return a loss")
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, Tensor):
+                raise _refusal(
+                    f"training_step returned {leaf!r} beside the loss: a replay would return that"
+                    " in every step; return tensors"
+                )
+        memory = [storage_key(parameter) for parameter in self._parameters]
+        gradients = [parameter.grad for parameter in self._parameters]
+        return _Captured(shape, static, output, logged, numbers, memory, gradients)
+
+    def _check_unchanged(self, captured: _Captured) -> None:
+        for group, before in zip(self._optimizer.param_groups, captured.numbers, strict=True):
+            for name, now in _numbers(group).items():
+                if now != before.get(name):
+                    raise _refusal(
+                        f"{name} of the optimizer has changed from {before.get(name)} to {now}"
+                        " since the step was captured, and a replay does not see that: leave it,"
+                        " or give it as a tensor"
+                    )
+        if [storage_key(parameter) for parameter in self._parameters] != captured.memory:
+            raise _refusal(
+                "parameters have other memory than when the step was captured: change their values"
+                " in place, as with copy_()"
+            )
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of an optimizer that a graph keeps as they are."""
+    return {name: value for name, value in group.items() if not isinstance(value, (Tensor, list))}
+
+
+def _leaves(batch: Any) -> list[Tensor]:
+    return [leaf for _, leaf in named_leaves(batch)]
+
+
+def _shape(batch: Any) -> tuple[Any, ...] | None:
+    """What must be alike for one graph; None for a batch with anything but tensors in it."""
+    leaves = list(named_leaves(batch))
+    if not all(isinstance(leaf, Tensor) for _, leaf in leaves):
+        return None
+    return tuple((name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves)
