@@ -1,4 +1,4 @@
-"""What the loader is worth on a GPU: takes against copies, loading a store, waiting for data.
+"""What the pack is worth on a GPU: takes against copies, loading a store, waiting for data, graphs.
 
     python tests/benchmarks/gpu.py
     python tests/benchmarks/gpu.py --data-devices cuda:0,cuda:1,cuda:2,cuda:3 --only wait
@@ -10,6 +10,7 @@ against copies from page-locked memory, and against reading the files and nothin
 disk and from the page cache. Waiting: the share of a training step that goes by waiting for data,
 which is what the step takes longer than one that is given the same batch again and again; with
 steps made ready ahead and without, for rows on the device and for rows in page-locked memory.
+Graph: steps of a Trainer with the step as a CUDA graph and without.
 
 Without a GPU it says so and fails. On ``--device cpu`` it shows that it runs; what it prints then
 says nothing about a GPU. The runs of a round take turns.
@@ -21,8 +22,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+import lightning as L
 import torch
 from timing import in_turn, machine, pairwise_ratios, spread
 from torch import Tensor, nn
@@ -30,6 +33,7 @@ from torch import Tensor, nn
 from lightning_memmap.loading import ZippedLoader, has_streams, load_split
 from lightning_memmap.placement import Consumers, plan_placement
 from lightning_memmap.store import Store, build_store
+from lightning_memmap.strategies import SuperBatchStrategy
 
 ROW_BYTES = (256, 1024, 4096, 16384, 65536, 150528)
 IMAGE = (3, 32, 32)
@@ -221,6 +225,67 @@ class Bench:
             step_us = [1e6 * value / steps for value in times]
             yield f"{name:>20} {spread(step_us, '{:,.1f}'):>30} {spread(shares, '{:.3f}'):>36}"
 
+    # Graphs
+
+    def graphs(self, store: Store, batch: int) -> Iterator[str]:
+        """A line for a fit with a CUDA graph and one without, of many small kernels."""
+        if self.device.type != "cuda":
+            yield "left out: graphs are of CUDA devices"
+            return
+        names = {"kernel by kernel": False, "one graph": True}
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(self.rounds):
+            for name, cuda_graph in names.items():
+                module = Deep(self.wait)
+                trainer = L.Trainer(
+                    accelerator="gpu",
+                    devices=[self.device.index or 0],
+                    strategy=SuperBatchStrategy(cuda_graph=cuda_graph),
+                    max_epochs=3,
+                    logger=False,
+                    enable_checkpointing=False,
+                    enable_progress_bar=False,
+                    enable_model_summary=False,
+                )
+                loader = self.loader(store, "device", batch, drop_last=True)
+                trainer.fit(module, loader)
+                # The first epoch warms up and captures.
+                seconds[name] += [epoch_s / loader.num_steps for epoch_s in module.epochs_s[1:]]
+        for name, values in seconds.items():
+            yield f"{name:>20} {spread([1e6 * value for value in values], '{:,.1f}')} us/step"
+
+
+class Deep(L.LightningModule):
+    """Layers so small that starting them takes longer than they do.
+
+    Args:
+        wait: Waits for the device.
+    """
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Flatten(), nn.Linear(3072, 64)]
+        for _ in range(30):
+            layers += [nn.Linear(64, 64), nn.ReLU()]
+        self.net = nn.Sequential(*layers, nn.Linear(64, 10))
+        self.wait = wait
+        self.epochs_s: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(self.net(images.float() / 255), labels)
+
+    def on_train_epoch_start(self) -> None:
+        self.wait()
+        self.start = perf_counter()
+
+    def on_train_epoch_end(self) -> None:
+        self.wait()
+        self.epochs_s.append(perf_counter() - self.start)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-4, capturable=True)
+
 
 def _evict(files: list[Path]) -> None:
     """Let the page cache forget files, as far as they are on the disk."""
@@ -257,6 +322,9 @@ def lines(args: argparse.Namespace, bench: Bench, directory: Path) -> Iterator[s
     if "wait" in args.only:
         yield f"training steps of {args.batch} rows:"
         yield from bench.waits(store, args.batch, args.width)
+    if "graph" in args.only:
+        yield f"Trainer steps of {args.batch} rows:"
+        yield from bench.graphs(store, args.batch)
 
 
 def _name(device: torch.device) -> str:
@@ -268,7 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda:0", help="the root device")
     parser.add_argument("--data-devices", help="such as cuda:0,cuda:1; by default the root device")
-    parser.add_argument("--only", default="take,load,wait", help="of take,load,wait")
+    parser.add_argument("--only", default="take,load,wait,graph", help="of these, some")
     parser.add_argument("--mib", type=int, default=2048, help="bytes of rows, in MiB")
     parser.add_argument("--batch", type=int, default=512, help="rows of a training step")
     parser.add_argument("--width", type=int, default=64, help="channels of the network")
