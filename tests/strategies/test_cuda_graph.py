@@ -331,9 +331,9 @@ class TestRefusals:
         ("make", "words", "steps"),
         [
             (LogsNumber, r"self.log\('number', 0.5\).*log a tensor", 3),
-            (ReturnsNumber, "returned 3 beside the loss.*return tensors", 3),
-            (NoneAfterSomeSteps, "training_step returned None", 3),
-            (UpdatesMetric, "updates the metric MeanMetric.*on_train_batch_end", 0),
+            (ReturnsNumber, "returned 3 beside the loss.*return tensors", 4),
+            (NoneAfterSomeSteps, "training_step returned None", 4),
+            (UpdatesMetric, "updates the metric MeanMetric.*on_train_batch_end", 1),
             (ChangesRate, "lr of the optimizer has changed from 0.0.* give it as a tensor", 4),
             (MovesParameters, "parameters have other memory", 4),
         ],
@@ -367,6 +367,10 @@ class TestRefusals:
         data = MemmapDataModule(TRAIN, store_dir=tmp_path / "stores")
         with pytest.raises(ValueError, match="use precision='bf16-mixed'"):
             trainer.fit(Steps(sgd), datamodule=data)
+
+    def test_graph_with_skipped_hooks_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="cuda_graph=True with skip_unused_hooks=True"):
+            SuperBatchStrategy(cuda_graph=True, skip_unused_hooks=True)
 
     def test_graph_without_a_gpu_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cuda_graph=True: the root device is cpu"):
