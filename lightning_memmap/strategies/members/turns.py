@@ -1,0 +1,261 @@
+"""Lets members take turns in this process: one member's whole stage after the other's.
+
+Member 0 has what the program has made: its Trainer, its module, its data. Each other member has
+copies of them, made before member 0 begins, and is told to do the same with them.
+"""
+
+import bdb
+import gc
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lightning_memmap._compat.processes import Launcher
+from lightning_memmap._compat.randomness import RandomState
+from lightning_memmap._compat.tensors import tree_leaves
+from lightning_memmap.strategies.members.copies import MemberCopies
+from lightning_memmap.strategies.members.launcher import MemberLauncher, member_of_this_process
+from lightning_memmap.strategies.members.results import (
+    FAILED,
+    MemberResult,
+    forget_results,
+    member_folder,
+)
+
+#: By these the user ends the program, and with it all members.
+_END = (KeyboardInterrupt, SIGTERMException, bdb.BdbQuit)
+
+
+class OneLauncher(MemberLauncher, Launcher):
+    """Runs the stages of one member in this process, and knows nothing of the others."""
+
+    #: Whether the user has ended the latest stage.
+    is_ended = False
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        self.is_ended = False
+        device = trainer.strategy.root_device
+        rank_zero_info(f"Member {self.member} of {self._num_members} on {device}")
+        try:
+            return self._run_stage(trainer, function, *args, **kwargs)
+        except _END:
+            # Lightning makes another error of this one.
+            self.is_ended = True
+            raise
+
+    def join(self, root: Path, stage: tuple[str, int]) -> None:
+        """Take part in a stage of the program."""
+        self._root, self._stage = root, stage
+
+    def fail(self, trainer: L.Trainer, error: BaseException) -> None:
+        """Record that the stage has failed, also where that was before or after its run."""
+        recorded = self._recorded(self.member)
+        if recorded is None or recorded.status != FAILED:
+            self._record(trainer, FAILED, 0.0, error)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """There is no other process."""
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """There is nobody to tell."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What a member is to do in a stage."""
+
+    launcher: OneLauncher
+    trainer: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def objects(self) -> Iterator[Any]:
+        """What the program has handed over, and may hand over again; as many for each member."""
+        yield self.trainer
+        yield from self.trainer.callbacks
+        yield from self.trainer.loggers
+        yield from tree_leaves((self.args, self.kwargs))
+
+    def modules(self) -> dict[str, Any]:
+        """All modules by name; a member may have others than another one."""
+        return dict(self.trainer.lightning_module.named_modules())
+
+
+class TurnLauncher(OneLauncher):
+    """Runs the stages of member 0, and lets each other member have its turn after that.
+
+    Args:
+        num_members: Members of the run.
+        raise_on_failure: Whether a failure of another member is an error of member 0.
+    """
+
+    # A program has one set of members, however many Trainers it makes.
+    _copies: ClassVar[defaultdict[int, MemberCopies]] = defaultdict(MemberCopies)
+    _random: ClassVar[dict[int, RandomState]] = {}
+    _directories: ClassVar[set[Path]] = set()
+
+    def __init__(self, num_members: int, raise_on_failure: bool) -> None:
+        given = member_of_this_process()
+        super().__init__(given or 0, num_members, raise_on_failure)
+        self._others = range(1, num_members) if given is None else range(0)
+        self._trainers: dict[int, L.Trainer] = {}
+        self._reasons: dict[int, str] = {}
+
+    @property
+    @override
+    def trainers(self) -> dict[int, L.Trainer]:
+        return dict(self._trainers)
+
+    @override
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        self._root = self._root or self._find_root(trainer)
+        self._count_stage(trainer)
+        if not self._others:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        if self._root not in self._directories:
+            self._directories.add(self._root)
+            forget_results(self._root)
+        own = _Turn(self, trainer, args, kwargs)
+        turns = self._copy(own)
+        self._trainers = {0: trainer} | {member: turn.trainer for member, turn in turns.items()}
+        starts = self._starts()
+        try:
+            returned = super().launch(function, *args, trainer=trainer, **kwargs)
+        except _END:
+            raise
+        except BaseException:
+            self._let_others(own, turns, starts)
+            raise
+        self._let_others(own, turns, starts)
+        if self._raise_on_failure and self.results is not None:
+            self.results.check()
+        return returned
+
+    def _copy(self, own: _Turn) -> dict[int, _Turn]:
+        """What each other member is to do that has not failed before.
+
+        Raises:
+            UnsuitableModuleError: Something cannot be copied.
+            ValueError: A checkpoint is that of member 0, or the module is of fewer members.
+        """
+        for given in tree_leaves((own.args, own.kwargs)):
+            if isinstance(given, (str, Path)) and member_folder(0) in Path(given).parts:
+                raise ValueError(
+                    f"{str(given)!r} is of member 0, and all members would load it: write"
+                    " {member} for the number in it, or ckpt_path='best'"
+                )
+        module = own.trainer.lightning_module
+        knowing = [m for m, copies in self._copies.items() if copies.knows(module)]
+        if knowing and sorted(knowing) != list(self._others):
+            raise ValueError(
+                f"num_members={self._num_members}: this {type(module).__name__} was trained by"
+                f" {max(knowing) + 1} members; train it by as many, or make a new one"
+            )
+        turns = {}
+        self._reasons = {}
+        for member in self._others:
+            copies = self._copies[member]
+            reason = copies.failure((own.trainer, module))
+            if reason is not None:
+                self._reasons[member] = reason
+                continue
+            launcher = OneLauncher(member, self._num_members, raise_on_failure=False)
+            found = copies.copy((own.trainer, own.args, own.kwargs), {id(self): launcher})
+            # Of a Trainer that it knows the member has a launcher.
+            turn = _Turn(found[0].strategy.launcher, *found)
+            assert self._root is not None
+            turn.launcher.join(self._root, self._stage)
+            copies.keep(zip(own.objects(), turn.objects(), strict=True))
+            turns[member] = turn
+        return turns
+
+    def _starts(self) -> dict[int, RandomState]:
+        """The random state that each other member begins with.
+
+        That of the program, as in a process of its own. Its own goes on from stage to stage as
+        long as the program's does.
+        """
+        now = RandomState.now()
+        before = self._random.get(0)
+        goes_on = before is not None and now.is_as(before)
+        return {m: self._random.get(m, now) if goes_on else now for m in self._others}
+
+    def _let_others(
+        self, own: _Turn, turns: dict[int, _Turn], starts: dict[int, RandomState]
+    ) -> None:
+        """Let the others have their turns, and show how all have ended."""
+        after = {0: RandomState.now()}
+        try:
+            for member in list(turns):
+                starts[member].restore()
+                self._let(own, turns.pop(member))
+                after[member] = RandomState.now()
+        finally:
+            after[0].restore()
+        self._random.clear()
+        self._random.update(after)
+        self._show()
+
+    def _let(self, own: _Turn, turn: _Turn) -> None:
+        """Let a member have its turn."""
+        member = turn.launcher.member
+        copies = self._copies[member]
+        try:
+            getattr(turn.trainer, self._stage[0])(*turn.args, **turn.kwargs)
+        except _END:
+            raise
+        except BaseException as error:
+            if turn.launcher.is_ended:
+                raise
+            turn.launcher.fail(turn.trainer, error)
+            self._tell(member)
+            copies.forget((*own.objects(), *own.modules().values()))
+            copies.fail((own.trainer, own.trainer.lightning_module), self._reason(member))
+            del self._trainers[member], turn
+        else:
+            # Also those that were made in configure_model.
+            modules = own.modules()
+            copies.keep((modules[n], m) for n, m in turn.modules().items() if n in modules)
+            return
+        # Its Trainer and its module hold each other, and memory of a device.
+        gc.collect()
+
+    def _tell(self, member: int) -> None:
+        """Print the error that is being handled, and keep it in a file."""
+        text = traceback.format_exc()
+        self._output(member).write_text(text)
+        print(text, file=sys.stderr)
+
+    def _reason(self, member: int) -> str:
+        recorded = self._recorded(member)
+        return (recorded and recorded.error) or ""
+
+    @override
+    def _result_of(self, member: int) -> MemberResult:
+        result = super()._result_of(member)
+        if member in self._reasons:
+            result = replace(result, status=FAILED, error=self._reasons[member])
+        if member and result.status == FAILED:
+            result = replace(result, output=str(self._output(member)))
+        return result
