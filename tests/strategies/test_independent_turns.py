@@ -1,11 +1,10 @@
-"""Independent members that take turns in this process: each as a lone run, none harmed by another."""
+"""Independent members that take turns in one process: as lone runs, none harmed by another."""
 
 import bdb
 import gc
 import os
 import re
 import signal
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.cli import main
 from lightning_memmap.errors import MemberError, UnsuitableModuleError
 from lightning_memmap.strategies import IndependentStrategy, MemberResults, read_results
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
@@ -40,6 +38,8 @@ def make_data(path: Path, **options: Any) -> MemmapDataModule:
         "batch_size": 5,
         "num_folds": MEMBERS,
     }
+    if "num_folds" in options and options["num_folds"] is None:
+        defaults["val_dataset"] = Points(10, 300)
     return MemmapDataModule(**{**defaults, **options})
 
 
@@ -158,10 +158,9 @@ def test_stages_after_fit_go_on_with_each_members_own(tmp_path: Path) -> None:
         lone = Regression()
         saved = read_results(tmp_path).members[member].checkpoint
         assert saved is not None
-        alone = make_trainer(tmp_path / "alone", enable_model_summary=False)
-        (expected,) = alone.test(
-            lone, make_data(tmp_path), ckpt_path=saved, weights_only=True, verbose=False
-        )
+        lone.load_state_dict(torch.load(saved, weights_only=True)["state_dict"])
+        alone = make_trainer(tmp_path / "alone")
+        (expected,) = alone.test(lone, make_data(tmp_path), verbose=False)
         assert read_results(tmp_path, "test").members[member].metrics == expected
         # What was to be seen: the held-out fold, then all test rows.
         seen = module_of(strategy, member).seen
@@ -209,7 +208,10 @@ def test_resume_is_as_the_whole_run_for_each_member(tmp_path: Path) -> None:
             enable_checkpointing=True,
             callbacks=[ModelCheckpoint(tmp_path / name, save_last=True)],
         )
-        trainer.fit(Regression(), make_data(tmp_path), weights_only=True, **options)
+        with warnings.catch_warnings():
+            # The checkpoints of the part that is resumed are in another directory.
+            warnings.filterwarnings("ignore", message="The dirpath has changed")
+            trainer.fit(Regression(), make_data(tmp_path), weights_only=True, **options)
         return strategy
 
     whole = fit("whole", 3)
@@ -231,10 +233,10 @@ def test_parts_stores_and_loaders_are_each_members_own(tmp_path: Path) -> None:
         )  # fmt: skip
         stored.prepare_data()
 
-    def rows(data: Any, **options: Any) -> list[list[int]]:
+    def rows(data: Any, val: Any = None, **options: Any) -> list[list[int]]:
         strategy = in_turns()
         torch.manual_seed(4)
-        make_trainer(tmp_path, strategy=strategy, **options).fit(Regression(), data)
+        make_trainer(tmp_path, strategy=strategy, **options).fit(Regression(), data, val)
         return [
             [row for step in module_of(strategy, member).seen["train"] for row in step]
             for member in range(MEMBERS)
@@ -242,11 +244,15 @@ def test_parts_stores_and_loaders_are_each_members_own(tmp_path: Path) -> None:
 
     parts = rows(make_data(tmp_path, num_folds=None, num_parts=MEMBERS))
     assert [sorted(part) for part in parts] == [list(range(0, 63, 2)), list(range(1, 63, 2))]
-    sites = rows(MemmapDataModule(store_dir=tmp_path / "site_{member}", batch_size=5))
+    sites = rows(
+        make_data(
+            tmp_path, train_dataset=None, num_folds=None, store_dir=tmp_path / "site_{member}"
+        )
+    )
     assert [sorted(site) for site in sites] == [list(range(20)), list(range(1000, 1020))]
     # Loaders of torch, shuffled by the random numbers of the process: as for a lone run.
     loader = DataLoader(Points(20), batch_size=5, shuffle=True)
-    shuffled = rows(loader, max_epochs=2)
+    shuffled = rows(loader, DataLoader(Points(9, 50), batch_size=5), max_epochs=2)
     assert shuffled[0] == shuffled[1]
     assert sorted(shuffled[0]) == sorted([*range(20)] * 2)
 
@@ -393,7 +399,7 @@ def test_member_that_fails_stops_no_other_and_is_let_go(
     assert strategy.results.members[1].error == "ValueError: no luck"
     assert [m.member for m in read_results(tmp_path, "test").members] == [0, 2]
     again = in_turns(3)
-    with pytest.raises(MemberError, match="1 of 3 members failed.*member 1: ValueError: no luck"):
+    with pytest.raises(MemberError, match=r"1 of 3 members failed.*member 1: ValueError: no luck"):
         make_trainer(tmp_path, strategy=again).validate(module, data, verbose=False)
     # A new module is a new start, with the same data.
     fresh = in_turns(3)
@@ -443,14 +449,11 @@ def test_user_who_ends_a_member_ends_all(
     raised: type[BaseException],
 ) -> None:
     trainer = make_trainer(tmp_path, strategy=in_turns(3, raise_on_failure=False))
-    random = None
-    torch.manual_seed(2)
     with pytest.raises(raised):
         trainer.fit(Unlucky(member, "training_step", error), make_data(tmp_path, num_folds=3))
     results = read_results(tmp_path)
     assert statuses(results) == ["done"] * member + ["failed"]
     assert str(results.failed[0].error).startswith(type(error).__name__)
-    del random
 
 
 def test_sigterm_ends_all(tmp_path: Path) -> None:
@@ -477,7 +480,9 @@ def test_copies_live_no_longer_than_what_they_are_copies_of(tmp_path: Path) -> N
         return [weakref.ref(each) for each in held]
 
     references = fit()
-    gc.collect()
+    # What is nobody's but a copy's is found once the copy is gone.
+    while gc.collect():
+        continue
     assert [reference() for reference in references] == [None] * 4
 
 
@@ -573,29 +578,3 @@ def test_notebook_is_told_to_take_turns(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=words):
         make_trainer(tmp_path, strategy=IndependentStrategy(num_members=2))
     make_trainer(tmp_path, strategy=in_turns())
-
-
-# Command line
-
-
-def test_config_trains_and_tests_members_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    configs = Path(__file__).parents[2] / "examples" / "configs"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(configs.parents[1]))
-    options = [
-        *("--config", str(configs / "kfold.yaml")),
-        *("--config", str(configs / "strategies" / "memmap_independent_in_turns.yaml")),
-        *("--trainer.max_epochs", "2", "--trainer.enable_progress_bar", "false"),
-        *("--seed_everything", "false"),
-    ]
-    main(["fit", *options])
-    best = "checkpoints/kfold/member_{member}/best.ckpt"
-    main(["test", *options, "--ckpt_path", best])
-    table = capsys.readouterr().out.rpartition("Members: test")[2]
-    assert len(re.findall(r"│ +[0-4] │ \S+ +│ done +│", table)) == 5
-    saved = [path.parent.name for path in Path("checkpoints/kfold").rglob("best.ckpt")]
-    assert sorted(saved) == [f"member_{member}" for member in range(5)]
-    assert not list(tmp_path.rglob("output.log"))
-    assert "examples.kfold" in sys.modules

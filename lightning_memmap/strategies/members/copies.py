@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,6 +18,8 @@ _WAY_OUT = (
     "make it in configure_model or setup, which each member calls by itself, or leave out"
     " processes=False"
 )
+#: What a Trainer is handed and nobody changes.
+_PLAIN = (str, int, float, Path, type(None))
 #: What a function of two members must not share.
 _OWN = (nn.Module, Tensor, L.LightningDataModule, L.Callback, L.Trainer, Strategy)
 
@@ -62,11 +65,8 @@ class MemberCopies:
     def keep(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         """Let the first of each pair stand for the second one from now on."""
         for original, copied in pairs:
-            try:
+            if not isinstance(original, _PLAIN):
                 self._copies[original] = copied
-            except TypeError:
-                # Numbers, strings and the like, which need no copies.
-                continue
 
     def knows(self, original: Any) -> bool:
         """Whether the member has met this object before."""
@@ -75,7 +75,8 @@ class MemberCopies:
     def forget(self, originals: Iterable[Any]) -> None:
         """Let go of the copies of these objects."""
         for original in originals:
-            self._copies.pop(original, None)
+            if not isinstance(original, _PLAIN):
+                self._copies.pop(original, None)
 
     def fail(self, originals: Iterable[Any], reason: str) -> None:
         """The member has failed with these objects, and is done with them."""

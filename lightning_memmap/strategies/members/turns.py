@@ -27,6 +27,7 @@ from lightning_memmap.strategies.members.launcher import MemberLauncher, member_
 from lightning_memmap.strategies.members.results import (
     FAILED,
     MemberResult,
+    MemberResults,
     forget_results,
     member_folder,
 )
@@ -116,7 +117,8 @@ class TurnLauncher(OneLauncher):
     def __init__(self, num_members: int, raise_on_failure: bool) -> None:
         given = member_of_this_process()
         super().__init__(given or 0, num_members, raise_on_failure)
-        self._others = range(1, num_members) if given is None else range(0)
+        self._is_alone = given is not None
+        self._others = range(1, num_members)
         self._trainers: dict[int, L.Trainer] = {}
         self._reasons: dict[int, str] = {}
 
@@ -131,7 +133,7 @@ class TurnLauncher(OneLauncher):
     ) -> Any:
         self._root = self._root or self._find_root(trainer)
         self._count_stage(trainer)
-        if not self._others:
+        if self._is_alone:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         if self._root not in self._directories:
             self._directories.add(self._root)
@@ -140,16 +142,22 @@ class TurnLauncher(OneLauncher):
         turns = self._copy(own)
         self._trainers = {0: trainer} | {member: turn.trainer for member, turn in turns.items()}
         starts = self._starts()
+        returned = failure = None
         try:
             returned = super().launch(function, *args, trainer=trainer, **kwargs)
         except _END:
             raise
-        except BaseException:
-            self._let_others(own, turns, starts)
-            raise
-        self._let_others(own, turns, starts)
-        if self._raise_on_failure and self.results is not None:
-            self.results.check()
+        except BaseException as error:
+            failure = error
+        results = self._let_others(own, turns, starts)
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                # It knows this function, and would be kept by it.
+                del failure
+        if self._raise_on_failure:
+            results.check()
         return returned
 
     def _copy(self, own: _Turn) -> dict[int, _Turn]:
@@ -172,6 +180,7 @@ class TurnLauncher(OneLauncher):
                 f"num_members={self._num_members}: this {type(module).__name__} was trained by"
                 f" {max(knowing) + 1} members; train it by as many, or make a new one"
             )
+        assert self._root is not None
         turns = {}
         self._reasons = {}
         for member in self._others:
@@ -183,11 +192,10 @@ class TurnLauncher(OneLauncher):
             launcher = OneLauncher(member, self._num_members, raise_on_failure=False)
             found = copies.copy((own.trainer, own.args, own.kwargs), {id(self): launcher})
             # Of a Trainer that it knows the member has a launcher.
-            turn = _Turn(found[0].strategy.launcher, *found)
-            assert self._root is not None
+            turns[member] = _Turn(found[0].strategy.launcher, *found)
+        for member, turn in turns.items():
             turn.launcher.join(self._root, self._stage)
-            copies.keep(zip(own.objects(), turn.objects(), strict=True))
-            turns[member] = turn
+            self._copies[member].keep(zip(own.objects(), turn.objects(), strict=True))
         return turns
 
     def _starts(self) -> dict[int, RandomState]:
@@ -203,7 +211,7 @@ class TurnLauncher(OneLauncher):
 
     def _let_others(
         self, own: _Turn, turns: dict[int, _Turn], starts: dict[int, RandomState]
-    ) -> None:
+    ) -> MemberResults:
         """Let the others have their turns, and show how all have ended."""
         after = {0: RandomState.now()}
         try:
@@ -215,7 +223,7 @@ class TurnLauncher(OneLauncher):
             after[0].restore()
         self._random.clear()
         self._random.update(after)
-        self._show()
+        return self._show()
 
     def _let(self, own: _Turn, turn: _Turn) -> None:
         """Let a member have its turn."""
