@@ -15,10 +15,13 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
 #: What runs the stages of a Trainer.
 Launcher = _Launcher
+#: By this a Tuner ends the fit that it has tried something in.
+TunerExit = _TunerExitException
 
 
 class DataParallelMesh(ModelParallelStrategy):

@@ -16,13 +16,16 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_memmap import MemmapDataModule
+from lightning_memmap import MemmapDataModule, open_store
+from lightning_memmap.callbacks import PredictionTable
 from lightning_memmap.errors import MemberError, UnsuitableModuleError
 from lightning_memmap.strategies import IndependentStrategy, MemberResults, read_results
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
+from tests.datasets import in_dataset_order
 from tests.distributed.scenarios.contract import CASES
 from tests.models import Points, Regression, make_trainer, weights
 
@@ -255,6 +258,43 @@ def test_parts_stores_and_loaders_are_each_members_own(tmp_path: Path) -> None:
     shuffled = rows(loader, DataLoader(Points(9, 50), batch_size=5), max_epochs=2)
     assert shuffled[0] == shuffled[1]
     assert sorted(shuffled[0]) == sorted([*range(20)] * 2)
+
+
+def test_predictions_of_each_member_are_a_table(tmp_path: Path) -> None:
+    strategy = in_turns()
+    trainer = make_trainer(tmp_path, strategy=strategy)
+    module, data = Regression(), make_data(tmp_path)
+    trainer.fit(module, data)
+    table = PredictionTable(tmp_path / "table_{member}")
+    second = in_turns()
+    predicting = make_trainer(tmp_path, strategy=second, callbacks=[table])
+    predicting.predict(module, data, return_predictions=False)
+    x = Points(25, 200).x
+    for member in range(MEMBERS):
+        found = in_dataset_order(open_store(tmp_path / f"table_{member}"))
+        assert found["row"].tolist() == list(range(200, 225))
+        expected = module_of(strategy, member)(x).detach()
+        torch.testing.assert_close(found["y"], expected)
+    assert not torch.equal(module(x), module_of(strategy, 1)(x))
+    alone = make_trainer(tmp_path, callbacks=[PredictionTable(tmp_path / "table_{member}")])
+    with pytest.raises(ValueError, match=r"\{member\} in the path"):
+        alone.predict(module, data, return_predictions=False)
+
+
+def test_tuner_finds_a_rate_for_each_member(tmp_path: Path) -> None:
+    class Wider(Chosen):
+        def configure_model(self) -> None:
+            with torch.no_grad():
+                self.net[0].weight *= 1 + 10 * self.member
+
+    strategy = in_turns()
+    module = Wider()
+    trainer = make_trainer(tmp_path, strategy=strategy, enable_checkpointing=True, max_epochs=20)
+    Tuner(trainer).lr_find(module, datamodule=make_data(tmp_path), num_training=40)
+    assert statuses(strategy.results) == ["done"] * MEMBERS
+    rates = [module_of(strategy, member).lr for member in range(MEMBERS)]
+    assert rates[0] == module.lr != 0.05
+    assert rates[1] not in (rates[0], 0.05)
 
 
 def test_members_have_the_devices_in_turn(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich import get_console
 
-from lightning_memmap._compat.processes import folder_below, move_trainer
+from lightning_memmap._compat.processes import TunerExit, folder_below, move_trainer
 from lightning_memmap.strategies.members.results import (
     DONE,
     FAILED,
@@ -107,6 +107,9 @@ class MemberLauncher(ABC):
         self._record(trainer, RUNNING, 0.0)
         try:
             returned = function(*args, **kwargs)
+        except TunerExit:
+            self._record(trainer, DONE, perf_counter() - began)
+            raise
         except BaseException as error:
             self._record(trainer, FAILED, perf_counter() - began, error)
             raise
