@@ -176,6 +176,24 @@ def test_stages_after_fit_go_on_with_each_members_own(tmp_path: Path) -> None:
     assert sorted(folders) == ["member_0", "member_1"]
 
 
+def test_callbacks_that_a_module_brings_are_each_members_own(tmp_path: Path) -> None:
+    class Bringing(Chosen):
+        def configure_callbacks(self) -> Any:
+            last = ModelCheckpoint(tmp_path / "mine", filename="own", monitor="val_loss")
+            # Not of the same types: those would replace each other.
+            return [last, *([EarlyStopping("val_loss")] if self.member else [])]
+
+    strategy = in_turns()
+    trainer = make_trainer(tmp_path, strategy=strategy, enable_checkpointing=True)
+    module, data = Bringing(), make_data(tmp_path)
+    trainer.fit(module, data)
+    trainer.test(module, data, ckpt_path="best", weights_only=True, verbose=False)
+    assert statuses(strategy.results) == ["done"] * MEMBERS
+    assert [len(t.callbacks) for t in strategy.trainers.values()] == [1, 2]  # type: ignore[attr-defined]
+    saved = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("own*.ckpt"))
+    assert saved == ["mine/member_0/own.ckpt", "mine/member_1/own.ckpt"]
+
+
 def test_another_trainer_goes_on_with_each_members_own(tmp_path: Path) -> None:
     module, data = Regression(), make_data(tmp_path)
     first = in_turns()
@@ -592,6 +610,18 @@ def test_what_cannot_be_each_members_own_is_refused(
         trainer.fit(make(), make_data(tmp_path))
     # Before anything was trained.
     assert not list(tmp_path.iterdir())
+
+
+def test_module_that_was_refused_can_be_mended(tmp_path: Path) -> None:
+    module, data = with_lock(), make_data(tmp_path)
+    strategy = in_turns(3)
+    trainer = make_trainer(tmp_path, strategy=strategy)
+    with pytest.raises(UnsuitableModuleError):
+        trainer.fit(module, data)
+    del module.lock
+    strategy = in_turns()
+    make_trainer(tmp_path, strategy=strategy).fit(module, data)
+    assert statuses(strategy.results) == ["done"] * MEMBERS
 
 
 def test_checkpoint_of_the_first_member_is_refused_for_all(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,8 +17,6 @@ _WAY_OUT = (
     "make it in configure_model or setup, which each member calls by itself, or leave out"
     " processes=False"
 )
-#: What a Trainer is handed and nobody changes.
-_PLAIN = (str, int, float, Path, type(None))
 #: What a function of two members must not share.
 _OWN = (nn.Module, Tensor, L.LightningDataModule, L.Callback, L.Trainer, Strategy)
 
@@ -65,7 +62,7 @@ class MemberCopies:
     def keep(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         """Let the first of each pair stand for the second one from now on."""
         for original, copied in pairs:
-            if not isinstance(original, _PLAIN):
+            if _can_be_known(original):
                 self._copies[original] = copied
 
     def knows(self, original: Any) -> bool:
@@ -75,7 +72,7 @@ class MemberCopies:
     def forget(self, originals: Iterable[Any]) -> None:
         """Let go of the copies of these objects."""
         for original in originals:
-            if not isinstance(original, _PLAIN):
+            if _can_be_known(original):
                 self._copies.pop(original, None)
 
     def fail(self, originals: Iterable[Any], reason: str) -> None:
@@ -87,6 +84,11 @@ class MemberCopies:
         """Why the member is done with one of these objects; None where it is with none."""
         found = (self._failures.get(original) for original in originals)
         return next((reason for reason in found if reason is not None), None)
+
+
+def _can_be_known(value: Any) -> bool:
+    """Whether there may be weak references to it; to numbers, strings and None there are none."""
+    return type(value).__weakrefoffset__ != 0
 
 
 def _check_functions(copied: Iterable[Any], originals: set[int]) -> None:

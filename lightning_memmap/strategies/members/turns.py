@@ -9,7 +9,7 @@ import gc
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -89,12 +89,13 @@ class _Turn:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def objects(self) -> Iterator[Any]:
-        """What the program has handed over, and may hand over again; as many for each member."""
-        yield self.trainer
-        yield from self.trainer.callbacks
-        yield from self.trainer.loggers
-        yield from tree_leaves((self.args, self.kwargs))
+    def given(self) -> list[Any]:
+        """What the Trainer's method was given: as much for each member."""
+        return tree_leaves((self.args, self.kwargs))
+
+    def parts(self) -> list[Any]:
+        """The Trainer, and what it was made of: as much for each member where it is new."""
+        return [self.trainer, *self.trainer.callbacks, *self.trainer.loggers]
 
     def modules(self) -> dict[str, Any]:
         """All modules by name; a member may have others than another one."""
@@ -167,7 +168,7 @@ class TurnLauncher(OneLauncher):
             UnsuitableModuleError: Something cannot be copied.
             ValueError: A checkpoint is that of member 0, or the module is of fewer members.
         """
-        for given in tree_leaves((own.args, own.kwargs)):
+        for given in own.given():
             if isinstance(given, (str, Path)) and member_folder(0) in Path(given).parts:
                 raise ValueError(
                     f"{str(given)!r} is of member 0, and all members would load it: write"
@@ -195,7 +196,10 @@ class TurnLauncher(OneLauncher):
             turns[member] = _Turn(found[0].strategy.launcher, *found)
         for member, turn in turns.items():
             turn.launcher.join(self._root, self._stage)
-            self._copies[member].keep(zip(own.objects(), turn.objects(), strict=True))
+            copies = self._copies[member]
+            copies.keep(zip(own.given(), turn.given(), strict=True))
+            if not copies.knows(own.trainer):
+                copies.keep(zip(own.parts(), turn.parts(), strict=True))
         return turns
 
     def _starts(self) -> dict[int, RandomState]:
@@ -219,6 +223,9 @@ class TurnLauncher(OneLauncher):
                 starts[member].restore()
                 self._let(own, turns.pop(member))
                 after[member] = RandomState.now()
+                if member not in self._trainers:
+                    # Its Trainer and its module hold each other, and memory of a device.
+                    gc.collect()
         finally:
             after[0].restore()
         self._random.clear()
@@ -227,37 +234,28 @@ class TurnLauncher(OneLauncher):
 
     def _let(self, own: _Turn, turn: _Turn) -> None:
         """Let a member have its turn."""
-        member = turn.launcher.member
-        copies = self._copies[member]
+        copies = self._copies[turn.launcher.member]
         try:
             getattr(turn.trainer, self._stage[0])(*turn.args, **turn.kwargs)
-        except _END:
-            raise
         except BaseException as error:
-            if turn.launcher.is_ended:
+            if isinstance(error, _END) or turn.launcher.is_ended:
                 raise
             turn.launcher.fail(turn.trainer, error)
-            self._tell(member)
-            copies.forget((*own.objects(), *own.modules().values()))
-            copies.fail((own.trainer, own.trainer.lightning_module), self._reason(member))
-            del self._trainers[member], turn
+            self._let_go(own, turn.launcher.member, traceback.format_exc())
         else:
             # Also those that were made in configure_model.
             modules = own.modules()
             copies.keep((modules[n], m) for n, m in turn.modules().items() if n in modules)
-            return
-        # Its Trainer and its module hold each other, and memory of a device.
-        gc.collect()
 
-    def _tell(self, member: int) -> None:
-        """Print the error that is being handled, and keep it in a file."""
-        text = traceback.format_exc()
+    def _let_go(self, own: _Turn, member: int, text: str) -> None:
+        """Tell why a member has failed, and let go of what it has."""
         self._output(member).write_text(text)
         print(text, file=sys.stderr)
-
-    def _reason(self, member: int) -> str:
-        recorded = self._recorded(member)
-        return (recorded and recorded.error) or ""
+        copies, recorded = self._copies[member], self._recorded(member)
+        assert recorded is not None
+        copies.forget([*own.given(), *own.parts(), *own.modules().values()])
+        copies.fail((own.trainer, own.trainer.lightning_module), recorded.error or "")
+        del self._trainers[member]
 
     @override
     def _result_of(self, member: int) -> MemberResult:
