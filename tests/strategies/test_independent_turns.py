@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader
@@ -632,6 +632,21 @@ def test_checkpoint_of_the_first_member_is_refused_for_all(tmp_path: Path) -> No
     words = re.escape("is of member 0, and all members would load it: write {member}")
     with pytest.raises(ValueError, match=words):
         trainer.test(module, data, ckpt_path=saver.best_model_path)
+
+
+def test_logger_of_one_run_is_refused(tmp_path: Path) -> None:
+    class OneRun(WandbLogger):
+        """Without the package."""
+
+        def __init__(self) -> None:
+            self._logged_metrics: Any = {}
+
+        def finalize(self, status: str) -> None:
+            """Nothing was begun."""
+
+    trainer = make_trainer(tmp_path, strategy=in_turns(), logger=OneRun())
+    with pytest.raises(ValueError, match="WandbLogger with processes=False: it has one run"):
+        trainer.fit(Regression(), make_data(tmp_path))
 
 
 def test_module_of_fewer_members_is_refused(tmp_path: Path) -> None:

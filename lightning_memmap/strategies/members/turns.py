@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
@@ -166,8 +167,15 @@ class TurnLauncher(OneLauncher):
 
         Raises:
             UnsuitableModuleError: Something cannot be copied.
-            ValueError: A checkpoint is that of member 0, or the module is of fewer members.
+            ValueError: A checkpoint is that of member 0, the module is of another number of members,
+                or a logger cannot tell members apart.
         """
+        loggers = own.trainer.loggers
+        if self._others and any(isinstance(logger, WandbLogger) for logger in loggers):
+            raise ValueError(
+                "WandbLogger with processes=False: it has one run in a process, to which all"
+                " members would write; leave out processes=False, or take a CSVLogger"
+            )
         for given in own.given():
             if isinstance(given, (str, Path)) and member_folder(0) in Path(given).parts:
                 raise ValueError(
