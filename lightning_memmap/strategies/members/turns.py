@@ -167,8 +167,8 @@ class TurnLauncher(OneLauncher):
 
         Raises:
             UnsuitableModuleError: Something cannot be copied.
-            ValueError: A checkpoint is that of member 0, the module is of another number of members,
-                or a logger cannot tell members apart.
+            ValueError: A checkpoint is that of member 0, the module is of another number of
+                members, or a logger cannot tell members apart.
         """
         loggers = own.trainer.loggers
         if self._others and any(isinstance(logger, WandbLogger) for logger in loggers):
