@@ -108,7 +108,7 @@ def _check_functions(copied: Iterable[Any], originals: set[int]) -> None:
                 "processes=False: each member has a copy of its own of what the Trainer was given,"
                 f" but the function {function.__qualname__} ({code.co_filename}, line"
                 f" {code.co_firstlineno}) holds on to the {type(value).__name__} that was copied,"
-                f" as a compiled module does and a hook that is a closure: {_WAY_OUT}"
+                f" as hooks do that are closures: {_WAY_OUT}"
             )
         if id(value) in seen:
             continue

@@ -20,9 +20,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_memmap._compat.modules import compile_as, is_compiled_in_place, uncompiled
 from lightning_memmap._compat.processes import Launcher
 from lightning_memmap._compat.randomness import RandomState
 from lightning_memmap._compat.tensors import tree_leaves
+from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.strategies.members.copies import MemberCopies
 from lightning_memmap.strategies.members.launcher import MemberLauncher, member_of_this_process
 from lightning_memmap.strategies.members.results import (
@@ -166,7 +168,7 @@ class TurnLauncher(OneLauncher):
         """What each other member is to do that has not failed before.
 
         Raises:
-            UnsuitableModuleError: Something cannot be copied.
+            UnsuitableModuleError: Something cannot be copied as it is.
             ValueError: A checkpoint is that of member 0, the module is of another number of
                 members, or a logger cannot tell members apart.
         """
@@ -189,6 +191,12 @@ class TurnLauncher(OneLauncher):
                 f"num_members={self._num_members}: this {type(module).__name__} was trained by"
                 f" {max(knowing) + 1} members; train it by as many, or make a new one"
             )
+        if not knowing and self._others and any(map(is_compiled_in_place, module.modules())):
+            raise UnsuitableModuleError(
+                f"processes=False: {type(module).__name__} has a part of which compile() was"
+                " called, and the copies of the other members would not be compiled: use"
+                " torch.compile(part) or torch.compile(module)"
+            )
         assert self._root is not None
         turns = {}
         self._reasons = {}
@@ -199,10 +207,12 @@ class TurnLauncher(OneLauncher):
                 self._reasons[member] = reason
                 continue
             launcher = OneLauncher(member, self._num_members, raise_on_failure=False)
-            found = copies.copy((own.trainer, own.args, own.kwargs), {id(self): launcher})
+            with uncompiled(module):
+                found = copies.copy((own.trainer, own.args, own.kwargs), {id(self): launcher})
             # Of a Trainer that it knows the member has a launcher.
             turns[member] = _Turn(found[0].strategy.launcher, *found)
         for member, turn in turns.items():
+            compile_as(turn.trainer.lightning_module, module)
             turn.launcher.join(self._root, self._stage)
             copies = self._copies[member]
             copies.keep(zip(own.given(), turn.given(), strict=True))
