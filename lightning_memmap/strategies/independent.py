@@ -196,7 +196,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
         launcher: ProcessLauncher | TurnLauncher
         if not self._processes:
             launcher = TurnLauncher(self.num_members, self._raise_on_failure)
-        elif is_interactive() and self.num_members > 1:
+        elif is_interactive() and self.num_members > 1 and member_of_this_process() is None:
             raise ValueError(
                 "strategy='memmap_independent' runs the program again in a process for each member,"
                 " and a notebook cannot be run again: let the members take turns, with"

@@ -560,6 +560,7 @@ def test_first_member_that_fails_ends_after_the_others(
     with pytest.raises(ValueError, match="no luck"):
         trainer.fit(Unlucky(0, "training_step"), make_data(tmp_path, num_folds=3))
     assert statuses(strategy.results) == ["failed", "done", "done"]
+    assert list(strategy.trainers) == [1, 2]
     assert "member 0: ValueError: no luck" in capsys.readouterr().out
 
 
@@ -746,4 +747,8 @@ def test_notebook_is_told_to_take_turns(tmp_path: Path, monkeypatch: pytest.Monk
     words = re.escape("with IndependentStrategy(num_members=2, processes=False)")
     with pytest.raises(ValueError, match=words):
         make_trainer(tmp_path, strategy=IndependentStrategy(num_members=2))
-    make_trainer(tmp_path, strategy=in_turns())
+    for strategy in (in_turns(), IndependentStrategy()):
+        assert make_trainer(tmp_path, strategy=strategy).strategy is strategy
+    # A member that is trained alone starts no process.
+    monkeypatch.setenv(MEMBER_VARIABLE, "1")
+    make_trainer(tmp_path, strategy=IndependentStrategy(num_members=2))

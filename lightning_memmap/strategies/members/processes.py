@@ -61,7 +61,7 @@ class ProcessLauncher(MemberLauncher, ScriptLauncher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        return self._num_members == 1
+        return self._num_members == 1 or not self._is_first
 
     @override
     def launch(

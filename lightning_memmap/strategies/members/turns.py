@@ -153,6 +153,7 @@ class TurnLauncher(OneLauncher):
             raise
         except BaseException as error:
             failure = error
+            del self._trainers[0]
         results = self._let_others(own, turns, starts)
         if failure is not None:
             try:
