@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_memmap._compat.modules import compile_as, is_compiled_in_place, uncompiled
-from lightning_memmap._compat.processes import Launcher
+from lightning_memmap._compat.processes import Launcher, TunerExit
 from lightning_memmap._compat.randomness import RandomState
 from lightning_memmap._compat.tensors import tree_leaves
 from lightning_memmap.errors import UnsuitableModuleError
@@ -153,7 +153,8 @@ class TurnLauncher(OneLauncher):
             raise
         except BaseException as error:
             failure = error
-            del self._trainers[0]
+            if not isinstance(error, TunerExit):
+                del self._trainers[0]
         results = self._let_others(own, turns, starts)
         if failure is not None:
             try:
