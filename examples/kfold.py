@@ -1,12 +1,13 @@
 """A k-fold ensemble on a small table: scikit-learn's breast cancer data.
 
     python examples/kfold.py
+    python examples/kfold.py --processes false
     lightning-memmap fit --config examples/configs/kfold.yaml
 
 One store serves all folds: member ``m`` holds the rows ``i`` with ``i % num_folds == m`` out, to
 stop and to choose its checkpoint by, and trains on the others. The members exchange nothing, and
-each is a process of its own. What they found comes back as one table; the ensemble averages the
-probabilities of their best checkpoints.
+each is a process of its own, or all take turns in one. What they found comes back as one table; the
+ensemble averages the probabilities of their best checkpoints.
 
 The table (569 rows of 30 features, 2 classes) comes with scikit-learn. It is the Breast Cancer
 Wisconsin (Diagnostic) data of the UCI Machine Learning Repository, by William H. Wolberg,
@@ -137,6 +138,7 @@ def main(
     root_dir: str = "checkpoints/kfold",
     batch_size: int = 16,
     max_epochs: int = 20,
+    processes: bool = True,
 ) -> None:
     """Train a member for each fold, test them, and test their ensemble.
 
@@ -148,10 +150,13 @@ def main(
         root_dir: Directory of checkpoints and results, with a folder for each member.
         batch_size: Rows per step of a member.
         max_epochs: Most epochs to train; a member stops once its fold gets no better.
+        processes: Whether each member has a process of its own.
     """
-    # The program runs once for each member, and all start with the same weights.
+    # The program runs once for each member that has a process, and all start with the same weights.
     L.seed_everything(0)
-    strategy = IndependentStrategy(num_members=num_folds, raise_on_failure=False)
+    strategy = IndependentStrategy(
+        num_members=num_folds, raise_on_failure=False, processes=processes
+    )
     datamodule = MemmapDataModule(
         BreastCancer("train"),
         test_dataset=BreastCancer("test"),

@@ -1,5 +1,6 @@
 """The data module: Lightning's hooks, each handed on to the layer that does the work."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -163,6 +164,18 @@ class MemmapDataModule(L.LightningDataModule):
         self._built: set[str] = set()
         self._train_loader: ZippedLoader | AssembledLoader | None = None
         self._train_state: dict[str, Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MemmapDataModule":
+        """A data module of the same arguments, which has to be set up by itself.
+
+        It shares the datasets, which are but read, and neither stores nor resident shards.
+        """
+        memo.update((id(dataset), dataset) for dataset in self.datasets.values())
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        copied.stores, copied.placement, copied._resident, copied._train_loader = {}, None, {}, None
+        vars(copied).update(copy.deepcopy(vars(copied), memo))
+        return copied
 
     def prepare_data(self) -> None:
         """Build the stores of the stage's splits, or find them built. One process per node."""

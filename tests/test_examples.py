@@ -1,5 +1,6 @@
 """The examples: scripts and configs run as a user runs them, and their parts by what they do."""
 
+import functools
 import gzip
 import hashlib
 import os
@@ -7,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -191,20 +193,51 @@ def test_config_of_a_strategy_is_laid_over_another(
     assert (f"Starting with {processes} processes" in printed) == (processes > 1)
 
 
-def test_kfold_config_serves_fit_and_test(tmp_path: Path) -> None:
-    limits = ("--trainer.max_epochs", "3", "--data.num_folds", "2")
-    members = ("--trainer.strategy.num_members", "2")
-    run_cli(tmp_path, "fit", "kfold.yaml", *limits, *members)
-    best = "checkpoints/kfold/member_{member}/best.ckpt"
-    tested = run_cli(tmp_path, "test", "kfold.yaml", *limits, *members, "--ckpt_path", best)
-    table = tested.rpartition("Members: test")[2]
-    assert len(re.findall(r"│ +[01] │ \S+ +│ done +│", table)) == 2
-    accuracies = re.findall(r"(0\.[0-9]+|1) │\n", table)
-    # Two members, and their mean.
-    assert len(accuracies) >= 3
-    assert all(float(accuracy) > 0.85 for accuracy in accuracies[:3])
-    made = sorted(path.name for path in tmp_path.iterdir())
-    assert made == ["checkpoints", "lightning_logs", "stores"]
+@pytest.fixture(scope="module")
+def kfold_weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Tensor]]:
+    """Two folds, trained and tested with an overlay or none; the best weights of each."""
+
+    @functools.cache
+    def fit_and_test(overlay: str) -> list[Tensor]:
+        directory = tmp_path_factory.mktemp("kfold")
+        options = ["--trainer.max_epochs", "3", "--data.num_folds", "2"]
+        options += ["--trainer.strategy.num_members", "2"]
+        if overlay:
+            options[:0] = ["--config", str(ROOT / "examples" / "configs" / "strategies" / overlay)]
+        run_cli(directory, "fit", "kfold.yaml", *options)
+        best = "checkpoints/kfold/member_{member}/best.ckpt"
+        tested = run_cli(directory, "test", "kfold.yaml", *options, "--ckpt_path", best)
+        table = tested.rpartition("Members: test")[2]
+        assert len(re.findall(r"│ +[01] │ \S+ +│ done +│", table)) == 2
+        accuracies = re.findall(r"(0\.[0-9]+|1) │\n", table)
+        # Two members, and their mean.
+        assert len(accuracies) >= 3
+        assert all(float(accuracy) > 0.85 for accuracy in accuracies[:3])
+        made = sorted(path.name for path in directory.iterdir())
+        assert made == ["checkpoints", "lightning_logs", "stores"]
+        outputs = len(list(directory.rglob("output.log")))
+        assert outputs == (0 if overlay else 1)
+        return [
+            torch.load(directory / best.replace("{member}", str(member)), weights_only=True)[
+                "state_dict"
+            ]["network.1.weight"]
+            for member in range(2)
+        ]
+
+    return fit_and_test
+
+
+def test_kfold_config_serves_fit_and_test(kfold_weights: Callable[[str], list[Tensor]]) -> None:
+    one, other = kfold_weights("")
+    assert not torch.equal(one, other)
+
+
+def test_kfold_config_in_turns_is_as_in_processes(
+    kfold_weights: Callable[[str], list[Tensor]],
+) -> None:
+    in_turns = kfold_weights("memmap_independent_in_turns.yaml")
+    for found, expected in zip(in_turns, kfold_weights(""), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_digits_splits_are_disjoint_and_repeat() -> None:

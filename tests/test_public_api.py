@@ -130,6 +130,7 @@ FSDP2 = {
 INDEPENDENT = {
     "num_members": None,
     "raise_on_failure": True,
+    "processes": True,
     "accelerator": None,
     "checkpoint_io": None,
     "precision_plugin": None,

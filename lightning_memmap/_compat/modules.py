@@ -1,6 +1,8 @@
 """Names of modules: their parts, how they were compiled, what they are told of devices."""
 
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -12,6 +14,9 @@ from lightning.fabric.utilities.device_dtype_mixin import (
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+
+#: What Lightning compiles of a module.
+_STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
 
 def tell_device(module: torch.nn.Module, device: torch.device) -> None:
@@ -72,7 +77,7 @@ def lightning_attributes(module: nn.Module, device: torch.device) -> dict[str, A
 
 def is_compiled_inside(module: nn.Module) -> bool:
     """Whether a module holds code that was compiled for this very object."""
-    return module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
+    return is_compiled_in_place(module) or isinstance(module, OptimizedModule)
 
 
 def compiled_steps(module: nn.Module, replica: nn.Module) -> dict[str, Any]:
@@ -82,8 +87,37 @@ def compiled_steps(module: nn.Module, replica: nn.Module) -> dict[str, Any]:
         return {}
     return {
         name: context["dynamo_ctx"](types.MethodType(context[f"original_{name}"].__func__, replica))
-        for name in ("forward", "training_step", "validation_step", "test_step", "predict_step")
+        for name in _STEPS
     }
+
+
+@contextmanager
+def uncompiled(module: L.LightningModule) -> Iterator[None]:
+    """Meanwhile a compiled LightningModule has the methods that it was compiled from."""
+    compiled = {}
+    if is_compiled(module):
+        compiled = {name: vars(module).pop(name) for name in _STEPS}
+        compiled["_compiler_ctx"] = module._compiler_ctx
+        module._compiler_ctx = None
+    try:
+        yield
+    finally:
+        vars(module).update(compiled)
+
+
+def compile_as(module: L.LightningModule, other: L.LightningModule) -> None:
+    """Compile a module as another one of its class is, if that is compiled and this is not yet."""
+    context = other._compiler_ctx
+    if context is None or is_compiled(module):
+        return
+    originals = {f"original_{name}": getattr(module, name) for name in _STEPS}
+    vars(module).update(compiled_steps(other, module))
+    module._compiler_ctx = {**context, **originals}
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``compile()`` of a module was called, which its copies do not learn of."""
+    return module._compiled_call_impl is not None
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

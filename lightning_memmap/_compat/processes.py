@@ -4,15 +4,24 @@ import os
 import subprocess
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import IO, Any
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
+
+#: What runs the stages of a Trainer.
+Launcher = _Launcher
+#: By this a Tuner ends the fit that it has tried something in.
+TunerExit = _TunerExitException
 
 
 class DataParallelMesh(ModelParallelStrategy):
@@ -59,7 +68,7 @@ class LaunchedStrategy(Strategy):
     """A strategy that says which launcher runs the Trainer's stages."""
 
     @abstractmethod
-    def make_launcher(self) -> ScriptLauncher:
+    def make_launcher(self) -> Launcher:
         """The launcher; the Trainer asks once, after it has set all that it knows."""
 
     @override
@@ -67,10 +76,15 @@ class LaunchedStrategy(Strategy):
         self._launcher = self.make_launcher()
 
 
+def is_interactive() -> bool:
+    """Whether this is a notebook or a prompt, whose program cannot be run again."""
+    return _IS_INTERACTIVE
+
+
 def folder_below(directory: str | os.PathLike[str], folder: str) -> str:
-    """A folder of a directory; the directory itself where that is its name."""
+    """A folder of a directory; the directory itself where that is in such a folder."""
     path = os.fspath(directory)
-    return path if os.path.basename(path) == folder else os.path.join(path, folder)
+    return path if folder in PurePath(path).parts else os.path.join(path, folder)
 
 
 def move_trainer(trainer: Any, folder: str) -> None:

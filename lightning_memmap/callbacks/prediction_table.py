@@ -38,7 +38,8 @@ class PredictionTable(BasePredictionWriter):
     All ranks must run this callback, and see one file system at ``path``.
 
     Args:
-        path: Directory of the store that is written.
+        path: Directory of the store that is written. ``{member}`` in it stands for the number of
+            the member under ``memmap_independent``, each of which writes a store of its own.
         overwrite: Replace a store that is there. It stays until the new one is whole.
 
     Raises:
@@ -46,8 +47,8 @@ class PredictionTable(BasePredictionWriter):
         AgreementError: Another rank failed, or predicts other rows than this one.
         SchemaError: ``predict_step`` returned what cannot be stored, or rows of another shape or
             dtype than before.
-        ValueError: Not all batches are predicted, there are several loaders, or batches whose rows
-            nobody knows.
+        ValueError: Not all batches are predicted, there are several loaders, batches whose rows
+            nobody knows, or a ``{member}`` in the path where there are no members.
     """
 
     def __init__(self, path: str | Path, overwrite: bool = False) -> None:
@@ -64,6 +65,7 @@ class PredictionTable(BasePredictionWriter):
         """Check that the table may be written, before anything is predicted."""
         super().setup(trainer, pl_module, stage)
         if stage == "predict":
+            self.path = _path_of_member(self.path, trainer)
             check_place(self.path, overwrite=self.overwrite)
             if trainer.limit_predict_batches == 0:
                 # No other hook is called then.
@@ -171,6 +173,18 @@ class PredictionTable(BasePredictionWriter):
         if self._build is not None:
             self._build.abandon()
         self._writer = self._build = self._schema = None
+
+
+def _path_of_member(path: Path, trainer: L.Trainer) -> Path:
+    if "{member}" not in str(path):
+        return path
+    member = getattr(trainer.strategy, "member", None)
+    if member is None:
+        raise ValueError(
+            f"PredictionTable: {{member}} in the path {str(path)!r} stands for a member: there are"
+            " members under strategy='memmap_independent' alone"
+        )
+    return Path(str(path).replace("{member}", str(member)))
 
 
 def _rows_and_shards(loader: Any) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -11,14 +12,12 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
-from lightning_memmap._compat.processes import LaunchedStrategy
+from lightning_memmap._compat.processes import LaunchedStrategy, is_interactive
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies.members.launcher import (
-    MEMBER_VARIABLE,
-    MemberLauncher,
-    member_of_this_process,
-)
+from lightning_memmap.strategies.members.launcher import MEMBER_VARIABLE, member_of_this_process
+from lightning_memmap.strategies.members.processes import ProcessLauncher
 from lightning_memmap.strategies.members.results import MemberResults
+from lightning_memmap.strategies.members.turns import OneLauncher, TurnLauncher
 
 
 class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
@@ -35,11 +34,18 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
     stages it waits until the others have come to the end of theirs, and prints one table. A member
     that fails does not stop the others.
 
+    With ``processes=False`` all members are in this process and take turns, one member's whole
+    stage after the other's. Each but member 0 has copies of its own of the Trainer, the module and
+    the data, made as the first stage begins; what is chosen by ``member`` is then chosen in hooks:
+    ``configure_model``, ``setup``, ``configure_optimizers``.
+
     Args:
         num_members: Members; by default one a device. Where there are more, they share the devices
             in turn: member ``m`` has device ``m % devices``.
         raise_on_failure: Whether member 0 raises an error, once all others have ended, where one
             of them has failed. Otherwise it goes on, and ``results`` says who failed.
+        processes: Whether each member has a process of its own. Otherwise they take turns in this
+            one: in a notebook, under a debugger, or for members that train for seconds.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy.
         precision_plugin: As for every Lightning strategy.
@@ -56,6 +62,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
         self,
         num_members: int | None = None,
         raise_on_failure: bool = True,
+        processes: bool = True,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -71,12 +78,33 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
         self.cluster_environment: ClusterEnvironment | None = None
         self._count = num_members
         self._raise_on_failure = raise_on_failure
+        self._processes = processes
         self._devices: list[torch.device] = []
-        self._members: MemberLauncher | None = None
+        self._members: ProcessLauncher | OneLauncher | None = None
 
     @property
     def member(self) -> int:
-        """Which member this process trains, counted from 0. Known before there is a Trainer."""
+        """Which member trains, counted from 0. Known before there is a Trainer where each member
+        has a process of its own; otherwise in the hooks of a stage, and for member 0 afterwards.
+
+        Raises:
+            RuntimeError: The members take turns in this process, and no stage has begun.
+        """
+        if self._processes or member_of_this_process() is not None:
+            return self._number
+        if self._members is None or self._members.folder is None:
+            raise RuntimeError(
+                "processes=False: which member it is, is known once a stage has begun, since all"
+                " members begin as copies of one Trainer, module and data. Choose by"
+                " self.trainer.strategy.member in configure_model, setup or configure_optimizers;"
+                f" or leave out processes=False; or train one member alone with {MEMBER_VARIABLE}"
+            )
+        return self._number
+
+    @property
+    def _number(self) -> int:
+        if self._members is not None:
+            return self._members.member
         return member_of_this_process() or 0
 
     @property
@@ -89,6 +117,13 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
         """How the latest stage ended for all members: in the process that the user started, where
         there are several members. None in all others."""
         return None if self._members is None else self._members.results
+
+    @property
+    def trainers(self) -> dict[int, L.Trainer]:
+        """With ``processes=False``, the Trainers of all members that have not failed, by member,
+        from the first stage on. Each has its own ``lightning_module``. That of member 0 is the
+        program's. Elsewhere none."""
+        return {} if self._members is None else self._members.trainers
 
     @property
     def member_dir(self) -> Path:
@@ -107,7 +142,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
     def root_device(self) -> torch.device:
         if not self._devices:
             return super().root_device
-        return self._devices[self.member % len(self._devices)]
+        return self._devices[self._number % len(self._devices)]
 
     @property
     def parallel_devices(self) -> list[torch.device]:
@@ -122,12 +157,13 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
                 f"num_members={self._count} with Trainer(devices={len(devices)}): some devices"
                 f" would do nothing; use devices={self._count}"
             )
-        if self.member >= self.num_members:
+        if self._number >= self.num_members:
             raise ValueError(
-                f"{MEMBER_VARIABLE}={self.member}: there are {self.num_members} members, counted"
+                f"{MEMBER_VARIABLE}={self._number}: there are {self.num_members} members, counted"
                 " from 0"
             )
-        check_device(self.root_device)
+        for device in [self.root_device] if self._processes else devices:
+            check_device(device)
 
     @property
     def num_nodes(self) -> int:
@@ -144,7 +180,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
             )
 
     @override
-    def make_launcher(self) -> MemberLauncher:
+    def make_launcher(self) -> ProcessLauncher | TurnLauncher:
         environment = self.cluster_environment
         assert environment is not None
         if isinstance(environment, LightningEnvironment):
@@ -157,8 +193,19 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
                 " program was already started in several (by torchrun, srun or another Trainer):"
                 f" start it once, or once for each member with {MEMBER_VARIABLE}=<member>"
             )
-        self._members = MemberLauncher(self.num_members, self._raise_on_failure)
-        return self._members
+        launcher: ProcessLauncher | TurnLauncher
+        if not self._processes:
+            launcher = TurnLauncher(self.num_members, self._raise_on_failure)
+        elif is_interactive() and self.num_members > 1 and member_of_this_process() is None:
+            raise ValueError(
+                "strategy='memmap_independent' runs the program again in a process for each member,"
+                " and a notebook cannot be run again: let the members take turns, with"
+                f" IndependentStrategy(num_members={self.num_members}, processes=False)"
+            )
+        else:
+            launcher = ProcessLauncher(self.num_members, self._raise_on_failure)
+        self._members = launcher
+        return launcher
 
     @override
     def setup_environment(self) -> None:
@@ -173,7 +220,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint; ``{member}`` in its path stands for the number of this member."""
-        path = str(checkpoint_path).replace("{member}", str(self.member))
+        path = str(checkpoint_path).replace("{member}", str(self._number))
         return super().load_checkpoint(path, weights_only)
 
     @override

@@ -34,7 +34,8 @@ class MemberResult:
         seconds: Wall time of the stage.
         metrics: What was logged, by name.
         checkpoint: The best checkpoint, or the last one where nothing is monitored.
-        output: The file that the member's process prints to.
+        output: The file that the member's process prints to; where members take turns in one, that
+            of the traceback of a member that has failed.
     """
 
     member: int
