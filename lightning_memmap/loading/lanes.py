@@ -1,7 +1,7 @@
 """Lanes: the rows of shards in one window, read from the files of a store in long pieces."""
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,12 +12,14 @@ from torch import Tensor
 from lightning_memmap.loading.layout import Layout
 from lightning_memmap.order import Integers, shard_rows, shard_starts
 from lightning_memmap.schema import Field
-from lightning_memmap.store.row_file import RowFile
+from lightning_memmap.store.row_file import RowFile, make_scratch
 
-#: What is read at once, and what the kernel is asked for in advance: enough to keep a disk busy,
-#: and little against any window.
-_PIECE_BYTES = 4 * 2**20
-_ADVANCE_BYTES = 16 * 2**20
+#: What is read at once: enough for the full rate of a disk, and little against any window.
+_PIECE_BYTES = 8 * 2**20
+#: While one thread copies what it has read to its place, others read.
+_NUM_THREADS = 3
+#: Rows of other shards than the store's are looked for together, some of each lane at a time.
+_LOOK_BYTES = 16 * 2**20
 #: Bytes between wanted rows that are read along: skipping them takes a disk as long.
 _GAP_BYTES = 128 * 2**10
 #: Rows of each lane that are looked at to tell how much is read along.
@@ -45,17 +47,40 @@ class _Piece:
     chosen: Tensor | None = None
     places: Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return self.num_rows * self.file.row_bytes
-
-    def read(self) -> None:
+    def read(self, scratch: memoryview) -> None:
+        memory = self.file.read(self.first, self.num_rows, scratch)
+        rows = torch.frombuffer(memory, dtype=torch.uint8).view(self.num_rows, -1)
         if self.chosen is None or self.places is None:
-            self.file.read(self.first, _memory(self.target))
-            return
-        rows = torch.empty((self.num_rows, self.file.row_bytes), dtype=torch.uint8)
-        self.file.read(self.first, _memory(rows))
-        self.target.index_copy_(0, self.places, rows.index_select(0, self.chosen))
+            self.target.copy_(rows)
+        else:
+            self.target.index_copy_(0, self.places, rows.index_select(0, self.chosen))
+
+
+class _Pieces:
+    """What several threads read, each piece once, until one of them fails.
+
+    Args:
+        pieces: All of them.
+        is_wanted: Whether to go on.
+    """
+
+    def __init__(self, pieces: Iterator[_Piece], is_wanted: Callable[[], bool]) -> None:
+        self._pieces = pieces
+        self._is_wanted = is_wanted
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+
+    def read(self, scratch: memoryview) -> None:
+        """Read pieces until there are none. Several threads may, with a scratch each."""
+        try:
+            while (piece := self._next()) is not None:
+                piece.read(scratch)
+        except BaseException as error:  # The thread that began all this raises it.
+            self.error = error
+
+    def _next(self) -> _Piece | None:
+        with self._lock:
+            return next(self._pieces, None) if self.error is None and self._is_wanted() else None
 
 
 class Lanes:
@@ -91,6 +116,7 @@ class Lanes:
         self._shards = np.array(shards, np.int64)
         self._rows_of_shard = shard_rows(num_rows, num_shards)
         self._pin = pin
+        self._scratches: list[memoryview] = []
         self.lane_rows = lane_rows
         #: By shard of the stream, the number of its lane; -1 for those that are not here.
         self.number_of = np.full(num_shards, -1, np.int64)
@@ -132,10 +158,27 @@ class Lanes:
             OSError: The disk cannot be read.
             StoreError: A file is shorter than it was.
         """
-        for piece in _in_advance(self._pieces(runs, buffers)):
-            if not is_wanted():
-                return
-            piece.read()
+        largest = max(_PIECE_BYTES, *(field.row_bytes for field in self._fields))
+        scratches = [
+            self._scratches.pop() if self._scratches else make_scratch(largest)
+            for _ in range(_NUM_THREADS)
+        ]
+        pieces, name = (
+            _Pieces(self._pieces(runs, buffers), is_wanted),
+            threading.current_thread().name,
+        )
+        helpers = [
+            threading.Thread(target=pieces.read, args=(scratch,), name=name, daemon=True)
+            for scratch in scratches[1:]
+        ]
+        for helper in helpers:
+            helper.start()
+        pieces.read(scratches[0])
+        for helper in helpers:
+            helper.join()
+        self._scratches = scratches
+        if pieces.error is not None:
+            raise pieces.error
 
     def share_used(self, runs: Sequence[range]) -> float:
         """Which share of the bytes that are read is wanted, told by the first rows of lanes."""
@@ -181,7 +224,7 @@ class Lanes:
         """The shards are others than those of the store: the rows of all lanes together are looked
         for in the file, some of each lane at a time."""
         offsets = np.concatenate([np.arange(run.start, run.stop) for run in runs])
-        step = max(1, _ADVANCE_BYTES // (file.row_bytes * len(self._shards)))
+        step = max(1, _LOOK_BYTES // (file.row_bytes * len(self._shards)))
         for begin in range(0, len(offsets), step):
             places, rows = self._rows(offsets[begin : begin + step], begin)
             for first, last in _spans(rows, file.row_bytes):
@@ -212,22 +255,3 @@ def _spans(rows: Integers, row_bytes: int) -> Iterator[tuple[int, int]]:
     is_long = np.diff(rows // max(1, _PIECE_BYTES // row_bytes)) > 0
     edges = [0, *(np.flatnonzero(is_far | is_long) + 1).tolist(), len(rows)]
     yield from pairwise(edges)
-
-
-def _in_advance(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
-    """The pieces, each of them after the kernel was told of those that come after it."""
-    told: deque[_Piece] = deque()
-    num_bytes = 0
-    for piece in pieces:
-        piece.file.will_need(piece.first, piece.num_rows)
-        told.append(piece)
-        num_bytes += piece.num_bytes
-        while num_bytes > _ADVANCE_BYTES:
-            num_bytes -= told[0].num_bytes
-            yield told.popleft()
-    yield from told
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of uint8."""
-    return tensor.numpy().data.cast("B")
