@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Literal
 
 import torch
 from jsonargparse import ArgumentParser, Namespace
@@ -102,7 +102,7 @@ def _plan_parser() -> ArgumentParser:
         help="auto, or stream for data larger than memory",
     )
     parser.add_argument(
-        "--shuffle_window", type=Optional[int], help="rows of a shard in a window of stream"
+        "--shuffle_window", type=int | None, help="rows of a shard in a window of stream"
     )
     return parser
 

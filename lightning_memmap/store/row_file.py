@@ -7,6 +7,7 @@ SIGBUS, which ends the process.
 import errno
 import mmap
 import os
+import sys
 import weakref
 from contextlib import suppress
 
@@ -20,6 +21,8 @@ from lightning_memmap.store.reader import Store
 #: What direct reads are aligned to: a multiple of the block size of nearly all disks.
 _BLOCK_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 * 2**20
+#: Without it, a disk that writes to memory while the process forks may write to the copy of it.
+_MADV_WIPEONFORK = 18 if sys.platform == "linux" else None
 
 
 class RowFile:
@@ -110,10 +113,12 @@ def make_scratch(num_bytes: int) -> memoryview:
         num_bytes: Bytes of the rows of one read.
     """
     needed = num_bytes + 2 * _BLOCK_BYTES
-    memory = mmap.mmap(-1, needed + _HUGE_PAGE_BYTES)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # A kernel without them.
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, needed + _HUGE_PAGE_BYTES, flags)
+    for advice in (_MADV_WIPEONFORK, getattr(mmap, "MADV_HUGEPAGE", None)):
+        if advice is not None:
+            with suppress(OSError):  # A kernel that does not know it.
+                memory.madvise(advice)
     skip = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_BYTES
     return memoryview(memory)[skip : skip + needed]
 
