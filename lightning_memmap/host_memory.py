@@ -9,7 +9,10 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-_GROUPS = Path("/sys/fs/cgroup")
+#: Where the kernel shows the control groups, and those that a process is in.
+GROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
 #: By version: where groups are, the files of limit and use, and the page cache in ``memory.stat``.
 _VERSION_1 = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
 _VERSION_2 = "", "memory.max", "memory.current", ""
@@ -23,12 +26,10 @@ def available_bytes() -> int:
     return min([int(psutil.virtual_memory().available), *_left_in_groups()])
 
 
-def _left_in_groups(
-    groups: Path = _GROUPS, membership: Path = Path("/proc/self/cgroup")
-) -> Iterator[int]:
+def _left_in_groups() -> Iterator[int]:
     """What each group with a limit leaves that this process is in, or that holds such a group."""
     try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
+        lines = MEMBERSHIP.read_text(encoding="utf-8").splitlines()
     except OSError:  # No Linux, or no control groups.
         return
     for line in lines:
@@ -42,7 +43,7 @@ def _left_in_groups(
             continue
         # Inside a container, the groups above its own are not to be seen, and its own is the top.
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):
-            left = _left_in(groups / version[0] / str(group).lstrip("/"), *version[1:])
+            left = _left_in(GROUPS / version[0] / str(group).lstrip("/"), *version[1:])
             if left is not None:
                 yield left
 
