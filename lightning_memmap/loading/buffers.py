@@ -16,6 +16,9 @@ from torch import Tensor
 
 from lightning_memmap._compat.tensors import storage_use_count
 
+#: Takes of so many bytes are shared by torch's threads. One thread alone is faster with numpy.
+_SHARED_TAKE = 2**19
+
 
 def rows_of(tensor: Tensor) -> NDArray[Any]:
     """The rows of a contiguous CPU tensor as raw bytes, one element per row, sharing its memory.
@@ -59,6 +62,28 @@ class Buffers:
         """
         tensors = [torch.empty(shape, dtype=d, pin_memory=pin_memory) for shape, d in shapes]
         return cls(tensors, [rows_of(tensor) for tensor in tensors])
+
+
+def take_rows(
+    tensors: Sequence[Tensor], rows: Sequence[NDArray[Any]], locations: Tensor, out: Buffers
+) -> None:
+    """Copy rows that are on a CPU into buffers.
+
+    Args:
+        tensors: One per field, of shape (rows here, *field shape).
+        rows: The same memory; see `rows_of`.
+        locations: Which rows, int64 of shape (B,), each inside the tensors.
+        out: Of B rows.
+    """
+    num_bytes = sum(buffer.nbytes for buffer in out.rows)
+    if torch.get_num_threads() > 1 and num_bytes >= _SHARED_TAKE:
+        for tensor, target in zip(tensors, out.tensors, strict=True):
+            torch.index_select(tensor, 0, locations, out=target)
+        return
+    chosen = locations.numpy()
+    for source, taken in zip(rows, out.rows, strict=True):
+        # No location is outside: "clip" only spares numpy a copy.
+        source.take(chosen, out=taken, mode="clip")
 
 
 class BufferPool:
