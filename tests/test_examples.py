@@ -625,7 +625,7 @@ def test_shapes_mask_of_colors_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_cifar_script_learns_and_summarises(tmp_path: Path) -> None:
-    printed = run(tmp_path, str(ROOT / "examples" / "cifar.py"), "--max_epochs", "4")
+    printed = run(tmp_path, str(ROOT / "examples" / "cifar.py"), "--max_epochs", "2")
     assert metric(printed, "test_accuracy") > 0.7
     summary = printed.rpartition("Run summary")[2]
     assert "1,257 rows" in summary

@@ -375,3 +375,27 @@ class TestRefusals:
     def test_graph_without_a_gpu_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cuda_graph=True: the root device is cpu"):
             fit(tmp_path, Steps(sgd), True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("make", [sgd, scheduled_adam])
+def test_run_with_a_cuda_graph_is_as_without(tmp_path: Path, make: Any) -> None:
+    runs = []
+    for cuda_graph in (False, True):
+        module = Steps(make)
+        module.net[3] = nn.Identity()  # A graph draws other random numbers.
+        data = MemmapDataModule(TRAIN, VAL, store_dir=tmp_path / "stores", batch_size=10)
+        trainer = make_trainer(
+            tmp_path,
+            accelerator="gpu",
+            strategy=SuperBatchStrategy(cuda_graph=cuda_graph),
+            max_epochs=3,
+        )
+        trainer.fit(module, datamodule=data)
+        runs.append((weights(module), torch.stack(module.outputs[::3]).cpu(), module.calls))
+    (expected, losses, _), (found, found_losses, calls) = runs
+    assert calls == 3 + 1 + 3 * 2
+    # The same kernels in the same order, of which some may add up in another one.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found_losses, losses, rtol=1e-5, atol=1e-6)

@@ -315,6 +315,14 @@ class TestStreams:
         streams.join()
         assert all(7 in stream.known.values() for stream in before.values())
 
+    def test_loaders_of_a_device_share_a_side_stream(self, device: Device) -> None:
+        # torch's allocator keeps what each stream has used for that stream alone.
+        found = set()
+        for streams in (SideStreams(CPU, []), SideStreams(CPU, [CPU]), SideStreams(CPU, [])):
+            with streams.entered():
+                found.add(device.current_stream(CPU))
+        assert len(found) == 1
+
     def test_cpu_has_no_streams_and_a_gpu_has(self) -> None:
         assert not has_streams(CPU)
         assert has_streams(torch.device("cuda", 0))

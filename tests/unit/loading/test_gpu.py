@@ -1,0 +1,84 @@
+"""What the loading of data does on a GPU, against the same on the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memmap.loading import ZippedLoader, load_split
+from lightning_memmap.loading.staging import Staging
+from lightning_memmap.placement import Consumers, plan_placement
+from lightning_memmap.store import Store
+from tests.rows import make_loader
+
+Stores = Callable[..., Store]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+#: So many bytes in each row that copies and computations overlap.
+HEAVY = 2**18
+
+
+def scaled(batch: Any, generator: torch.Generator) -> Any:
+    """Long enough on a side stream that a use without a wait would come too early."""
+    image = batch["image"].float()
+    for _ in range(50):
+        image = image * 1.5 / 1.5
+    noise = torch.rand(len(image), generator=generator, device=image.device)
+    return {**batch, "noise": noise, "image": image.round().to(torch.uint8)}
+
+
+def gpu_loader(store: Store, residency: str, **options: Any) -> ZippedLoader:
+    devices = (torch.device("cuda", 0), torch.device("cuda", torch.cuda.device_count() - 1))
+    consumers = Consumers(devices)
+    plan = plan_placement(
+        {"train": store.manifest},
+        consumers,
+        residency,
+        budget_bytes=dict.fromkeys(devices, 2**40),
+        pinned_budget_bytes=2**40,
+    )
+    split = load_split(store, consumers, plan.splits["train"])
+    return ZippedLoader(split, 2, build=store.schema.builder(), shuffle=True, **options)
+
+
+@pytest.mark.parametrize("residency", ["device", "pinned", "mmap"])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("transform", [None, scaled])
+def test_batches_on_a_gpu_are_those_on_the_cpu(
+    numbered_store: Stores, residency: str, prefetch: int, transform: Any
+) -> None:
+    store, root = numbered_store(96, 24, HEAVY), torch.device("cuda", 0)
+    expected = make_loader(store, 2, 2, shuffle=True)
+    loader = gpu_loader(store, residency, transform=transform)
+    for epoch in range(2):
+        expected.set_epoch(epoch)
+        loader.set_epoch(epoch)
+        found = []
+        for batch in loader.to(root, prefetch=prefetch):
+            # At once, on the current stream.
+            found.append({key: batch[key] * 1 for key in ("row", "image")})
+            assert {leaf.device for leaf in batch.values()} == {root}
+        for one, other in zip(found, expected, strict=True):
+            whole = other.to("cpu")
+            assert all(torch.equal(one[key].cpu(), whole[key]) for key in one)
+
+
+def test_super_batch_of_a_gpu_that_is_brought_to_the_cpu_is_there(numbered_store: Stores) -> None:
+    store = numbered_store(96, 24, HEAVY)
+    pairs = zip(gpu_loader(store, "device"), make_loader(store, 2, 2, shuffle=True), strict=True)
+    for one, other in pairs:
+        found, expected = one.to("cpu"), other.to("cpu")
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_staging_brings_all_rows() -> None:
+    rows = torch.randint(0, 256, (1000, 3001), dtype=torch.uint8)
+    target = torch.zeros_like(rows, device="cuda")
+    with Staging(torch.device("cuda"), 40_000) as staging:
+        staging.copy(target, lambda first, out: out.copy_(rows[first : first + len(out)]))
+    assert torch.equal(target.cpu(), rows)
