@@ -291,12 +291,12 @@ class TestMemory:
 
 
 def large_tensors() -> Counter[int]:
-    """By address, the bytes of all memory of tensors that is larger than a step here."""
+    """By address, the bytes of all memory of tensors that is larger than the steps of one take."""
     found: Counter[int] = Counter()
     for tensor in gc.get_objects():
         if type(tensor) is Tensor and tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
-            if storage.nbytes() > 2**20:
+            if storage.nbytes() > 2**22:
                 found[storage.data_ptr()] = storage.nbytes()
     return found
 
