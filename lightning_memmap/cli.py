@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from jsonargparse import ArgumentParser, Namespace
@@ -23,6 +24,7 @@ from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.order import shard_rows
 from lightning_memmap.placement import (
     Consumers,
+    Placement,
     Residency,
     format_bytes,
     parse_bytes,
@@ -92,6 +94,15 @@ def _plan_parser() -> ArgumentParser:
     parser.add_argument("--memory", type=str, default="80GiB", help="memory of one device")
     parser.add_argument(
         "--memory_fraction", type=float, default=0.7, help="share that shards may take"
+    )
+    parser.add_argument(
+        "--residency",
+        type=Literal["auto", "stream"],
+        default="auto",
+        help="auto, or stream for data larger than memory",
+    )
+    parser.add_argument(
+        "--shuffle_window", type=int | None, help="rows of a shard in a window of stream"
     )
     return parser
 
@@ -174,6 +185,11 @@ def _verify(options: Namespace, console: Console) -> int:
 
 def _plan(options: Namespace, console: Console) -> int:
     stores = {name: store.manifest for name, store in _stores(options.path).items()}
+    window = options.shuffle_window
+    if options.residency == "stream":
+        return _plan_windows(stores, _counts(options.devices), window, console)
+    if window is not None:
+        raise ValueError(f"shuffle_window={window}: it is planned for with residency='stream'")
     total = sum(manifest.num_bytes for manifest in stores.values())
     memory = parse_bytes(options.memory)
     if not 0 < options.memory_fraction <= 1:
@@ -206,19 +222,63 @@ def _plan(options: Namespace, console: Console) -> int:
     return 0
 
 
+def _plan_windows(
+    stores: dict[str, Manifest], counts: range, window: int | None, console: Console
+) -> int:
+    if window is not None and window < 1:
+        raise ValueError(f"shuffle_window={window}: at least 1 row of a shard")
+    total = sum(manifest.num_bytes for manifest in stores.values())
+    table = Table(
+        title=f"{format_bytes(total)} of {', '.join(stores)} read window by window: host memory for"
+        " two windows",
+        title_justify="left",
+    )
+    names = ("devices", "store", "rows a shard", "rows mixed", "one process", "each of as many")
+    for name in (*names, "rows"):
+        table.add_column(name, justify="left" if name == "store" else "right")
+    for count in counts:
+        consumers = Consumers((torch.device("cpu"),) * count)
+        for split in _placed(stores, consumers, "stream", 0, window).splits.values():
+            assert split.window is not None
+            anew = split.num_shards != stores[split.split].num_shards
+            table.add_row(
+                str(count),
+                split.split,
+                f"{split.window:,}",
+                f"{min(split.num_rows, split.window * split.num_shards):,}",
+                format_bytes(2 * split.window_bytes(split.num_shards)),
+                format_bytes(2 * split.window_bytes(split.num_shards // count)),
+                "dealt anew" if anew else "as stored",
+            )
+    console.print(table)
+    return 0
+
+
+def _placed(
+    stores: dict[str, Manifest],
+    consumers: Consumers,
+    residency: str,
+    budget: int,
+    window: int | None = None,
+) -> Placement:
+    with warnings.catch_warnings():
+        # That rows are dealt anew for some counts is a column of the table.
+        warnings.simplefilter("ignore")
+        return plan_placement(
+            stores,
+            consumers,
+            residency,
+            budget_bytes=dict.fromkeys(consumers.data_devices, budget),
+            pinned_budget_bytes=0,
+            window=window,
+        )
+
+
 def _held_bytes(stores: dict[str, Manifest], count: int, budget: int) -> list[int]:
     """Bytes of shards on each of ``count`` devices under ``residency="auto"``."""
     devices = tuple(torch.device("cuda", index) for index in range(count))
     consumers = Consumers(devices)
-    with warnings.catch_warnings():
-        # That rows are dealt anew for some counts is a column of the table.
-        warnings.simplefilter("ignore")
-        placement = plan_placement(
-            stores,
-            consumers,
-            budget_bytes=dict.fromkeys(devices, budget),
-            pinned_budget_bytes=0,
-        )
+    placement = _placed(stores, consumers, "auto", budget)
     held = [0] * count
     for split in placement.splits.values():
         sizes = shard_rows(split.num_rows, split.num_shards) * split.row_bytes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -17,18 +17,21 @@ from lightning_memmap._compat.loops import renew_train_loader_after_epoch, valid
 from lightning_memmap.agreement import agree
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.loading import AssembledLoader, ResidentSplit, ZippedLoader, load_split
-from lightning_memmap.order import RowSubset
+from lightning_memmap.order import RowSubset, Stream
 from lightning_memmap.placement import (
     RESIDENCIES,
     Consumers,
     Placement,
+    Residency,
     Sized,
     SplitPlacement,
     device_budgets,
+    format_bytes,
     free_bytes,
     plan_placement,
 )
 from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.windows import default_window
 
 if TYPE_CHECKING:
     MapDataset: TypeAlias = Dataset[Any]
@@ -73,10 +76,11 @@ class MemmapDataModule(L.LightningDataModule):
         seed: Seed of the row order and of random transforms.
         num_shards: Shards that the rows are dealt to. Any number of data devices that divides it
             gives the same global batches.
-        residency: Where shards live: ``auto``, ``device``, ``pinned`` or ``mmap``; see
-            `lightning_memmap.placement`.
-        memory_fraction: Share of a device's free memory at set-up that shards may take. The
-            model, its gradients and its activations need the rest.
+        residency: Where shards live: ``auto``, ``device``, ``pinned``, ``mmap`` or, for data larger
+            than memory, ``stream``; see `lightning_memmap.placement`.
+        memory_fraction: Share of a device's free memory at set-up that shards may take, and of the
+            host's for the windows of ``stream``. The model, its gradients and its activations need
+            the rest.
         num_workers: Processes that write a store. None are used for reading.
         overwrite: Replace stores of other datasets.
         num_folds: Train on all rows of the training store but every ``num_folds``-th, and validate
@@ -86,6 +90,12 @@ class MemmapDataModule(L.LightningDataModule):
             the rows ``i`` with ``i % num_parts == m``.
         member: Which fold or part, counted from 0. By default that of the member that this process
             trains under ``memmap_independent``, modulo the number of folds or parts.
+        shuffle_window: Rows of a shard that are shuffled together: ``shuffle_window * num_shards``
+            rows are mixed with each other, and not with others of their epoch. By default all rows
+            are mixed, but under ``residency="stream"``, which reads so many rows of each shard at
+            once, as many as make 512 MiB of all shards. The order of rows depends on this number,
+            and not on the residency, the machine or the number of devices: a run with one number
+            is the same everywhere, and is resumed with that number.
 
     Raises:
         ValueError: An argument is out of range.
@@ -113,6 +123,7 @@ class MemmapDataModule(L.LightningDataModule):
         num_folds: int | None = None,
         num_parts: int | None = None,
         member: int | None = None,
+        shuffle_window: int | None = None,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -136,6 +147,8 @@ class MemmapDataModule(L.LightningDataModule):
             )
         if member is not None and member < 0:
             raise ValueError(f"member={member}: members are counted from 0")
+        if shuffle_window is not None and shuffle_window < 1:
+            raise ValueError(f"shuffle_window={shuffle_window}: at least 1 row of a shard")
         self.datasets = dict(
             zip(_SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
         )
@@ -154,6 +167,7 @@ class MemmapDataModule(L.LightningDataModule):
         self.num_folds = num_folds
         self.num_parts = num_parts
         self.member = member
+        self.shuffle_window = shuffle_window
         #: The open stores by split, from `setup` on.
         self.stores: dict[str, Store] = {}
         #: Where the shards live, from `setup` on.
@@ -161,6 +175,7 @@ class MemmapDataModule(L.LightningDataModule):
         self._printed: dict[str, tuple[Consumers, SplitPlacement]] = {}
         self._resident: dict[str, ResidentSplit] = {}
         self._built: set[str] = set()
+        self._has_warned = False
         self._train_loader: ZippedLoader | AssembledLoader | None = None
         self._train_state: dict[str, Any] | None = None
 
@@ -192,7 +207,7 @@ class MemmapDataModule(L.LightningDataModule):
             DatasetError: A store was built from another dataset than the one given.
             PlacementError: The shards do not fit.
             AgreementError: Another rank failed, or has other stores, another seed, batch size,
-                shuffle, drop_last or number of data devices.
+                shuffle, shuffle_window, drop_last or number of data devices.
         """
         error = None
         try:
@@ -210,15 +225,18 @@ class MemmapDataModule(L.LightningDataModule):
         for split in _SPLITS_OF_STAGE[stage] if stage is not None else self._splits():
             if (store := self._open(split)) is not None:
                 self.stores[split] = store
-        consumers = self._consumers()
+        consumers, host = self._consumers(), torch.device("cpu")
         self.placement = plan_placement(
             {split: self._sized(split, store) for split, store in self.stores.items()},
             consumers,
             self.residency,
             budget_bytes=device_budgets(consumers.data_devices, self.memory_fraction),
-            pinned_budget_bytes=int(free_bytes(torch.device("cpu")) * _PINNED_FRACTION),
+            pinned_budget_bytes=int(free_bytes(host) * _PINNED_FRACTION),
+            window=self.shuffle_window,
+            window_budget_bytes=int(free_bytes(host) * self.memory_fraction),
         )
         self._print_placement(self.placement)
+        self._warn_of_random_reads(self.placement, free_bytes(host))
         self._resident = {
             split: load_split(store, consumers, self.placement.splits[split], self._subset(split))
             for split, store in self.stores.items()
@@ -233,10 +251,24 @@ class MemmapDataModule(L.LightningDataModule):
             "drop_last": self.drop_last,
             "data devices per process": len(self._consumers().data_devices),
         }
+        if self.placement is not None and (train := self.placement.splits.get("train")):
+            facts["shuffle_window"] = self.train_stream(train, train.num_shards).shuffle_window
         for split, store in self.stores.items():
             facts[f"the {split} store"] = store.manifest.content
             facts[f"rows of the {split} store"] = self._subset(split) or "all"
         return facts
+
+    def train_stream(self, store: Sized, num_shards: int) -> Stream:
+        """The order of the training rows, but for ``overfit_batches``.
+
+        Args:
+            store: Their store, or the part of it that is trained on.
+            num_shards: Shards that they are dealt to.
+        """
+        window = self.shuffle_window if self.shuffle else None
+        if self.shuffle and window is None and self.residency == Residency.STREAM.value:
+            window = default_window(num_shards, store.row_bytes)
+        return Stream(store.num_rows, num_shards, self.seed, self.shuffle, window)
 
     def teardown(self, stage: str | None = None) -> None:
         """Let go of the resident shards."""
@@ -248,11 +280,13 @@ class MemmapDataModule(L.LightningDataModule):
         """The training rows in the order of `lightning_memmap.order`."""
         # Lightning turns shuffling off for overfit_batches, but only in torch's own DataLoader.
         overfitting = getattr(self.trainer, "overfit_batches", 0) > 0
+        shuffle = self.shuffle and not overfitting
         loader = self._loader(
             "train",
             self.transform,
-            shuffle=self.shuffle and not overfitting,
+            shuffle=shuffle,
             drop_last=self.drop_last,
+            shuffle_window=self.shuffle_window if shuffle else None,
         )
         self._train_loader = loader
         if self._train_state is not None and self.trainer is not None:
@@ -315,6 +349,19 @@ class MemmapDataModule(L.LightningDataModule):
         if found.items() - self._printed.items():
             _print_table(placement)
         self._printed |= found
+
+    def _warn_of_random_reads(self, placement: Placement, free: int) -> None:
+        """Say once that the mapped shards do not fit into memory."""
+        mapped = sum(split.mapped_bytes for split in placement.splits.values())
+        if mapped > free and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"residency={self.residency!r}: {format_bytes(mapped)} of shards are read from the"
+                f" file mapping, and {format_bytes(free)} of memory are available: rows will come"
+                " from the disk one by one, and slowly. residency='stream' reads them in long"
+                " pieces, shuffled within a window (shuffle_window)",
+                stacklevel=2,
+            )
 
     def _splits(self) -> tuple[str, ...]:
         """The splits that the Trainer's present stage needs; all that exist without a Trainer."""
@@ -419,6 +466,7 @@ class MemmapDataModule(L.LightningDataModule):
         *,
         shuffle: bool = False,
         drop_last: bool = False,
+        shuffle_window: int | None = None,
     ) -> ZippedLoader | AssembledLoader:
         if split not in self._resident:
             raise StoreNotFoundError(f"the {split} split is not set up: call setup() first")
@@ -430,6 +478,7 @@ class MemmapDataModule(L.LightningDataModule):
             shuffle=shuffle,
             drop_last=drop_last,
             seed=self.seed,
+            shuffle_window=shuffle_window,
         )
         if self.trainer is None or hasattr(self.trainer.strategy, "data_devices"):
             return loader

@@ -7,9 +7,12 @@ Row ``i`` of the dataset is the row at offset ``i // C`` of shard ``i % C``.
 
 The permutation of a shard is computed, never stored, but for short shards: set-up time and memory
 do not grow with the number of rows, and any position can be asked for at any time.
+
+With a shuffle window, rows that come together also lie together: see `Stream`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -29,6 +32,8 @@ _COMMON_ROUNDS = 5
 #: Offsets that are worked on at a time, which stay in the processor's cache.
 _CACHED = 8192
 _MAX_SEED = 2**63 - 1
+#: Windows of an epoch whose order is kept: a step may reach from one into the next.
+_KEPT_WINDOWS = 4
 
 
 def shard_rows(num_rows: int, num_shards: int) -> Integers:
@@ -118,15 +123,21 @@ class Stream:
         num_shards: Shards ``C`` that the rows are dealt to, row ``i`` to shard ``i % C``.
         seed: Seed of the permutations, ``0 <= seed < 2**63``.
         shuffle: Permute the rows within each shard, anew each epoch.
+        shuffle_window: Rows of a shard, ``w``, that lie together and come together: position
+            ``p`` is in window ``p // C // w`` of the epoch, and a window is ``w`` consecutive rows
+            of each shard, in an order of its own. The windows come in an order that is anew each
+            epoch, as is where the first one is cut. What is left of each shard, fewer than ``w``
+            rows and one, comes last. None permutes each whole shard.
 
     Raises:
-        ValueError: A count below 1, or a seed out of range.
+        ValueError: A count below 1, a seed out of range, or a window without shuffling.
     """
 
     num_rows: int
     num_shards: int
     seed: int = 0
     shuffle: bool = False
+    shuffle_window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_rows", "num_shards"):
@@ -134,6 +145,13 @@ class Stream:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
         if not 0 <= self.seed <= _MAX_SEED:
             raise ValueError(f"seed={self.seed}: choose a seed from 0 to 2**63 - 1")
+        if self.shuffle_window is not None:
+            if self.shuffle_window < 1:
+                raise ValueError(f"shuffle_window={self.shuffle_window}: at least 1 row of a shard")
+            if not self.shuffle:
+                raise ValueError(
+                    f"shuffle_window={self.shuffle_window} with shuffle=False: leave one out"
+                )
 
     def at(self, epoch: int, positions: range) -> tuple[Integers, Integers]:
         """Which rows supply these positions.
@@ -168,6 +186,23 @@ class Stream:
         _, keep, grid = self._grid(epoch, positions, starts)
         return grid[keep]
 
+    def window_runs(self, epoch: int, number: int) -> list[range]:
+        """Which offsets of each shard are in a window, in runs of consecutive ones.
+
+        In the last window, a shard that is one row shorter than others has not the last offset.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            number: Which window of the epoch: that of the positions ``p`` with
+                ``p // num_shards // shuffle_window == number``.
+        """
+        assert self.shuffle_window is not None
+        return _windows(*self._windowed(epoch)).runs(number)
+
+    def _windowed(self, epoch: int) -> tuple[int, int, int, int, int]:
+        assert self.shuffle_window is not None
+        return self.seed, epoch, self.num_rows, self.num_shards, self.shuffle_window
+
     def _grid(
         self, epoch: int, positions: range, starts: Integers | None = None
     ) -> tuple[Integers, slice, Integers]:
@@ -188,6 +223,9 @@ class Stream:
         first, last = positions[0] // num, positions[-1] // num
         skip = (positions[0] - first * num) // step
         keep = slice(skip, skip + len(positions))
+        if self.shuffle_window is not None:
+            windows = _windows(*self._windowed(epoch))
+            return columns, keep, windows.grid(first, last, columns, begins)
         if self.shuffle:
             permutation = _permutation(self.seed, epoch, self.num_rows, num)
             return columns, keep, permutation.grid(first, last, columns, begins)
@@ -199,10 +237,7 @@ class Stream:
 def _permutation(seed: int, epoch: int, num_rows: int, num_shards: int) -> "_Permutation":
     """The permutation of each shard in one epoch."""
     bits = np.random.Philox(key=np.array([seed, epoch], np.uint64))
-    sizes = shard_rows(num_rows, num_shards)
-    if sizes[0] < _LONG_SHARD:
-        return _Sorted(sizes, bits)
-    return _Rotated(sizes, bits) if sizes[0] < _VERY_LONG_SHARD else _Cipher(sizes, bits)
+    return _permuted(shard_rows(num_rows, num_shards), bits)
 
 
 class _Permutation(Protocol):
@@ -220,6 +255,108 @@ class _Permutation(Protocol):
         Returns:
             int64 of shape ((last + 1 - first) * S,). What a short shard has not is undefined.
         """
+
+
+@lru_cache(maxsize=4)
+def _windows(seed: int, epoch: int, num_rows: int, num_shards: int, window: int) -> "_Windows":
+    """The windows of one epoch, and their order."""
+    return _Windows(seed, epoch, num_rows, num_shards, window)
+
+
+class _Windows:
+    """Permutations of shards window by window; see `Stream`.
+
+    The rows that all shards have make a circle of offsets, and the windows are cut off it from
+    somewhere on: in another epoch, other rows share a window. The row that some shards have more
+    is in the last window.
+
+    Args:
+        seed: Seed of the stream.
+        epoch: Epoch.
+        num_rows: Rows of the stream.
+        num_shards: Shards of the stream.
+        window: Rows of a shard in a window.
+    """
+
+    def __init__(self, seed: int, epoch: int, num_rows: int, num_shards: int, window: int) -> None:
+        self._words = seed, epoch, num_rows, num_shards, window
+        self._window = window
+        self._longest, self._round = -(-num_rows // num_shards), num_rows // num_shards
+        self._num_full = self._round // window
+        bits = _window_bits(seed, epoch, 1)
+        self._start = int(bits.random_raw(1)[0]) % max(1, self._round)
+        self._order = _permuted(np.array([max(1, self._num_full)]), bits)
+
+    def runs(self, number: int) -> list[range]:
+        """The offsets of a window, in runs of consecutive ones."""
+        if number < self._num_full:
+            zero = np.zeros(1, np.int64)
+            block = int(self._order.grid(number, number, zero, zero)[0])
+            size, more = self._window, 0
+        else:
+            block, size = number, self._round - number * self._window
+            more = self._longest - self._round
+        first = (self._start + block * self._window) % max(1, self._round)
+        last = first + size
+        runs = [range(first, min(last, self._round)), range(last - self._round)]
+        runs.append(range(self._round, self._round + more))
+        return [run for run in runs if run]
+
+    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
+        """Permuted offsets; see `_Permutation`."""
+        nothing = np.zeros_like(begins)
+        pieces = []
+        for number in range(first // self._window, last // self._window + 1):
+            begin = number * self._window
+            stop = min(last + 1, begin + self._window)
+            within = _permutation_within(*self._words, number)
+            grid = within.grid(max(first, begin) - begin, stop - 1 - begin, columns, nothing)
+            pieces.append(spread(grid, self.runs(number)))
+        offsets = np.concatenate(pieces).reshape(-1, len(columns))
+        offsets += begins
+        return offsets.ravel()
+
+
+def spread(numbers: Integers, runs: Sequence[range]) -> Integers:
+    """What stands at these places of the runs, one after the other.
+
+    Args:
+        numbers: Places, int64 of shape (B,).
+        runs: Runs of integers, at least one. What lies behind the last one is undefined.
+
+    Returns:
+        int64 of shape (B,).
+    """
+    offsets = numbers + runs[0].start
+    begin = len(runs[0])
+    for run in runs[1:]:
+        here = numbers >= begin
+        offsets[here] = numbers[here] + (run.start - begin)
+        begin += len(run)
+    return offsets
+
+
+@lru_cache(maxsize=_KEPT_WINDOWS)
+def _permutation_within(
+    seed: int, epoch: int, num_rows: int, num_shards: int, window: int, number: int
+) -> "_Permutation":
+    """The permutation of each shard's rows in one window."""
+    sizes = np.clip(shard_rows(num_rows, num_shards) - number * window, 0, window)
+    return _permuted(sizes, _window_bits(seed, epoch, 2 + number))
+
+
+def _window_bits(seed: int, epoch: int, part: int) -> np.random.Philox:
+    """Random bits of an epoch, in parts of the sequence of its key that `_permutation` does not
+    reach."""
+    key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, part], np.uint64)
+    return np.random.Philox(key=key, counter=counter)
+
+
+def _permuted(sizes: Integers, bits: np.random.Philox) -> "_Permutation":
+    """The permutations of sets of these sizes, which differ by one at most."""
+    if sizes[0] < _LONG_SHARD:
+        return _Sorted(sizes, bits)
+    return _Rotated(sizes, bits) if sizes[0] < _VERY_LONG_SHARD else _Cipher(sizes, bits)
 
 
 class _Sorted:

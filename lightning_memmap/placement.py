@@ -8,17 +8,18 @@ shards ``c`` with ``c % W == w``.
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-import psutil
 import torch
 from rich.table import Table
 
 from lightning_memmap.errors import PlacementError
+from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.order import shard_rows, striping
+from lightning_memmap.windows import default_window
 
 
 class Residency(str, Enum):
@@ -30,6 +31,8 @@ class Residency(str, Enum):
     """In page-locked host memory, from which a GPU copies fast and asynchronously."""
     MMAP = "mmap"
     """In the file mapping itself: in the host's page cache as far as it fits."""
+    STREAM = "stream"
+    """In the files, read in their order: only two windows of rows are in host memory."""
 
 
 RESIDENCIES = ("auto", *(residency.value for residency in Residency))
@@ -94,6 +97,7 @@ class SplitPlacement:
         num_shards: Shards of the stream, a multiple of the number of consumers.
         row_bytes: Bytes of one row over all fields.
         residency: One entry per shard; None for a shard of another process.
+        window: Rows of a shard in a window, where the split is read window by window.
     """
 
     split: str
@@ -101,6 +105,19 @@ class SplitPlacement:
     num_shards: int
     row_bytes: int
     residency: tuple[Residency | None, ...]
+    window: int | None = None
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the shards of this process that stay in the file mapping."""
+        rows = shard_rows(self.num_rows, self.num_shards)
+        held = [residency is Residency.MMAP for residency in self.residency]
+        return int(rows[held].sum()) * self.row_bytes
+
+    def window_bytes(self, num_shards: int) -> int:
+        """Host memory for a window of so many shards."""
+        longest = -(-self.num_rows // self.num_shards)
+        return num_shards * min(self.window or 0, longest) * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -122,7 +139,9 @@ class Placement:
         table = Table(title="Placement of shards", title_justify="left")
         for name in ("data device", "split", "residency"):
             table.add_column(name)
-        for name in ("shards", "rows", "bytes", "budget"):
+        names = ["shards", "rows", "bytes", "budget"]
+        is_streamed = any(split.window is not None for split in self.splits.values())
+        for name in (*names, "in host memory") if is_streamed else names:
             table.add_column(name, justify="right")
         for index, device in enumerate(self.consumers.data_devices):
             for split in self.splits.values():
@@ -142,6 +161,7 @@ class Placement:
                         f"{num_rows:,}",
                         format_bytes(num_rows * split.row_bytes),
                         format_bytes(budget) if budget is not None else "-",
+                        *([_windows_text(split, len(shards))] if is_streamed else []),
                     )
         return table
 
@@ -153,6 +173,8 @@ def plan_placement(
     *,
     budget_bytes: Mapping[torch.device, int],
     pinned_budget_bytes: int,
+    window: int | None = None,
+    window_budget_bytes: int | None = None,
 ) -> Placement:
     """Decide what lives where.
 
@@ -163,9 +185,13 @@ def plan_placement(
     Args:
         stores: The stores by split, the most important first.
         consumers: The data devices and this process's place.
-        residency: ``auto``, ``device``, ``pinned`` or ``mmap``.
+        residency: ``auto``, ``device``, ``pinned``, ``mmap`` or ``stream``.
         budget_bytes: By device, the bytes that shards may take there.
         pinned_budget_bytes: Bytes that may be page-locked on this host.
+        window: For ``stream``, rows of a shard in a window; by default, what
+            `lightning_memmap.windows.default_window` says of each store.
+        window_budget_bytes: For ``stream``, bytes of host memory that all windows of this process
+            may take; None for as many as they need.
 
     Raises:
         ValueError: An unknown residency.
@@ -196,9 +222,16 @@ def plan_placement(
             used[device] += size * (choice is Residency.DEVICE)
             pinned += size * (choice is Residency.PINNED)
             chosen.append(choice)
+        rows = window or default_window(num_shards, store.row_bytes)
         splits[name] = SplitPlacement(
-            name, store.num_rows, num_shards, store.row_bytes, tuple(chosen)
+            name,
+            store.num_rows,
+            num_shards,
+            store.row_bytes,
+            tuple(chosen),
+            rows if residency == Residency.STREAM.value else None,
         )
+    _check_windows(splits.values(), window_budget_bytes)
     for device, needed in used.items():
         if needed > budget_bytes[device]:
             raise PlacementError(
@@ -215,6 +248,37 @@ def plan_placement(
             f" ({format_bytes(pinned_budget_bytes)}) may be used. Use residency='auto' or 'mmap'"
         )
     return Placement(consumers, splits, dict(budget_bytes))
+
+
+def _check_windows(splits: Iterable[SplitPlacement], budget_bytes: int | None) -> None:
+    """Check that two windows of each split fit into memory together.
+
+    Raises:
+        PlacementError: They do not.
+    """
+    held = {split: len(split.residency) - split.residency.count(None) for split in splits}
+    needed = sum(2 * split.window_bytes(num_shards) for split, num_shards in held.items())
+    if budget_bytes is None or needed <= budget_bytes:
+        return
+    row_bytes = sum(2 * num_shards * split.row_bytes for split, num_shards in held.items())
+    most = budget_bytes // row_bytes
+    windows = ", ".join(f"{split.window} rows ({split.split})" for split in held)
+    raise PlacementError(
+        f"residency='stream': two windows of each split, of {windows} of each of the shards of this"
+        f" process, need {needed} bytes ({format_bytes(needed)}) of host memory, and {budget_bytes}"
+        f" bytes ({format_bytes(budget_bytes)}) may be used. "
+        + (
+            f"Use shuffle_window={most} or less, or a larger memory_fraction"
+            if most
+            else "Not even windows of one row fit: use fewer shards, or a larger memory_fraction"
+        )
+    )
+
+
+def _windows_text(split: SplitPlacement, num_shards: int) -> str:
+    if split.window is None:
+        return "-"
+    return f"2 x {split.window:,} rows a shard, {format_bytes(2 * split.window_bytes(num_shards))}"
 
 
 def _choose(
@@ -270,7 +334,7 @@ def free_bytes(device: torch.device) -> int:
         ValueError: The device does not exist here.
     """
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
+        return available_bytes()
     if device.type == "cuda":
         check_device(device)
         return int(torch.cuda.mem_get_info(device)[0])

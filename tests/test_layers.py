@@ -18,8 +18,8 @@ COMPAT = "_compat"
 #: From the lowest layer to the highest; a module imports from lower layers and from its own.
 #: What stands side by side in a layer knows nothing of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    (COMPAT, "errors", "order"),
-    ("schema",),
+    (COMPAT, "errors", "order", "host_memory"),
+    ("schema", "windows"),
     ("store",),
     ("placement", "agreement"),
     ("loading",),
@@ -32,7 +32,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 #: These work without Lightning.
-WITHOUT_LIGHTNING = ("errors", "order", "schema", "store", "placement", "agreement")
+WITHOUT_LIGHTNING = (
+    *("errors", "order", "windows", "schema", "store", "host_memory", "placement", "agreement"),
+)
 FOREIGN = ("lightning.", "torch.")
 #: Names with an underscore that are public: Python's own for named tuples.
 PUBLIC = {"_fields", "_make", "_replace", "_asdict"}

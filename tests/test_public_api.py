@@ -77,6 +77,7 @@ DATA_MODULE = {
     "num_folds": None,
     "num_parts": None,
     "member": None,
+    "shuffle_window": None,
 }
 
 STRATEGY = {

@@ -38,7 +38,7 @@ from lightning_memmap.compare.spec import RunSpec
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.loading.transform import DeviceTransform
-from lightning_memmap.order import StepPlan, Stream
+from lightning_memmap.order import StepPlan
 from lightning_memmap.store import Store, open_store
 
 #: Errors by which a strategy, a store or the Trainer says that it cannot do what it is asked for.
@@ -181,7 +181,7 @@ def prepare(spec: RunSpec) -> None:
             f"batch_size={data.batch_size} on {spec.devices} devices makes steps of {global_batch}"
             f" rows, and the training split has {store.num_rows}: choose smaller ones"
         )
-    stream = Stream(store.num_rows, store.num_shards, data.seed, data.shuffle)
+    stream = data.train_stream(store.manifest, store.num_shards)
     is_random = _is_random(data, store)
     facts = {
         "environment": describe_environment(),

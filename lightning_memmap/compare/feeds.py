@@ -115,7 +115,7 @@ class PlainData(L.LightningDataModule):
         rank, size = sharding["rank"], sharding["num_replicas"]
         store = open_store(self.data.store_dir / "train")
         num_shards = striping(store.num_shards, size)
-        stream = Stream(store.num_rows, num_shards, self.data.seed, self.data.shuffle)
+        stream = self.data.train_stream(store.manifest, num_shards)
         plan = StepPlan(store.num_rows, self.global_batch, num_shards, drop_last=True)
         dataset: Dataset[Any] | None = self.data.datasets["train"]
         transform = self.data.transform

@@ -1,44 +1,26 @@
 """Resident shards: rows in memory, and the take that copies some of them into a batch."""
 
+import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import Buffers, rows_of
+from lightning_memmap.loading.buffers import Buffers, copy_rows
+from lightning_memmap.loading.lanes import Lanes
+from lightning_memmap.loading.layout import Layout
+from lightning_memmap.loading.read_ahead import ReadAhead, StreamedShards
 from lightning_memmap.order import Integers, RowSubset, Stream, shard_rows, shard_starts
 from lightning_memmap.placement import Consumers, Residency, SplitPlacement
 from lightning_memmap.store import Store
+from lightning_memmap.store.row_file import open_row_files
 
 _COPY_ROWS_BYTES = 64 * 2**20
-#: Takes of so many bytes are shared by torch's threads. One thread alone is faster with numpy.
-_SHARED_TAKE = 2**19
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the rows of a stream lie in the files of a store.
-
-    Args:
-        num_rows: Rows of the store.
-        num_shards: Shards of the store.
-        subset: The rows of the store that the stream is of; all of them where it is None.
-    """
-
-    num_rows: int
-    num_shards: int
-    subset: RowSubset | None
-
-    def places(self, rows: Integers) -> Integers:
-        """Positions along the first dimension, int64 of shape (B,) as the rows of the stream."""
-        if self.subset is not None:
-            rows = self.subset.rows(rows)
-        offsets, shards = np.divmod(rows, self.num_shards)
-        return shard_starts(self.num_rows, self.num_shards)[shards] + offsets
+#: A warning says where less of what is read than this is used.
+_LEAST_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -102,24 +84,17 @@ class ResidentShards:
             pin = self.tensors[0].is_pinned()
             shapes = [((len(locations), *t.shape[1:]), t.dtype) for t in self.tensors]
             out = Buffers.empty(shapes, pin_memory=pin)
-        if torch.get_num_threads() > 1 and len(locations) * self.row_bytes >= _SHARED_TAKE:
-            for tensor, target in zip(self.tensors, out.tensors, strict=True):
-                torch.index_select(tensor, 0, locations, out=target)
-        else:
-            chosen: Integers = locations.numpy()
-            for rows, taken in zip(self._rows, out.rows, strict=True):
-                # No location is outside: "clip" only spares numpy a copy.
-                rows.take(chosen, out=taken, mode="clip")
+        copy_rows(self._memory, locations, out)
         return out.tensors
 
     @cached_property
-    def _rows(self) -> list[NDArray[Any]]:
-        return [rows_of(tensor) for tensor in self.tensors]
+    def _memory(self) -> Buffers:
+        return Buffers.of(self.tensors)
 
-    @cached_property
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row over all fields."""
-        return sum(tensor.element_size() * tensor.shape[1:].numel() for tensor in self.tensors)
+        return self._memory.row_bytes
 
 
 @dataclass(frozen=True)
@@ -133,6 +108,8 @@ class ResidentSplit:
         sources: The places that rows are taken from.
         source_of_shard: Index into ``sources`` for each shard of the stream, int64 of shape
             (C,), -1 for shards of other processes.
+        streamed: All shards that this process holds, where they are read window by window
+            instead; there are no other sources then.
     """
 
     consumers: Consumers
@@ -140,11 +117,34 @@ class ResidentSplit:
     num_shards: int
     sources: list[ResidentShards]
     source_of_shard: Integers
+    streamed: StreamedShards | None = None
+
+    def read_ahead(
+        self, stream: Stream, epoch: int, position: int
+    ) -> AbstractContextManager[ReadAhead | None]:
+        """What reads the rows of an epoch from a position on; None where they are in memory."""
+        if self.streamed is None:
+            return nullcontext()
+        return self.streamed.read_ahead(stream, epoch, position)
+
+    @property
+    def places(self) -> list[torch.device]:
+        """Where rows are taken."""
+        if self.streamed is not None:
+            return [self.streamed.device]
+        return [source.device for source in self.sources]
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the rows were let go of."""
+        return self.streamed.is_released if self.streamed is not None else not self.sources
 
     def release(self) -> None:
         """Let go of the rows. A loader over this split, which a Trainer keeps long after it has
         used it, gives no more batches then."""
         self.sources.clear()
+        if self.streamed is not None:
+            self.streamed.release()
 
 
 def load_split(
@@ -153,15 +153,22 @@ def load_split(
     """Bring the shards of a split to where the plan wants them.
 
     Device and pinned shards are copied from the store in long reads, each shard once; those in
-    the file mapping are not read yet.
+    the file mapping are not read yet, nor are those that will be read window by window.
 
     Args:
         store: The open store.
         consumers: The data devices and this process's place.
         plan: Where each shard goes.
         subset: The rows of the store that the split is; all of them where it is None.
+
+    Raises:
+        OSError: A file of a store that is read window by window cannot be opened.
     """
     layout = Layout(store.num_rows, store.num_shards, subset)
+    if plan.window is not None:
+        streamed = _streamed(store, layout, consumers, plan, plan.window)
+        nowhere = np.full(plan.num_shards, -1, np.int64)
+        return ResidentSplit(consumers, plan.num_rows, plan.num_shards, [], nowhere, streamed)
     groups: dict[tuple[Residency, torch.device], list[int]] = {}
     for shard, residency in enumerate(plan.residency):
         owner = consumers.owner(shard)
@@ -182,14 +189,33 @@ def load_split(
     return ResidentSplit(consumers, plan.num_rows, plan.num_shards, sources, source_of_shard)
 
 
-def _is_as_stored(layout: Layout, num_shards: int) -> bool:
-    """Whether the shards of a stream are those of its store."""
-    return layout.subset is None and num_shards == layout.num_shards
+def _streamed(
+    store: Store, layout: Layout, consumers: Consumers, plan: SplitPlacement, window: int
+) -> StreamedShards:
+    lane_rows = min(window, int(shard_rows(plan.num_rows, plan.num_shards)[0]))
+    lanes = Lanes(
+        store.schema.fields,
+        open_row_files(store),
+        layout,
+        num_rows=plan.num_rows,
+        num_shards=plan.num_shards,
+        shards=[shard for shard, residency in enumerate(plan.residency) if residency is not None],
+        lane_rows=lane_rows,
+        pin=any(device.type == "cuda" for device in consumers.data_devices),
+    )
+    if (share := lanes.share_used([range(lane_rows)])) < _LEAST_SHARE:
+        warnings.warn(
+            f"residency='stream': {1 / share:.0f} bytes of the {plan.split} store are read for"
+            " each one that is used, since the rows of this process lie apart in its files: build"
+            " a store of these rows alone, or one whose num_shards the data devices divide",
+            stacklevel=2,
+        )
+    return StreamedShards(lanes, window)
 
 
 def _mapped(store: Store, layout: Layout, num_shards: int) -> ResidentShards:
     tensors = [tensor.as_subclass(Tensor) for tensor in store.tensors]
-    if _is_as_stored(layout, num_shards):
+    if layout.is_as_stored(num_shards):
         return ResidentShards(tensors, shard_starts(store.num_rows, num_shards))
     return ResidentShards(tensors, None, layout)
 
@@ -223,7 +249,7 @@ def _copied(
 def _copy_shard(
     mapped: Tensor, layout: Layout, shard: int, num_shards: int, part: Tensor, row_bytes: int
 ) -> None:
-    if _is_as_stored(layout, num_shards):
+    if layout.is_as_stored(num_shards):
         start = int(shard_starts(layout.num_rows, num_shards)[shard])
         part.copy_(mapped[start : start + len(part)])
         return

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from lightning_memmap._compat.loops import BatchIndices
 from lightning_memmap.loading.buffers import BufferPool
+from lightning_memmap.loading.read_ahead import ReadAhead, released_error
 from lightning_memmap.loading.shard import ResidentShards, ResidentSplit
 from lightning_memmap.loading.super_batch import Assembler, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
 from lightning_memmap.order import Integers, StepPlan, Stream, derive_seed
+from lightning_memmap.windows import Windows
 
 #: Positions and steps whose order is worked out at once.
 _ORDER_BLOCK, _BLOCK_STEPS = 65536, 1024
@@ -32,6 +34,7 @@ class StreamState:
         num_shards: Shards of the stream.
         seed: Seed of the order.
         shuffle: Whether the rows are permuted.
+        shuffle_window: Rows of a shard within which they are; None where it is the whole shard.
         epoch: The epoch.
         position: The first position of the epoch that was not delivered.
         steps: The steps of the epoch that were delivered.
@@ -41,6 +44,7 @@ class StreamState:
     num_shards: int
     seed: int
     shuffle: bool
+    shuffle_window: int | None = None
     epoch: int = 0
     position: int = 0
     steps: int = 0
@@ -70,10 +74,12 @@ class ZippedLoader:
         shuffle: Permute the rows of each shard, anew each epoch.
         drop_last: Drop an incomplete last step.
         seed: Seed of the order and of random transforms.
+        shuffle_window: Rows of a shard that lie together and come together, see `Stream`; by
+            default those of the whole shard, or of the windows in which a split is read.
 
     Raises:
         ValueError: ``batch_size`` is below 1, or no step would have its full size under
-            ``drop_last``.
+            ``drop_last``, or the split is read in other windows than it would be shuffled in.
     """
 
     def __init__(
@@ -86,10 +92,16 @@ class ZippedLoader:
         shuffle: bool = False,
         drop_last: bool = False,
         seed: int = 0,
+        shuffle_window: int | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least 1 row per data device")
-        self.stream = Stream(split.num_rows, split.num_shards, seed, shuffle)
+        if split.streamed is not None and shuffle and shuffle_window is None:
+            shuffle_window = split.streamed.window
+        self.stream = Stream(split.num_rows, split.num_shards, seed, shuffle, shuffle_window)
+        if split.streamed is not None:
+            # Checks the one against the other.
+            Windows(self.stream, split.streamed.window)
         self.batch_size = batch_size
         self.drop_last = drop_last
         self._split = split
@@ -205,23 +217,21 @@ class ZippedLoader:
         )
 
     def _steps(self) -> Iterator[SuperBatch]:
-        if not self._split.sources:
-            raise RuntimeError(
-                "the shards of this loader were let go of by teardown(): call setup(), and ask for"
-                " a new loader"
-            )
+        if self._split.is_released:
+            raise released_error()
         self._began = start = self._start()
         self._position, self._steps_taken, self._resume = start.position, start.steps, None
-        for block in self._blocks(self._plan(start.position)):
-            for super_batch in self._take_block(start.epoch, self._steps_taken, block):
-                super_batch.step_rows = block.step_rows
-                # What was delivered counts, before the consumer sees it: a checkpoint that is
-                # written during a step goes on with the next one.
-                self._position += block.step_rows
-                self._steps_taken += 1
-                yield super_batch
-                # Not held while the next one is taken: its memory may be free by then.
-                del super_batch
+        with self._split.read_ahead(self.stream, start.epoch, start.position) as ahead:
+            for block in self._blocks(self._plan(start.position)):
+                for super_batch in self._take_block(ahead, start.epoch, self._steps_taken, block):
+                    super_batch.step_rows = block.step_rows
+                    # What was delivered counts, before the consumer sees it: a checkpoint that is
+                    # written during a step goes on with the next one.
+                    self._position += block.step_rows
+                    self._steps_taken += 1
+                    yield super_batch
+                    # Not held while the next one is taken: its memory may be free by then.
+                    del super_batch
 
     def _blocks(self, plan: StepPlan) -> Iterator["_Block"]:
         """The steps of a plan, cut into blocks of equal steps."""
@@ -233,14 +243,20 @@ class ZippedLoader:
             first, last = plan.bounds(step)
             yield _Block(first, last - first, 1)
 
-    def _take_block(self, epoch: int, first_step: int, block: "_Block") -> Iterator[SuperBatch]:
+    def _take_block(
+        self, ahead: ReadAhead | None, epoch: int, first_step: int, block: "_Block"
+    ) -> Iterator[SuperBatch]:
         count = len(self._devices)
         positions = self.positions(block.first, block.first + block.num_steps * block.step_rows)
         # Alike in every step: consumers divide the rows of a full step, of which there are many.
         length = len(positions) // block.num_steps
         first = positions.start // positions.step % count
         if self._is_together:
-            yield from self._take_together(epoch, positions, length, first)
+            source = ahead or self._split.sources[0]
+            yield from self._take_together(source, epoch, positions, length, first)
+            return
+        if ahead is not None:
+            yield from self._take_ahead(ahead, epoch, first_step, positions, length, first)
             return
         shards, offsets = self.stream.at(epoch, positions)
         for index in range(block.num_steps):
@@ -262,17 +278,58 @@ class ZippedLoader:
     def _is_together(self) -> bool:
         """Whether all rows lie in one place on the only physical device, and stay as they are:
         then one take serves all logical data devices."""
-        sources = self._split.sources
+        places = self._split.places
         return (
             not self._transforms
-            and len(sources) == 1
-            and all(device == sources[0].device for device in self._devices)
+            and len(places) == 1
+            and all(device == places[0] for device in self._devices)
         )
 
-    def _take_together(
-        self, epoch: int, positions: range, length: int, first: int
+    def _take_ahead(
+        self,
+        ahead: ReadAhead,
+        epoch: int,
+        first_step: int,
+        positions: range,
+        length: int,
+        first: int,
     ) -> Iterator[SuperBatch]:
-        source = self._split.sources[0]
+        """Each data device has a batch of its own. All of a step are taken at once: the window of
+        the first one's last row may be gone before the second one's first."""
+        count = len(self._devices)
+        locations = ahead.locate_positions(self.stream, epoch, positions)
+        for index in range(len(positions) // length):
+            step = locations[index * length : (index + 1) * length]
+            shares = [step[(device - first) % count :: count] for device in range(count)]
+            taken = self._take_host_rows(ahead, torch.from_numpy(np.concatenate(shares)))
+            columns = [leaf.split_with_sizes([len(share) for share in shares]) for leaf in taken]
+            parts = [
+                self._transformed(
+                    device,
+                    [leaf.to(self._devices[device], non_blocking=True) for leaf in leaves],
+                    epoch,
+                    first_step + index,
+                )
+                for device, leaves in enumerate(zip(*columns, strict=True))
+            ]
+            del taken, columns
+            yield SuperBatch(self._devices, length, first, parts=parts, assembler=self._assembler)
+
+    def _take_host_rows(self, ahead: ReadAhead, locations: Tensor) -> list[Tensor]:
+        if all(device.type == "cpu" for device in self._devices):
+            return self._take_into_buffer(ahead, locations)
+        # Memory that copies to a device read from is not ours to use again before they are done:
+        # torch knows when.
+        return ahead.take(locations)
+
+    def _take_together(
+        self,
+        source: ResidentShards | ReadAhead,
+        epoch: int,
+        positions: range,
+        length: int,
+        first: int,
+    ) -> Iterator[SuperBatch]:
         locations = source.locate_positions(self.stream, epoch, positions)
         places = torch.from_numpy(locations).to(source.device, non_blocking=True)
         # Several small steps in one take; the steps are views of what it gives.
@@ -294,12 +351,14 @@ class ZippedLoader:
                     self._devices, length, first, whole=steps.pop(), assembler=self._assembler
                 )
 
-    def _take_into_buffer(self, source: ResidentShards, locations: Tensor) -> list[Tensor]:
+    def _take_into_buffer(
+        self, source: ResidentShards | ReadAhead, locations: Tensor
+    ) -> list[Tensor]:
         if source.device.type != "cpu":
             return source.take(locations)
         return source.take(locations, self._pool_for(len(locations), source).get())
 
-    def _pool_for(self, num_rows: int, source: ResidentShards) -> BufferPool:
+    def _pool_for(self, num_rows: int, source: ResidentShards | ReadAhead) -> BufferPool:
         if num_rows not in self._pools:
             shapes = [((num_rows, *t.shape[1:]), t.dtype) for t in source.tensors]
             # Two steps may be under way, each with a batch on every data device.
@@ -309,8 +368,11 @@ class ZippedLoader:
     def _take_part(
         self, index: int, shards: Integers, offsets: Integers, epoch: int, step: int
     ) -> Any:
-        device = self._devices[index]
-        batch = self._assembler.build(self._take_rows(device, shards, offsets))
+        leaves = self._take_rows(self._devices[index], shards, offsets)
+        return self._transformed(index, leaves, epoch, step)
+
+    def _transformed(self, index: int, leaves: list[Tensor], epoch: int, step: int) -> Any:
+        batch = self._assembler.build(leaves)
         if self._transforms:
             rank = self._split.consumers.rank + self._split.consumers.size * index
             return self._transforms[index](batch, derive_seed(self.stream.seed, epoch, step, rank))
