@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.loading import ResidentSplit, SuperBatch, ZippedLoader, load_split
-from lightning_memmap.order import Stream
+from lightning_memmap.order import RowSubset, Stream
 from lightning_memmap.placement import Consumers, plan_placement
 from lightning_memmap.store import Store
 
@@ -53,20 +53,34 @@ def make_split(
     residency: str = "mmap",
     rank: int = 0,
     size: int = 1,
+    window: int | None = None,
+    subset: RowSubset | None = None,
 ) -> ResidentSplit:
     """The shards of one process on logical CPU devices."""
     consumers = Consumers((CPU,) * num_devices, rank, size)
     with warnings.catch_warnings():
         # Which device counts are warned of is a matter of test_placement.
         warnings.filterwarnings("ignore", "the train store has .* shards, which")
+        # Nor how much is read for rows that lie apart.
+        warnings.filterwarnings("ignore", "residency='stream': .* bytes of the train store")
         placement = plan_placement(
-            {"train": store.manifest},
+            {"train": Part(store, subset)},
             consumers,
             residency,
             budget_bytes={CPU: 2**40},
             pinned_budget_bytes=0,
+            window=window,
         )
-    return load_split(store, consumers, placement.splits["train"])
+        return load_split(store, consumers, placement.splits["train"], subset)
+
+
+class Part:
+    """What a plan needs to know of some rows of a store, or of all."""
+
+    def __init__(self, store: Store, subset: RowSubset | None) -> None:
+        self.num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
+        self.num_shards = store.num_shards
+        self.row_bytes = store.manifest.row_bytes
 
 
 def make_loader(
@@ -77,10 +91,22 @@ def make_loader(
     residency: str = "mmap",
     rank: int = 0,
     size: int = 1,
+    window: int | None = None,
+    subset: RowSubset | None = None,
     **options: Any,
 ) -> ZippedLoader:
     """A loader of one process over logical CPU devices."""
-    split = make_split(store, num_devices, residency=residency, rank=rank, size=size)
+    split = make_split(
+        store,
+        num_devices,
+        residency=residency,
+        rank=rank,
+        size=size,
+        window=window,
+        subset=subset,
+    )
+    if options.get("shuffle"):
+        options.setdefault("shuffle_window", window)
     return ZippedLoader(split, batch_size, build=store.schema.builder(), **options)
 
 

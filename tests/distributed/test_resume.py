@@ -27,9 +27,9 @@ SUPERBATCH_DDP = {
 SUPERBATCH = {"strategy": "memmap_superbatch", "devices": 2, "batch_size": 8}
 
 
-def epochs() -> list[list[list[int]]]:
+def epochs(window: int | None = None) -> list[list[list[int]]]:
     """The rows of each step of each epoch, sorted."""
-    stream, plan = Stream(ROWS, 24, 0, shuffle=True), StepPlan(ROWS, GLOBAL_BATCH, 24)
+    stream, plan = Stream(ROWS, 24, 0, True, window), StepPlan(ROWS, GLOBAL_BATCH, 24)
     found = []
     for epoch in range(resume.EPOCHS):
         shards, offsets = stream.at(epoch, range(ROWS))
@@ -79,6 +79,36 @@ def test_resume_is_bitwise_on_one_arm_and_goes_on_with_the_rows_on_others(
             # Stock ddp weighs processes, not rows, in the two short steps of an epoch.
             whole = ranks[0]["whole"]["weights"]
             torch.testing.assert_close(alone["weights"], whole, rtol=0, atol=2e-6)
+
+
+# The resumed run saves nothing.
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_stream_of_several_processes_trains_as_the_mapping_and_resumes_bitwise(
+    tmp_path: Path,
+) -> None:
+    window, step = 2, 13
+    options = {"rows": ROWS, "arm": DDP, "window": window, "step": step}
+    ranks = launch("resume.stream_and_mapping", tmp_path, processes=2, **options)
+    whole = epochs(window)
+    for run in ("mapping", "stream"):
+        found = [rank[run] for rank in ranks]
+        assert [steps_of(found, epoch) for epoch in range(resume.EPOCHS)] == whole
+    resumed = [rank["resumed"] for rank in ranks]
+    assert [steps_of(resumed, epoch) for epoch in range(resume.EPOCHS)] == [
+        [],
+        whole[1][step - 10 :],
+    ]
+    for rank in ranks:
+        for run in ("stream", "resumed"):
+            assert torch.equal(rank[run]["weights"], rank["mapping"]["weights"])
+    tested = [sorted(chain(*step)) for step in zip(*(r["tested"] for r in ranks), strict=True)]
+    assert list(chain(*tested)) == list(range(ROWS))
+    # On one process and other devices, in this one: the same rows.
+    alone = {**SUPERBATCH, "residency": "stream", "shuffle_window": window}
+    runs = [resume.fit(tmp_path, ROWS, **alone, checkpoint=f"step={step}.ckpt")]
+    assert [steps_of(runs, epoch) for epoch in range(resume.EPOCHS)] == [[], whole[1][step - 10 :]]
+    with pytest.raises(ValueError, match=r"shuffle_window=2, .* resume with shuffle_window=2"):
+        resume.fit(tmp_path, ROWS, **SUPERBATCH, checkpoint=f"step={step}.ckpt")
 
 
 def test_resume_between_accumulated_steps_is_bitwise(tmp_path: Path) -> None:

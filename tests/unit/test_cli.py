@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.cli import main
@@ -215,6 +216,24 @@ class TestPlan:
         assert command.table() == [["60", "0 B", "2.6 KiB", "0 B", "no", "dealt anew"]]
         assert "do not hold the data" in command.out
 
+    def test_plan_of_windows_shows_the_memory_for_two(
+        self, command: Command, store_path: Path
+    ) -> None:
+        arguments = ("--residency", "stream", "--shuffle_window", "2", "--devices")
+        assert command("plan", store_path, *arguments, "1..3") == 0
+        assert "2.6 KiB of points read window by window" in command.out
+        # Two windows of 2 rows of 44 bytes of each of 24 shards, 4224 bytes: over the processes.
+        assert command.table() == [
+            ["1", "points", "2", "48", "4.1 KiB", "4.1 KiB", "as stored"],
+            ["2", "points", "2", "48", "4.1 KiB", "2.1 KiB", "as stored"],
+            ["3", "points", "2", "48", "4.1 KiB", "1.4 KiB", "as stored"],
+        ]
+        assert command("plan", store_path, *arguments, "5") == 0
+        assert command.table() == [["5", "points", "2", "50", "4.3 KiB", "880 B", "dealt anew"]]
+        # A window is no longer than a shard, of 3 rows here.
+        assert command("plan", store_path, "--residency", "stream", "--devices", "1") == 0
+        assert command.table()[0][3:5] == ["60", "6.2 KiB"]
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -227,6 +246,9 @@ class TestPlan:
             (("--memory_fraction", "0"), "memory_fraction=0"),
             (("--memory_fraction", "1.5"), "memory_fraction=1.5"),
             (("--devices", "61"), "60 rows for 61 data devices"),
+            (("--shuffle_window", "8"), "shuffle_window=8: it is planned for with residency"),
+            (("--residency", "stream", "--shuffle_window", "0"), "shuffle_window=0: at least 1"),
+            (("--residency", "stream", "--devices", "61"), "60 rows for 61 data devices"),
         ],
     )
     def test_plan_with_bad_argument_says_so(
@@ -235,6 +257,27 @@ class TestPlan:
         assert command("plan", store_path, *arguments) == 2
         assert message in command.err
         assert command.table() == []
+
+
+class TestConfig:
+    def test_config_takes_residency_and_window(self, tmp_path: Path) -> None:
+        config = tmp_path / "stream.yaml"
+        config.write_text("data:\n  init_args:\n    residency: stream\n    shuffle_window: 8\n")
+        root = Path(__file__).parents[2]
+        # A program of its own: the examples import what changes the environment.
+        program = subprocess.run(
+            [
+                *(sys.executable, "-m", "lightning_memmap", "fit", "--print_config"),
+                *("--config", "examples/configs/digits.yaml", "--config", str(config)),
+            ],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert program.returncode == 0, program.stderr
+        found = yaml.safe_load(program.stdout)["data"]["init_args"]
+        assert (found["residency"], found["shuffle_window"]) == ("stream", 8)
 
 
 class TestProgram:

@@ -1,6 +1,7 @@
 """The data module: its hooks with a Trainer and without one."""
 
 import gc
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import psutil
 import pytest
 import torch
 
-from lightning_memmap import MemmapDataModule, build_store, open_store
+from lightning_memmap import MemmapDataModule, build_store, host_memory, open_store
 from lightning_memmap.errors import DatasetError, PlacementError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies import SuperBatchStrategy
-from tests.models import Points, Regression, make_trainer
+from lightning_memmap.windows import default_window
+from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import CPU, joined, take_steps
 
 TRAIN, VAL, TEST, PREDICT = Points(60), Points(20, 100), Points(25, 200), Points(30, 300)
@@ -120,6 +122,7 @@ class TestArguments:
         ("options", "message"),
         [
             ({"batch_size": 0}, r"batch_size=0"),
+            ({"shuffle_window": 0}, "shuffle_window=0: at least 1 row of a shard"),
             ({"residency": "gpu"}, r"residency='gpu': choose one of auto, device, pinned, mmap"),
             ({"memory_fraction": 0}, r"memory_fraction=0"),
             ({"memory_fraction": 1.5}, r"memory_fraction=1\.5"),
@@ -147,6 +150,107 @@ class TestArguments:
         data = make_data(tmp_path, residency="device", memory_fraction=1e-9)
         with pytest.raises(PlacementError, match="memory_fraction"):
             set_up(data)
+
+
+class TestLargerThanMemory:
+    def test_stream_gives_the_rows_of_the_mapping_with_its_window(self, tmp_path: Path) -> None:
+        for window, options in ((2, {}), (1, {"shuffle": False}), (None, {})):
+            found = []
+            for residency in ("stream", "mmap"):
+                # Without a number, the window of a small store is all of it.
+                given = default_window(24, 56) if (window, residency) == (None, "mmap") else window
+                data = make_data(tmp_path, residency=residency, shuffle_window=given, **options)
+                set_up(data)
+                loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
+                found.append([rows(loader) for loader in loaders])
+                data.teardown()
+            assert found[0] == found[1]
+            assert sorted(found[0][0]) == list(range(60))
+            assert found[0][1:] == [list(range(100, 120)), list(range(200, 225))]
+
+    def test_default_window_is_of_the_bytes_of_a_row(self, tmp_path: Path) -> None:
+        data = set_up(make_data(tmp_path, residency="stream"), "fit")
+        manifest = data.stores["train"].manifest
+        expected = default_window(24, manifest.row_bytes)
+        assert data.train_dataloader().state_dict()["shuffle_window"] == expected
+        assert data.train_stream(manifest, 24).shuffle_window == expected
+        data.teardown()
+
+    def test_windows_that_do_not_fit_raise_in_setup(self, tmp_path: Path) -> None:
+        data = make_data(tmp_path, residency="stream", memory_fraction=1e-9)
+        with pytest.raises(PlacementError, match="two windows of each split"):
+            set_up(data)
+
+    def test_setup_prints_the_windows(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "160")
+        set_up(make_data(tmp_path, residency="stream", shuffle_window=2), "fit").teardown()
+        assert "2 x 2 rows a shard" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("residency", ["auto", "mmap"])
+    def test_mapping_larger_than_memory_is_warned_of_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, residency: str
+    ) -> None:
+        # A control group of this machine that leaves 2,000 bytes: less than 80 rows have.
+        monkeypatch.setattr(host_memory, "GROUPS", tmp_path / "groups")
+        monkeypatch.setattr(host_memory, "MEMBERSHIP", tmp_path / "membership")
+        (tmp_path / "groups").mkdir()
+        (tmp_path / "membership").write_text("0::/")
+        for name, text in (("max", "3000"), ("current", "1000"), ("stat", "anon 1")):
+            (tmp_path / "groups" / f"memory.{name}").write_text(text)
+        data = make_data(tmp_path, residency=residency)
+        with pytest.warns(UserWarning, match="memory are available: .*residency='stream'"):
+            set_up(data, "fit")
+        set_up(data, "test")
+        set_up(make_data(tmp_path, residency="device", memory_fraction=1.0), "validate")
+
+    @pytest.mark.parametrize("max_steps", [-1, 3])
+    def test_fit_is_that_of_the_mapping_bit_by_bit(self, tmp_path: Path, max_steps: int) -> None:
+        found = {}
+        for residency in ("stream", "mmap"):
+            module = Regression()
+            data = make_data(tmp_path, residency=residency, shuffle_window=2)
+            trainer = make_trainer(
+                tmp_path,
+                strategy="memmap_superbatch",
+                devices=2,
+                max_epochs=2,
+                max_steps=max_steps,
+                val_check_interval=2,
+            )
+            trainer.fit(module, data)
+            # Nothing of the fit that was left early reads on.
+            assert not any("read-ahead" in thread.name for thread in threading.enumerate())
+            trainer.test(module, data, verbose=False)
+            predicted = trainer.predict(module, data)
+            found[residency] = module.seen, weights(module), [each["row"] for each in predicted]
+        seen, after, order = found["stream"]
+        assert seen == found["mmap"][0]
+        assert torch.equal(after, found["mmap"][1])
+        assert torch.cat(order).tolist() == list(range(300, 330))
+
+    def test_fit_that_fails_ends_its_thread_with_the_trainer(self, tmp_path: Path) -> None:
+        class Failing(Regression):
+            def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
+                assert any("read-ahead" in thread.name for thread in threading.enumerate())
+                raise KeyError(batch_idx)
+
+        # More rows than several steps that are taken at once, and the windows after them.
+        options = {"train_dataset": Points(2000), "val_dataset": None, "shuffle_window": 1}
+        data = make_data(tmp_path, residency="stream", **options)
+        trainer = make_trainer(tmp_path, max_epochs=1, limit_val_batches=0)
+        with pytest.raises(KeyError):
+            trainer.fit(Failing(), data)
+        del trainer, data
+        gc.collect()
+        assert not any("read-ahead" in thread.name for thread in threading.enumerate())
+
+    def test_overfit_batches_reads_in_dataset_order(self, tmp_path: Path) -> None:
+        module = Regression()
+        data = make_data(tmp_path, residency="stream", shuffle_window=1)
+        make_trainer(tmp_path, max_epochs=2, overfit_batches=2).fit(module, data)
+        assert module.seen["train"] == [list(range(4)), list(range(4, 8))] * 2
 
 
 class TestStores:

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import tracemalloc
 from collections import Counter
@@ -26,11 +27,13 @@ EPOCHS = st.integers(0, 2**32)
 
 @st.composite
 def streams(draw: st.DrawFn, shuffle: bool | None = None) -> Stream:
+    shuffle = draw(st.booleans()) if shuffle is None else shuffle
     return Stream(
         num_rows=draw(st.integers(1, 400)),
         num_shards=draw(st.integers(1, 30)),
         seed=draw(SEEDS),
-        shuffle=draw(st.booleans()) if shuffle is None else shuffle,
+        shuffle=shuffle,
+        shuffle_window=draw(st.none() | st.integers(1, 50)) if shuffle else None,
     )
 
 
@@ -181,7 +184,7 @@ def test_stream_other_seed_or_epoch_gives_other_order(
 @given(streams(), EPOCHS)
 @settings(deadline=None)
 def test_stream_same_values_give_same_order(stream: Stream, epoch: int) -> None:
-    again = Stream(stream.num_rows, stream.num_shards, stream.seed, stream.shuffle)
+    again = dataclasses.replace(stream)
     first = whole_epoch(stream, epoch)
     # Other epochs in between must not matter: the state is the arguments alone.
     for other in range(epoch + 1, epoch + 6):
@@ -353,7 +356,9 @@ def test_stream_shards_about_the_length_of_another_construction_hold_each_row_on
 def test_stream_long_shards_any_range_equals_slice_of_whole(
     data: st.DataObject, num_rows: int, num_shards: int, seed: int, epoch: int
 ) -> None:
-    stream = Stream(num_rows, num_shards, seed, shuffle=True)
+    # Windows of a few rows, of so many that a cipher permutes them, and of all.
+    window = data.draw(st.sampled_from([None, 7, 1024, 1500, 50_000]))
+    stream = Stream(num_rows, num_shards, seed, shuffle=True, shuffle_window=window)
     step = data.draw(st.sampled_from([1, num_shards]))
     start = data.draw(st.integers(0, num_rows))
     stop = data.draw(st.integers(start, num_rows))
@@ -487,6 +492,8 @@ def test_shuffle_rows_of_two_shards_come_together_only_by_chance(
         ({"num_rows": 1, "num_shards": 0}, "num_shards=0"),
         ({"num_rows": 1, "num_shards": 1, "seed": -1}, "seed=-1"),
         ({"num_rows": 1, "num_shards": 1, "seed": 2**63}, "seed=9223372036854775808"),
+        ({"num_rows": 1, "num_shards": 1, "shuffle": True, "shuffle_window": 0}, "window=0"),
+        ({"num_rows": 1, "num_shards": 1, "shuffle_window": 8}, "=8 with shuffle=False"),
     ],
 )
 def test_stream_bad_argument_is_named(arguments: dict[str, int], named: str) -> None:

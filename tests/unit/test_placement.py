@@ -48,6 +48,7 @@ def plan(
     pinned: int = 2**40,
     rank: int = 0,
     size: int = 1,
+    **windows: int | None,
 ) -> Placement:
     return plan_placement(
         stores,
@@ -55,6 +56,7 @@ def plan(
         residency,
         budget_bytes=dict.fromkeys(devices, budget),
         pinned_budget_bytes=pinned,
+        **windows,
     )
 
 
@@ -204,6 +206,46 @@ class TestChosenResidency:
     def test_unknown_residency_raises_with_the_known_ones(self) -> None:
         with pytest.raises(ValueError, match=r"residency='gpu'.*auto, device, pinned, mmap"):
             plan({"train": Size(240)}, GPUS[:1], "gpu")
+
+
+class TestStream:
+    def test_window_of_each_split_is_of_its_store_alone(self) -> None:
+        stores = {"train": Size(10**9, row_bytes=1000), "val": Size(10**6, row_bytes=100_000)}
+        for devices in (GPUS[:1], GPUS[:4], (CPU,)):
+            splits = plan(stores, devices, "stream", budget=0, pinned=0).splits
+            # 512 MiB of 24 shards.
+            assert [split.window for split in splits.values()] == [22_369, 223]
+
+    def test_window_of_other_residencies_is_none(self) -> None:
+        for residency in ("auto", "mmap", "device"):
+            assert plan({"train": Size(240)}, (CPU,), residency).splits["train"].window is None
+
+    def test_windows_that_do_not_fit_raise_with_the_largest_that_does(self) -> None:
+        stores = {"train": Size(24_000), "val": Size(2400)}
+        # Two windows of 100 rows of 10 bytes of each of 24 shards, of both splits.
+        fits = {"window": 100, "window_budget_bytes": 2 * 2 * 100 * 10 * 24}
+        assert plan(stores, (CPU,), "stream", **fits).splits["val"].window == 100
+        with pytest.raises(PlacementError) as caught:
+            plan(stores, (CPU,), "stream", window=101, window_budget_bytes=96_000)
+        for part in ("residency='stream'", "need 96480", "and 96000", "Use shuffle_window=100 or"):
+            assert part in str(caught.value)
+        # A shard of the second split has 100 rows and no more.
+        assert plan(stores, (CPU,), "stream", window=101, window_budget_bytes=96_480)
+        # A process of two has half of the shards.
+        half = plan(stores, (CPU,), "stream", size=2, window=200, window_budget_bytes=72_000)
+        assert half.splits["train"].residency.count(None) == 12
+
+    def test_not_one_row_that_fits_says_so(self) -> None:
+        with pytest.raises(PlacementError, match="Not even windows of one row fit"):
+            plan({"train": Size(240)}, (CPU,), "stream", window=1, window_budget_bytes=479)
+
+    def test_table_names_windows_and_their_memory(self) -> None:
+        stores = {"train": Size(24_000, row_bytes=2**20)}
+        console = Console(file=StringIO(), width=200)
+        console.print(plan(stores, (CPU,), "stream", window=50).table())
+        output = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "stream" in output
+        assert "2 x 50 rows a shard, 2.3 GiB" in output
 
 
 class TestStriping:

@@ -30,6 +30,8 @@ def refused(out: Path, devices: int) -> dict[str, Any]:
     cases: dict[str, Callable[[], MemmapDataModule]] = {
         "seed": lambda: data(seed=rank),
         "batch_size and drop_last": lambda: data(batch_size=4 + rank, drop_last=bool(rank)),
+        "shuffle_window": lambda: data(shuffle_window=2 + rank),
+        "residency": lambda: data(residency="stream" if rank else "mmap"),
         "store": lambda: data(store_dir=out / ("others" if rank else "stores")),
         "missing store": lambda: data(store_dir=out / ("nowhere" if rank else "stores")),
         "dataset": lambda: data(train_dataset=Points(60 + rank)),

@@ -35,9 +35,12 @@ def fit(
     accumulate: int = 1,
     checkpoint: str | None = None,
     save: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train, from the start or from a checkpoint, and tell which rows each epoch had."""
-    data = MemmapDataModule(Points(rows), store_dir=out / "stores", batch_size=batch_size)
+    data = MemmapDataModule(
+        Points(rows), store_dir=out / "stores", batch_size=batch_size, **options
+    )
     saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(
         out,
@@ -69,3 +72,28 @@ def save_and_resume(
         for step in steps
     }
     return {"whole": whole, "resumed": resumed}
+
+
+def stream_and_mapping(
+    out: Path, rows: int, arm: dict[str, Any], window: int, step: int
+) -> dict[str, Any]:
+    """Train over the mapping with checkpoints, over the stream, and over the stream from one of the
+    checkpoints; and test what a stream gives where it is not shuffled.
+
+    Returns:
+        By name, the runs; and the rows of each step of an epoch of test.
+    """
+    streamed = {"residency": "stream", "shuffle_window": window}
+    runs = {
+        "mapping": fit(out, rows, **arm, save=True, shuffle_window=window),
+        "stream": fit(out, rows, **arm, **streamed),
+        "resumed": fit(out, rows, **arm, **streamed, checkpoint=f"step={step}.ckpt"),
+    }
+    data = MemmapDataModule(
+        test_dataset=Points(rows), store_dir=out / "tests", batch_size=8, **streamed
+    )
+    module = Recorder()
+    make_trainer(out, strategy=arm["strategy"], devices=arm["devices"]).test(
+        module, data, verbose=False
+    )
+    return {**runs, "tested": module.seen["test"]}

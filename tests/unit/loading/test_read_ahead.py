@@ -1,0 +1,508 @@
+"""Reading ahead: the rows of the mapping, in bounded memory, by a thread that always ends."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_memmap.errors import StoreError
+from lightning_memmap.loading import SuperBatch, ZippedLoader, load_split
+from lightning_memmap.order import RowSubset
+from lightning_memmap.placement import Consumers, plan_placement
+from lightning_memmap.store import Store, build_store
+from tests.rows import (
+    CPU,
+    NumberedRows,
+    Part,
+    check_save_and_resume,
+    epoch_rows,
+    joined,
+    make_loader,
+    make_split,
+    rows_of,
+    take_steps,
+)
+
+Stores = Callable[..., Store]
+ROOT = Path(__file__).parents[3]
+
+
+def untouched(batch: Any) -> Any:
+    """With a transform, every data device takes a batch of its own."""
+    return batch
+
+
+def drawn(batch: Any, generator: torch.Generator) -> Any:
+    """Random numbers of the device, the step and the epoch."""
+    return {**batch, "drawn": torch.rand(len(batch["row"]), generator=generator)}
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "read-ahead" in thread.name]
+
+
+SUBSETS = [None, RowSubset(1, 3), RowSubset(0, 4, excluded=True)]
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> dict[str, Any]:
+    shuffle = draw(st.booleans())
+    return {
+        "num_rows": draw(st.sampled_from([5, 24, 97, 181, 400])),
+        "num_shards": draw(st.sampled_from([1, 7, 24])),
+        "num_devices": draw(st.sampled_from([1, 2, 3, 8])),
+        "size": draw(st.sampled_from([1, 2, 3])),
+        "batch_size": draw(st.integers(1, 9)),
+        "window": draw(st.sampled_from([1, 2, 3, 5, 10, 1000])),
+        "subset": draw(st.sampled_from(SUBSETS)),
+        "options": {
+            "shuffle": shuffle,
+            "drop_last": draw(st.booleans()),
+            "seed": draw(st.integers(0, 2**40)),
+            "transform": draw(st.sampled_from([None, untouched])),
+        },
+    }
+
+
+class TestRows:
+    @given(setup=setups(), epoch=st.integers(0, 3))
+    @settings(deadline=None, max_examples=60)
+    def test_rows_are_those_of_the_mapping_with_the_same_window(
+        self, numbered_store: Stores, setup: dict[str, Any], epoch: int
+    ) -> None:
+        store = numbered_store(setup["num_rows"], setup["num_shards"])
+        size, batch_size, options = setup["size"], setup["batch_size"], setup["options"]
+        subset = setup["subset"]
+        num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
+        consumers = setup["num_devices"] * size
+        assume(num_rows >= consumers * (batch_size if options["drop_last"] else 1))
+        for rank in range(size):
+            streamed, mapped = (
+                make_loader(
+                    store,
+                    setup["num_devices"],
+                    batch_size,
+                    residency=residency,
+                    rank=rank,
+                    size=size,
+                    window=setup["window"],
+                    subset=subset,
+                    **options,
+                )
+                for residency in ("stream", "mmap")
+            )
+            # Two epochs of one loader: memory is used again.
+            for each in (epoch, epoch + 1):
+                streamed.set_epoch(each)
+                mapped.set_epoch(each)
+                assert epoch_rows(streamed) == epoch_rows(mapped)
+        assert not reading_threads()
+
+    def test_all_dtypes_and_shapes_are_read_as_they_are(self, tmp_path: Path) -> None:
+        store = build_store(Kinds(), tmp_path / "kinds", num_shards=3, progress=False)
+        batches = []
+        for residency in ("stream", "mmap"):
+            loader = make_loader(
+                store, 2, 5, residency=residency, window=4, shuffle=True, transform=untouched
+            )
+            batches.append([super_batch.to(CPU) for super_batch in loader])
+        for one, other in zip(*batches, strict=True):
+            assert one.keys() == other.keys()
+            for name, found in one.items():
+                assert found.dtype == other[name].dtype
+                assert found.shape == other[name].shape
+                assert torch.equal(found, other[name])
+
+    @pytest.mark.parametrize("subset", SUBSETS)
+    def test_rows_of_many_pieces_are_those_of_the_mapping(
+        self, numbered_store: Stores, subset: RowSubset | None
+    ) -> None:
+        # Rows of 300 KB, more than a gap that is read along; 7 of 24 shards do not divide.
+        store = numbered_store(200, 24, 300_000)
+        for num_devices in (1, 7):
+            streamed, mapped = (
+                make_loader(
+                    store,
+                    num_devices,
+                    3,
+                    residency=residency,
+                    window=5,
+                    subset=subset,
+                    shuffle=True,
+                )
+                for residency in ("stream", "mmap")
+            )
+            assert epoch_rows(streamed) == epoch_rows(mapped)
+
+    def test_rows_larger_than_a_piece_are_those_of_the_mapping(self, tmp_path: Path) -> None:
+        store = build_store(
+            NumberedRows(9, 5_000_001), tmp_path / "l", num_shards=3, progress=False
+        )
+        streamed, mapped = (
+            make_loader(store, 1, 2, residency=residency, window=1, shuffle=True)
+            for residency in ("stream", "mmap")
+        )
+        assert epoch_rows(streamed) == epoch_rows(mapped)
+
+    def test_random_transforms_draw_as_over_the_mapping(self, numbered_store: Stores) -> None:
+        found = []
+        for residency in ("stream", "mmap"):
+            loader = make_loader(
+                numbered_store(97, 24),
+                2,
+                5,
+                residency=residency,
+                window=2,
+                transform=drawn,
+                shuffle=True,
+            )
+            found.append(torch.cat([batch.to(CPU)["drawn"] for batch in loader]))
+        assert torch.equal(*found)
+
+    def test_loader_without_a_window_shuffles_in_those_that_are_read(
+        self, numbered_store: Stores
+    ) -> None:
+        split = make_split(numbered_store(181, 24), residency="stream", window=3)
+        build = numbered_store(181, 24).schema.builder()
+        loader = ZippedLoader(split, 4, build=build, shuffle=True)
+        assert loader.stream.shuffle_window == 3
+        assert sorted(joined(epoch_rows(loader))) == list(range(181))
+        with pytest.raises(ValueError, match=r"shuffle_window=5: .* windows of 3 rows"):
+            ZippedLoader(split, 4, build=build, shuffle=True, shuffle_window=5)
+
+    def test_files_are_read_where_direct_reads_cannot_be(
+        self, numbered_store: Stores, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delattr(os, "O_DIRECT")
+        loader = make_loader(numbered_store(400, 7), residency="stream", window=5, shuffle=True)
+        assert sorted(joined(epoch_rows(loader))) == list(range(400))
+
+
+class Kinds(torch.utils.data.Dataset[Any]):
+    """Rows of many dtypes and shapes, one of them without a byte."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < 40:
+            raise IndexError(index)
+        row = torch.tensor(index)
+        return {
+            "bool": row % 3 == 0,
+            "bytes": (row + torch.arange(4099)).to(torch.uint8),
+            "half": (row / 7).to(torch.bfloat16).expand(3),
+            "complex": torch.complex(row * 1.0, row * 2.0).expand(2, 2),
+            "wide": row.to(torch.float64),
+            "none": torch.empty(0, 4),
+        }
+
+
+class TestResume:
+    @pytest.mark.parametrize("transform", [None, untouched])
+    @pytest.mark.parametrize("shuffle", [True, False])
+    def test_resume_after_any_step_goes_on_with_the_next_row(
+        self, numbered_store: Stores, shuffle: bool, transform: Any
+    ) -> None:
+        def make(num_devices: int = 2, batch_size: int = 6, **options: Any) -> ZippedLoader:
+            return make_loader(
+                numbered_store(97, 24),
+                num_devices,
+                batch_size,
+                window=2,
+                shuffle=shuffle,
+                transform=transform,
+                **options,
+            )
+
+        def streamed() -> ZippedLoader:
+            return make(residency="stream")
+
+        check_save_and_resume(streamed, 1)
+        # Of another residency, number of devices and batch size: the stream is the same.
+        check_save_and_resume(streamed, 1, lambda: make(4, 5, residency="mmap"))
+        check_save_and_resume(lambda: make(1, 7), 0, lambda: make(3, 2, residency="stream"))
+
+    def test_state_of_another_window_is_refused(self, numbered_store: Stores) -> None:
+        def make(window: int | None, residency: str = "stream") -> ZippedLoader:
+            store = numbered_store(97, 24)
+            return make_loader(store, residency=residency, window=window, shuffle=True)
+
+        saved = make(2)
+        next(iter(saved))
+        state = saved.state_dict()
+        assert state["shuffle_window"] == 2
+        for window, residency in ((3, "stream"), (None, "mmap")):
+            loader = make(window, residency)
+            loader.load_state_dict(state)
+            with pytest.raises(ValueError, match=f"=2, .* shuffle_window={window}, .* resume with"):
+                next(iter(loader))
+
+    def test_state_of_before_there_were_windows_is_that_of_none(
+        self, numbered_store: Stores
+    ) -> None:
+        saved = make_loader(numbered_store(97, 24), shuffle=True)
+        first = [rows_of(batch.to(CPU)) for batch in take_steps(saved, 2)]
+        state = saved.state_dict()
+        del state["shuffle_window"]
+        loader = make_loader(numbered_store(97, 24), shuffle=True)
+        loader.load_state_dict(state)
+        whole = epoch_rows(make_loader(numbered_store(97, 24), shuffle=True))
+        assert first + epoch_rows(loader) == whole
+
+
+class TestMemory:
+    def test_two_windows_are_all_there_is(self, numbered_store: Stores) -> None:
+        # Rows of 64 KiB and more, in windows of 3 of each of 24 shards.
+        store = numbered_store(600, 24, 2**16)
+        before = large_tensors()
+        loader = make_loader(store, residency="stream", window=3, shuffle=True)
+        window_bytes = 3 * 24 * 2**16
+        most = 0
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            for step, super_batch in enumerate(loader):
+                if step % 20 == 19:
+                    most = max(most, sum((large_tensors() - before).values()))
+                del super_batch
+        assert most == 2 * window_bytes
+        loader._split.release()
+        assert not large_tensors() - before
+
+    def test_window_longer_than_a_shard_takes_what_the_shard_has(
+        self, numbered_store: Stores
+    ) -> None:
+        store = numbered_store(100, 24, 2**16)
+        before = large_tensors()
+        loader = make_loader(store, residency="stream", window=10**9, shuffle=True)
+        next(iter(loader))
+        # One window, of 5 rows of each of 24 shards: there is no second one.
+        assert sum((large_tensors() - before).values()) == 5 * 24 * 2**16
+
+    def test_process_of_several_reads_its_own_shards(self, numbered_store: Stores) -> None:
+        store = numbered_store(600, 24, 2**16)
+        before = large_tensors()
+        loader = make_loader(store, residency="stream", window=3, rank=1, size=4)
+        most = 0
+        for _ in islice(take_steps(loader, 30), 9, None, 10):
+            most = max(most, sum((large_tensors() - before).values()))
+        assert most == 2 * 3 * 6 * 2**16
+
+
+def large_tensors() -> Counter[int]:
+    """By address, the bytes of all memory of tensors that is larger than a step here."""
+    found: Counter[int] = Counter()
+    for tensor in gc.get_objects():
+        if type(tensor) is Tensor and tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            if storage.nbytes() > 2**20:
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+class TestThread:
+    def make(self, stores: Stores, **options: Any) -> ZippedLoader:
+        return make_loader(stores(400, 7), residency="stream", window=5, shuffle=True, **options)
+
+    def test_epoch_that_is_left_early_leaves_no_thread(self, numbered_store: Stores) -> None:
+        for super_batch in self.make(numbered_store):
+            assert reading_threads()
+            del super_batch
+            break
+        assert not reading_threads()
+
+    def test_loader_that_is_dropped_leaves_no_thread(self, numbered_store: Stores) -> None:
+        steps: Iterator[SuperBatch] | None = iter(self.make(numbered_store))
+        assert steps is not None
+        next(steps)
+        assert reading_threads()
+        del steps
+        assert not reading_threads()
+
+    def test_step_that_fails_leaves_no_thread(self, numbered_store: Stores) -> None:
+        def fail() -> None:
+            for _ in self.make(numbered_store):
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
+        assert not reading_threads()
+
+    def test_release_ends_the_thread_and_the_iteration(self, numbered_store: Stores) -> None:
+        loader = self.make(numbered_store)
+        steps = iter(loader)
+        next(steps)
+        loader._split.release()
+        assert not reading_threads()
+        with pytest.raises(RuntimeError, match=r"let go of by teardown\(\)"):
+            # Small steps that were taken before may still come.
+            list(steps)
+        with pytest.raises(RuntimeError, match=r"let go of by teardown\(\)"):
+            next(iter(loader))
+
+    def test_release_wakes_a_consumer_that_waits(self, tmp_path: Path) -> None:
+        store = build_store(NumberedRows(400), tmp_path / "rows", num_shards=7, progress=False)
+        loader = make_loader(store, residency="stream", window=5)
+        steps = iter(loader)
+        next(steps)
+        failed: list[BaseException] = []
+
+        def consume() -> None:
+            try:
+                for super_batch in steps:
+                    del super_batch
+                    go_on.wait(60)
+            except RuntimeError as error:
+                failed.append(error)
+
+        go_on = threading.Event()
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        loader._split.release()
+        go_on.set()
+        consumer.join(60)
+        assert not consumer.is_alive()
+        assert "let go of by teardown()" in str(failed[0])
+
+    def test_several_iterations_at_once_do_not_disturb_each_other(
+        self, numbered_store: Stores
+    ) -> None:
+        loader = self.make(numbered_store)
+        whole = epoch_rows(loader)
+        one, other = iter(loader), iter(loader)
+        found: list[list[list[int]]] = [[], []]
+        for _ in range(3):
+            found[0].append(rows_of(next(one).to(CPU)))
+        for super_batch in other:
+            found[1].append(rows_of(super_batch.to(CPU)))
+            del super_batch
+        found[0] += [rows_of(super_batch.to(CPU)) for super_batch in one]
+        assert found == [whole, whole]
+
+    def test_batches_that_are_kept_are_never_overwritten(self, numbered_store: Stores) -> None:
+        for transform in (None, untouched):
+            loader = self.make(numbered_store, transform=transform)
+            kept = [super_batch.to(CPU) for super_batch in loader]
+            assert [rows_of(batch) for batch in kept] == epoch_rows(loader)
+
+    def test_loader_used_in_inference_mode_trains_after_it(self, numbered_store: Stores) -> None:
+        loader = self.make(numbered_store)
+        with torch.inference_mode():
+            assert sorted(joined(epoch_rows(loader))) == list(range(400))
+        weight = torch.ones(1, requires_grad=True)
+        for super_batch in islice(loader, 3):
+            (super_batch.to(CPU)["row"] * weight).sum().backward()
+
+
+class TestFailures:
+    @pytest.mark.parametrize("with_direct_reads", [True, False])
+    def test_file_cut_short_while_it_is_read_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_direct_reads: bool
+    ) -> None:
+        if not with_direct_reads:
+            monkeypatch.delattr(os, "O_DIRECT")
+        dataset = NumberedRows(400, 5000)
+        store = build_store(dataset, tmp_path / "rows", num_shards=4, progress=False)
+        loader = make_loader(store, residency="stream", window=5)
+        steps = iter(loader)
+        next(steps)
+        os.truncate(tmp_path / "rows" / "pad.memmap", 600_001)
+        with pytest.raises(StoreError, match=r"pad\.memmap has 600001 bytes, .* cut short"):
+            list(steps)
+        assert not reading_threads()
+        # It does not go on with other rows.
+        assert next(steps, None) is None
+
+    def test_disk_that_cannot_be_read_is_an_error_that_names_the_file(self, tmp_path: Path) -> None:
+        store = build_store(NumberedRows(400), tmp_path / "rows", num_shards=4, progress=False)
+        loader = make_loader(store, residency="stream", window=5)
+        path = tmp_path / "rows" / "image.memmap"
+        broken = os.open("/proc/self/mem", os.O_RDONLY)
+        try:
+            # The kernel fails to read where no memory is mapped, as it fails at a broken disk.
+            for name in os.listdir("/proc/self/fd"):
+                if link_of(name) == str(path):
+                    os.dup2(broken, int(name))
+        finally:
+            os.close(broken)
+        with pytest.raises(OSError, match=r"Input/output error.*image\.memmap") as caught:
+            next(iter(loader))
+        assert caught.value.filename == str(path)
+        assert not reading_threads()
+
+    def test_store_replaced_while_it_is_opened_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows"
+        store = build_store(NumberedRows(400), path, num_shards=4, progress=False)
+        build_store(NumberedRows(400, 3), path, num_shards=4, overwrite=True, progress=False)
+        with pytest.raises(StoreError, match="was replaced meanwhile"):
+            make_split(store, residency="stream")
+
+    def test_rows_that_lie_apart_are_warned_of(self, numbered_store: Stores) -> None:
+        store, subset, consumers = numbered_store(400, 24), RowSubset(1, 3), Consumers((CPU,))
+        plan = plan_placement(
+            {"train": Part(store, subset)},
+            consumers,
+            "stream",
+            budget_bytes={CPU: 0},
+            pinned_budget_bytes=0,
+        ).splits["train"]
+        with pytest.warns(UserWarning, match=r"residency='stream': 3 bytes of the train store"):
+            load_split(store, consumers, plan, subset)
+
+
+def link_of(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except OSError:
+        return ""
+
+
+PROGRAM = """
+import os, sys
+from lightning_memmap import open_store
+from tests.rows import CPU, epoch_rows, joined, make_loader, rows_of
+
+loader = make_loader(open_store(sys.argv[1]), residency="stream", window=5, shuffle=True)
+steps = iter(loader)
+seen = rows_of(next(steps).to(CPU))
+child = os.fork()
+rest = [row for batch in steps for row in rows_of(batch.to(CPU))]
+again = joined(epoch_rows(loader))
+assert seen + rest == again
+assert sorted(again) == list(range(400))
+if not child:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+# Two iterations are under way, and their threads wait: one that would go on, and one that fails.
+left = [iter(loader), iter(loader)]
+print([rows_of(next(steps).to(CPU)) == seen for steps in left], flush=True)
+raise KeyError("mine")
+"""
+
+
+def test_program_forks_and_ends_while_rows_are_read(tmp_path: Path) -> None:
+    store = build_store(NumberedRows(400), tmp_path / "rows", num_shards=7, progress=False)
+    program = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(store.path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (program.returncode, program.stdout) == (1, "[True, True]\n"), program.stderr
+    # Of the one error, and of no thread.
+    assert program.stderr.count("Traceback") == 1
+    assert program.stderr.endswith("KeyError: 'mine'\n")
