@@ -294,11 +294,11 @@ class TestMemory:
     def test_process_of_several_reads_its_own_shards(self, numbered_store: Stores) -> None:
         store = numbered_store(600, 24, 2**16)
         before = large_tensors()
-        loader = make_loader(store, residency="stream", window=3, rank=1, size=4)
+        loader = make_loader(store, residency="stream", window=12, rank=1, size=4)
         most = 0
         for _ in islice(take_steps(loader, 30), 9, None, 10):
             most = max(most, sum((large_tensors() - before).values()))
-        assert most == 2 * 3 * 6 * 2**16
+        assert most == 2 * 12 * 6 * 2**16
 
 
 def large_tensors() -> Counter[int]:
@@ -307,7 +307,7 @@ def large_tensors() -> Counter[int]:
     for tensor in gc.get_objects():
         if type(tensor) is Tensor and tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
-            if storage.nbytes() > 2**20:
+            if storage.nbytes() > 2**21:
                 found[storage.data_ptr()] = storage.nbytes()
     return found
 
