@@ -224,11 +224,8 @@ class Stream:
         skip = (positions[0] - first * num) // step
         keep = slice(skip, skip + len(positions))
         if self.shuffle_window is not None:
-            return (
-                columns,
-                keep,
-                _windows(*self._windowed(epoch)).grid(first, last, columns, begins),
-            )
+            windows = _windows(*self._windowed(epoch))
+            return columns, keep, windows.grid(first, last, columns, begins)
         if self.shuffle:
             permutation = _permutation(self.seed, epoch, self.num_rows, num)
             return columns, keep, permutation.grid(first, last, columns, begins)
@@ -293,9 +290,8 @@ class _Windows:
     def runs(self, number: int) -> list[range]:
         """The offsets of a window, in runs of consecutive ones."""
         if number < self._num_full:
-            block = int(
-                self._order.grid(number, number, np.zeros(1, np.int64), np.zeros(1, np.int64))[0]
-            )
+            zero = np.zeros(1, np.int64)
+            block = int(self._order.grid(number, number, zero, zero)[0])
             size, more = self._window, 0
         else:
             block, size = number, self._round - number * self._window
@@ -308,16 +304,17 @@ class _Windows:
 
     def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
         """Permuted offsets; see `_Permutation`."""
-        pieces, zeros = [], np.zeros_like(columns)
+        nothing = np.zeros_like(begins)
+        pieces = []
         for number in range(first // self._window, last // self._window + 1):
             begin = number * self._window
             stop = min(last + 1, begin + self._window)
             within = _permutation_within(*self._words, number)
-            grid = within.grid(max(first, begin) - begin, stop - 1 - begin, columns, zeros)
+            grid = within.grid(max(first, begin) - begin, stop - 1 - begin, columns, nothing)
             pieces.append(spread(grid, self.runs(number)))
-        offsets = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        offsets += np.tile(begins, last + 1 - first)
-        return offsets
+        offsets = np.concatenate(pieces).reshape(-1, len(columns))
+        offsets += begins
+        return offsets.ravel()
 
 
 def spread(numbers: Integers, runs: Sequence[range]) -> Integers:

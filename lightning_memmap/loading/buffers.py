@@ -7,6 +7,7 @@ backward, no numpy array.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,17 @@ class Buffers:
     rows: list[NDArray[Any]]
 
     @classmethod
+    def of(cls, tensors: list[Tensor]) -> "Buffers":
+        """The memory of contiguous tensors. What is not on a CPU has no rows as raw bytes."""
+        is_here = tensors[0].device.type == "cpu"
+        return cls(tensors, [rows_of(tensor) for tensor in tensors] if is_here else [])
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all fields."""
+        return sum(tensor.element_size() * tensor.shape[1:].numel() for tensor in self.tensors)
+
+    @classmethod
     def empty(
         cls, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], *, pin_memory: bool = False
     ) -> "Buffers":
@@ -61,29 +73,25 @@ class Buffers:
             pin_memory: In page-locked memory.
         """
         tensors = [torch.empty(shape, dtype=d, pin_memory=pin_memory) for shape, d in shapes]
-        return cls(tensors, [rows_of(tensor) for tensor in tensors])
+        return cls.of(tensors)
 
 
-def take_rows(
-    tensors: Sequence[Tensor], rows: Sequence[NDArray[Any]], locations: Tensor, out: Buffers
-) -> None:
-    """Copy rows that are on a CPU into buffers.
+def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
+    """Copy rows, one per location, in order.
 
     Args:
-        tensors: One per field, of shape (rows here, *field shape).
-        rows: The same memory; see `rows_of`.
-        locations: Which rows, int64 of shape (B,), each inside the tensors.
-        out: Of B rows.
+        source: Memory of rows on a CPU.
+        locations: Which rows, int64 of shape (B,), each inside the source.
+        out: Memory for ``B`` rows.
     """
-    num_bytes = sum(buffer.nbytes for buffer in out.rows)
-    if torch.get_num_threads() > 1 and num_bytes >= _SHARED_TAKE:
-        for tensor, target in zip(tensors, out.tensors, strict=True):
+    if torch.get_num_threads() > 1 and len(locations) * source.row_bytes >= _SHARED_TAKE:
+        for tensor, target in zip(source.tensors, out.tensors, strict=True):
             torch.index_select(tensor, 0, locations, out=target)
         return
-    chosen = locations.numpy()
-    for source, taken in zip(rows, out.rows, strict=True):
+    chosen: NDArray[np.int64] = locations.numpy()
+    for rows, taken in zip(source.rows, out.rows, strict=True):
         # No location is outside: "clip" only spares numpy a copy.
-        source.take(chosen, out=taken, mode="clip")
+        rows.take(chosen, out=taken, mode="clip")
 
 
 class BufferPool:

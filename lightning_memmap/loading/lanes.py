@@ -9,15 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.layout import Layout
 from lightning_memmap.order import Integers, shard_rows, shard_starts
 from lightning_memmap.schema import Field
 from lightning_memmap.store.row_file import RowFile, make_scratch
 
 #: What is read at once: enough for the full rate of a disk, and little against any window.
-_PIECE_BYTES = 8 * 2**20
+_PIECE_BYTES = 4 * 2**20
 #: While one thread copies what it has read to its place, others read.
-_NUM_THREADS = 3
+_NUM_THREADS = 4
 #: Rows of other shards than the store's are looked for together, some of each lane at a time.
 _LOOK_BYTES = 16 * 2**20
 #: Bytes between wanted rows that are read along: skipping them takes a disk as long.
@@ -127,12 +128,7 @@ class Lanes:
         """Rows of all lanes."""
         return len(self._shards) * self.lane_rows
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row over all fields."""
-        return sum(field.row_bytes for field in self._fields)
-
-    def allocate(self) -> list[Tensor]:
+    def allocate(self) -> Buffers:
         """Memory for a window: for each field a tensor of shape (num_places, *field shape)."""
         buffers = []
         for field in self._fields:
@@ -146,11 +142,9 @@ class Lanes:
                 if is_empty
                 else memory.view(field.dtype).view(shape)
             )
-        return buffers
+        return Buffers.of(buffers)
 
-    def read(
-        self, runs: Sequence[range], buffers: Sequence[Tensor], is_wanted: Callable[[], bool]
-    ) -> None:
+    def read(self, runs: Sequence[range], buffers: Buffers, is_wanted: Callable[[], bool]) -> None:
         """Read the lanes of a window.
 
         Args:
@@ -163,15 +157,9 @@ class Lanes:
             OSError: The disk cannot be read.
             StoreError: A file is shorter than it was.
         """
-        largest = max(_PIECE_BYTES, *(field.row_bytes for field in self._fields))
-        scratches = [
-            self._scratches.pop() if self._scratches else make_scratch(largest)
-            for _ in range(_NUM_THREADS)
-        ]
-        pieces, name = (
-            _Pieces(self._pieces(runs, buffers), is_wanted),
-            threading.current_thread().name,
-        )
+        scratches = [self._scratch() for _ in range(_NUM_THREADS)]
+        pieces = _Pieces(self._pieces(runs, buffers.tensors), is_wanted)
+        name = threading.current_thread().name
         helpers = [
             threading.Thread(target=pieces.read, args=(scratch,), name=name, daemon=True)
             for scratch in scratches[1:]
@@ -184,6 +172,13 @@ class Lanes:
         self._scratches = scratches
         if pieces.error is not None:
             raise pieces.error
+
+    def _scratch(self) -> memoryview:
+        try:
+            # Another iteration may take the last one at the same time.
+            return self._scratches.pop()
+        except IndexError:
+            return make_scratch(max(_PIECE_BYTES, *(field.row_bytes for field in self._fields)))
 
     def share_used(self, runs: Sequence[range]) -> float:
         """Which share of the bytes that are read is wanted, told by the first rows of lanes."""
@@ -199,9 +194,10 @@ class Lanes:
         return used / max(1, read)
 
     def _pieces(self, runs: Sequence[range], buffers: Sequence[Tensor]) -> Iterator[_Piece]:
-        for file, buffer in zip(self._files, buffers, strict=True):
-            if file is None:
-                continue
+        by_file = {file: buffer for file, buffer in zip(self._files, buffers, strict=True) if file}
+        # Small rows last: they are short reads, for threads that wait for the last long ones.
+        for file in sorted(by_file, key=lambda each: -each.row_bytes):
+            buffer = by_file[file]
             target = buffer.view(-1).view(torch.uint8).view(self.num_places, file.row_bytes)
             if self._layout.is_as_stored(self._num_shards):
                 yield from self._long_pieces(file, runs, target)

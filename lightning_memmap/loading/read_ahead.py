@@ -10,11 +10,11 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import Buffers, rows_of, take_rows
+from lightning_memmap.loading.buffers import Buffers, copy_rows
 from lightning_memmap.loading.lanes import Lanes
 from lightning_memmap.order import Integers, Stream
 from lightning_memmap.windows import Windows
@@ -38,7 +38,7 @@ class StreamedShards:
     def __init__(self, lanes: Lanes, window: int) -> None:
         self.window = window
         self._lanes = lanes
-        self._idle: list[list[Tensor]] = []
+        self._idle: list[Buffers] = []
         self._readers: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
         #: Whether they were let go of.
         self.is_released = False
@@ -81,32 +81,31 @@ class ReadAhead(AbstractContextManager["ReadAhead"]):
         windows: Windows,
         epoch: int,
         position: int,
-        idle: list[list[Tensor]],
+        idle: list[Buffers],
     ) -> None:
         self._lanes = lanes
         self._windows = windows
         self._epoch = epoch
         self._idle = idle
         self._number = windows.number_of(position) - 1
-        self._window: list[Tensor] = []
-        self._rows: list[NDArray[Any]] = []
+        self._window: Buffers | None = None
         self._is_closed = False
         self._start()
 
     @property
     def tensors(self) -> list[Tensor]:
         """The window that is taken from: a tensor per field, of shape (rows, *field shape)."""
-        return self._window or self._advance()
+        return (self._window or self._advance()).tensors
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all fields."""
+        return (self._window or self._advance()).row_bytes
 
     def locate_positions(self, stream: Stream, epoch: int, positions: range) -> Integers:
         """Where the rows are that supply positions: the ``locations`` of `take`."""
         assert (stream, epoch) == (self._windows.stream, self._epoch)
         return self._windows.places(epoch, positions, self._lanes.number_of)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row over all fields."""
-        return self._lanes.row_bytes
 
     def take(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
@@ -137,13 +136,14 @@ class ReadAhead(AbstractContextManager["ReadAhead"]):
             while self._number < number:
                 self._advance()
             self._check()
+            assert self._window is not None
             places = locations - number * size
             if first == last:
-                take_rows(self._window, self._rows, places, out)
+                copy_rows(self._window, places, out)
                 continue
-            here = ((places >= 0) & (places < size)).nonzero().view(-1)
-            for tensor, buffer in zip(self._window, out.tensors, strict=True):
-                buffer.index_copy_(0, here, tensor.index_select(0, places[here]))
+            here = np.flatnonzero((places >= 0) & (places < size))
+            for rows, taken in zip(self._window.rows, out.rows, strict=True):
+                taken[here] = rows[places.numpy()[here]]
         return out.tensors
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class ReadAhead(AbstractContextManager["ReadAhead"]):
         if self._is_closed:
             return
         self._is_closed = True
-        self._window, self._rows = [], []
+        self._window = None
         if self._end():
             # Nobody writes there any more.
             self._idle.extend(self._feed.buffers[: NUM_BUFFERS - len(self._idle)])
@@ -168,11 +168,11 @@ class ReadAhead(AbstractContextManager["ReadAhead"]):
         numbers = range(self._number + 1, len(self._windows))
         self._process = os.getpid()
         self._feed = _Feed()
-        if self._window:
+        if self._window is not None:
             self._feed.buffers.append(self._window)
         for _ in numbers[: NUM_BUFFERS - len(self._feed.buffers)]:
-            buffers = self._idle.pop() if self._idle else []
-            if buffers:
+            buffers = self._idle.pop() if self._idle else None
+            if buffers is not None:
                 self._feed.buffers.append(buffers)
             self._feed.free.put(buffers)
         thread = threading.Thread(
@@ -186,16 +186,16 @@ class ReadAhead(AbstractContextManager["ReadAhead"]):
         self._end: Any = weakref.finalize(self, _end, self._feed, thread)
         thread.start()
 
-    def _advance(self) -> list[Tensor]:
+    def _advance(self) -> Buffers:
         """Go on to the next window, and let the thread have the memory of this one."""
         self._check()
-        if self._window:
+        if self._window is not None:
             self._feed.free.put(self._window)
-            self._window, self._rows = [], []
+            self._window = None
         found = self._feed.ready.get()
         if isinstance(found, BaseException):
             raise found
-        self._window, self._rows = found, [rows_of(tensor) for tensor in found]
+        self._window = found
         self._number += 1
         return found
 
@@ -214,15 +214,15 @@ class _Feed:
     one can be dropped.
 
     Args:
-        free: Memory for windows, empty where it is to be made, and None at the end.
+        free: Memory for windows; None where it is to be made, and to wake the thread at the end.
         ready: Windows, and at the end of a thread that failed, why it did.
         buffers: All memory for windows.
         is_over: Set when no window is wanted any more.
     """
 
-    free: "SimpleQueue[list[Tensor] | None]" = field(default_factory=SimpleQueue)
-    ready: "SimpleQueue[list[Tensor] | BaseException]" = field(default_factory=SimpleQueue)
-    buffers: list[list[Tensor]] = field(default_factory=list)
+    free: "SimpleQueue[Buffers | None]" = field(default_factory=SimpleQueue)
+    ready: "SimpleQueue[Buffers | BaseException]" = field(default_factory=SimpleQueue)
+    buffers: list[Buffers] = field(default_factory=list)
     is_over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -233,9 +233,9 @@ def _read_windows(
     try:
         for number in numbers:
             buffers = feed.free.get()
-            if buffers is None:
+            if feed.is_over.is_set():
                 return
-            if not buffers:
+            if buffers is None:
                 buffers = lanes.allocate()
                 feed.buffers.append(buffers)
             lanes.read(windows.runs(epoch, number), buffers, lambda: not feed.is_over.is_set())

@@ -5,14 +5,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import Buffers, rows_of, take_rows
+from lightning_memmap.loading.buffers import Buffers, copy_rows
 from lightning_memmap.loading.lanes import Lanes
 from lightning_memmap.loading.layout import Layout
 from lightning_memmap.loading.read_ahead import ReadAhead, StreamedShards
@@ -93,17 +91,17 @@ class ResidentShards:
         if out is None:
             shapes = [((len(locations), *t.shape[1:]), t.dtype) for t in self.tensors]
             out = Buffers.empty(shapes, pin_memory=pin_memory)
-        take_rows(self.tensors, self._rows, locations, out)
+        copy_rows(self._memory, locations, out)
         return out.tensors
 
     @cached_property
-    def _rows(self) -> list[NDArray[Any]]:
-        return [rows_of(tensor) for tensor in self.tensors]
+    def _memory(self) -> Buffers:
+        return Buffers.of(self.tensors)
 
-    @cached_property
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row over all fields."""
-        return sum(tensor.element_size() * tensor.shape[1:].numel() for tensor in self.tensors)
+        return self._memory.row_bytes
 
 
 @dataclass(frozen=True)

@@ -336,6 +336,7 @@ class ZippedLoader:
                 )
                 for device, leaves in enumerate(zip(*columns, strict=True))
             ]
+            del taken, columns
             yield SuperBatch(self._devices, length, first, parts=parts, assembler=self._assembler)
 
     def _take_host_rows(self, ahead: ReadAhead, locations: Tensor) -> list[Tensor]:
