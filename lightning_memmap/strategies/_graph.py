@@ -160,6 +160,7 @@ class _Logged:
 
     name: str
     value: Tensor
+    args: tuple[Any, ...]
     options: dict[str, Any]
 
 
@@ -238,7 +239,7 @@ class GraphedStep:
             count_step(self._trainer)
         with logging_in(self._module, "training_step"):
             for call in captured.logged:
-                self._module.log(call.name, call.value, **call.options)
+                self._module.log(call.name, call.value, *call.args, **call.options)
         output: dict[str, Any] = apply_to_collection(captured.output, Tensor, torch.clone)
         return output
 
@@ -270,13 +271,13 @@ class GraphedStep:
         numbers = [_numbers(group) for group in self._optimizer.param_groups]
         logged: list[_Logged] = []
 
-        def log(name: str, value: Any, **options: Any) -> None:
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             if not isinstance(value, Tensor):
                 raise _refusal(
                     f"self.log({name!r}, {value!r}) in training_step: a replay would log that in"
                     " every step; log a tensor of the device, or log it in on_train_batch_end"
                 )
-            logged.append(_Logged(name, value.detach().clone(), options))
+            logged.append(_Logged(name, value.detach().clone(), args, options))
 
         vars(self._module)["log"] = log
         try:

@@ -42,7 +42,7 @@ class Steps(Regression):
         self.calls += 1
         output = self(batch["x"])
         loss = self.loss(output, batch)
-        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(output))
+        self.log("loss", loss, False, on_step=True, on_epoch=True, batch_size=len(output))
         self.log_dict(
             {"largest": output.max(), "rows": batch["row"].sum().float()}, reduce_fx="max"
         )
