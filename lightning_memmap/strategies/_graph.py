@@ -26,13 +26,15 @@ T = TypeVar("T")
 #: Steps of one shape that run as ever before one is captured: what is made lazily, such as the
 #: state of optimizers and the plans of libraries, is then made.
 _WARM_UP_STEPS = 3
-#: Hooks inside the step, of which a replay would call none.
+#: Hooks inside the step, of which a replay calls none: those that callbacks have too, and those of
+#: the module alone.
 _HOOKS_INSIDE = (
     "on_before_zero_grad",
     "on_before_backward",
     "on_after_backward",
     "on_before_optimizer_step",
 )
+_MODULE_HOOKS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "backward")
 _WAY_OUT = "train without cuda_graph=True, or with torch.compile(module, mode='reduce-overhead')"
 
 
@@ -119,12 +121,13 @@ def check_step(trainer: Trainer, module: LightningModule, strategy: Strategy) ->
         )
     owners: list[Any] = [module, *trainer.callbacks]  # type: ignore[attr-defined]
     for owner in owners:
-        parent = Callback if isinstance(owner, Callback) else LightningModule
-        for hook in _HOOKS_INSIDE:
+        is_callback = isinstance(owner, Callback)
+        parent = Callback if is_callback else LightningModule
+        for hook in _HOOKS_INSIDE if is_callback else (*_HOOKS_INSIDE, *_MODULE_HOOKS):
             if is_overridden(hook, owner, parent=parent):
                 raise _refusal(
-                    f"{type(owner).__name__} has the hook {hook}, which a replay does not call:"
-                    " move what it does to on_train_batch_end"
+                    f"{type(owner).__name__}.{hook} is overridden, and a replay does not call it:"
+                    " move what it does to on_train_batch_start or on_train_batch_end"
                 )
     _check_optimizer(strategy.optimizers[0], has_scheduler=bool(strategy.lr_scheduler_configs))
 
@@ -157,6 +160,7 @@ class _Logged:
 
     name: str
     value: Tensor
+    args: tuple[Any, ...]
     options: dict[str, Any]
 
 
@@ -235,7 +239,7 @@ class GraphedStep:
             count_step(self._trainer)
         with logging_in(self._module, "training_step"):
             for call in captured.logged:
-                self._module.log(call.name, call.value, **call.options)
+                self._module.log(call.name, call.value, *call.args, **call.options)
         output: dict[str, Any] = apply_to_collection(captured.output, Tensor, torch.clone)
         return output
 
@@ -267,13 +271,13 @@ class GraphedStep:
         numbers = [_numbers(group) for group in self._optimizer.param_groups]
         logged: list[_Logged] = []
 
-        def log(name: str, value: Any, **options: Any) -> None:
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             if not isinstance(value, Tensor):
                 raise _refusal(
                     f"self.log({name!r}, {value!r}) in training_step: a replay would log that in"
                     " every step; log a tensor of the device, or log it in on_train_batch_end"
                 )
-            logged.append(_Logged(name, value.detach().clone(), options))
+            logged.append(_Logged(name, value.detach().clone(), args, options))
 
         vars(self._module)["log"] = log
         try:

@@ -42,7 +42,7 @@ class Steps(Regression):
         self.calls += 1
         output = self(batch["x"])
         loss = self.loss(output, batch)
-        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(output))
+        self.log("loss", loss, False, on_step=True, on_epoch=True, batch_size=len(output))
         self.log_dict(
             {"largest": output.max(), "rows": batch["row"].sum().float()}, reduce_fx="max"
         )
@@ -256,6 +256,11 @@ class Hooked(Steps):
         """Would not be called."""
 
 
+class StepsOptimizer(Steps):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
 class ChangesRate(Steps):
     def on_train_batch_end(self, *args: Any) -> None:
         optimizer: Any = self.optimizers()
@@ -301,11 +306,16 @@ class TestRefusals:
                 {"callbacks": [GradientAccumulationScheduler({0: 1, 4: 2})]},
                 "accumulate_grad_batches",
             ),
-            (lambda: Hooked(sgd), {}, "Hooked has the hook on_after_backward"),
+            (lambda: Hooked(sgd), {}, r"Hooked\.on_after_backward is overridden"),
+            (
+                lambda: StepsOptimizer(sgd),
+                {},
+                r"StepsOptimizer\.optimizer_step is overridden.*on_train_batch_start",
+            ),
             (
                 lambda: Steps(sgd),
                 {"callbacks": [HookedCallback()]},
-                "HookedCallback has the hook on_before_optimizer_step",
+                r"HookedCallback\.on_before_optimizer_step is overridden",
             ),
             (lambda: Steps(plain_sgd), {}, "SGD with fused=True"),
             (lambda: Steps(plain_adam), {}, "Adam must be made with capturable=True"),
