@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_memmap.store import build_store
 
 #: What is that much slower than the fastest way of its library and kind in a trial is not timed.
-SLOWER = 1.5
+SLOWER = 1.2
 
 
 class WrongEpochError(Exception):

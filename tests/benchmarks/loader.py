@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -181,9 +182,11 @@ def against_takes(
     )
 
 
-def against_dataloaders(store: Store, case: Case, args: argparse.Namespace) -> Iterator[str]:
-    """A line for each way to use a DataLoader."""
-    loader = make_loader(store, case, 1, "mmap")
+def against_dataloaders(
+    store: Store, case: Case, residency: str, args: argparse.Namespace
+) -> Iterator[str]:
+    """A line for each way to use a DataLoader, and which of them is the fastest."""
+    loader = make_loader(store, case, 1, residency)
     others = dataloaders(case)
     runs: dict[str, Callable[[], object]] = {"loader": epochs_of(loader)}
     for name, other in others.items():
@@ -192,11 +195,14 @@ def against_dataloaders(store: Store, case: Case, args: argparse.Namespace) -> I
     rows = {name: min(case.num_rows, 400 * case.batch) for name in others}
     rows["loader"] = case.num_rows
     rates = {name: [rows[name] / value for value in times] for name, times in seconds.items()}
-    yield f"{'loader':>40} {spread(rates.pop('loader'), '{:,.0f}'):>36} samples/s"
-    ours = [rows["loader"] / value for value in seconds["loader"]]
+    ours = rates.pop("loader")
+    yield f"{f'loader, {residency}':>40} {spread(ours, '{:,.0f}'):>36} samples/s"
+    ratios = {name: pairwise_ratios(ours, theirs) for name, theirs in rates.items()}
     for name, theirs in rates.items():
-        ratio = spread(pairwise_ratios(ours, theirs), "{:.1f}")
+        ratio = spread(ratios[name], "{:.1f}")
         yield f"{name:>40} {spread(theirs, '{:,.0f}'):>36} loader is faster {ratio} times"
+    fastest = min(ratios, key=lambda name: median(ratios[name]))
+    yield f"{'the fastest of them':>40} {fastest}"
 
 
 def lines(args: argparse.Namespace, directory: Path) -> Iterator[str]:
@@ -207,7 +213,8 @@ def lines(args: argparse.Namespace, directory: Path) -> Iterator[str]:
         store = build_store(RandomRows(case), directory / name, progress=False)
         yield f"case {name}: {case}"
         if args.against == "dataloader":
-            yield from against_dataloaders(store, case, args)
+            for residency in args.residency.split(","):
+                yield from against_dataloaders(store, case, residency, args)
             continue
         yield (
             f"{'devices':>7} {'residency':>9} {'loader, samples/s':>36}"
