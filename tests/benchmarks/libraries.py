@@ -3,8 +3,8 @@
     python tests/benchmarks/libraries.py --case A,B,C,D
 
 Every way to read is first checked: an epoch has each row once, in an order of its own, with the
-dtypes and shapes of the data set. A trial epoch then finds the fastest ways of each library, and
-these take turns with the loader. Time is wall time, since workers are processes of their own.
+dtypes and shapes of the data set. A short trial finds the fastest ways of each library, and these
+take turns with the loader. Time is wall time, since workers are processes of their own.
 `other_loaders.py` says what is tried for each library and why.
 """
 
@@ -28,8 +28,11 @@ from torch import Tensor
 
 from lightning_memmap.store import build_store
 
-#: What is that much slower than the fastest way of its library and kind in a trial is not timed.
-SLOWER = 1.2
+#: What is so much slower in a trial than the fastest way of its kind, of the same library or of
+#: any library before, is not timed.
+SLOWER, FAR_SLOWER = 1.5, 20
+#: Where the check takes so long, it serves as the trial: what it adds is little then.
+SLOW_S = 10.0
 
 
 class WrongEpochError(Exception):
@@ -122,26 +125,43 @@ def read_epoch(batches: Iterable[Any], num_rows: int) -> None:
         raise WrongEpochError(f"{count} rows instead of {num_rows}")
 
 
+def trial(way: Way, case: Case, expected: Tensor) -> float:
+    """Check an epoch, and return about how many seconds one takes when warm.
+
+    Raises:
+        WrongEpochError: The epoch is not what it should be.
+    """
+    start = perf_counter()
+    check_epoch(way.batches, case, expected, way.num_workers)
+    seconds = perf_counter() - start
+    if seconds < SLOW_S:
+        epochs = in_turn({"": lambda: read_epoch(way.batches, case.num_rows)}, rounds=1)
+        seconds = epochs[""][0]
+    # Workers that start later would carry along, and end, what is left of these iterators.
+    gc.collect()
+    return seconds
+
+
 def worth_timing(
-    ways: Iterable[Way], case: Case, expected: Tensor
+    ways: Iterable[Way], case: Case, expected: Tensor, fastest: dict[bool, float]
 ) -> Generator[str, None, list[Way]]:
-    """The fastest ways of each kind; yields a line for each of the others."""
+    """The fastest ways of each kind; yields a line for each of the others.
+
+    ``fastest`` has the seconds of the fastest trial of each kind so far, and is kept up to date.
+    """
     trials: list[tuple[float, Way]] = []
     for way in ways:
         try:
-            check_epoch(way.batches, case, expected, way.num_workers)
+            trials.append((trial(way, case, expected), way))
         except WrongEpochError as error:
             yield f"    {way.name}: not timed, {error}"
-            continue
-        start = perf_counter()
-        read_epoch(way.batches, case.num_rows)
-        trials.append((perf_counter() - start, way))
-        # Workers that start later would carry along, and end, what is left of these iterators.
-        gc.collect()
-    fastest = {way.tuned: min(s for s, w in trials if w.tuned == way.tuned) for _, way in trials}
+    limits = dict.fromkeys((False, True), float("inf"))
+    for seconds, way in trials:
+        fastest[way.tuned] = min(seconds, fastest.get(way.tuned, seconds))
+        limits[way.tuned] = min(limits[way.tuned], SLOWER * seconds)
     kept = []
     for seconds, way in trials:
-        if seconds <= SLOWER * fastest[way.tuned]:
+        if seconds <= min(limits[way.tuned], FAR_SLOWER * fastest[way.tuned]):
             kept.append(way)
         else:
             yield f"    {way.name}: {case.num_rows / seconds:,.0f} samples/s in a trial, not timed"
@@ -164,7 +184,12 @@ def measure(
 
 
 def library_lines(
-    library: str, rows: Rows, expected: Tensor, ours: Callable[[], object], rounds: int
+    library: str,
+    rows: Rows,
+    expected: Tensor,
+    ours: Callable[[], object],
+    fastest: dict[bool, float],
+    rounds: int,
 ) -> Generator[str, None, list[Result]]:
     """The report of a library, whose files are gone at the end."""
     try:
@@ -175,7 +200,7 @@ def library_lines(
     with tempfile.TemporaryDirectory() as directory:
         try:
             ways = LIBRARIES[library](rows, Path(directory))
-            kept = yield from worth_timing(ways, rows.case, expected)
+            kept = yield from worth_timing(ways, rows.case, expected, fastest)
         # Other packages may fail in any way, also on import; the rest is measured all the same.
         except Exception as error:
             yield f"    not measured, {type(error).__name__}: {error}"
@@ -208,13 +233,14 @@ def case_lines(name: str, libraries: list[str], rounds: int) -> Iterator[str]:
     rows = Rows(case, source)
     expected = expected_fingerprints(rows)
     results: list[Result] = []
+    fastest: dict[bool, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         store = build_store(source, Path(directory) / "store", progress=False)
         loader = make_loader(store, case, 1, "mmap")
         check_epoch(loader.to(torch.device("cpu")), case, expected)
         ours = epochs_of(loader)
         for library in libraries:
-            results += yield from library_lines(library, rows, expected, ours, rounds)
+            results += yield from library_lines(library, rows, expected, ours, fastest, rounds)
             gc.collect()
     yield summary("as documented", [result for result in results if not result.way.tuned])
     yield summary("by hand", [result for result in results if result.way.tuned])

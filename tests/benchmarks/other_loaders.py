@@ -319,8 +319,8 @@ def hugging_face(rows: Rows, directory: Path) -> Iterator[Way]:
 
 #: The name of each distribution, and its ways to read rows that it wrote into a directory.
 LIBRARIES: dict[str, Callable[[Rows, Path], Iterator[Way]]] = {
-    "litdata": litdata,
-    "mosaicml-streaming": mosaicml_streaming,
-    "webdataset": webdataset,
     "datasets": hugging_face,
+    "litdata": litdata,
+    "webdataset": webdataset,
+    "mosaicml-streaming": mosaicml_streaming,
 }

@@ -109,7 +109,7 @@ def test_worth_timing_skipped_rows_are_reported() -> None:
         Way("whole", 0, list(epoch(case))),
         Way("cut", 0, list(epoch(case))[:-1]),
     ]
-    lines = libraries.worth_timing(ways, case, expected(case))
+    lines = libraries.worth_timing(ways, case, expected(case), {})
     assert next(lines) == "    cut, 0 workers: not timed, 24 rows, not each of 30 once"
     with pytest.raises(StopIteration) as end:
         next(lines)
