@@ -206,6 +206,8 @@ def library_lines(
         except Exception as error:
             yield f"    not measured, {type(error).__name__}: {error}"
             return []
+        if not kept:
+            return []
         rates, results = measure(library, kept, ours, len(rows), rounds)
         yield f"    {'the loader':<36} {spread(rates, '{:,.0f}'):>36} samples/s"
         for result in results:
