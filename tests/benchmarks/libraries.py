@@ -30,7 +30,7 @@ from lightning_memmap.store import build_store
 
 #: What is so much slower in a trial than the fastest way of its kind, of the same library or of
 #: any library before, is not timed.
-SLOWER, FAR_SLOWER = 1.5, 20
+SLOWER, FAR_SLOWER = 3, 20
 #: Where the check takes so long, it serves as the trial: what it adds is little then.
 SLOW_S = 10.0
 
