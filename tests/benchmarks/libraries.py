@@ -30,7 +30,7 @@ from lightning_memmap.store import build_store
 
 #: What is so much slower in a trial than the fastest way of its kind, of the same library or of
 #: any library before, is not timed.
-SLOWER, FAR_SLOWER = 1.5, 20
+SLOWER, FAR_SLOWER = 3, 20
 #: Where the check takes so long, it serves as the trial: what it adds is little then.
 SLOW_S = 10.0
 
@@ -205,6 +205,8 @@ def library_lines(
         # Other packages may fail in any way, also on import; the rest is measured all the same.
         except Exception as error:
             yield f"    not measured, {type(error).__name__}: {error}"
+            return []
+        if not kept:
             return []
         rates, results = measure(library, kept, ours, len(rows), rounds)
         yield f"    {'the loader':<36} {spread(rates, '{:,.0f}'):>36} samples/s"
