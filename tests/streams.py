@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_memmap.loading.streams import _side_stream
+
 
 class Stream:
     """Work in order. What it knows of each stream, itself included, is in ``known``."""
@@ -132,7 +134,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """All devices have streams and events while the test runs, and memory can be page-locked."""
     device, empty = Device(), torch.empty
 
@@ -155,4 +157,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(
         Tensor, "record_stream", lambda tensor, stream: device.recorded.append((tensor, stream))
     )
-    return device
+    yield device
+    # Kept for the whole process otherwise, with all tensors that it has seen.
+    _side_stream.cache_clear()
