@@ -4,7 +4,8 @@
 
 Every way to read is first checked: an epoch has each row once, in an order of its own, with the
 dtypes and shapes of the data set. A short trial finds the fastest ways of each library, and these
-take turns with the loader. Time is wall time, since workers are processes of their own.
+take turns with the loader. Time is wall time, since workers are processes of their own; with
+`--clock cpu`, which other work on the machine disturbs less, ways with workers are left out.
 `other_loaders.py` says what is tried for each library and why.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from loader import CASES, Case, RandomRows, epochs_of, make_loader
 from other_loaders import LIBRARIES, Rows, Way
-from timing import in_turn, machine, pairwise_ratios, spread
+from timing import CLOCKS, in_turn, machine, pairwise_ratios, spread
 from torch import Tensor
 
 from lightning_memmap.store import build_store
@@ -125,7 +126,7 @@ def read_epoch(batches: Iterable[Any], num_rows: int) -> None:
         raise WrongEpochError(f"{count} rows instead of {num_rows}")
 
 
-def trial(way: Way, case: Case, expected: Tensor) -> float:
+def trial(way: Way, case: Case, expected: Tensor, clock: str) -> float:
     """Check an epoch, and return the seconds of the best one of a few that follow.
 
     Raises:
@@ -136,7 +137,7 @@ def trial(way: Way, case: Case, expected: Tensor) -> float:
     seconds = perf_counter() - start
     if seconds < SLOW_S:
         rounds = 1 if seconds > SLOW_S / 4 else 3
-        epochs = in_turn({"": lambda: read_epoch(way.batches, case.num_rows)}, rounds)
+        epochs = in_turn({"": lambda: read_epoch(way.batches, case.num_rows)}, rounds, clock)
         seconds = min(epochs[""])
     # Workers that start later would carry along, and end, what is left of these iterators.
     gc.collect()
@@ -144,7 +145,7 @@ def trial(way: Way, case: Case, expected: Tensor) -> float:
 
 
 def worth_timing(
-    ways: Iterable[Way], case: Case, expected: Tensor, fastest: dict[bool, float]
+    ways: Iterable[Way], case: Case, expected: Tensor, fastest: dict[bool, float], clock: str
 ) -> Generator[str, None, list[Way]]:
     """The fastest ways of each kind; yields a line for each of the others.
 
@@ -153,7 +154,7 @@ def worth_timing(
     trials: list[tuple[float, Way]] = []
     for way in ways:
         try:
-            trials.append((trial(way, case, expected), way))
+            trials.append((trial(way, case, expected, clock), way))
         except WrongEpochError as error:
             yield f"    {way.name}: not timed, {error}"
     limits = dict.fromkeys((False, True), float("inf"))
@@ -170,13 +171,17 @@ def worth_timing(
 
 
 def measure(
-    library: str, ways: list[Way], ours: Callable[[], object], num_rows: int, rounds: int
+    library: str,
+    ways: list[Way],
+    ours: Callable[[], object],
+    num_rows: int,
+    args: argparse.Namespace,
 ) -> tuple[list[float], list[Result]]:
     """The loader and the ways of a library in turn: the loader's rates, and how they compare."""
     runs = {"": ours}
     for way in ways:
         runs[way.name] = lambda way=way: read_epoch(way.batches, num_rows)
-    seconds = in_turn(runs, rounds)
+    seconds = in_turn(runs, args.rounds, args.clock)
     rates = {name: [num_rows / value for value in values] for name, values in seconds.items()}
     return rates[""], [
         Result(library, way, rates[way.name], pairwise_ratios(rates[""], rates[way.name]))
@@ -190,7 +195,7 @@ def library_lines(
     expected: Tensor,
     ours: Callable[[], object],
     fastest: dict[bool, float],
-    rounds: int,
+    args: argparse.Namespace,
 ) -> Generator[str, None, list[Result]]:
     """The report of a library, whose files are gone at the end."""
     try:
@@ -200,15 +205,17 @@ def library_lines(
         return []
     with tempfile.TemporaryDirectory() as directory:
         try:
-            ways = LIBRARIES[library](rows, Path(directory))
-            kept = yield from worth_timing(ways, rows.case, expected, fastest)
+            ways: Iterable[Way] = LIBRARIES[library](rows, Path(directory))
+            if args.clock == "cpu":
+                ways = (way for way in ways if not way.num_workers)
+            kept = yield from worth_timing(ways, rows.case, expected, fastest, args.clock)
         # Other packages may fail in any way, also on import; the rest is measured all the same.
         except Exception as error:
             yield f"    not measured, {type(error).__name__}: {error}"
             return []
         if not kept:
             return []
-        rates, results = measure(library, kept, ours, len(rows), rounds)
+        rates, results = measure(library, kept, ours, len(rows), args)
         yield f"    {'the loader':<36} {spread(rates, '{:,.0f}'):>36} samples/s"
         for result in results:
             name = result.way.name + (", by hand" if result.way.tuned else "")
@@ -228,7 +235,7 @@ def summary(kind: str, results: list[Result]) -> str:
     return f"  best {kind}: {best.library}, {best.way.name}; the loader is faster {ratio} times"
 
 
-def case_lines(name: str, libraries: list[str], rounds: int) -> Iterator[str]:
+def case_lines(name: str, args: argparse.Namespace) -> Iterator[str]:
     """The report of a case."""
     case = CASES[name]
     yield f"case {name}: {case}"
@@ -242,8 +249,8 @@ def case_lines(name: str, libraries: list[str], rounds: int) -> Iterator[str]:
         loader = make_loader(store, case, 1, "mmap")
         check_epoch(loader.to(torch.device("cpu")), case, expected)
         ours = epochs_of(loader)
-        for library in libraries:
-            results += yield from library_lines(library, rows, expected, ours, fastest, rounds)
+        for library in args.library.split(","):
+            results += yield from library_lines(library, rows, expected, ours, fastest, args)
             gc.collect()
     yield summary("as documented", [result for result in results if not result.way.tuned])
     yield summary("by hand", [result for result in results if result.way.tuned])
@@ -255,12 +262,13 @@ def main() -> None:
     parser.add_argument("--case", default="A", help=f"of {','.join(CASES)}")
     parser.add_argument("--library", default=",".join(LIBRARIES), help=f"of {','.join(LIBRARIES)}")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     args = parser.parse_args()
     # Libraries give views of what they mapped, of which torch warns; nothing writes to them here.
     warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
-    print(f"{machine()}; wall time, {args.rounds} rounds", flush=True)
+    print(f"{machine()}; {args.clock} time, {args.rounds} rounds", flush=True)
     for name in args.case.split(","):
-        for line in case_lines(name, args.library.split(","), args.rounds):
+        for line in case_lines(name, args):
             print(line, flush=True)
 
 

@@ -1,5 +1,6 @@
 """The row checks of the comparison with other libraries, without any of them."""
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_worth_timing_skipped_rows_are_reported() -> None:
         Way("whole", 0, list(epoch(case))),
         Way("cut", 0, list(epoch(case))[:-1]),
     ]
-    lines = libraries.worth_timing(ways, case, expected(case), {})
+    lines = libraries.worth_timing(ways, case, expected(case), {}, "wall")
     assert next(lines) == "    cut, 0 workers: not timed, 24 rows, not each of 30 once"
     with pytest.raises(StopIteration) as end:
         next(lines)
@@ -127,7 +128,8 @@ def test_report_names_what_is_missing_or_fails(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(LIBRARIES, "not-there", reads)
     monkeypatch.setitem(LIBRARIES, "torch", fails)
     monkeypatch.setitem(LIBRARIES, "numpy", reads)
-    report = "\n".join(libraries.case_lines("tiny", ["not-there", "torch", "numpy"], 1))
+    args = Namespace(library="not-there,torch,numpy", rounds=1, clock="wall")
+    report = "\n".join(libraries.case_lines("tiny", args))
     assert "not-there: not installed" in report
     assert "not measured, OSError: no disk" in report
     assert "best as documented: numpy, a list, 0 workers; the loader is faster" in report
