@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 #: Hooks of an optimizer step that callbacks have too, and those of the module alone.
-_SHARED_HOOKS = (
+SHARED_HOOKS = (
     "on_before_zero_grad",
     "on_before_backward",
     "on_after_backward",
     "on_before_optimizer_step",
 )
-_MODULE_HOOKS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "backward")
+MODULE_HOOKS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "backward")
 
 
 class DirectOptimization(_AutomaticOptimization):
@@ -79,11 +79,11 @@ class DirectOptimization(_AutomaticOptimization):
         """Why this step would not be the same as Lightning's; None where it is."""
         trainer: Any = self.trainer
         module, strategy = trainer.lightning_module, trainer.strategy
-        for name in (*_SHARED_HOOKS, *_MODULE_HOOKS):
+        for name in (*SHARED_HOOKS, *MODULE_HOOKS):
             if is_overridden(name, module):
                 return f"{type(module).__name__}.{name} is overridden"
         for callback in trainer.callbacks:
-            for name in _SHARED_HOOKS:
+            for name in SHARED_HOOKS:
                 if is_overridden(name, callback):
                     return f"{type(callback).__name__}.{name} is overridden"
         for name in ("optimizer_step", "backward"):

@@ -17,7 +17,13 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_memmap._compat.optimization import Step, count_step, logging_in
+from lightning_memmap._compat.optimization import (
+    MODULE_HOOKS,
+    SHARED_HOOKS,
+    Step,
+    count_step,
+    logging_in,
+)
 from lightning_memmap._compat.tensors import copy_tensors, storage_key, tree_leaves
 from lightning_memmap.loading.super_batch import named_leaves, rebuilt
 
@@ -26,15 +32,6 @@ T = TypeVar("T")
 #: Steps of one shape that run as ever before one is captured: what is made lazily, such as the
 #: state of optimizers and the plans of libraries, is then made.
 _WARM_UP_STEPS = 3
-#: Hooks inside the step, of which a replay calls none: those that callbacks have too, and those of
-#: the module alone.
-_HOOKS_INSIDE = (
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
-_MODULE_HOOKS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "backward")
 _WAY_OUT = "train without cuda_graph=True, or with torch.compile(module, mode='reduce-overhead')"
 
 
@@ -123,7 +120,7 @@ def check_step(trainer: Trainer, module: LightningModule, strategy: Strategy) ->
     for owner in owners:
         is_callback = isinstance(owner, Callback)
         parent = Callback if is_callback else LightningModule
-        for hook in _HOOKS_INSIDE if is_callback else (*_HOOKS_INSIDE, *_MODULE_HOOKS):
+        for hook in SHARED_HOOKS if is_callback else (*SHARED_HOOKS, *MODULE_HOOKS):
             if is_overridden(hook, owner, parent=parent):
                 raise _refusal(
                     f"{type(owner).__name__}.{hook} is overridden, and a replay does not call it:"
