@@ -34,6 +34,14 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold the memory of a tensor: itself, but for a sparse one, such as the
+    gradient of an embedding with ``sparse=True``."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor] if tensor.layout is torch.strided else []
+
+
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors of the same shapes, in few kernels where they are on one device."""
     with torch.no_grad():

@@ -8,7 +8,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lightning_memmap._compat.tensors import storage_key
+from lightning_memmap._compat.tensors import dense_parts, storage_key
 from lightning_memmap.callbacks.memory_trace import live_parameters
 from lightning_memmap.order import shard_rows
 from lightning_memmap.placement import Placement
@@ -105,7 +105,8 @@ def _by_device(tensors: Iterable[Any]) -> dict[str, int]:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if local.device.type == "meta":
             continue
-        seen[str(local.device), storage_key(local)] = local.untyped_storage().nbytes()
+        for part in dense_parts(local):
+            seen[str(part.device), storage_key(part)] = part.untyped_storage().nbytes()
     sizes: dict[str, int] = defaultdict(int)
     for (device, address), num_bytes in seen.items():
         sizes[device] += num_bytes if address else 0
