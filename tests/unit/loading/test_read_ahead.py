@@ -310,7 +310,7 @@ def large_tensors() -> Counter[int]:
         is_dense = type(tensor) is Tensor and tensor.layout is torch.strided
         if is_dense and tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
-            if storage.nbytes() > 2**21:
+            if storage.nbytes() > 2**22:
                 found[storage_key(tensor)] = storage.nbytes()
     return found
 
