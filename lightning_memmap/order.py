@@ -30,7 +30,7 @@ _VERY_LONG_SHARD = 65536
 #: Rounds of the cipher that all shards share. Three more are each shard's own.
 _COMMON_ROUNDS = 5
 #: Offsets that are worked on at a time, which stay in the processor's cache.
-_CACHED = 8192
+_CACHED = 16384
 _MAX_SEED = 2**63 - 1
 #: Windows of an epoch whose order is kept: a step may reach from one into the next.
 _KEPT_WINDOWS = 4
