@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
@@ -60,6 +61,18 @@ def guard_environment() -> Iterator[None]:
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture(autouse=True)
+def restore_interrupts() -> Iterator[None]:
+    """Programs that a test starts can be interrupted, as those that a user starts.
+
+    They inherit it where SIGINT is ignored: by a shell that runs the tests in the background, or by
+    Lightning, which leaves it so once it was interrupted.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -571,21 +571,12 @@ def test_failure_of_another_is_an_error_of_the_first(tmp_path: Path) -> None:
         trainer.fit(Unlucky(1, "training_step", SystemExit(3)), make_data(tmp_path))
 
 
-@pytest.fixture
-def keep_interrupts() -> Iterator[None]:
-    """Lightning leaves SIGINT ignored after it was interrupted."""
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("member", range(3))
 @pytest.mark.parametrize(
     ("error", "raised"), [(KeyboardInterrupt(), SystemExit), (bdb.BdbQuit(), bdb.BdbQuit)]
 )
 def test_user_who_ends_a_member_ends_all(
     tmp_path: Path,
-    keep_interrupts: None,
     member: int,
     error: BaseException,
     raised: type[BaseException],
