@@ -26,9 +26,8 @@ import torch.nn.functional as F
 from jsonargparse import auto_cli
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from torchmetrics.classification import MulticlassAccuracy
 
-from examples.digits import Digits, FashionMNIST
+from examples.digits import Digits, FashionMNIST, ImageClassifier
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import RunSummary
 
@@ -164,7 +163,7 @@ class CropAndFlip(nn.Module):
         return {**batch, "image": cropped}
 
 
-class SmallResNet(L.LightningModule):
+class SmallResNet(ImageClassifier):
     """A residual network of nine layers for images of 3x32x32 bytes, of 10 classes.
 
     Eight convolutions and a linear layer, after David Page's "How to train your ResNet" of 2018.
@@ -193,34 +192,12 @@ class SmallResNet(L.LightningModule):
         )
         # The layout that convolutions on tensor cores want.
         self.network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.val_accuracy = MulticlassAccuracy(10, average="micro")
-        self.test_accuracy = MulticlassAccuracy(10, average="micro")
 
     def forward(self, image: Tensor) -> Tensor:
         """Logits of shape (B, 10) of uint8 images of shape (B, 3, 32, 32)."""
         scaled = image.contiguous(memory_format=torch.channels_last).float().div_(255)
         # Small logits at first: the largest of so many activations are large.
         return 0.125 * self.network(scaled.sub_(0.5).div_(0.25))  # type: ignore[no-any-return]
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The cross-entropy of a batch, logged as ``train_loss``."""
-        loss = F.cross_entropy(self(batch["image"]), batch["label"])
-        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log ``val_accuracy``."""
-        self.val_accuracy(self(batch["image"]), batch["label"])
-        self.log("val_accuracy", self.val_accuracy, prog_bar=True)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log ``test_accuracy``."""
-        self.test_accuracy(self(batch["image"]), batch["label"])
-        self.log("test_accuracy", self.test_accuracy)
-
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The most likely class of each row, int64 of shape (B,)."""
-        return torch.argmax(self(batch["image"]), dim=1)
 
     def configure_optimizers(self) -> Any:
         """SGD with Nesterov's momentum, and one cycle of the learning rate over all steps."""

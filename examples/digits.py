@@ -246,40 +246,14 @@ class ShiftAndNormalize(nn.Module):
         return normalized
 
 
-class DigitsClassifier(L.LightningModule):
-    """A small convolutional network for grey images of 10 classes, of any size from 8x8.
+class ImageClassifier(L.LightningModule):
+    """The steps of a module that tells 10 classes of images apart. What it computes, and how it
+    learns, is its subclasses'."""
 
-    Args:
-        lr: Learning rate of Adam.
-        width: Channels of the first layer, a multiple of 4.
-    """
-
-    def __init__(self, lr: float = 2e-3, width: int = 16) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.save_hyperparameters()
-        self.lr = lr
-        self.network = nn.Sequential(
-            _convolution(1, width),
-            _convolution(width, 2 * width),
-            nn.MaxPool2d(2),
-            _convolution(2 * width, 2 * width),
-            nn.AdaptiveMaxPool2d(4),
-            nn.Flatten(),
-            nn.Linear(2 * width * 4 * 4, 10),
-        )
         self.val_accuracy = MulticlassAccuracy(10, average="micro")
         self.test_accuracy = MulticlassAccuracy(10, average="micro")
-
-    def forward(self, image: Tensor) -> Tensor:
-        """Logits of shape (B, 10).
-
-        Args:
-            image: Shape (B, 1, H, W): normalised floats, or uint8 that are scaled to 0 to 1.
-        """
-        if image.dtype == torch.uint8:
-            image = image.float() / 255
-        logits: Tensor = self.network(image)
-        return logits
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The cross-entropy of a batch, logged as ``train_loss``."""
@@ -300,6 +274,40 @@ class DigitsClassifier(L.LightningModule):
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The most likely class of each row, int64 of shape (B,)."""
         return torch.argmax(self(batch["image"]), dim=1)
+
+
+class DigitsClassifier(ImageClassifier):
+    """A small convolutional network for grey images of 10 classes, of any size from 8x8.
+
+    Args:
+        lr: Learning rate of Adam.
+        width: Channels of the first layer, a multiple of 4.
+    """
+
+    def __init__(self, lr: float = 2e-3, width: int = 16) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr = lr
+        self.network = nn.Sequential(
+            _convolution(1, width),
+            _convolution(width, 2 * width),
+            nn.MaxPool2d(2),
+            _convolution(2 * width, 2 * width),
+            nn.AdaptiveMaxPool2d(4),
+            nn.Flatten(),
+            nn.Linear(2 * width * 4 * 4, 10),
+        )
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Logits of shape (B, 10).
+
+        Args:
+            image: Shape (B, 1, H, W): normalised floats, or uint8 that are scaled to 0 to 1.
+        """
+        if image.dtype == torch.uint8:
+            image = image.float() / 255
+        logits: Tensor = self.network(image)
+        return logits
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam."""

@@ -552,8 +552,13 @@ def test_build_on_full_disk_raises_enospc_with_both_numbers_and_leaves_nothing(
     unshare = shutil.which("unshare")
     namespace = [str(unshare), "--mount", "--map-root-user"]
     probe = [*namespace, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
-    if unshare is None or subprocess.run(probe, capture_output=True).returncode:
-        pytest.skip("this machine lets no process mount a small file system of its own")
+    if unshare is None:
+        pytest.skip("only a file system that can be filled gives ENOSPC: needs Linux' unshare")
+    if (probed := subprocess.run(probe, capture_output=True, text=True)).returncode:
+        pytest.skip(
+            "only a file system that can be filled gives ENOSPC, and this user may not mount a"
+            f" small one: {probed.stderr.strip()}"
+        )
     result = subprocess.run(
         [*namespace, sys.executable, "-m", "tests.unit.store.full_disk", str(tmp_path)],
         capture_output=True,
