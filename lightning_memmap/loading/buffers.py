@@ -81,14 +81,20 @@ def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
 
     Args:
         source: Memory of rows on a CPU.
-        locations: Which rows, int64 of shape (B,), each inside the source.
+        locations: Which rows, int64 of shape (B,).
         out: Memory for ``B`` rows.
+
+    Raises:
+        IndexError: A location is outside the source.
     """
     if torch.get_num_threads() > 1 and len(locations) * source.row_bytes >= _SHARED_TAKE:
         for tensor, target in zip(source.tensors, out.tensors, strict=True):
             torch.index_select(tensor, 0, locations, out=target)
         return
     chosen: NDArray[np.int64] = locations.numpy()
+    # Unsigned, a negative one is larger than any.
+    if len(chosen) and (largest := int(chosen.view(np.uint64).max())) >= len(source.tensors[0]):
+        raise IndexError(f"location {np.uint64(largest).astype(np.int64)}: outside the rows")
     for rows, taken in zip(source.rows, out.rows, strict=True):
         # No location is outside: "clip" only spares numpy a copy.
         rows.take(chosen, out=taken, mode="clip")

@@ -76,8 +76,7 @@ class ResidentShards:
         """Copy rows into one batch.
 
         Args:
-            locations: Where the rows lie, int64 of shape (B,), on this device, each inside the
-                tensors.
+            locations: Where the rows lie, int64 of shape (B,), on this device.
             out: Buffers to copy into where the rows are on a CPU. New ones are made where it is
                 None.
             pin_memory: Whether new ones are page-locked, for copies to a device. torch's host
@@ -85,6 +84,9 @@ class ResidentShards:
 
         Returns:
             One tensor of shape (B, *field shape) per field, on this device.
+
+        Raises:
+            IndexError: A location is outside the rows that are here.
         """
         if self.device.type != "cpu":
             return [tensor.index_select(0, locations) for tensor in self.tensors]

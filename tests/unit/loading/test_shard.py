@@ -51,3 +51,12 @@ def test_take_of_nothing_is_empty() -> None:
     shards = ResidentShards([torch.arange(6.0).reshape(3, 2)], np.array([0]))
     (taken,) = shards.take(torch.empty(0, dtype=torch.int64))
     assert taken.shape == (0, 2)
+
+
+@pytest.mark.parametrize("location", [11, -1, -12, 2**62])
+@pytest.mark.parametrize("width", [1, 70_000], ids=["numpy", "index_select"])
+@pytest.mark.usefixtures("threads")
+def test_take_of_a_row_that_is_not_there_is_refused(width: int, location: int) -> None:
+    shards = ResidentShards([torch.zeros(11, width)], np.array([0]))
+    with pytest.raises(IndexError):
+        shards.take(torch.tensor([0, location, 1]))
