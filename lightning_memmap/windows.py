@@ -4,7 +4,7 @@ A window is the positions of some consecutive rows of every shard. The rows of o
 a lane: long runs of a file, which a disk reads fast. Integers only: no file, no tensor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,11 +49,6 @@ class Windows:
                 f" {self.rows} rows of a shard, and must be shuffled within these"
             )
 
-    @property
-    def lane_rows(self) -> int:
-        """Rows of the longest lane."""
-        return min(self.rows, self._longest)
-
     def __len__(self) -> int:
         return -(-self._longest // self.rows)
 
@@ -70,24 +65,29 @@ class Windows:
             return self.stream.window_runs(epoch, number)
         return [range(number * self.rows, min((number + 1) * self.rows, self._longest))]
 
-    def places(self, epoch: int, positions: range, lanes: Integers) -> Integers:
+    def places(
+        self,
+        epoch: int,
+        positions: range,
+        num_places: int,
+        begins: Callable[[Sequence[range]], Sequence[Integers]],
+    ) -> Integers:
         """Where the rows lie that supply positions, if all windows of an epoch lay one after the
-        other, and in each of them one lane after the other.
+        other.
 
         Args:
             epoch: Epoch, counted from 0.
             positions: As for `Stream.at`.
-            lanes: By shard, the number of its lane, int64 of shape (C,). What shards have none
-                must have no position.
+            num_places: Places in a window.
+            begins: What says, for each run of a window and by shard, where in the window the rows
+                of the run begin: int64 of shape (C,) for each run. They lie one after the other.
 
         Returns:
-            int64 of shape (len(positions),). A window has ``num_lanes * lane_rows`` places.
+            int64 of shape (len(positions),).
         """
         shards, offsets = self.stream.at(epoch, positions)
-        num_lanes = int(lanes.max()) + 1
-        places = lanes[shards] * self.lane_rows
         if not positions:
-            return places
+            return offsets
         size = self.rows * self.stream.num_shards
         for number in range(self.number_of(positions[0]), self.number_of(positions[-1]) + 1):
             first, last = (
@@ -95,21 +95,22 @@ class Windows:
                 for edge in (number * size, (number + 1) * size)
             )
             here = slice(first, last)
-            places[here] += number * num_lanes * self.lane_rows
-            places[here] += _places_in(offsets[here], self.runs(epoch, number))
-        return places
+            runs = self.runs(epoch, number)
+            by_run = [begin + number * num_places for begin in begins(runs)]
+            offsets[here] = _places_in(shards[here], offsets[here], runs, by_run)
+        return offsets
 
     @property
     def _longest(self) -> int:
         return -(-self.stream.num_rows // self.stream.num_shards)
 
 
-def _places_in(values: Integers, runs: Sequence[range]) -> Integers:
-    """Where values stand in runs, one after the other: the inverse of `spread`."""
-    places = values - runs[0].start
-    begin = len(runs[0])
-    for run in runs[1:]:
-        here = np.flatnonzero((values >= run.start) & (values < run.stop))
-        places[here] = values[here] - run.start + begin
-        begin += len(run)
+def _places_in(
+    shards: Integers, offsets: Integers, runs: Sequence[range], begins: Sequence[Integers]
+) -> Integers:
+    """Where rows lie that are in runs, each of which begins by shard where it is said."""
+    places = begins[0][shards] + (offsets - runs[0].start)
+    for run, begin in zip(runs[1:], begins[1:], strict=True):
+        here = np.flatnonzero((offsets >= run.start) & (offsets < run.stop))
+        places[here] = begin[shards[here]] + (offsets[here] - run.start)
     return places

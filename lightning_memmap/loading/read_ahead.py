@@ -1,12 +1,14 @@
-"""Reading ahead: a thread reads the next window of a stream while rows of this one are taken."""
+"""Reading ahead: threads read the next window of a stream while rows of this one are taken."""
 
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from time import monotonic
 from types import TracebackType
 from typing import Any
 
@@ -15,12 +17,14 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers, copy_rows
-from lightning_memmap.loading.lanes import Lanes
+from lightning_memmap.loading.lanes import Lanes, Piece
 from lightning_memmap.order import Integers, Stream
 from lightning_memmap.windows import Windows
 
 #: Windows in memory: one that is taken from, and one that is read.
 NUM_BUFFERS = 2
+#: While one thread copies what it has read, or waits for a short read, others read on.
+_NUM_THREADS = 4
 #: How long an end waits for a thread that is inside a read. A disk may hang; a program must not.
 _PATIENCE_S = 10.0
 
@@ -61,9 +65,9 @@ class StreamedShards:
 class ReadAhead(AbstractContextManager["ReadAhead"]):
     """Rows of the windows of one epoch, in the order in which they come.
 
-    A thread reads, into memory for two windows. It ends with the epoch, with `close`, when nobody
+    Threads read, into memory for two windows. They end with the epoch, with `close`, when nobody
     has this object any more, and at the exit of the interpreter. In a process that was forked
-    meanwhile, another one reads on.
+    meanwhile, others read on.
 
     Args:
         lanes: How rows are read.
@@ -105,7 +109,8 @@ class ReadAhead(AbstractContextManager["ReadAhead"]):
     def locate_positions(self, stream: Stream, epoch: int, positions: range) -> Integers:
         """Where the rows are that supply positions: the ``locations`` of `take`."""
         assert (stream, epoch) == (self._windows.stream, self._epoch)
-        return self._windows.places(epoch, positions, self._lanes.number_of)
+        lanes = self._lanes
+        return self._windows.places(epoch, positions, lanes.num_places, lanes.begins)
 
     def take(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
@@ -133,10 +138,9 @@ class ReadAhead(AbstractContextManager["ReadAhead"]):
             shapes = [((len(locations), *t.shape[1:]), t.dtype) for t in self.tensors]
             out = Buffers.empty(shapes, pin_memory=pin_memory)
         for number in range(first, last + 1):
-            while self._number < number:
-                self._advance()
             self._check()
-            assert self._window is not None
+            while self._window is None or self._number < number:
+                self._advance()
             places = locations - number * size
             if first == last:
                 copy_rows(self._window, places, out)
@@ -147,7 +151,7 @@ class ReadAhead(AbstractContextManager["ReadAhead"]):
         return out.tensors
 
     def close(self) -> None:
-        """End the thread. No row can be taken any more."""
+        """End the threads. No row can be taken any more."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -168,26 +172,29 @@ class ReadAhead(AbstractContextManager["ReadAhead"]):
         numbers = range(self._number + 1, len(self._windows))
         self._process = os.getpid()
         self._feed = _Feed()
-        if self._window is not None:
-            self._feed.buffers.append(self._window)
-        for _ in numbers[: NUM_BUFFERS - len(self._feed.buffers)]:
+        for _ in numbers[:NUM_BUFFERS]:
             buffers = self._idle.pop() if self._idle else None
             if buffers is not None:
                 self._feed.buffers.append(buffers)
             self._feed.free.put(buffers)
-        thread = threading.Thread(
-            target=_read_windows,
-            args=(self._feed, self._lanes, self._windows, self._epoch, numbers),
-            name="lightning_memmap read-ahead",
-            # It holds nothing that must be brought to an end, and `_end` is called at the exit of
-            # the interpreter: one that waited for the thread before that would wait for ever.
-            daemon=True,
-        )
-        self._end: Any = weakref.finalize(self, _end, self._feed, thread)
-        thread.start()
+        reading = _Reading(self._feed, self._lanes, self._windows, self._epoch, numbers)
+        threads = [
+            threading.Thread(
+                target=reading.run,
+                name="lightning_memmap read-ahead",
+                # It holds nothing that must be brought to an end, and `_end` is called at the exit
+                # of the interpreter: one that waited for the thread before that would wait for
+                # ever.
+                daemon=True,
+            )
+            for _ in range(_NUM_THREADS)
+        ]
+        self._end: Any = weakref.finalize(self, _end, self._feed, threads)
+        for thread in threads:
+            thread.start()
 
     def _advance(self) -> Buffers:
-        """Go on to the next window, and let the thread have the memory of this one."""
+        """Go on to the next window, and let the threads have the memory of this one."""
         self._check()
         if self._window is not None:
             self._feed.free.put(self._window)
@@ -203,19 +210,23 @@ class ReadAhead(AbstractContextManager["ReadAhead"]):
         if self._is_closed:
             raise released_error()
         if os.getpid() != self._process:
-            # The thread stayed with the parent, and so did its locks. What was taken from is here.
+            # The threads stayed with the parent, and so did their locks and what they had read.
             self._end.detach()
+            if self._window is not None:
+                self._idle.append(self._window)
+                self._window = None
+                self._number -= 1
             self._start()
 
 
 @dataclass
 class _Feed:
-    """What the thread and its user share. The thread knows nothing else of its user, so that this
-    one can be dropped.
+    """What the threads and their user share. The threads know nothing else of their user, so that
+    this one can be dropped.
 
     Args:
-        free: Memory for windows; None where it is to be made, and to wake the thread at the end.
-        ready: Windows, and at the end of a thread that failed, why it did.
+        free: Memory for windows; None where it is to be made, and to wake a thread at the end.
+        ready: Windows in their order, and why a thread failed.
         buffers: All memory for windows.
         is_over: Set when no window is wanted any more.
     """
@@ -226,39 +237,94 @@ class _Feed:
     is_over: threading.Event = field(default_factory=threading.Event)
 
 
-def _read_windows(
-    feed: _Feed, lanes: Lanes, windows: Windows, epoch: int, numbers: Sequence[int]
-) -> None:
-    """What the thread does."""
-    try:
-        for number in numbers:
-            buffers = feed.free.get()
-            if feed.is_over.is_set():
+@dataclass
+class _Unread:
+    """A window of which pieces are not read yet: ``left`` of them, and those still to be cut."""
+
+    buffers: Buffers
+    left: int = 0
+    is_cut: bool = False
+
+
+class _Reading:
+    """What the threads do together: the next window is begun while the last pieces of one are
+    read.
+
+    Args:
+        feed: What they share with their user.
+        lanes: How rows are read.
+        windows: Which rows are in which window.
+        epoch: The epoch.
+        numbers: The windows to read.
+    """
+
+    def __init__(
+        self, feed: _Feed, lanes: Lanes, windows: Windows, epoch: int, numbers: Sequence[int]
+    ) -> None:
+        self._feed = feed
+        self._lanes = lanes
+        self._runs = (windows.runs(epoch, number) for number in numbers)
+        self._unread: deque[_Unread] = deque()
+        self._pieces = self._cut()
+        # The first one is held while a thread waits for memory. Then others still finish pieces.
+        self._next_lock, self._done_lock = threading.Lock(), threading.Lock()
+
+    def run(self) -> None:
+        """What each thread does."""
+        try:
+            scratch = self._lanes.scratch()
+            while (found := self._next()) is not None:
+                window, piece = found
+                piece(scratch)
+                self._count(window, -1)
+        except BaseException as error:  # Whoever waits for a window must be told.
+            self._feed.is_over.set()
+            self._feed.free.put(None)
+            self._feed.ready.put(error)
+
+    def _next(self) -> tuple[_Unread, Piece] | None:
+        with self._next_lock:
+            return None if self._feed.is_over.is_set() else next(self._pieces, None)
+
+    def _cut(self) -> Iterator[tuple[_Unread, Piece]]:
+        for runs in self._runs:
+            buffers = self._feed.free.get()
+            if self._feed.is_over.is_set():
                 return
             if buffers is None:
-                buffers = lanes.allocate()
-                feed.buffers.append(buffers)
-            lanes.read(windows.runs(epoch, number), buffers, lambda: not feed.is_over.is_set())
-            if feed.is_over.is_set():
-                return
-            feed.ready.put(buffers)
-    except BaseException as error:  # Whoever waits for a window must be told.
-        feed.ready.put(error)
+                buffers = self._lanes.allocate()
+                self._feed.buffers.append(buffers)
+            window = _Unread(buffers)
+            self._unread.append(window)
+            for piece in self._lanes.pieces(runs, buffers):
+                self._count(window, 1)
+                yield window, piece
+            window.is_cut = True
+            self._count(window, 0)
+
+    def _count(self, window: _Unread, more: int) -> None:
+        """Count pieces of a window, and hand over the windows that are read."""
+        with self._done_lock:
+            window.left += more
+            while self._unread and self._unread[0].is_cut and not self._unread[0].left:
+                self._feed.ready.put(self._unread.popleft().buffers)
 
 
-def _end(feed: _Feed, thread: threading.Thread) -> bool:
-    """End a thread.
+def _end(feed: _Feed, threads: Sequence[threading.Thread]) -> bool:
+    """End the threads.
 
     Returns:
-        Whether it has ended.
+        Whether they have ended.
     """
     feed.is_over.set()
     feed.free.put(None)
     feed.ready.put(released_error())
-    # Garbage may be collected in any thread, in this one too.
-    if thread is not threading.current_thread():
-        thread.join(_PATIENCE_S)
-    return not thread.is_alive()
+    until = monotonic() + _PATIENCE_S
+    for thread in threads:
+        # Garbage may be collected in any thread, in one of these too.
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, until - monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def released_error() -> RuntimeError:

@@ -22,7 +22,7 @@ from lightning_memmap.order import Integers, StepPlan, Stream, derive_seed
 from lightning_memmap.windows import Windows
 
 #: Positions and steps whose order is worked out at once.
-_ORDER_BLOCK, _BLOCK_STEPS = 65536, 1024
+_ORDER_BLOCK, _BLOCK_STEPS = 2**18, 1024
 #: Small steps are taken several at once, up to so many bytes and steps.
 _TAKE_BYTES, _TAKE_STEPS = 2**22, 64
 

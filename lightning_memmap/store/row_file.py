@@ -18,8 +18,8 @@ from lightning_memmap.schema import Field
 from lightning_memmap.store.manifest import Manifest, field_path
 from lightning_memmap.store.reader import Store
 
-#: What direct reads are aligned to: a multiple of the block size of nearly all disks.
-_BLOCK_BYTES = 4096
+#: What direct reads are aligned to: the smaller one, or the larger one where a disk asks for it.
+_MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 512, 4096
 _HUGE_PAGE_BYTES = 2 * 2**20
 #: Without it, a disk that writes to memory while the process forks may write to the copy of it.
 _MADV_WIPEONFORK = 18 if sys.platform == "linux" else None
@@ -43,27 +43,38 @@ class RowFile:
     def __init__(self, store: Store, field: Field) -> None:
         self.path = field_path(store.path, field)
         self.row_bytes = field.row_bytes
-        self._is_direct = hasattr(os, "O_DIRECT")
+        #: Reads begin at a multiple of it, in the file and in memory.
+        self.block_bytes = 1
         try:
-            self._descriptor = self._open()
+            self._descriptor = self._open(getattr(os, "O_DIRECT", 0))
         except OSError as error:
-            if not self._is_direct or error.errno != errno.EINVAL:
+            if error.errno != errno.EINVAL:
                 raise
-            self._is_direct = False
-            self._descriptor = self._open()
+            self._descriptor = self._open(0)
+        else:
+            if hasattr(os, "O_DIRECT"):
+                self.block_bytes = self._find_block_bytes()
         weakref.finalize(self, os.close, self._descriptor)
 
-    def _open(self) -> int:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self.path, flags | (os.O_DIRECT if self._is_direct else 0))
+    def _open(self, flags: int) -> int:
+        return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
 
-    def read(self, first: int, num_rows: int, scratch: memoryview) -> memoryview:
+    def _find_block_bytes(self) -> int:
+        memory = aligned_memory(2 * _MIN_BLOCK_BYTES)[_MIN_BLOCK_BYTES:]
+        try:
+            os.preadv(self._descriptor, [memory], _MIN_BLOCK_BYTES)
+        except OSError:
+            return MAX_BLOCK_BYTES
+        return _MIN_BLOCK_BYTES
+
+    def read_rows(self, first: int, num_rows: int, scratch: memoryview) -> memoryview:
         """Read rows.
 
         Args:
             first: The first row, counted in the file.
             num_rows: Rows.
-            scratch: Memory to read into, of `make_scratch`.
+            scratch: Memory to read into, of `aligned_memory`, with room for these rows and two
+                blocks.
 
         Returns:
             The bytes of the rows, in ``scratch``.
@@ -73,22 +84,40 @@ class RowFile:
             StoreError: The file is shorter than the store.
         """
         start, end = first * self.row_bytes, (first + num_rows) * self.row_bytes
-        begin = start // _BLOCK_BYTES * _BLOCK_BYTES
-        memory = scratch[: -(-end // _BLOCK_BYTES) * _BLOCK_BYTES - begin]
+        begin = start // self.block_bytes * self.block_bytes
+        self.read_bytes(begin, end, scratch[: self.whole_blocks(end) - begin])
+        return scratch[start - begin : end - begin]
+
+    def whole_blocks(self, num_bytes: int) -> int:
+        """Bytes of the blocks that hold so many."""
+        return -(-num_bytes // self.block_bytes) * self.block_bytes
+
+    def read_bytes(self, begin: int, end: int, memory: memoryview) -> None:
+        """Read bytes of the file.
+
+        Args:
+            begin: The first byte, a multiple of ``block_bytes``.
+            end: One past the last byte.
+            memory: Where to: whole blocks, at an address that is a multiple of ``block_bytes``.
+                What is behind the last byte is read along where it is in the file.
+
+        Raises:
+            OSError: The disk cannot be read. It names the file.
+            StoreError: The file is shorter than the store.
+        """
         done = 0
         while done < end - begin:
             count = self._read(begin + done, memory[done:])
             # A direct read can only go on at a block: what a part of one gave is read again.
-            went_on = (done + count) // _BLOCK_BYTES * _BLOCK_BYTES - done
+            went_on = (done + count) // self.block_bytes * self.block_bytes - done
             if done + count < end - begin and not went_on:
                 raise StoreError(
                     f"{self.path} has {os.fstat(self._descriptor).st_size} bytes, and was read to"
                     f" byte {end}: it was cut short while it was in use; build the store again"
                 )
             done = done + went_on if done + count < end - begin else end - begin
-        if not self._is_direct:
+        if self.block_bytes == 1:
             self._let_go(begin, len(memory))
-        return memory[start - begin : end - begin]
 
     def _read(self, place: int, memory: memoryview) -> int:
         try:
@@ -103,24 +132,25 @@ class RowFile:
             os.posix_fadvise(self._descriptor, begin, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
-def make_scratch(num_bytes: int) -> memoryview:
-    """Memory for `RowFile.read`, as direct reads need it: in huge pages where there are some.
+def aligned_memory(num_bytes: int) -> memoryview:
+    """Memory that `RowFile` can read into, in huge pages where there are some.
 
     Pages that lie apart are many segments of a transfer, and a disk takes so many at once only:
     the same read is then many small ones.
 
+    A process that is forked has zeros there.
+
     Args:
-        num_bytes: Bytes of the rows of one read.
+        num_bytes: Bytes.
     """
-    needed = num_bytes + 2 * _BLOCK_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, needed + _HUGE_PAGE_BYTES, flags)
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags)
     for advice in (_MADV_WIPEONFORK, getattr(mmap, "MADV_HUGEPAGE", None)):
         if advice is not None:
             with suppress(OSError):  # A kernel that does not know it.
                 memory.madvise(advice)
     skip = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_BYTES
-    return memoryview(memory)[skip : skip + needed]
+    return memoryview(memory)[skip : skip + num_bytes]
 
 
 def open_row_files(store: Store) -> list[RowFile | None]:

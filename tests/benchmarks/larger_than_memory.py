@@ -35,7 +35,7 @@ from torch import Tensor
 from lightning_memmap.loading import ZippedLoader, load_split
 from lightning_memmap.placement import Consumers, format_bytes, parse_bytes, plan_placement
 from lightning_memmap.store import Store, build_store, open_store
-from lightning_memmap.store.row_file import make_scratch
+from lightning_memmap.store.row_file import aligned_memory
 
 CPU = torch.device("cpu")
 PIECE_BYTES = 8 * 2**20
@@ -149,7 +149,7 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     store = open_store(path)
     row_bytes = store.manifest.row_bytes
     paths = sorted(path.glob("*.memmap"))
-    buffer = make_scratch(PIECE_BYTES)[:PIECE_BYTES]
+    buffer = aligned_memory(PIECE_BYTES)
     runs = {
         "plain": lambda: plain_read(paths, buffer, False),
         "plain, letting go": lambda: plain_read(paths, buffer, True),

@@ -3,6 +3,7 @@
 import math
 import tracemalloc
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_window_is_the_runs_of_each_shard(cut: Windows, epoch: int) -> None:
 
 @given(windows(), st.integers(0, 5), st.data())
 @settings(deadline=None, max_examples=150)
-def test_places_are_rows_of_lanes_one_after_the_other(
+def test_places_are_rows_of_runs_that_begin_where_it_is_said(
     cut: Windows, epoch: int, data: st.DataObject
 ) -> None:
     stream = cut.stream
@@ -66,22 +67,24 @@ def test_places_are_rows_of_lanes_one_after_the_other(
     step = data.draw(st.sampled_from(divisors))
     start = data.draw(st.integers(0, stream.num_rows))
     positions = range(start, stream.num_rows, step)
-    mine = np.arange(start % step, stream.num_shards, step)
-    lanes = np.full(stream.num_shards, -1, np.int64)
-    lanes[mine] = np.arange(len(mine))
-    places = cut.places(epoch, positions, lanes)
+
+    def begins(runs: Sequence[range]) -> list[np.ndarray]:
+        # What no two rows have in common, and another number for each shard and run.
+        shards = np.arange(stream.num_shards)
+        return [10**9 * shards + 10**6 * index + 7 for index in range(len(runs))]
+
+    places = cut.places(epoch, positions, 10**12, begins)
 
     shards, offsets = stream.at(epoch, positions)
-    size = len(mine) * cut.lane_rows
     assert len(set(places.tolist())) == len(positions)
     for position, place, shard, offset in zip(
         positions, places.tolist(), shards.tolist(), offsets.tolist(), strict=True
     ):
-        number, inside = divmod(place, size)
-        lane, row = divmod(inside, cut.lane_rows)
+        number, inside = divmod(place, 10**12)
         assert number == cut.number_of(position)
-        assert mine[lane] == shard
-        assert [o for run in cut.runs(epoch, number) for o in run][row] == offset
+        assert inside // 10**9 == shard
+        run, row = divmod(inside % 10**9, 10**6)
+        assert cut.runs(epoch, number)[run][row - 7] == offset
 
 
 def test_windows_known_seed_gives_known_rows() -> None:

@@ -1,6 +1,8 @@
 """Reading ahead: the rows of the mapping, in bounded memory, by a thread that always ends."""
 
+import errno
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -19,10 +21,11 @@ from torch import Tensor
 
 from lightning_memmap._compat.tensors import storage_key
 from lightning_memmap.errors import StoreError
-from lightning_memmap.loading import SuperBatch, ZippedLoader, load_split
+from lightning_memmap.loading import SuperBatch, ZippedLoader, lanes, load_split
 from lightning_memmap.order import RowSubset
 from lightning_memmap.placement import Consumers, plan_placement
 from lightning_memmap.store import Store, build_store
+from lightning_memmap.store.row_file import RowFile
 from tests.rows import (
     CPU,
     NumberedRows,
@@ -157,6 +160,61 @@ class TestRows:
         )
         assert epoch_rows(streamed) == epoch_rows(mapped)
 
+    @pytest.mark.parametrize("block_bytes", [1, 512, 4096])
+    @pytest.mark.parametrize("row_bytes", [1, 96, 512, 1000, 4099, 12_288])
+    def test_rows_are_read_to_their_places_wherever_their_blocks_begin(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_bytes: int, block_bytes: int
+    ) -> None:
+        # As much room as it takes, and several pieces a lane.
+        monkeypatch.setattr(lanes, "_MAX_FREE", math.inf)
+        monkeypatch.setattr(lanes, "_PIECE_BYTES", 4 * 4096)
+        monkeypatch.setattr(lanes, "_read_rows", not_called)
+        monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
+        if block_bytes == 1:
+            monkeypatch.delattr(os, "O_DIRECT")
+        store = build_store(
+            WideRows(300, row_bytes), tmp_path / "wide", num_shards=7, progress=False
+        )
+        for num_devices, size, window in ((1, 1, 20), (2, 3, 5), (1, 7, 1000)):
+            streamed, mapped = (
+                make_loader(
+                    store,
+                    num_devices,
+                    3,
+                    residency=residency,
+                    rank=size - 1,
+                    size=size,
+                    window=window,
+                    shuffle=True,
+                )
+                for residency in ("stream", "mmap")
+            )
+            if num_devices * size not in (1, 7):
+                # Their rows lie apart in the files.
+                monkeypatch.setattr(lanes, "_read_rows", READ_ROWS)
+            for epoch in range(2):
+                streamed.set_epoch(epoch)
+                mapped.set_epoch(epoch)
+                for one, other in zip(streamed, mapped, strict=True):
+                    found, wanted = one.to(CPU), other.to(CPU)
+                    assert torch.equal(found["row"], wanted["row"])
+                    assert torch.equal(found["wide"], wanted["wide"])
+            monkeypatch.setattr(lanes, "_read_rows", not_called)
+
+    def test_disks_of_larger_blocks_are_read_in_these(
+        self, numbered_store: Stores, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read = os.preadv
+
+        def preadv(file: int, buffers: list[memoryview], place: int) -> int:
+            if place % 4096 or len(buffers[0]) % 4096:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return read(file, buffers, place)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        loader = make_loader(numbered_store(400, 7), residency="stream", window=5, shuffle=True)
+        assert sorted(joined(epoch_rows(loader))) == list(range(400))
+
     def test_random_transforms_draw_as_over_the_mapping(self, numbered_store: Stores) -> None:
         found = []
         for residency in ("stream", "mmap"):
@@ -189,6 +247,34 @@ class TestRows:
         monkeypatch.delattr(os, "O_DIRECT")
         loader = make_loader(numbered_store(400, 7), residency="stream", window=5, shuffle=True)
         assert sorted(joined(epoch_rows(loader))) == list(range(400))
+
+
+READ_ROWS = lanes._read_rows
+
+
+def not_called(*args: Any) -> Tensor:
+    raise AssertionError("rows are read elsewhere first")
+
+
+class WideRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """Rows of which every byte tells which row it is of.
+
+    Args:
+        num_rows: Rows.
+        row_bytes: Bytes of the field "wide".
+    """
+
+    def __init__(self, num_rows: int, row_bytes: int) -> None:
+        self.num_rows = num_rows
+        generator = torch.Generator().manual_seed(0)
+        size = (num_rows, row_bytes)
+        self.wide = torch.randint(0, 255, size, dtype=torch.uint8, generator=generator)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"row": index, "wide": self.wide[index]}
 
 
 class Kinds(torch.utils.data.Dataset[Any]):
