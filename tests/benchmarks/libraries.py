@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from loader import CASES, Case, RandomRows, epochs_of, make_loader
+from loader import CASES, LEAST_S, Case, RandomRows, epochs_of, make_loader
 from other_loaders import LIBRARIES, Rows, Way
 from timing import CLOCKS, in_turn, machine, pairwise_ratios, spread
 from torch import Tensor
@@ -181,7 +181,7 @@ def measure(
     runs = {"": ours}
     for way in ways:
         runs[way.name] = lambda way=way: read_epoch(way.batches, num_rows)
-    seconds = in_turn(runs, args.rounds, args.clock)
+    seconds = in_turn(runs, args.rounds, args.clock, LEAST_S)
     rates = {name: [num_rows / value for value in values] for name, values in seconds.items()}
     return rates[""], [
         Result(library, way, rates[way.name], pairwise_ratios(rates[""], rates[way.name]))

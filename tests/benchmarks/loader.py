@@ -28,6 +28,10 @@ from lightning_memmap.placement import Consumers, plan_placement
 from lightning_memmap.store import Store, build_store
 
 
+#: An epoch that is over sooner is repeated.
+LEAST_S = 0.2
+
+
 @dataclass(frozen=True)
 class Case:
     """What is loaded: rows of one field, with a label or without, and the rows of a step."""
@@ -98,7 +102,7 @@ def loader_epoch(loader: ZippedLoader) -> int:
     """
     rows = 0
     for batch in loader.to(torch.device("cpu")):
-        rows += len(batch[0] if isinstance(batch, list) else batch)
+        rows += (batch[0] if isinstance(batch, list) else batch).size(0)
         del batch
     return rows
 
@@ -171,7 +175,7 @@ def against_takes(
         "loader": epochs_of(loader),
         "takes": lambda: bare_epoch(source.tensors, places, case.batch),
     }
-    seconds = in_turn(runs, args.rounds, args.clock)
+    seconds = in_turn(runs, args.rounds, args.clock, LEAST_S)
     rates = {name: [case.num_rows / value for value in times] for name, times in seconds.items()}
     ratios = pairwise_ratios(rates["loader"], rates["takes"])
     step_us = [1e6 * value / loader.num_steps for value in seconds["loader"]]
@@ -191,7 +195,7 @@ def against_dataloaders(
     runs: dict[str, Callable[[], object]] = {"loader": epochs_of(loader)}
     for name, other in others.items():
         runs[name] = lambda other=other: batches(other)
-    seconds = in_turn(runs, args.rounds, args.clock)
+    seconds = in_turn(runs, args.rounds, args.clock, LEAST_S)
     rows = {name: min(case.num_rows, 400 * case.batch) for name in others}
     rows["loader"] = case.num_rows
     rates = {name: [rows[name] / value for value in times] for name, times in seconds.items()}

@@ -12,18 +12,17 @@ import torch
 CLOCKS: dict[str, Callable[[], float]] = {"wall": perf_counter, "cpu": process_time}
 
 
-#: A turn that is over sooner is repeated for so long.
-LEAST_S = 0.2
-
-
 def in_turn(
-    runs: Mapping[str, Callable[[], object]], rounds: int, clock: str = "wall"
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    clock: str = "wall",
+    least_s: float = 0.0,
 ) -> dict[str, list[float]]:
     """Seconds of each run in each round, after one round that is not counted.
 
     The runs take turns, and each round begins with another one, so that all see the same noise.
-    A short one is repeated, and its first time is not counted: that would tell how much of the
-    processor's caches the run before it has used.
+    One that is over before ``least_s`` is repeated for so long, and its first time is not counted:
+    that would tell how much of the processor's caches the run before it has used.
     """
     now = CLOCKS[clock]
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -31,20 +30,20 @@ def in_turn(
     for index in range(rounds + 1):
         first = index % len(names)
         for name in names[first:] + names[:first]:
-            took = _turn(runs[name], now)
+            took = _turn(runs[name], now, least_s)
             if index:
                 seconds[name].append(took)
     return seconds
 
 
-def _turn(run: Callable[[], object], now: Callable[[], float]) -> float:
+def _turn(run: Callable[[], object], now: Callable[[], float], least_s: float) -> float:
     start = now()
     run()
     took = now() - start
-    if took >= LEAST_S:
+    if took >= least_s:
         return took
     start, count = now(), 0
-    while (took := now() - start) < LEAST_S:
+    while (took := now() - start) < least_s:
         run()
         count += 1
     return took / count
