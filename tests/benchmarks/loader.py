@@ -27,7 +27,6 @@ from lightning_memmap.loading import ZippedLoader, load_split
 from lightning_memmap.placement import Consumers, plan_placement
 from lightning_memmap.store import Store, build_store
 
-
 #: An epoch that is over sooner is repeated.
 LEAST_S = 0.2
 
