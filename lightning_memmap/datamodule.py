@@ -18,7 +18,7 @@ from lightning_memmap._compat.loops import renew_train_loader_after_epoch, valid
 from lightning_memmap.agreement import agree
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.loading import AssembledLoader, ResidentSplit, ZippedLoader, load_split
-from lightning_memmap.order import RowSubset, Stream
+from lightning_memmap.order import RowSubset, Stream, default_window
 from lightning_memmap.placement import (
     RESIDENCIES,
     Consumers,
@@ -32,7 +32,6 @@ from lightning_memmap.placement import (
     plan_placement,
 )
 from lightning_memmap.store import Store, build_store, open_store
-from lightning_memmap.windows import default_window
 
 if TYPE_CHECKING:
     MapDataset: TypeAlias = Dataset[Any]

@@ -18,8 +18,7 @@ from rich.table import Table
 
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.host_memory import available_bytes
-from lightning_memmap.order import shard_rows, striping
-from lightning_memmap.windows import default_window
+from lightning_memmap.order import default_window, shard_rows, striping
 
 
 class Residency(str, Enum):
@@ -189,7 +188,7 @@ def plan_placement(
         budget_bytes: By device, the bytes that shards may take there.
         pinned_budget_bytes: Bytes that may be page-locked on this host.
         window: For ``stream``, rows of a shard in a window; by default, what
-            `lightning_memmap.windows.default_window` says of each store.
+            `lightning_memmap.order.default_window` says of each store.
         window_budget_bytes: For ``stream``, bytes of host memory that all windows of this process
             may take; None for as many as they need.
 

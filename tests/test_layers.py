@@ -19,7 +19,7 @@ COMPAT = "_compat"
 #: What stands side by side in a layer knows nothing of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (COMPAT, "errors", "order", "host_memory"),
-    ("schema", "windows"),
+    ("schema",),
     ("store",),
     ("placement", "agreement"),
     ("loading",),
@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 #: These work without Lightning.
 WITHOUT_LIGHTNING = (
-    *("errors", "order", "windows", "schema", "store", "host_memory", "placement", "agreement"),
+    *("errors", "order", "schema", "store", "host_memory", "placement", "agreement"),
 )
 FOREIGN = ("lightning.", "torch.")
 #: Names with an underscore that are public: Python's own for named tuples.

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers, copy_rows
 from lightning_memmap.loading.lanes import Lanes, Piece
-from lightning_memmap.order import Integers, Stream
-from lightning_memmap.windows import Windows
+from lightning_memmap.order import Integers, Stream, Windows
 
 #: Windows in memory: one that is taken from, and one that is read.
 NUM_BUFFERS = 2

@@ -18,8 +18,7 @@ from lightning_memmap.loading.shard import ResidentShards, ResidentSplit
 from lightning_memmap.loading.streams import has_streams, send
 from lightning_memmap.loading.super_batch import Assembler, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
-from lightning_memmap.order import Integers, StepPlan, Stream, derive_seed
-from lightning_memmap.windows import Windows
+from lightning_memmap.order import Integers, StepPlan, Stream, Windows, derive_seed
 
 #: Positions and steps whose order is worked out at once.
 _ORDER_BLOCK, _BLOCK_STEPS = 2**18, 1024

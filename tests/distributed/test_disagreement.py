@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lightning_memmap.windows import default_window
+from lightning_memmap.order import default_window
 from tests.distributed.harness import launch
 
 

@@ -14,8 +14,8 @@ import torch
 from lightning_memmap import MemmapDataModule, build_store, host_memory, open_store
 from lightning_memmap.errors import DatasetError, PlacementError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import SuperBatch
+from lightning_memmap.order import default_window
 from lightning_memmap.strategies import SuperBatchStrategy
-from lightning_memmap.windows import default_window
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import CPU, joined, take_steps
 

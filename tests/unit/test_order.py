@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_memmap import order as order_module
 from lightning_memmap.order import (
     RowSubset,
     StepPlan,
@@ -20,6 +19,8 @@ from lightning_memmap.order import (
     shard_starts,
     striping,
 )
+from lightning_memmap.order import permutations as constructions
+from lightning_memmap.order import stream as stream_module
 
 SEEDS = st.integers(0, 2**63 - 1)
 EPOCHS = st.integers(0, 2**32)
@@ -326,11 +327,11 @@ LONG = [1024, 1025, 1500, 4099]
 @pytest.fixture(params=["tables", "cipher"])
 def construction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """How shards of 1,024 rows and more are permuted."""
-    order_module._permutation.cache_clear()
+    stream_module._permutation.cache_clear()
     if request.param == "cipher":
-        monkeypatch.setattr(order_module, "_VERY_LONG_SHARD", 0)
+        monkeypatch.setattr(constructions, "_VERY_LONG_SHARD", 0)
     yield request.param
-    order_module._permutation.cache_clear()
+    stream_module._permutation.cache_clear()
 
 
 @pytest.mark.parametrize("size", [1022, 1023, *LONG, 2**16 - 1, 2**16, 2**16 + 1])

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memmap.order import Stream, shard_rows
-from lightning_memmap.windows import DEFAULT_WINDOW_BYTES, Windows, default_window
+from lightning_memmap.order import Stream, Windows, default_window, shard_rows
+from lightning_memmap.order.windows import DEFAULT_WINDOW_BYTES
 
 SEEDS = st.integers(0, 2**63 - 1)
 

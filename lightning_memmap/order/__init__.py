@@ -1,0 +1,31 @@
+"""The data order: which rows come when, the same for every strategy and device count.
+
+Integers only: no file, no tensor, no device.
+
+    shards        how rows are dealt to shards
+    subset        folds and parts of a dataset
+    permutations  the order within shards, from random bits
+    windowed      the same, window by window
+    stream        the rows of each position of an epoch
+    steps         how an epoch is cut into steps
+    windows       how an epoch is cut into what is read from disk at once
+"""
+
+from lightning_memmap.order.shards import Integers, shard_rows, shard_starts, striping
+from lightning_memmap.order.steps import StepPlan
+from lightning_memmap.order.stream import Stream, derive_seed
+from lightning_memmap.order.subset import RowSubset
+from lightning_memmap.order.windows import Windows, default_window
+
+__all__ = [
+    "Integers",
+    "RowSubset",
+    "StepPlan",
+    "Stream",
+    "Windows",
+    "default_window",
+    "derive_seed",
+    "shard_rows",
+    "shard_starts",
+    "striping",
+]

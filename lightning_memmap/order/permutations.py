@@ -1,0 +1,288 @@
+"""Permutations of shards, from random bits: computed, never stored, but for short shards.
+
+Set-up time and memory do not grow with the number of rows, or grow with its square root, and any
+position can be asked for at any time. Integers only.
+"""
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_memmap.order.shards import Integers
+
+Digits = NDArray[np.uint32]
+
+#: Shards of fewer rows are each permuted by sorting: as evenly as a shuffle can be.
+_LONG_SHARD = 1024
+#: Shards of fewer rows have two sorted tables in common. Those of more have a cipher.
+_VERY_LONG_SHARD = 65536
+#: Rounds of the cipher that all shards share. Three more are each shard's own.
+_COMMON_ROUNDS = 5
+#: Offsets that are worked on at a time, which stay in the processor's cache.
+_CACHED = 16384
+
+
+class Permutation(Protocol):
+    """The permutations of all shards in one epoch."""
+
+    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
+        """Permuted offsets for a grid of offsets and shards.
+
+        Args:
+            first: The first offset.
+            last: The last offset.
+            columns: Shards, int64 of shape (S,).
+            begins: What is added to the offsets of each of these shards, int64 of shape (S,).
+
+        Returns:
+            int64 of shape ((last + 1 - first) * S,). What a short shard has not is undefined.
+        """
+
+
+def random_bits(seed: int, epoch: int, part: int = 0) -> np.random.Philox:
+    """Random bits of an epoch.
+
+    Args:
+        seed: Seed of the stream.
+        epoch: Epoch.
+        part: What they are for: parts of one sequence, of which no two have a bit in common.
+    """
+    key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, part], np.uint64)
+    return np.random.Philox(key=key, counter=counter)
+
+
+def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
+    """The permutations of sets of rows.
+
+    Args:
+        sizes: Rows of each set, int64 of shape (C,), which differ by one at most, none smaller
+            than one behind it.
+        bits: Random bits.
+    """
+    if sizes[0] < _LONG_SHARD:
+        return _Sorted(sizes, bits)
+    return _Rotated(sizes, bits) if sizes[0] < _VERY_LONG_SHARD else _Cipher(sizes, bits)
+
+
+class _Sorted:
+    """Permutations of short shards, each of its own.
+
+    Args:
+        sizes: Rows of each shard, int64 of shape (C,), which differ by one at most.
+        bits: Random bits.
+    """
+
+    def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
+        num_shards, largest = len(sizes), int(sizes[0])
+        keys = _random_keys(bits, num_shards, largest)
+        # What a shard has not sorts last.
+        keys[sizes < largest, -1] = np.iinfo(np.uint64).max
+        self._offsets = np.ascontiguousarray(_sorted_offsets(keys).T)
+
+    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
+        """Permuted offsets; see `Permutation`."""
+        rows = self._offsets[first : last + 1]
+        step = max(1, rows.shape[1] // len(columns))
+        return np.add(rows[:, columns[0] :: step], begins).ravel()
+
+
+class _Rotated:
+    """Permutations of shards that two tables have in common, and a rotation of each shard between.
+
+    With random permutations ``X`` and ``T`` of the largest shard's ``n`` offsets, the offset ``j``
+    of shard ``c`` becomes ``T[(X[j] + r[c]) % n]``. Every shard's order is as random as a shuffle,
+    and so is which rows of two shards come at the same place of their orders, but for those of
+    the same offset: these never do, since no two rotations are the same.
+
+    Args:
+        sizes: Rows of each shard, int64 of shape (C,), which differ by one at most.
+        bits: Random bits.
+    """
+
+    def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
+        num_shards, largest = len(sizes), int(sizes[0])
+        self._first, last = _sorted_offsets(_random_keys(bits, 2, largest)).astype(np.uint32)
+        # Twice, so that nothing wraps around.
+        self._last = np.concatenate([last, last])
+        # One rotation from each of as many equal ranges, dealt at random.
+        ranges = _sorted_offsets(_random_keys(bits, 1, num_shards))[0]
+        bounds = np.arange(num_shards + 1) * largest // num_shards
+        inside = _random_table(bits, 1, num_shards, 2**31)[0] % np.maximum(1, np.diff(bounds))
+        self._rotations = (bounds[:-1] + inside)[ranges].astype(np.uint32)
+        # A shard that is one row shorter has no last offset. Where that would come, there comes
+        # what the last offset would become.
+        short = np.flatnonzero(sizes < largest)
+        turned = (np.flatnonzero(last == largest - 1) - self._rotations[short]) % largest
+        self._short = np.full(num_shards, -1, np.int64)
+        place = np.empty(largest, np.int64)
+        place[self._first] = np.arange(largest)
+        self._short[short] = place[turned]
+        self._instead = self._last[self._first[-1] + self._rotations].astype(np.int64)
+
+    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
+        """Permuted offsets; see `Permutation`."""
+        turned, num = self._first[first : last + 1], len(columns)
+        step = min(max(1, _CACHED // num), len(turned))
+        rotations, shifts = np.tile(self._rotations[columns], step), np.tile(begins, step)
+        offsets = np.empty(len(turned) * num, np.int64)
+        for start in range(0, len(offsets), step * num):
+            places = np.repeat(turned[start // num : start // num + step], num)
+            places += rotations[: len(places)]
+            out = offsets[start : start + len(places)]
+            np.add(self._last.take(places, mode="wrap"), shifts[: len(places)], out=out)
+        at = self._short[columns]
+        short = np.flatnonzero((at >= first) & (at <= last))
+        offsets[(at[short] - first) * num + short] = (self._instead[columns] + begins)[short]
+        return offsets
+
+
+class _Cipher:
+    """Permutations of long shards: computed for any offset, with tables of random integers that
+    grow with the square root of the rows.
+
+    A number is two digits, and each round adds to one of them, modulo its radix, a random function
+    of the other: the generalised Feistel cipher of Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002. The radix of the lower digit is a power of two, and what is added there
+    is added bit by bit.
+
+    The first rounds are common to all shards: an offset, which all shards have at about the same
+    time, goes through those only once.
+
+    Args:
+        sizes: Rows of each shard, int64 of shape (C,), which differ by one at most.
+        bits: Random bits.
+    """
+
+    def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
+        num_shards, largest = len(sizes), int(sizes[0])
+        self._bits = ((largest - 1).bit_length() + 1) // 2
+        low = 2**self._bits
+        self._high = -(-largest // low)
+        self._common = [
+            _random_table(bits, 1, *((self._high, low) if index % 2 else (low, self._high)))[0]
+            for index in range(_COMMON_ROUNDS)
+        ]
+        # In the second of its three rounds, a shard's lower digit comes with the number of the
+        # shard above it, and so is a place in a table: the first table brings that number in,
+        # and the last one takes it out.
+        number = np.arange(num_shards, dtype=np.uint32)[:, None] << np.uint32(self._bits)
+        self._own = [
+            (_random_table(bits, num_shards, self._high, low) | number).ravel(),
+            _random_table(bits, num_shards, low, self._high).ravel(),
+            (_random_table(bits, num_shards, self._high, low) | number).ravel(),
+        ]
+        self._smallest = int(sizes[-1])
+        self._inside = self._walk(sizes)
+
+    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
+        """Permuted offsets; see `Permutation`."""
+        upper, lower = self._begin(np.arange(first, last + 1, dtype=np.int64))
+        num = len(columns)
+        offsets = np.empty(len(upper) * num, np.int64)
+        step = max(1, _CACHED // num)
+        tables = np.tile((columns * self._high).astype(np.uint32), min(step, len(upper)))
+        for start in range(0, len(upper), step):
+            rows = slice(start, start + step)
+            out = offsets[start * num : (start + step) * num]
+            self._finish(np.repeat(upper[rows], num), np.repeat(lower[rows], num), tables, out)
+        outside = np.flatnonzero(offsets >= self._smallest)
+        found = offsets[outside] - self._smallest
+        offsets[outside] = self._inside[found, columns[outside % num]]
+        offsets += np.tile(begins, len(upper))
+        return offsets
+
+    def _begin(self, offsets: Integers) -> tuple[Digits, Digits]:
+        """The upper and the lower digit of offsets after the common rounds."""
+        upper = (offsets >> self._bits).astype(np.uint32)
+        lower = (offsets & (2**self._bits - 1)).astype(np.uint32)
+        for index, table in enumerate(self._common):
+            if index % 2:
+                lower ^= table[upper]
+            else:
+                self._add(upper, table[lower])
+        return upper, lower
+
+    def _finish(self, upper: Digits, lower: Digits, tables: Digits, out: Integers) -> None:
+        """Offsets after the rounds of their shards; the digits are overwritten.
+
+        Args:
+            upper: Upper digits.
+            lower: Lower digits.
+            tables: Where the tables begin that are of an upper digit and of the digits' shard.
+            out: For the offsets.
+        """
+        tables = tables[: len(upper)]
+        places, found = np.empty_like(upper), np.empty_like(upper)
+        # No place is outside a table: "wrap" is the fastest mode.
+        np.add(upper, tables, out=places)
+        lower ^= self._own[0].take(places, out=found, mode="wrap")
+        self._add(upper, self._own[1].take(lower, out=found, mode="wrap"))
+        np.add(upper, tables, out=places)
+        lower ^= self._own[2].take(places, out=found, mode="wrap")
+        if self._high << self._bits <= 2**32:
+            upper <<= np.uint32(self._bits)
+            upper |= lower
+            out[:] = upper
+        else:
+            out[:] = upper
+            out <<= self._bits
+            out |= lower
+
+    def _add(self, upper: Digits, other: Digits) -> None:
+        """Add to upper digits; what is added is overwritten."""
+        upper += other
+        # Unsigned: where nothing wrapped around, subtracting the radix gives a huge number.
+        np.subtract(upper, np.uint32(self._high), out=other)
+        np.minimum(upper, other, out=upper)
+
+    def _walk(self, sizes: Integers) -> Integers:
+        """What to take instead of an offset outside its shard.
+
+        That is the cipher applied again until it falls inside ("cycle walking"), which makes a
+        bijection of the shard.
+
+        Returns:
+            int64 of shape (numbers of two digits from the smallest size on, C).
+        """
+        numbers = np.arange(self._smallest, self._high << self._bits, dtype=np.int64)
+        shards = np.tile(np.arange(len(sizes), dtype=np.int64), len(numbers))
+        start = np.repeat(numbers, len(sizes))
+        inside = start.copy()
+        left = np.flatnonzero(start >= sizes[shards])
+        while len(left):
+            where = shards[left]
+            again = np.empty_like(where)
+            tables = (where * self._high).astype(np.uint32)
+            self._finish(*self._begin(inside[left]), tables, again)
+            inside[left] = again
+            # No offset inside leads to what comes back to where it began.
+            left = left[(again >= sizes[where]) & (again != start[left])]
+        return inside.reshape(len(numbers), len(sizes))
+
+
+def _random_keys(bits: np.random.Philox, num_rows: int, length: int) -> NDArray[np.uint64]:
+    """Random numbers of shape (num_rows, length), with their index in the row in the last bits."""
+    width = np.uint64(length.bit_length())
+    keys = bits.random_raw(num_rows * length).reshape(num_rows, length)
+    keys >>= width
+    keys <<= width
+    keys |= np.arange(length, dtype=np.uint64)
+    return keys
+
+
+def _sorted_offsets(keys: NDArray[np.uint64]) -> Integers:
+    """The indices of random keys in the order of their numbers; the keys are overwritten."""
+    width = keys.shape[1].bit_length()
+    keys.sort(axis=1)
+    keys &= np.uint64(2**width - 1)
+    return keys.view(np.int64)
+
+
+def _random_table(bits: np.random.Philox, num_rows: int, length: int, bound: int) -> Digits:
+    """Random integers in ``[0, bound)``, uint32 of shape (num_rows, length)."""
+    # The high half of a product maps 32 random bits to the range, as evenly as they can be.
+    raw = bits.random_raw(num_rows * length) >> np.uint64(32)
+    raw *= np.uint64(bound)
+    raw >>= np.uint64(32)
+    return raw.astype(np.uint32).reshape(num_rows, length)
