@@ -77,7 +77,9 @@ class CUDAGraph(Graph):
 
     @override
     def capture(self, run: Callable[[], T]) -> T:
-        with torch.cuda.graph(self._graph, stream=self._stream):
+        # Other threads may allocate page-locked memory meanwhile, for rows that they read ahead.
+        mode = "thread_local"
+        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode=mode):
             return run()
 
     @override
