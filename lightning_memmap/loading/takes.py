@@ -1,0 +1,225 @@
+"""Takes: the rows of coming steps, copied into super-batches."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memmap.loading.buffers import BufferPool
+from lightning_memmap.loading.read_ahead import ReadAhead
+from lightning_memmap.loading.shard import ResidentShards, ResidentSplit
+from lightning_memmap.loading.streams import has_streams, send
+from lightning_memmap.loading.super_batch import Assembler, SuperBatch
+from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
+from lightning_memmap.order import Integers, Stream, derive_seed
+
+#: Small steps are taken several at once, up to so many bytes and steps.
+_TAKE_BYTES, _TAKE_STEPS = 2**22, 64
+
+
+class Takes:
+    """Takes rows where they are, into a batch for each data device or into one for all.
+
+    Args:
+        split: The resident shards.
+        stream: The order of their rows.
+        build: Nests one tensor per field like the dataset's samples.
+        transform: Batch transform that runs on each data device; see `DeviceTransform`.
+    """
+
+    def __init__(
+        self,
+        split: ResidentSplit,
+        stream: Stream,
+        build: Callable[[Sequence[Tensor]], Any],
+        transform: BatchTransform | None,
+    ) -> None:
+        self._split = split
+        self._stream = stream
+        self._devices = split.consumers.data_devices
+        self._assembler = Assembler(build)
+        self._transforms = (
+            [DeviceTransform(transform, device) for device in self._devices]
+            if (transform is not None)
+            else []
+        )
+        self._pools: dict[int, BufferPool] = {}
+
+    def take(
+        self,
+        ahead: ReadAhead | None,
+        epoch: int,
+        first_step: int,
+        positions: range,
+        num_steps: int,
+    ) -> Iterator[SuperBatch]:
+        """Take the rows of consecutive steps of equal size, whose order is worked out together.
+
+        Args:
+            ahead: What reads the rows of the epoch; None where they are in memory.
+            epoch: The epoch.
+            first_step: Number of the first step.
+            positions: The positions of all the steps that this process serves.
+            num_steps: Steps.
+
+        Returns:
+            A super-batch for each step.
+        """
+        count = len(self._devices)
+        # Alike in every step: consumers divide the rows of a full step, of which there are many.
+        length = len(positions) // num_steps
+        first = positions.start // positions.step % count
+        if self._is_together:
+            source = ahead or self._split.sources[0]
+            yield from self._take_together(source, epoch, positions, length, first)
+            return
+        if ahead is not None:
+            yield from self._take_ahead(ahead, epoch, first_step, positions, length, first)
+            return
+        shards, offsets = self._stream.at(epoch, positions)
+        for index in range(num_steps):
+            step = slice(index * length, (index + 1) * length)
+            parts = [
+                self._take_part(
+                    device,
+                    shards[step][at::count],
+                    offsets[step][at::count],
+                    epoch,
+                    first_step + index,
+                )
+                for device in range(count)
+                for at in [(device - first) % count]
+            ]
+            yield SuperBatch(self._devices, length, first, parts=parts, assembler=self._assembler)
+
+    @property
+    def _is_together(self) -> bool:
+        """Whether all rows lie in one place on the only physical device, and stay as they are:
+        then one take serves all logical data devices."""
+        places = self._split.places
+        return (
+            not self._transforms
+            and len(places) == 1
+            and all(device == places[0] for device in self._devices)
+        )
+
+    def _take_ahead(
+        self,
+        ahead: ReadAhead,
+        epoch: int,
+        first_step: int,
+        positions: range,
+        length: int,
+        first: int,
+    ) -> Iterator[SuperBatch]:
+        """Each data device has a batch of its own. All of a step are taken at once: the window of
+        the first one's last row may be gone before the second one's first."""
+        count = len(self._devices)
+        locations = ahead.locate_positions(self._stream, epoch, positions)
+        for index in range(len(positions) // length):
+            step = locations[index * length : (index + 1) * length]
+            shares = [step[(device - first) % count :: count] for device in range(count)]
+            taken = self._take_host_rows(ahead, torch.from_numpy(np.concatenate(shares)))
+            columns = [leaf.split_with_sizes([len(share) for share in shares]) for leaf in taken]
+            parts = [
+                self._transformed(
+                    device,
+                    [send(leaf, self._devices[device]) for leaf in leaves],
+                    epoch,
+                    first_step + index,
+                )
+                for device, leaves in enumerate(zip(*columns, strict=True))
+            ]
+            del taken, columns
+            yield SuperBatch(self._devices, length, first, parts=parts, assembler=self._assembler)
+
+    def _take_host_rows(self, ahead: ReadAhead, locations: Tensor) -> list[Tensor]:
+        if all(device.type == "cpu" for device in self._devices):
+            return self._take_into_buffer(ahead, locations)
+        # Memory that copies to a device read from is not ours to use again before they are done:
+        # torch knows when.
+        return ahead.take(locations, pin_memory=any(map(has_streams, self._devices)))
+
+    def _take_together(
+        self,
+        source: ResidentShards | ReadAhead,
+        epoch: int,
+        positions: range,
+        length: int,
+        first: int,
+    ) -> Iterator[SuperBatch]:
+        locations = source.locate_positions(self._stream, epoch, positions)
+        places = send(torch.from_numpy(locations), source.device)
+        # Several small steps in one take; the steps are views of what it gives.
+        together = min(max(1, _TAKE_BYTES // max(1, length * source.row_bytes)), _TAKE_STEPS)
+        for start in range(0, len(places), together * length):
+            taken = places[start : start + together * length]
+            lengths = [length] * (len(taken) // length)
+            # Ordinary tensors in inference mode too: it may be over before the last of these steps.
+            ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+            with ordinary or nullcontext():
+                leaves = self._take_into_buffer(source, taken)
+                columns = [leaf.split_with_sizes(lengths) for leaf in leaves]
+            steps = [list(step) for step in zip(*columns, strict=True)]
+            del leaves, columns
+            # The last reference to a step's views goes with its super-batch.
+            steps.reverse()
+            while steps:
+                yield SuperBatch(
+                    self._devices, length, first, whole=steps.pop(), assembler=self._assembler
+                )
+
+    def _take_into_buffer(
+        self, source: ResidentShards | ReadAhead, locations: Tensor
+    ) -> list[Tensor]:
+        if source.device.type != "cpu":
+            return source.take(locations)
+        return source.take(locations, self._pool_for(len(locations), source).get())
+
+    def _pool_for(self, num_rows: int, source: ResidentShards | ReadAhead) -> BufferPool:
+        if num_rows not in self._pools:
+            shapes = [((num_rows, *t.shape[1:]), t.dtype) for t in source.tensors]
+            # Two steps may be under way, each with a batch on every data device.
+            self._pools[num_rows] = BufferPool(shapes, 2 * len(self._devices) + 2)
+        return self._pools[num_rows]
+
+    def _take_part(
+        self, index: int, shards: Integers, offsets: Integers, epoch: int, step: int
+    ) -> Any:
+        leaves = self._take_rows(self._devices[index], shards, offsets)
+        return self._transformed(index, leaves, epoch, step)
+
+    def _transformed(self, index: int, leaves: list[Tensor], epoch: int, step: int) -> Any:
+        batch = self._assembler.build(leaves)
+        if self._transforms:
+            rank = self._split.consumers.rank + self._split.consumers.size * index
+            return self._transforms[index](batch, derive_seed(self._stream.seed, epoch, step, rank))
+        return batch
+
+    def _take_rows(self, device: torch.device, shards: Integers, offsets: Integers) -> list[Tensor]:
+        of_row = self._split.source_of_shard[shards]
+        used = np.unique(of_row)
+        parts = []
+        for which in used.tolist():
+            source = self._split.sources[which]
+            mine = np.flatnonzero(of_row == which)
+            places = source.locate(shards[mine], offsets[mine], self._stream.num_shards)
+            locations = send(torch.from_numpy(places), source.device)
+            if device.type == "cpu":
+                taken = self._take_into_buffer(source, locations)
+            else:
+                # From host memory by way of page-locked memory, whether the shard is there or not.
+                is_on_host = source.device.type == "cpu" and has_streams(device)
+                taken = source.take(locations, pin_memory=is_on_host)
+                taken = [send(leaf, device) for leaf in taken]
+            parts.append((mine, taken))
+        if len(parts) == 1:
+            return parts[0][1]
+        # Some shards of this device live elsewhere: their rows are put back into stream order.
+        order = torch.from_numpy(np.argsort(np.concatenate([mine for mine, _ in parts])))
+        order = send(order, device)
+        columns = zip(*(leaves for _, leaves in parts), strict=True)
+        return [torch.cat(leaves).index_select(0, order) for leaves in columns]
