@@ -133,7 +133,7 @@ class RowFile:
 
 
 def aligned_memory(num_bytes: int) -> memoryview:
-    """Memory that `RowFile` can read into, in huge pages where there are some.
+    """Memory that `RowFile` can read into, in huge pages where it is large enough for some.
 
     Pages that lie apart are many segments of a transfer, and a disk takes so many at once only:
     the same read is then many small ones.
@@ -143,13 +143,14 @@ def aligned_memory(num_bytes: int) -> memoryview:
     Args:
         num_bytes: Bytes.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags)
-    for advice in (_MADV_WIPEONFORK, getattr(mmap, "MADV_HUGEPAGE", None)):
+    is_huge = num_bytes >= _HUGE_PAGE_BYTES
+    alignment = _HUGE_PAGE_BYTES if is_huge else MAX_BLOCK_BYTES
+    memory = mmap.mmap(-1, num_bytes + alignment, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (_MADV_WIPEONFORK, getattr(mmap, "MADV_HUGEPAGE", None) if is_huge else None):
         if advice is not None:
             with suppress(OSError):  # A kernel that does not know it.
                 memory.madvise(advice)
-    skip = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_BYTES
+    skip = -np.frombuffer(memory, np.uint8).ctypes.data % alignment
     return memoryview(memory)[skip : skip + num_bytes]
 
 
