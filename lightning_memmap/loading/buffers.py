@@ -116,14 +116,17 @@ class BufferPool:
         self._slots: list[Buffers] = []
         self._idle_count = 0
 
-    def get(self) -> Buffers:
+    def get(self, num_rows: int) -> Buffers:
         """Buffers that nobody else holds, with undefined content.
 
         They stay the caller's until the last tensor that shares their memory is gone.
+
+        Args:
+            num_rows: The first so many rows of each buffer are given.
         """
         for slot in self._slots:
             if self._is_idle(slot):
-                return _handed_out(slot)
+                return _handed_out(slot, num_rows)
         slot = Buffers.empty(self._shapes)
         if not self._slots:
             self._idle_count = max(map(storage_use_count, slot.tensors), default=0)
@@ -131,7 +134,7 @@ class BufferPool:
             # Somebody keeps many batches. The oldest set is theirs for good.
             del self._slots[0]
         self._slots.append(slot)
-        return _handed_out(slot)
+        return _handed_out(slot, num_rows)
 
     def _is_idle(self, slot: Buffers) -> bool:
         for tensor in slot.tensors:
@@ -144,6 +147,8 @@ class BufferPool:
         return True
 
 
-def _handed_out(slot: Buffers) -> Buffers:
+def _handed_out(slot: Buffers, num_rows: int) -> Buffers:
     # Others than the pool's own tensors, so that its own have no more owners than they began with.
-    return Buffers([tensor.detach() for tensor in slot.tensors], slot.rows)
+    return Buffers(
+        [tensor[:num_rows] for tensor in slot.tensors], [rows[:num_rows] for rows in slot.rows]
+    )

@@ -140,7 +140,7 @@ class Assembler:
         if self._pool is None or self._pool_key != (key, num_rows):
             self._pool = BufferPool([((num_rows, *shape), dtype) for shape, dtype in key])
             self._pool_key = (key, num_rows)
-        return self._pool.get().tensors
+        return self._pool.get(num_rows).tensors
 
 
 def _checked_leaves(parts: list[Any], first: int, num_rows: int) -> list[list[Tensor]]:

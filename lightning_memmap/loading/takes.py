@@ -54,46 +54,41 @@ class Takes:
         epoch: int,
         first_step: int,
         positions: range,
-        num_steps: int,
+        lengths: list[int],
     ) -> Iterator[SuperBatch]:
-        """Take the rows of consecutive steps of equal size, whose order is worked out together.
+        """Take the rows of consecutive steps, whose order is worked out together.
 
         Args:
             ahead: What reads the rows of the epoch; None where they are in memory.
             epoch: The epoch.
             first_step: Number of the first step.
             positions: The positions of all the steps that this process serves.
-            num_steps: Steps.
+            lengths: How many of them each step has. The first step is one of the longest, but
+                for the last two of an epoch.
 
         Returns:
             A super-batch for each step.
         """
-        count = len(self._devices)
-        # Alike in every step: consumers divide the rows of a full step, of which there are many.
-        length = len(positions) // num_steps
-        first = positions.start // positions.step % count
         if self._is_together:
             source = ahead or self._split.sources[0]
-            yield from self._take_together(source, epoch, positions, length, first)
+            yield from self._take_together(source, epoch, positions, lengths)
             return
+        make_parts: Iterator[list[Any]]
         if ahead is not None:
-            yield from self._take_ahead(ahead, epoch, first_step, positions, length, first)
-            return
-        shards, offsets = self._stream.at(epoch, positions)
-        for index in range(num_steps):
-            step = slice(index * length, (index + 1) * length)
-            parts = [
-                self._take_part(
-                    device,
-                    shards[step][at::count],
-                    offsets[step][at::count],
-                    epoch,
-                    first_step + index,
-                )
-                for device in range(count)
-                for at in [(device - first) % count]
-            ]
-            yield SuperBatch(self._devices, length, first, parts=parts, assembler=self._assembler)
+            make_parts = self._take_ahead(ahead, epoch, first_step, positions, lengths)
+        else:
+            make_parts = self._take_apart(epoch, first_step, positions, lengths)
+        for length, first in zip(lengths, self._firsts(positions, lengths), strict=True):
+            yield SuperBatch(
+                self._devices, length, first, parts=next(make_parts), assembler=self._assembler
+            )
+
+    def _firsts(self, positions: range, lengths: list[int]) -> Iterator[int]:
+        """The data device of the first row of each step."""
+        begin = positions.start // positions.step
+        for length in lengths:
+            yield begin % len(self._devices)
+            begin += length
 
     @property
     def _is_together(self) -> bool:
@@ -106,21 +101,45 @@ class Takes:
             and all(device == places[0] for device in self._devices)
         )
 
+    def _take_apart(
+        self, epoch: int, first_step: int, positions: range, lengths: list[int]
+    ) -> Iterator[list[Any]]:
+        """Each data device takes a batch of its own where its shards are."""
+        count, start = len(self._devices), 0
+        shards, offsets = self._stream.at(epoch, positions)
+        for index, (length, first) in enumerate(
+            zip(lengths, self._firsts(positions, lengths), strict=True)
+        ):
+            step = slice(start, start + length)
+            start += length
+            parts = []
+            for device in range(count):
+                mine = slice((device - first) % count, None, count)
+                leaves = self._take_rows(
+                    self._devices[device], shards[step][mine], offsets[step][mine]
+                )
+                parts.append(self._transformed(device, leaves, epoch, first_step + index))
+                del leaves
+            yield parts
+            del parts
+
     def _take_ahead(
         self,
         ahead: ReadAhead,
         epoch: int,
         first_step: int,
         positions: range,
-        length: int,
-        first: int,
-    ) -> Iterator[SuperBatch]:
+        lengths: list[int],
+    ) -> Iterator[list[Any]]:
         """Each data device has a batch of its own. All of a step are taken at once: the window of
         the first one's last row may be gone before the second one's first."""
-        count = len(self._devices)
+        count, start = len(self._devices), 0
         locations = ahead.locate_positions(self._stream, epoch, positions)
-        for index in range(len(positions) // length):
-            step = locations[index * length : (index + 1) * length]
+        for index, (length, first) in enumerate(
+            zip(lengths, self._firsts(positions, lengths), strict=True)
+        ):
+            step = locations[start : start + length]
+            start += length
             shares = [step[(device - first) % count :: count] for device in range(count)]
             taken = self._take_host_rows(ahead, torch.from_numpy(np.concatenate(shares)))
             columns = [leaf.split_with_sizes([len(share) for share in shares]) for leaf in taken]
@@ -134,7 +153,8 @@ class Takes:
                 for device, leaves in enumerate(zip(*columns, strict=True))
             ]
             del taken, columns
-            yield SuperBatch(self._devices, length, first, parts=parts, assembler=self._assembler)
+            yield parts
+            del parts
 
     def _take_host_rows(self, ahead: ReadAhead, locations: Tensor) -> list[Tensor]:
         if all(device.type == "cpu" for device in self._devices):
@@ -148,36 +168,49 @@ class Takes:
         source: ResidentShards | ReadAhead,
         epoch: int,
         positions: range,
-        length: int,
-        first: int,
+        lengths: list[int],
     ) -> Iterator[SuperBatch]:
         locations = source.locate_positions(self._stream, epoch, positions)
         places = send(torch.from_numpy(locations), source.device)
         # Several small steps in one take; the steps are views of what it gives.
-        together = min(max(1, _TAKE_BYTES // max(1, length * source.row_bytes)), _TAKE_STEPS)
-        for start in range(0, len(places), together * length):
-            taken = places[start : start + together * length]
-            lengths = [length] * (len(taken) // length)
+        longest = lengths[0]
+        together = min(max(1, _TAKE_BYTES // max(1, longest * source.row_bytes)), _TAKE_STEPS)
+        count, start = len(self._devices), 0
+        first = positions.start // positions.step % count
+        for index in range(0, len(lengths), together):
+            steps_of_take = lengths[index : index + together]
+            stop = start + sum(steps_of_take)
             # Ordinary tensors in inference mode too: it may be over before the last of these steps.
             ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
             with ordinary or nullcontext():
-                leaves = self._take_into_buffer(source, taken)
-                columns = [leaf.split_with_sizes(lengths) for leaf in leaves]
+                leaves = self._take_into_buffer(source, places[start:stop], together * longest)
+                columns = [leaf.split_with_sizes(steps_of_take) for leaf in leaves]
             steps = [list(step) for step in zip(*columns, strict=True)]
+            start = stop
             del leaves, columns
             # The last reference to a step's views goes with its super-batch.
             steps.reverse()
-            while steps:
+            for length in steps_of_take:
                 yield SuperBatch(
                     self._devices, length, first, whole=steps.pop(), assembler=self._assembler
                 )
+                first = (first + length) % count
 
     def _take_into_buffer(
-        self, source: ResidentShards | ReadAhead, locations: Tensor
+        self, source: ResidentShards | ReadAhead, locations: Tensor, usual_rows: int = 0
     ) -> list[Tensor]:
+        """Take rows into a buffer, on the CPU.
+
+        Args:
+            source: Where they are.
+            locations: Where they lie there.
+            usual_rows: Rows of most takes. Smaller ones use the same memory.
+        """
         if source.device.type != "cpu":
             return source.take(locations)
-        return source.take(locations, self._pool_for(len(locations), source).get())
+        num_rows = len(locations)
+        pool = self._pool_for(max(num_rows, usual_rows), source)
+        return source.take(locations, pool.get(num_rows))
 
     def _pool_for(self, num_rows: int, source: ResidentShards | ReadAhead) -> BufferPool:
         if num_rows not in self._pools:
@@ -185,12 +218,6 @@ class Takes:
             # Two steps may be under way, each with a batch on every data device.
             self._pools[num_rows] = BufferPool(shapes, 2 * len(self._devices) + 2)
         return self._pools[num_rows]
-
-    def _take_part(
-        self, index: int, shards: Integers, offsets: Integers, epoch: int, step: int
-    ) -> Any:
-        leaves = self._take_rows(self._devices[index], shards, offsets)
-        return self._transformed(index, leaves, epoch, step)
 
     def _transformed(self, index: int, leaves: list[Tensor], epoch: int, step: int) -> Any:
         batch = self._assembler.build(leaves)

@@ -47,13 +47,12 @@ class StreamState:
 
 
 class _Block(NamedTuple):
-    """Consecutive steps of equal size, whose order is worked out together."""
+    """Consecutive steps whose order is worked out together."""
 
     first: int
     """The first position."""
-    step_rows: int
-    """Rows of a step, over all processes."""
-    num_steps: int
+    step_rows: list[int]
+    """Rows of each step, over all processes."""
 
 
 class ZippedLoader:
@@ -108,7 +107,7 @@ class ZippedLoader:
             SimpleNamespace(sampler=self) if shuffle else BatchIndices(self, StepRows(self))
         )
         self._epoch = 0
-        self._began = StreamState(**asdict(self.stream))
+        self._began = StreamState(**vars(self.stream))
         self._position = self._steps_taken = 0
         self._resume: StreamState | None = None
         if not self.num_steps:
@@ -147,8 +146,8 @@ class ZippedLoader:
         """
         stream, saved = self.stream, self._resume
         if saved is None or saved.epoch != self._epoch:
-            return StreamState(**asdict(stream), epoch=self._epoch)
-        for name, now in asdict(stream).items():
+            return StreamState(**vars(stream), epoch=self._epoch)
+        for name, now in vars(stream).items():
             if (then := getattr(saved, name)) != now:
                 raise ValueError(
                     f"the checkpoint stands inside an epoch with {name}={then}, and this loader"
@@ -232,31 +231,43 @@ class ZippedLoader:
         step = start.steps
         with self._split.read_ahead(self.stream, start.epoch, start.position) as ahead:
             for block in self._blocks(self._plan(start.position)):
-                stop = block.first + block.num_steps * block.step_rows
-                positions = self.positions(block.first, stop)
-                for super_batch in self._takes.take(
-                    ahead, start.epoch, step, positions, block.num_steps
-                ):
-                    super_batch.step_rows = block.step_rows
+                positions = self.positions(block.first, block.first + sum(block.step_rows))
+                lengths = self._lengths(block)
+                step_rows = iter(block.step_rows)
+                for super_batch in self._takes.take(ahead, start.epoch, step, positions, lengths):
+                    super_batch.step_rows = next(step_rows)
                     # What was delivered counts, before the consumer sees it: a checkpoint that is
                     # written during a step goes on with the next one.
                     if not is_ahead:
-                        self._position += block.step_rows
+                        self._position += super_batch.step_rows
                         self._steps_taken += 1
                     yield super_batch
                     # Not held while the next one is taken: its memory may be free by then.
                     del super_batch
-                step += block.num_steps
+                step += len(lengths)
 
     def _blocks(self, plan: StepPlan) -> Iterator["_Block"]:
-        """The steps of a plan, cut into blocks of equal steps."""
+        """The steps of a plan, cut into blocks. Those of other sizes are the last of a block."""
         per_block = min(max(1, _ORDER_BLOCK // self.global_batch), _BLOCK_STEPS)
-        for step in range(0, plan.num_full, per_block):
-            first, last = plan.bounds(step)
-            yield _Block(first, last - first, min(per_block, plan.num_full - step))
-        for step in range(plan.num_full, len(plan)):
-            first, last = plan.bounds(step)
-            yield _Block(first, last - first, 1)
+        for step in range(0, max(1, plan.num_full), per_block):
+            last = min(step + per_block, plan.num_full)
+            is_last = last == plan.num_full
+            sizes = [self.global_batch] * (last - step)
+            if is_last:
+                edges = [plan.bounds(odd) for odd in range(last, len(plan))]
+                sizes += [end - begin for begin, end in edges]
+            if sizes:
+                yield _Block(plan.bounds(step)[0], sizes)
+
+    def _lengths(self, block: "_Block") -> list[int]:
+        """How many positions of each step this process serves."""
+        first, lengths = block.first, list[int]()
+        for rows in block.step_rows:
+            # Alike in every full step: consumers divide its rows.
+            is_full = rows == self.global_batch and bool(lengths)
+            lengths.append(lengths[0] if is_full else len(self.positions(first, first + rows)))
+            first += rows
+        return lengths
 
 
 class StepRows(Sequence[list[int]]):
