@@ -174,7 +174,8 @@ class Takes:
         places = send(torch.from_numpy(locations), source.device)
         # Several small steps in one take; the steps are views of what it gives.
         longest = lengths[0]
-        together = min(max(1, _TAKE_BYTES // max(1, longest * source.row_bytes)), _TAKE_STEPS)
+        together = max(1, _TAKE_BYTES // max(1, longest * source.row_bytes))
+        together = min(together, _TAKE_STEPS, len(lengths))
         count, start = len(self._devices), 0
         first = positions.start // positions.step % count
         for index in range(0, len(lengths), together):
