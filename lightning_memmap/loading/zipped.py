@@ -101,11 +101,6 @@ class ZippedLoader:
         self.drop_last = drop_last
         self._split = split
         self._takes = Takes(split, self.stream, build, transform)
-        # Lightning looks for `batch_sampler.sampler.set_epoch`, and there too for the rows of
-        # the steps that a prediction writer is told.
-        self.batch_sampler = (
-            SimpleNamespace(sampler=self) if shuffle else BatchIndices(self, StepRows(self))
-        )
         self._epoch = 0
         self._began = StreamState(**vars(self.stream))
         self._position = self._steps_taken = 0
@@ -120,6 +115,17 @@ class ZippedLoader:
     def global_batch(self) -> int:
         """Rows of a step over all processes, ``G``."""
         return self.batch_size * self._split.consumers.num_consumers
+
+    @property
+    def batch_sampler(self) -> Any:
+        """Where Lightning looks for ``sampler.set_epoch``, and, in dataset order, for the rows of
+        the steps that a prediction writer is told.
+
+        Made anew each time: kept, it would keep the loader and its rows until garbage is collected.
+        """
+        if self.stream.shuffle:
+            return SimpleNamespace(sampler=self)
+        return BatchIndices(self, StepRows(self))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has."""
@@ -312,7 +318,11 @@ class AssembledLoader:
         self.device = device
         self._on_step = on_step
         self._prefetch = prefetch
-        self.batch_sampler = loader.batch_sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """Where Lightning looks for a sampler; see `ZippedLoader.batch_sampler`."""
+        return self.loader.batch_sampler
 
     @property
     def num_steps(self) -> int:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import gc
 import random
 import threading
+import weakref
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_sharer
@@ -846,3 +848,24 @@ class holding_process:  # noqa: N801  (used as a function)
             queue.join_thread()
         resource_sharer.stop()
         assert self.process.exitcode == 0
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("residency", ["mmap", "device", "stream"])
+def test_loader_that_is_dropped_lets_go_of_its_rows_at_once(
+    numbered_store: Stores, residency: str, shuffle: bool
+) -> None:
+    # Rows may be gigabytes of a device: they must not wait for the garbage collector.
+    gc.collect()
+    gc.disable()
+    try:
+        loader = make_loader(numbered_store(97, 24), residency=residency, shuffle=shuffle)
+        assembled = loader.to(CPU)
+        steps = iter(assembled)
+        next(steps)
+        split = weakref.ref(loader._split)
+        assert split() is not None
+        del loader, assembled, steps
+        assert split() is None
+    finally:
+        gc.enable()
