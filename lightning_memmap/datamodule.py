@@ -31,6 +31,7 @@ from lightning_memmap.placement import (
     free_bytes,
     plan_placement,
 )
+from lightning_memmap.process_group import leave_gloo_at_exit
 from lightning_memmap.store import Store, build_store, open_store
 
 if TYPE_CHECKING:
@@ -221,6 +222,7 @@ class MemmapDataModule(L.LightningDataModule):
             AgreementError: Another rank failed, or has other stores, another seed, batch size,
                 shuffle, shuffle_window, drop_last or number of data devices.
         """
+        leave_gloo_at_exit()
         error = None
         try:
             self._set_up(stage)

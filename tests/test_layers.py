@@ -18,7 +18,7 @@ COMPAT = "_compat"
 #: From the lowest layer to the highest; a module imports from lower layers and from its own.
 #: What stands side by side in a layer knows nothing of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    (COMPAT, "errors", "order", "host_memory"),
+    (COMPAT, "errors", "order", "host_memory", "process_group"),
     ("schema",),
     ("store",),
     ("placement", "agreement"),
@@ -33,7 +33,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 #: These work without Lightning.
 WITHOUT_LIGHTNING = (
-    *("errors", "order", "schema", "store", "host_memory", "placement", "agreement"),
+    *(
+        "errors",
+        "order",
+        "schema",
+        "store",
+        "host_memory",
+        "placement",
+        "agreement",
+        "process_group",
+    ),
 )
 FOREIGN = ("lightning.", "torch.")
 #: Names with an underscore that are public: Python's own for named tuples.

@@ -1,0 +1,30 @@
+"""The process group at the end of a program."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import atexit, sys
+import torch.distributed as dist
+from lightning_memmap.process_group import leave_gloo_at_exit
+
+atexit.register(lambda: print("left" if not dist.is_initialized() else "still in it"))
+leave_gloo_at_exit()
+leave_gloo_at_exit()
+if sys.argv[1] == "in":
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
+    assert dist.is_initialized()
+"""
+
+
+def test_program_leaves_a_gloo_group_before_its_interpreter_goes(tmp_path: Path) -> None:
+    for way in ("in", "out"):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, way, str(tmp_path / way)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
