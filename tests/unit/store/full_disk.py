@@ -1,8 +1,14 @@
-"""Builds stores on a file system of one mebibyte and prints, as JSON, what came of it.
+"""Builds stores on a disk of one mebibyte and prints, as JSON, what came of it.
 
-Run in a mount namespace of its own (``unshare --mount``), so that the mount goes with the process.
+    python -m tests.unit.store.full_disk mounted DIRECTORY
+    python -m tests.unit.store.full_disk pretended DIRECTORY
+
+The first mounts a file system there, and is run in a mount namespace of its own (``unshare
+--mount``), so that the mount goes with the process. The second needs no rights: this process is
+told that the directory is a disk of that size, and is refused what does not fit there.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +22,30 @@ import torch
 from lightning_memmap.store import build_store, open_store
 
 MIB = 2**20
+BLOCK = 4096
+
+
+def pretend(directory: Path) -> None:
+    """Let a directory answer like a disk of one mebibyte, which needs a block besides for a file
+    that is given its place."""
+    allocate = os.posix_fallocate
+    usage = type(shutil.disk_usage(directory))
+
+    def used(but: int | None = None) -> int:
+        states = [path.stat() for path in directory.rglob("*") if path.is_file()]
+        return sum(512 * state.st_blocks for state in states if state.st_ino != but)
+
+    def disk_usage(path: Any) -> Any:
+        return usage(MIB, used(), MIB - used())
+
+    def posix_fallocate(file: int, offset: int, length: int) -> None:
+        blocks = BLOCK * (1 - (-(offset + length) // BLOCK))
+        if used(os.fstat(file).st_ino) + blocks > MIB:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(file, offset, length)
+
+    shutil.disk_usage = disk_usage  # type: ignore[assignment]
+    os.posix_fallocate = posix_fallocate
 
 
 def attempt(directory: Path, rows: list[Any], **arguments: Any) -> dict[str, Any]:
@@ -32,8 +62,12 @@ def attempt(directory: Path, rows: list[Any], **arguments: Any) -> dict[str, Any
     return {**outcome, "free": free, "before": before, "left": left}
 
 
-def main(mount_point: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount_point)], check=True)
+def main(way: str, mount_point: Path) -> None:
+    if way == "mounted":
+        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount_point)]
+        subprocess.run(mount, check=True)
+    else:
+        pretend(mount_point)
     outcomes = {}
     outcomes["larger than the disk"] = attempt(
         mount_point, [torch.zeros(MIB // 4, dtype=torch.uint8)] * 5
@@ -54,4 +88,4 @@ def main(mount_point: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -549,25 +549,24 @@ def test_build_path_that_is_no_store_is_refused_and_untouched(
 def test_build_on_full_disk_raises_enospc_with_both_numbers_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
-    unshare = shutil.which("unshare")
-    namespace = [str(unshare), "--mount", "--map-root-user"]
-    probe = [*namespace, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
-    if unshare is None:
-        pytest.skip("only a file system that can be filled gives ENOSPC: needs Linux' unshare")
-    if (probed := subprocess.run(probe, capture_output=True, text=True)).returncode:
-        pytest.skip(
-            "only a file system that can be filled gives ENOSPC, and this user may not mount a"
-            f" small one: {probed.stderr.strip()}"
+    # On a disk that is pretended, and where this user may mount one, on a real one too.
+    program = [sys.executable, "-m", "tests.unit.store.full_disk"]
+    commands = [[*program, "pretended"]]
+    namespace = ["unshare", "--mount", "--map-root-user"]
+    mount = [*namespace, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    if shutil.which("unshare") and not subprocess.run(mount, capture_output=True).returncode:
+        commands.append([*namespace, *program, "mounted"])
+    for command in commands:
+        directory = tmp_path / command[-1]
+        directory.mkdir()
+        result = subprocess.run(
+            [*command, str(directory)], capture_output=True, text=True, cwd=REPOSITORY
         )
-    result = subprocess.run(
-        [*namespace, sys.executable, "-m", "tests.unit.store.full_disk", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-    )
-    assert result.returncode == 0, result.stderr
-    outcomes = json.loads(result.stdout)
+        assert result.returncode == 0, result.stderr
+        check_full_disk(json.loads(result.stdout))
 
+
+def check_full_disk(outcomes: dict[str, Any]) -> None:
     first = outcomes["larger than the disk"]
     assert first["errno"] == errno.ENOSPC
     assert f"needs {5 * 2**18} bytes" in first["message"]
