@@ -73,15 +73,10 @@ class Takes:
             source = ahead or self._split.sources[0]
             yield from self._take_together(source, epoch, positions, lengths)
             return
-        make_parts: Iterator[list[Any]]
         if ahead is not None:
-            make_parts = self._take_ahead(ahead, epoch, first_step, positions, lengths)
+            yield from self._take_ahead(ahead, epoch, first_step, positions, lengths)
         else:
-            make_parts = self._take_apart(epoch, first_step, positions, lengths)
-        for length, first in zip(lengths, self._firsts(positions, lengths), strict=True):
-            yield SuperBatch(
-                self._devices, length, first, parts=next(make_parts), assembler=self._assembler
-            )
+            yield from self._take_apart(epoch, first_step, positions, lengths)
 
     def _firsts(self, positions: range, lengths: list[int]) -> Iterator[int]:
         """The data device of the first row of each step."""
@@ -103,7 +98,7 @@ class Takes:
 
     def _take_apart(
         self, epoch: int, first_step: int, positions: range, lengths: list[int]
-    ) -> Iterator[list[Any]]:
+    ) -> Iterator[SuperBatch]:
         """Each data device takes a batch of its own where its shards are."""
         count, start = len(self._devices), 0
         shards, offsets = self._stream.at(epoch, positions)
@@ -120,7 +115,7 @@ class Takes:
                 )
                 parts.append(self._transformed(device, leaves, epoch, first_step + index))
                 del leaves
-            yield parts
+            yield SuperBatch(self._devices, length, first, parts=parts, assembler=self._assembler)
             del parts
 
     def _take_ahead(
@@ -130,7 +125,7 @@ class Takes:
         first_step: int,
         positions: range,
         lengths: list[int],
-    ) -> Iterator[list[Any]]:
+    ) -> Iterator[SuperBatch]:
         """Each data device has a batch of its own. All of a step are taken at once: the window of
         the first one's last row may be gone before the second one's first."""
         count, start = len(self._devices), 0
@@ -153,7 +148,7 @@ class Takes:
                 for device, leaves in enumerate(zip(*columns, strict=True))
             ]
             del taken, columns
-            yield parts
+            yield SuperBatch(self._devices, length, first, parts=parts, assembler=self._assembler)
             del parts
 
     def _take_host_rows(self, ahead: ReadAhead, locations: Tensor) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """Permutations of shards window by window: rows that come together lie together."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
@@ -36,7 +35,7 @@ class WindowedPermutation:
         bits = random_bits(seed, epoch, 1)
         self._start = int(bits.random_raw(1)[0]) % max(1, self._round)
         self._order = permuted(np.array([max(1, self._num_full)]), bits)
-        self._within = lru_cache(maxsize=_KEPT_WINDOWS)(self._permutation_within)
+        self._kept: dict[int, Permutation] = {}
 
     def runs(self, number: int) -> list[range]:
         """The offsets of a window, in runs of consecutive ones."""
@@ -60,7 +59,7 @@ class WindowedPermutation:
         for number in range(first // self._window, last // self._window + 1):
             begin = number * self._window
             stop = min(last + 1, begin + self._window)
-            within = self._within(number)
+            within = self._permutation_within(number)
             grid = within.grid(max(first, begin) - begin, stop - 1 - begin, columns, nothing)
             pieces.append(spread(grid, self.runs(number)))
         offsets = np.concatenate(pieces).reshape(-1, len(columns))
@@ -69,8 +68,13 @@ class WindowedPermutation:
 
     def _permutation_within(self, number: int) -> Permutation:
         """The permutation of each shard's rows in one window."""
-        sizes = np.clip(self._sizes - number * self._window, 0, self._window)
-        return permuted(sizes, random_bits(*self._words, 2 + number))
+        found = self._kept.get(number)
+        if found is None:
+            sizes = np.clip(self._sizes - number * self._window, 0, self._window)
+            found = self._kept[number] = permuted(sizes, random_bits(*self._words, 2 + number))
+            if len(self._kept) > _KEPT_WINDOWS:
+                self._kept.pop(next(iter(self._kept)), None)
+        return found
 
 
 def spread(numbers: Integers, runs: Sequence[range]) -> Integers:
