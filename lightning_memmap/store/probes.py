@@ -16,6 +16,7 @@ from lightning_memmap.schema import Schema
 from lightning_memmap.store.workers import describe_error, run_tasks
 
 NUM_PROBES = 8
+_MOMENT_S = 0.1
 
 
 def probe_rows(num_rows: int) -> list[int]:
@@ -128,27 +129,37 @@ def take_probes(dataset: Any, num_rows: int, num_workers: int) -> list[Probe]:
         SchemaError: A sample cannot be stored, or is not like that of row 0.
         DatasetError: A row differs between the two reads: the dataset is random.
     """
-    first, *others = probe_rows(num_rows)
-    probes: list[Probe] = []
-    run_tasks(_Prober(dataset), [first], min(num_workers, 1), probes.append)
+    rows, probes = probe_rows(num_rows), list[Probe]()
+    run_tasks(_Prober(dataset), [rows], min(num_workers, 1), probes.extend)
+    # Slow rows are left to more processes.
+    others = [[row] for row in rows[len(probes) :]]
     prober = _Prober(dataset, probes[0].schema)
-    run_tasks(prober, others, min(num_workers, len(others)), probes.append)
+    run_tasks(prober, others, min(num_workers, len(others)), probes.extend)
     return sorted(probes, key=lambda probe: probe.row)
 
 
 @dataclass(frozen=True)
 class _Prober:
-    """Probes a row, whose sample sets the schema where there is none yet."""
+    """Probes rows, as many as fit into a moment; the first sets the schema where there is none."""
 
     dataset: Any
     schema: Schema | None = None
 
-    def __call__(self, row: int) -> Probe:
+    def __call__(self, rows: list[int]) -> list[Probe]:
+        end = perf_counter() + _MOMENT_S
+        probes = [self._probe(rows[0], self.schema)]
+        for row in rows[1:]:
+            if perf_counter() > end:
+                break
+            probes.append(self._probe(row, probes[0].schema))
+        return probes
+
+    def _probe(self, row: int, schema: Schema | None) -> Probe:
         start = perf_counter()
         sample = read_sample(self.dataset, row)
         duration_s = perf_counter() - start
         try:
-            schema = self.schema or Schema.from_sample(sample)
+            schema = schema or Schema.from_sample(sample)
         except SchemaError as error:
             raise SchemaError(f"row {row}, {error}") from error
         leaves = flatten_row(sample, row, schema)

@@ -3,20 +3,20 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
+from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import hash_row, leaf_bytes, read_row
 from lightning_memmap.store.progress import ShowProgress, no_progress
 from lightning_memmap.store.ranges import RowRanges
 from lightning_memmap.store.workers import run_tasks
-
-if TYPE_CHECKING:
-    from lightning_memmap.store.reader import Store
 
 #: How a dataset is compared with a store: by its identity and probe rows, by all rows, or not.
 Check = Literal["probes", "full", "off"]
@@ -24,6 +24,20 @@ Check = Literal["probes", "full", "off"]
 _MAX_RANGE_ROWS = 4096
 _FIRST_ROW_S = 0.1
 _log = logging.getLogger(__name__)
+
+
+class StoredRows(Protocol):
+    """What must be known of an open store: see `lightning_memmap.store.Store`."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """One mapped tensor per field."""
+
+    def place(self, row: int) -> int:
+        """Where a row lies in them."""
 
 
 def check_choice(check: str) -> None:
@@ -37,7 +51,12 @@ def check_choice(check: str) -> None:
 
 
 def check_briefly(
-    store: "Store", dataset: Any, given: str | None, *, check: str = "probes", num_workers: int = 0
+    store: StoredRows,
+    dataset: Any,
+    given: str | None,
+    *,
+    check: str = "probes",
+    num_workers: int = 0,
 ) -> bool:
     """Check that a dataset may be the one that a store was built from: by the fingerprint that the
     user has given, or else by schema and probe rows; by its length in any case.
@@ -56,8 +75,10 @@ def check_briefly(
         DatasetError: The store was built from another dataset. The message says what differs.
     """
     num_rows = len(dataset)
-    if num_rows != store.num_rows:
-        raise _other_dataset(store, f"the dataset has {num_rows} rows, the store {store.num_rows}")
+    if num_rows != store.manifest.num_rows:
+        raise _other_dataset(
+            store, f"the dataset has {num_rows} rows, the store {store.manifest.num_rows}"
+        )
     stored = store.manifest.fingerprint
     if given is not None and stored is not None and stored.given is not None:
         if given != stored.given:
@@ -72,7 +93,7 @@ def check_briefly(
 
 
 def recognise(
-    store: "Store",
+    store: StoredRows,
     dataset: Any,
     given: str | None,
     *,
@@ -121,21 +142,21 @@ def recognise(
             " give a fingerprint of your own (fingerprint=, --fingerprint) to spare that",
             store.path,
             changed,
-            f"{store.num_rows:,}",
+            f"{store.manifest.num_rows:,}",
         )
     _compare_all(store, dataset, num_workers, progress)
     return None if fingerprint == stored else fingerprint
 
 
-def _compare_all(store: "Store", dataset: Any, num_workers: int, progress: ShowProgress) -> None:
+def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: ShowProgress) -> None:
     ranges = RowRanges(
-        [range(store.num_rows)],
+        [range(store.manifest.num_rows)],
         max_rows=_MAX_RANGE_ROWS,
         num_workers=num_workers,
         row_s=_FIRST_ROW_S,
     )
     num_compared = 0
-    with progress("comparing", store.num_rows, store.manifest.row_bytes) as advance:
+    with progress("comparing", store.manifest.num_rows, store.manifest.row_bytes) as advance:
 
         def receive(outcome: tuple[int, float]) -> None:
             nonlocal num_compared
@@ -144,17 +165,17 @@ def _compare_all(store: "Store", dataset: Any, num_workers: int, progress: ShowP
             advance(outcome[0])
 
         run_tasks(_RowCheck(dataset, store), ranges, num_workers, receive)
-    assert num_compared == store.num_rows
+    assert num_compared == store.manifest.num_rows
 
 
-def _read_bytes(dataset: Any, row: int, store: "Store") -> list[np.ndarray]:
+def _read_bytes(dataset: Any, row: int, store: StoredRows) -> list[np.ndarray]:
     try:
-        return [leaf_bytes(leaf) for leaf in read_row(dataset, row, store.schema)]
+        return [leaf_bytes(leaf) for leaf in read_row(dataset, row, store.manifest.schema)]
     except SchemaError as error:
         raise _other_dataset(store, str(error)) from error
 
 
-def _other_dataset(store: "Store", found: str) -> DatasetError:
+def _other_dataset(store: StoredRows, found: str) -> DatasetError:
     return DatasetError(
         f"{found}: the store at {store.path} was built from another dataset. Build it anew"
         " (`overwrite=True`, or `lightning-memmap store build --overwrite`), choose another"
@@ -167,7 +188,7 @@ class _ProbeCheck:
     """Compares a row's schema with that of a store, and its hash where it is known."""
 
     dataset: Any
-    store: "Store"
+    store: StoredRows
     digests: Mapping[int, str | None]
 
     def __call__(self, row: int) -> None:
@@ -183,7 +204,7 @@ class _RowCheck:
     """Compares a range of rows with those of a store; gives their number and the seconds."""
 
     dataset: Any
-    store: "Store"
+    store: StoredRows
 
     def __call__(self, task: tuple[int, int]) -> tuple[int, float]:
         start = perf_counter()
@@ -191,7 +212,9 @@ class _RowCheck:
         for row in range(first, first + count):
             place = store.place(row)
             found = _read_bytes(self.dataset, row, store)
-            for field, tensor, leaf in zip(store.schema.fields, store.tensors, found, strict=True):
+            for field, tensor, leaf in zip(
+                store.manifest.schema.fields, store.tensors, found, strict=True
+            ):
                 if not np.array_equal(leaf, leaf_bytes(tensor[place])):
                     raise _other_dataset(
                         store,

@@ -91,7 +91,7 @@ def end_with_starter(worker_id: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # It does not come if that end was before.
     if _starter != parent.pid and multiprocessing.get_start_method() != "forkserver":
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     exit_if_orphaned()
 
 
@@ -101,7 +101,7 @@ def exit_if_orphaned() -> None:
     if _starter is not None and (
         os.getppid() != _starter or parent is None or not parent.is_alive()
     ):
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _as_it_is(outcome: Any) -> Any:

@@ -309,8 +309,7 @@ def test_workers_open_the_files_of_a_dataset_themselves(tmp_path: Path) -> None:
         )
         module.prepare_data()
         module.setup("fit")
-        batch = next(iter(module.train_dataloader()))
-        assert type(batch[0] if isinstance(batch, list) else batch) is not None
+        module.train_dataloader()
         module.teardown()
         # This process has opened nothing that its workers could share.
         assert archive.file is None
