@@ -75,6 +75,8 @@ DATA_MODULE = {
     "memory_fraction": 0.7,
     "num_workers": 0,
     "overwrite": False,
+    "fingerprint": None,
+    "check": "probes",
     "num_folds": None,
     "num_parts": None,
     "member": None,
