@@ -35,7 +35,13 @@ from lightning_memmap.store.files import (
     sync_files,
     write_all,
 )
-from lightning_memmap.store.manifest import Manifest, check_regular, field_path
+from lightning_memmap.store.manifest import (
+    Manifest,
+    check_layout,
+    check_num_shards,
+    check_regular,
+    field_path,
+)
 from lightning_memmap.store.probes import (
     random_dataset_error,
     read_row,
@@ -45,9 +51,13 @@ from lightning_memmap.store.progress import Advance, no_progress, show_progress
 from lightning_memmap.store.reader import Store, open_store
 from lightning_memmap.store.recovery import (
     building_path,
+    can_use_unlocked,
+    discard_build,
     is_store,
     locked,
+    make_room,
     recover,
+    remove_tree,
 )
 
 _PLAN = "plan.json"
@@ -75,7 +85,7 @@ def build_store(
         dataset: Map-style: ``dataset[i]`` for ``i`` in ``range(len(dataset))``.
         path: Directory of the store. Its parent is made where it is missing.
         num_shards: Shards that the rows are dealt to. A number with many divisors serves many
-            device counts; 24 serves 1, 2, 3, 4, 6, 8, 12 and 24.
+            device counts; 24 serves 1, 2, 3, 4, 6, 8, 12 and 24. At most 65,536.
         num_workers: Processes that read the dataset and write their rows straight into the
             files; with 0, this process does it.
         overwrite: Replace a store of another dataset. The old store stays until the new one is
@@ -91,19 +101,25 @@ def build_store(
         SchemaError: A sample cannot be stored, or does not fit the first one; the message names
             row and field.
         DatasetError: The dataset raised, is random, or is not the one that was stored here.
-        StoreError: A store is there already and damaged, or the path holds something else.
+        StoreError: A store is there already and damaged, the path holds something else, a store
+            has to be built and this process may not write there, or what others have put beside it
+            is in the way; or the store would have more fields or shards than can be opened.
         OSError: The disk is full, or the files cannot be written.
     """
-    if num_shards < 1:
-        raise ValueError(f"num_shards={num_shards}: at least 1 is needed")
+    check_num_shards(num_shards)
     if num_workers < 0:
         raise ValueError(f"num_workers={num_workers}: 0 or more processes")
-    directory = Path(path).resolve()
+    directory = Path(os.path.realpath(path))
+    if not overwrite and can_use_unlocked(directory):
+        return _reopen(directory, dataset, num_shards)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with locked(directory):
         recover(directory)
         if os.path.lexists(directory) and not (overwrite and is_store(directory)):
-            return _reopen(directory, dataset, num_shards)
+            store = _reopen(directory, dataset, num_shards)
+            discard_build(directory)
+            return store
+        make_room(directory)
         build = _Build.plan(dataset, directory, num_shards)
         build.run(num_workers, show_progress if progress else no_progress)
     return open_store(directory)
@@ -121,8 +137,6 @@ def _reopen(directory: Path, dataset: Any, num_shards: int) -> Store:
             f"num_shards={num_shards}: the store at {directory} has {store.num_shards} shards;"
             f" build it anew with overwrite=True, or give num_shards={store.num_shards}"
         )
-    if building_path(directory).exists():
-        shutil.rmtree(building_path(directory))
     return store
 
 
@@ -158,6 +172,7 @@ class _Build:
             schema = Schema.from_sample(sample)
         except SchemaError as error:
             raise SchemaError(f"row 0, {error}") from error
+        check_layout(num_rows, num_shards, schema)
         probes = take_probes(dataset, num_rows, schema)
         return cls(dataset, directory, num_rows, num_shards, schema, probes)
 
@@ -213,7 +228,7 @@ class _Build:
         if done is not None:
             return done
         if os.path.lexists(self.building):
-            shutil.rmtree(self.building)
+            remove_tree(self.building)
         make_files(self.directory, self.schema, self.num_rows)
         with open(self.building / _PLAN, "w", encoding="utf-8") as file:
             json.dump(plan, file)
