@@ -65,8 +65,8 @@ def _allocate(building: Path, schema: Schema, num_rows: int, where: str) -> None
 def _disk_full(needed: int, free: int, where: str) -> OSError:
     return OSError(
         errno.ENOSPC,
-        f"the store needs {needed} bytes and {_ROOM_BYTES} besides, and {free} are free: free some space, or choose a"
-        " directory on a larger disk",
+        f"the store needs {needed} bytes and {_ROOM_BYTES} besides, and {free} are free: free some"
+        " space, or choose a directory on a larger disk",
         where,
     )
 

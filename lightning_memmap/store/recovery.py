@@ -77,7 +77,7 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
     try:
         if os.path.lexists(path):
             check_regular(path)
-        lock = FileLock(path, mode=os.stat(directory.parent).st_mode & 0o666)
+        lock = FileLock(path, mode=0o600 | os.stat(directory.parent).st_mode & 0o066)
         try:
             lock.acquire(timeout=min(timeout_s, 0.1))
         except Timeout:
@@ -158,14 +158,16 @@ def recover(directory: Path) -> None:
 
 
 def make_room(directory: Path) -> None:
-    """Check, before a store is built, that no old one and no build of others is in its way.
+    """Check, before a store is built, that nothing of others is in its way.
 
     Raises:
-        StoreError: One is.
+        StoreError: A build, an old store, or the store to be replaced is not ours.
     """
     for path in (building_path(directory), _old_path(directory)):
         if os.path.lexists(path):
             _check_ours(path)
+    if os.geteuid() and os.path.lexists(directory):
+        _check_ours(directory)
 
 
 def discard_build(directory: Path) -> None:
