@@ -28,7 +28,7 @@ VERSION = 1
 
 #: The most shards of a store.
 MAX_SHARDS = 2**16
-# What a manifest may hold, which bounds what reading it costs: well under a second, and 200 MB.
+# What a manifest may hold, which bounds what reading it costs: about a second, some tens of MB.
 _MAX_MANIFEST_BYTES = 8 * 2**20
 _MAX_CHECKSUMS = 2**17
 _MAX_VALUES = 2**18

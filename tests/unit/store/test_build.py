@@ -418,12 +418,54 @@ def test_build_iterable_dataset_raises_type_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"), [({"num_shards": 0}, "num_shards=0"), ({"num_workers": -1}, "-1")]
+    ("arguments", "named"),
+    [
+        ({"num_shards": 0}, "num_shards=0"),
+        ({"num_shards": 2**20 + 1}, "num_shards=1048577: .* at most 65536"),
+        ({"num_workers": -1}, "-1"),
+    ],
 )
 def test_build_bad_argument_is_named(tmp_path: Path, arguments: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         build(Numbered(10), tmp_path / "s", **arguments)
     assert_nothing_built(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("sample", "num_shards", "message"),
+    [
+        (list(range(4097)), 24, "4097 fields: a store has 1 to 4096"),
+        (list(range(3)), 2**16, "65536 shards of 3 fields have more than the 131072 checksums"),
+        ({10**30: 1}, 24, "an integer of 31 characters"),
+        (np.zeros([1] * 32 + [0]), 24, "num_rows=1048577 is not a number from 1 to 1048576"),
+    ],
+)
+def test_build_of_what_could_not_be_opened_is_refused_before_a_row_is_read(
+    tmp_path: Path, sample: Any, num_shards: int, message: str
+) -> None:
+    with pytest.raises(StoreError, match=message):
+        build(Repeated(sample, 2**20 + 1), tmp_path / "s", num_shards=num_shards)
+    assert_nothing_built(tmp_path / "s")
+
+
+class Repeated:
+    """The first row again and again; reading any other one fails."""
+
+    def __init__(self, sample: Any, num_rows: int) -> None:
+        self._sample, self._num_rows = sample, num_rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, row: int) -> Any:
+        assert row == 0
+        return self._sample
+
+
+def test_build_with_many_more_shards_than_rows_holds_the_rows(tmp_path: Path) -> None:
+    store = build(Numbered(300), tmp_path / "s", num_shards=2**16)
+    assert torch.equal(store[299]["x"], Numbered(300)[299]["x"])
+    assert verify_store(tmp_path / "s") == []
 
 
 MISFITS: dict[str, tuple[Any, list[str]]] = {
