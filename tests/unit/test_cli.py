@@ -81,7 +81,7 @@ class TestBuild:
 
     def test_build_without_shards_says_so(self, command: Command, tmp_path: Path) -> None:
         assert command("build", tmp_path / "made", *POINTS, "--num_shards", 0) == 2
-        assert command.err.strip() == "error: num_shards=0: at least 1 is needed"
+        assert command.err.strip() == "error: num_shards=0: at least 1 is needed, and at most 65536"
 
     @pytest.mark.parametrize(
         "arguments",
@@ -123,6 +123,22 @@ class TestInfo:
         assert command.err.startswith("error: no store at")
         assert command.out == ""
 
+    @pytest.mark.parametrize("task", ["info", "verify", "plan"])
+    def test_store_with_a_name_like_markup_is_shown_under_it(
+        self, command: Command, store_path: Path, task: str
+    ) -> None:
+        path = like_markup(store_path)
+        assert command(task, path) == 0
+        assert ("][red]" if task == "plan" else "[/][red]") in command.out
+
+    def test_folders_beside_stores_are_skipped_with_a_line(
+        self, command: Command, store_path: Path
+    ) -> None:
+        (store_path.parent / "notes").mkdir()
+        assert command("info", store_path.parent) == 0
+        assert str(store_path) in command.out
+        assert command.err == f"skipped {store_path.parent / 'notes'}: it is no store\n"
+
 
 class TestVerify:
     def test_verify_of_a_whole_store_passes(self, command: Command, store_path: Path) -> None:
@@ -141,6 +157,24 @@ class TestVerify:
         assert "field 'y', shard 23 is damaged" in command.out
         assert command.out.count("is damaged") == 2
         assert "match" not in command.out
+
+    def test_verify_of_a_damaged_store_with_a_name_like_markup_names_it(
+        self, command: Command, store_path: Path
+    ) -> None:
+        path = like_markup(store_path)
+        flip_byte(path / "x.memmap", 0)
+        assert command("verify", path) == 1
+        assert f"field 'x', shard 0 is damaged ({path}" in command.out
+
+    def test_verify_names_what_is_no_part_of_the_store(
+        self, command: Command, store_path: Path
+    ) -> None:
+        (store_path / "meta.json").write_text("{}")
+        (store_path / "a\x1b[2Jb").touch()
+        assert command("verify", store_path) == 0
+        assert f"{store_path}: meta.json is no part of the store" in command.out
+        assert "a?[2Jb is no part of the store" in command.out
+        assert "checksums match" in command.out
 
     def test_verify_of_splits_goes_on_after_a_damaged_one(
         self, command: Command, tmp_path: Path
@@ -161,6 +195,13 @@ class TestVerify:
     def test_verify_of_nothing_says_so(self, command: Command, tmp_path: Path) -> None:
         assert command("verify", tmp_path) == 2
         assert "no store at" in command.err
+
+
+def like_markup(path: Path) -> Path:
+    """Move a store to a path with markup in it, a closing tag among it."""
+    folder = path.with_name("[")
+    folder.mkdir()
+    return path.rename(folder / "][red]")
 
 
 def flip_byte(path: Path, offset: int) -> None:

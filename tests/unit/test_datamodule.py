@@ -122,6 +122,8 @@ class TestArguments:
         ("options", "message"),
         [
             ({"batch_size": 0}, r"batch_size=0"),
+            ({"num_shards": 0}, r"num_shards=0"),
+            ({"num_shards": 2**20 + 1}, r"num_shards=1048577: .* at most 65536"),
             ({"shuffle_window": 0}, "shuffle_window=0: at least 1 row of a shard"),
             ({"residency": "gpu"}, r"residency='gpu': choose one of auto, device, pinned, mmap"),
             ({"memory_fraction": 0}, r"memory_fraction=0"),

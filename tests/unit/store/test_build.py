@@ -79,10 +79,9 @@ def test_store_shards_hold_every_cth_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_shards", [1, 3, 24])
-def test_store_opened_by_tensordict_holds_the_same_rows(tmp_path: Path, num_shards: int) -> None:
+def test_store_as_tensordict_holds_the_same_rows(tmp_path: Path, num_shards: int) -> None:
     dataset = Numbered(50)
-    build(dataset, tmp_path / "s", num_shards=num_shards)
-    stored = TensorDict.load_memmap(str(tmp_path / "s"))
+    stored = build(dataset, tmp_path / "s", num_shards=num_shards).as_tensordict()
     assert stored.batch_size == (50,)
     assert set(stored.keys()) == {"x", "label"}
     starts = shard_starts(50, num_shards)
@@ -241,10 +240,9 @@ def test_build_nested_samples_come_back_nested(tmp_path: Path) -> None:
     assert [leaf.item() for leaf in sample[""].label] == [False]
     assert sample["two words/é"][".."].item() == 7
     names = {field.name for field in store.schema.fields}
-    assert set(TensorDict.load_memmap(str(tmp_path / "s")).keys()) == names
+    assert set(store.as_tensordict().keys()) == names
     assert {path.name for path in (tmp_path / "s").iterdir()} == {
         "manifest.json",
-        "meta.json",
         *(f"{name}.memmap" for name in names),
     }
 
@@ -343,7 +341,6 @@ def test_rebuild_with_overwrite_replaces_the_store(tmp_path: Path) -> None:
     assert left == {"s", ".s.lock"}
     assert contents(tmp_path / "s").keys() == {
         "manifest.json",
-        "meta.json",
         "x.memmap",
         "label.memmap",
     }
@@ -421,12 +418,54 @@ def test_build_iterable_dataset_raises_type_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"), [({"num_shards": 0}, "num_shards=0"), ({"num_workers": -1}, "-1")]
+    ("arguments", "named"),
+    [
+        ({"num_shards": 0}, "num_shards=0"),
+        ({"num_shards": 2**20 + 1}, "num_shards=1048577: .* at most 65536"),
+        ({"num_workers": -1}, "-1"),
+    ],
 )
 def test_build_bad_argument_is_named(tmp_path: Path, arguments: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         build(Numbered(10), tmp_path / "s", **arguments)
     assert_nothing_built(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("sample", "num_shards", "message"),
+    [
+        (list(range(4097)), 24, "4097 fields: a store has 1 to 4096"),
+        (list(range(3)), 2**16, "65536 shards of 3 fields have more than the 131072 checksums"),
+        ({10**30: 1}, 24, "an integer of 31 characters"),
+        (np.zeros([1] * 32 + [0]), 24, "num_rows=1048577 is not a number from 1 to 1048576"),
+    ],
+)
+def test_build_of_what_could_not_be_opened_is_refused_before_a_row_is_read(
+    tmp_path: Path, sample: Any, num_shards: int, message: str
+) -> None:
+    with pytest.raises(StoreError, match=message):
+        build(Repeated(sample, 2**20 + 1), tmp_path / "s", num_shards=num_shards)
+    assert_nothing_built(tmp_path / "s")
+
+
+class Repeated:
+    """The first row again and again; reading any other one fails."""
+
+    def __init__(self, sample: Any, num_rows: int) -> None:
+        self._sample, self._num_rows = sample, num_rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, row: int) -> Any:
+        assert row == 0
+        return self._sample
+
+
+def test_build_with_many_more_shards_than_rows_holds_the_rows(tmp_path: Path) -> None:
+    store = build(Numbered(300), tmp_path / "s", num_shards=2**16)
+    assert torch.equal(store[299]["x"], Numbered(300)[299]["x"])
+    assert verify_store(tmp_path / "s") == []
 
 
 MISFITS: dict[str, tuple[Any, list[str]]] = {

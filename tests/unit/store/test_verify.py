@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.order import shard_starts
 from lightning_memmap.store import Damage, build_store, open_store, verify_store
-from lightning_memmap.store.manifest import MANIFEST
+from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.datasets import Numbered
 
 NUM_ROWS, NUM_SHARDS = 100, 7
@@ -125,6 +125,20 @@ def test_verify_damaged_manifest_raises_store_error(path: Path) -> None:
     flip(path / MANIFEST, 30, 0)
     with pytest.raises(StoreError):
         verify_store(path)
+
+
+def test_verify_any_flipped_bit_of_the_manifest_is_found_or_changes_nothing(path: Path) -> None:
+    file, manifest = path / MANIFEST, Manifest.read(path)
+    data = file.read_bytes()
+    for byte in range(len(data)):
+        flipped = bytearray(data)
+        flipped[byte] ^= 1 << byte % 8
+        file.write_bytes(flipped)
+        try:
+            # As with a hexadecimal digit of an escape, which may be large or small.
+            assert Manifest.read(path) == manifest
+        except StoreError:
+            continue
 
 
 def test_verify_nothing_there_raises_store_not_found(tmp_path: Path) -> None:
