@@ -11,6 +11,7 @@ from torch.utils.data import default_collate
 
 from lightning_memmap import build_store
 from lightning_memmap.errors import SchemaError
+from tests.rows import CPU, make_loader
 
 #: Those that hold their pixels and nothing else.
 MODES = (
@@ -106,3 +107,19 @@ def test_list_of_many_numbers_is_one_file_and_comes_back_as_a_list(tmp_path: Pat
         assert [number.item() for number in sample["tokens"]] == rows[row]["tokens"]
     collated, expected = default_collate(found), default_collate(rows)
     assert torch.equal(torch.stack(collated["tokens"]), torch.stack(expected["tokens"]))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_list_of_many_numbers_is_batched_as_default_collate_does(
+    tmp_path: Path, num_devices: int
+) -> None:
+    rows = [{"row": row, "scores": [row + k / 8 for k in range(20)]} for row in range(10)]
+    store = build_store(rows, tmp_path / "store", progress=False)
+    batches = [batch.to(CPU) for batch in make_loader(store, num_devices, 4 // num_devices)]
+    assert len(batches) == 3
+    for batch in batches:
+        expected = default_collate([rows[row] for row in batch["row"].tolist()])
+        assert type(batch["scores"]) is list
+        for found, column in zip(batch["scores"], expected["scores"], strict=True):
+            assert torch.equal(found, column)
+            assert found.is_contiguous()
