@@ -116,7 +116,7 @@ def test_list_of_many_numbers_is_batched_as_default_collate_does(
     rows = [{"row": row, "scores": [row + k / 8 for k in range(20)]} for row in range(10)]
     store = build_store(rows, tmp_path / "store", progress=False)
     batches = [batch.to(CPU) for batch in make_loader(store, num_devices, 4 // num_devices)]
-    assert len(batches) == 3
+    assert sum(len(batch["row"]) for batch in batches) == 10
     for batch in batches:
         expected = default_collate([rows[row] for row in batch["row"].tolist()])
         assert type(batch["scores"]) is list
