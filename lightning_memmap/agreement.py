@@ -35,7 +35,7 @@ def agree(facts: Mapping[str, object], error: BaseException | None = None) -> No
     if failed := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(ranks) if text]:
         raise AgreementError("another process failed. " + "; ".join(failed))
     differing = []
-    for name in facts:
+    for name in dict.fromkeys(name for known, _ in ranks for name in known):
         by_value = defaultdict(list)
         for rank, (known, _) in enumerate(ranks):
             by_value[known.get(name, "missing")].append(str(rank))

@@ -1,18 +1,19 @@
 """The data module: Lightning's hooks, each handed on to the layer that does the work."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
+from typing_extensions import override
 
 from lightning_memmap._compat.loops import renew_train_loader_after_epoch, validate_anew
 from lightning_memmap.agreement import agree
@@ -37,6 +38,7 @@ from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.probes import first_sample
 from lightning_memmap.store.recognition import check_choice
+from lightning_memmap.store.recovery import is_store
 
 if TYPE_CHECKING:
     MapDataset: TypeAlias = Dataset[Any]
@@ -209,17 +211,80 @@ class MemmapDataModule(L.LightningDataModule):
         self._train_loader: ZippedLoader | AssembledLoader | None = None
         self._train_state: dict[str, Any] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "MemmapDataModule":
-        """A data module of the same arguments, which has to be set up by itself.
+    @classmethod
+    @override
+    def from_datasets(
+        cls,
+        train_dataset: MapDataset | Iterable[MapDataset] | None = None,
+        val_dataset: MapDataset | Iterable[MapDataset] | None = None,
+        test_dataset: MapDataset | Iterable[MapDataset] | None = None,
+        predict_dataset: MapDataset | Iterable[MapDataset] | None = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> "MemmapDataModule":
+        """Make a data module, with the defaults that Lightning's method of this name has.
 
-        It shares the datasets, which are but read, and neither stores nor resident shards.
+        Args:
+            train_dataset: Map-style dataset to train on.
+            val_dataset: To validate on.
+            test_dataset: To test on.
+            predict_dataset: To predict on.
+            batch_size: Rows per data device and step.
+            num_workers: Processes that write a store.
+            datamodule_kwargs: The other arguments of this class, of which ``store_dir`` must be
+                given.
+
+        Raises:
+            TypeError: ``store_dir`` is missing, or several datasets are given for one split.
         """
+        if "store_dir" not in datamodule_kwargs:
+            raise TypeError(
+                "from_datasets: store_dir is missing: give store_dir=..., the directory that the"
+                " datasets are stored in"
+            )
+        given = (train_dataset, val_dataset, test_dataset, predict_dataset)
+        datasets: dict[str, Any] = {}
+        for split, dataset in zip(_SPLITS, given, strict=True):
+            if isinstance(dataset, (list, tuple)) and any(isinstance(d, Dataset) for d in dataset):
+                raise TypeError(
+                    f"{split}_dataset: found {len(dataset)} datasets, and a split has one: join"
+                    " them with torch.utils.data.ConcatDataset"
+                )
+            datasets[f"{split}_dataset"] = dataset
+        return cls(**datasets, batch_size=batch_size, num_workers=num_workers, **datamodule_kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The arguments, and nothing that `setup` has made: a copy has to be set up by itself.
+
+        It belongs to the Trainer only while that runs: a strategy may send both to a process.
+        """
+        return {
+            **vars(self),
+            "trainer": None if self._running is None else self.trainer,
+            "stores": {},
+            "placement": None,
+            "_resident": {},
+            "_train_loader": None,
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MemmapDataModule":
+        """A data module of the same arguments, which shares the datasets: they are only read."""
         memo.update((id(dataset), dataset) for dataset in self.datasets.values())
         copied = copy.copy(self)
         memo[id(self)] = copied
-        copied.stores, copied.placement, copied._resident, copied._train_loader = {}, None, {}, None
         vars(copied).update(copy.deepcopy(vars(copied), memo))
         return copied
+
+    @override
+    def __str__(self) -> str:
+        """The rows of each split that is set up, in the form of Lightning's own data modules."""
+        lines = []
+        for split, name in zip(_SPLITS, ("Train", "Validation", "Test", "Predict"), strict=True):
+            resident = self._resident.get(split)
+            size = "None" if resident is None else f"size={resident.num_rows}"
+            lines.append(f"{{{name} dataloader: {size}}}")
+        return "\n".join(lines)
 
     def prepare_data(self) -> None:
         """Build the stores of the stage's splits, or find them built. One process per node."""
@@ -258,7 +323,7 @@ class MemmapDataModule(L.LightningDataModule):
         All ranks call it, and compare what must be the same on all of them.
 
         Raises:
-            StoreNotFoundError: A split that the stage needs has neither a dataset nor a store.
+            StoreNotFoundError: A dataset is given, and its store was not built.
             DatasetError: A store was built from another dataset than the one given.
             PlacementError: The shards do not fit.
             AgreementError: Another rank failed, or has other stores, another seed, batch size,
@@ -276,7 +341,8 @@ class MemmapDataModule(L.LightningDataModule):
             raise error
 
     def _set_up(self, stage: str | None) -> None:
-        self.teardown(stage)
+        # Not by teardown(), which a subclass may have made its own.
+        self._release()
         self.stores = {}
         for split in _SPLITS_OF_STAGE[stage] if stage is not None else self._splits():
             if (store := self._open(split)) is not None:
@@ -328,6 +394,9 @@ class MemmapDataModule(L.LightningDataModule):
 
     def teardown(self, stage: str | None = None) -> None:
         """Let go of the resident shards."""
+        self._release()
+
+    def _release(self) -> None:
         for split in self._resident.values():
             split.release()
         self._resident = {}
@@ -385,9 +454,9 @@ class MemmapDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> ZippedLoader | AssembledLoader | list[Any]:
         """The validation rows in dataset order; nothing where there are none."""
-        if "val" not in self._resident:
+        if "val" not in self._resident and self._running is not TrainerFn.VALIDATING:
             return []
-        if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
+        if self.trainer is not None and self._running is TrainerFn.FITTING:
             validate_anew(self.trainer)
         return self._loader("val", self.eval_transform)
 
@@ -419,13 +488,16 @@ class MemmapDataModule(L.LightningDataModule):
                 stacklevel=2,
             )
 
+    @property
+    def _running(self) -> TrainerFn | None:
+        """What the Trainer runs; None without one, and before and after its runs."""
+        if self.trainer is None or self.trainer.state.status is not TrainerStatus.RUNNING:
+            return None
+        return self.trainer.state.fn
+
     def _splits(self) -> tuple[str, ...]:
-        """The splits that the Trainer's present stage needs; all that exist without a Trainer."""
-        if self.trainer is None or self.trainer.state.fn is None:
-            return _SPLITS
-        names = {TrainerFn.FITTING: "fit", TrainerFn.VALIDATING: "validate"}
-        fn = self.trainer.state.fn
-        return _SPLITS_OF_STAGE[names.get(fn, fn.value)]
+        """The splits of what the Trainer runs; all of them where it runs nothing."""
+        return _SPLITS if self._running is None else _SPLITS_OF_STAGE[self._running.value]
 
     def _stored_split(self, split: str) -> str:
         """The split whose store has the rows of a split."""
@@ -488,21 +560,18 @@ class MemmapDataModule(L.LightningDataModule):
 
     def _open(self, split: str) -> Store | None:
         split = self._stored_split(split)
-        dataset = self.datasets[split]
-        needed = self.trainer is not None and (
-            split != "val" or self.trainer.state.fn is TrainerFn.VALIDATING
-        )
+        dataset, path = self.datasets[split], self._directory() / split
         try:
-            store = open_store(self._directory() / split)
+            store = open_store(path)
         except StoreNotFoundError:
-            if dataset is None and not needed:
-                return None
             if dataset is None:
-                raise StoreNotFoundError(
-                    f"{split}_dataset=None and no store at {self._directory() / split}: give the"
-                    f" dataset, or a store_dir that holds a store named {split!r}"
-                ) from None
-            raise
+                # An error only where its loader is asked for: a Trainer keeps a data module, and
+                # sets it up for stages that have other loaders.
+                return None
+            raise StoreNotFoundError(
+                f"no store at {path}: call prepare_data() before setup(), which builds it from"
+                f" {split}_dataset; a subclass that overrides it calls super().prepare_data()"
+            ) from None
         if dataset is not None and not self._is_its_own(split, store):
             store.check_dataset(
                 dataset,
@@ -530,7 +599,7 @@ class MemmapDataModule(L.LightningDataModule):
         shuffle_window: int | None = None,
     ) -> ZippedLoader | AssembledLoader:
         if split not in self._resident:
-            raise StoreNotFoundError(f"the {split} split is not set up: call setup() first")
+            raise self._missing(split)
         loader = ZippedLoader(
             self._resident[split],
             self.batch_size,
@@ -545,6 +614,16 @@ class MemmapDataModule(L.LightningDataModule):
             return loader
         # A strategy that knows nothing of super-batches is given plain batches.
         return loader.to(self.trainer.strategy.root_device)
+
+    def _missing(self, split: str) -> StoreNotFoundError:
+        stored = self._stored_split(split)
+        path = self._directory() / stored
+        if self.datasets[stored] is None and not is_store(path):
+            return StoreNotFoundError(
+                f"{stored}_dataset=None and no store at {path}: give the dataset, or a store_dir"
+                f" that holds a store named {stored!r}"
+            )
+        return StoreNotFoundError(f"the {split} split is not set up: call setup() first")
 
     def _builder(self, split: str) -> Callable[[Sequence[Tensor]], Any]:
         schema, dataset = self.stores[split].schema, self.datasets[self._stored_split(split)]

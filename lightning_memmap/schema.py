@@ -2,7 +2,8 @@
 
 A sample is any nesting of tuple, list, dict, named tuple and dataclass around leaves: tensors,
 numpy arrays and scalars, PIL images, numbers and bools. Each leaf is a field with a dtype and a
-shape, which every row shares. `Schema` is a value: it touches no file.
+shape, which every row shares. A long list or tuple of numbers of one dtype is one field as well.
+`Schema` is a value: it touches no file.
 """
 
 import dataclasses
@@ -35,6 +36,11 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }  # fmt: skip
 
+#: A list or tuple of at least this many numbers of one dtype is one field. In a shorter one, such
+#: as ``(image, label)``, each is a field of its own.
+_MIN_NUMBERS = 16
+#: A longer list would cost seconds a batch, since each of its numbers is given back as a tensor.
+_MAX_NUMBERS = 2**20
 _MAX_DEPTH = 32
 _MAX_NAME_LENGTH = 255 - len(".memmap")  # What file systems take as a file name.
 _MAX_DIMENSIONS = 64
@@ -58,7 +64,7 @@ class Field:
         dtype: The dtype of each row.
         shape: The shape of one row, without a batch dimension.
         kind: What the dataset gave: ``tensor``, ``array``, ``number`` or, for PIL images,
-            ``image:<mode>``.
+            ``image:<mode>``. A list of numbers is an array, or a tensor where they are tensors.
     """
 
     name: str
@@ -80,10 +86,11 @@ class Field:
 
 @dataclass(frozen=True)
 class Node:
-    """A container of a sample, or a leaf where ``kind`` is ``leaf``.
+    """A container of a sample, or what is one field.
 
     Args:
-        kind: ``leaf``, ``tuple``, ``list``, ``dict``, ``namedtuple`` or ``dataclass``.
+        kind: ``leaf``, a field of one value, ``numbers``, a field of a list or tuple of numbers,
+            ``tuple``, ``list``, ``dict``, ``namedtuple`` or ``dataclass``.
         keys: The key, name or position of each child.
         children: The children, in the order of ``keys``.
         name: The class name of a named tuple or dataclass.
@@ -96,6 +103,7 @@ class Node:
 
 
 _LEAF = Node("leaf")
+_NUMBERS = Node("numbers")
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ class Schema:
                 leaf. The message names the field.
         """
         leaves: list[tuple[str, Any]] = []
-        structure = _describe(sample, (), leaves)
+        structure = _describe(sample, (), leaves, number_ndim=0)
         if not leaves:
             raise SchemaError(f"the sample {sample!r} holds no tensor, array, image or number")
         fields = tuple(_describe_leaf(name, leaf) for name, leaf in leaves)
@@ -131,7 +139,7 @@ class Schema:
                 stored. The message names the field.
         """
         leaves: list[tuple[str, Any]] = []
-        structure = _describe(batch, (), leaves)
+        structure = _describe(batch, (), leaves, number_ndim=1)
         if not leaves:
             raise SchemaError(f"{batch!r} holds no tensor")
         fields = tuple(_describe_rows(name, leaf) for name, leaf in leaves)
@@ -155,7 +163,7 @@ class Schema:
             SchemaError: The message names the field, what was found and what was expected.
         """
         leaves: list[Any] = []
-        _flatten(sample, self.structure, "", leaves)
+        _flatten(sample, self.structure, "", leaves, number_ndim=0)
         arrays = []
         for field, leaf in zip(self.fields, leaves, strict=True):
             try:
@@ -184,7 +192,7 @@ class Schema:
             SchemaError: The message names the field, what was found and what was expected.
         """
         leaves: list[Any] = []
-        _flatten(batch, self.structure, "", leaves)
+        _flatten(batch, self.structure, "", leaves, number_ndim=1)
         for field, leaf in zip(self.fields, leaves, strict=True):
             found = _describe_rows(field.name, leaf)
             if found != field:
@@ -237,11 +245,17 @@ class Schema:
         structure = _node_from_json(_entry(value, "structure", dict), 0)
         if len(set(_classes(structure))) > _MAX_CLASSES:
             raise SchemaError(f"the structure has more than {_MAX_CLASSES} classes")
-        names = _leaf_names(structure, ())
+        leaves = _leaves(structure, ())
+        names = [name for name, _ in leaves]
         _check_names(names)
         fields = tuple(map(_field_from_json, items))
         if [field.name for field in fields] != names:
             raise SchemaError("the fields are not the leaves of the structure")
+        for field, (name, node) in zip(fields, leaves, strict=True):
+            if node.kind == "numbers" and not (
+                len(field.shape) == 1 and _MIN_NUMBERS <= field.shape[0] <= _MAX_NUMBERS
+            ):
+                raise SchemaError(f"field {name!r}: {field} is no list of numbers")
         return cls(fields, structure)
 
 
@@ -321,7 +335,10 @@ def _children(value: Any, path: tuple[str | int, ...]) -> tuple[str, list[Any], 
     return None
 
 
-def _describe(value: Any, path: tuple[str | int, ...], leaves: list[tuple[str, Any]]) -> Node:
+def _describe(
+    value: Any, path: tuple[str | int, ...], leaves: list[tuple[str, Any]], number_ndim: int
+) -> Node:
+    """The structure of a sample, or of a batch, where a number is a tensor of one dimension."""
     if len(path) > _MAX_DEPTH:
         raise SchemaError(f"the sample is nested deeper than {_MAX_DEPTH} levels")
     found = _children(value, path)
@@ -329,42 +346,147 @@ def _describe(value: Any, path: tuple[str | int, ...], leaves: list[tuple[str, A
         leaves.append((_field_name(path), value))
         return _LEAF
     kind, keys, values = found
+    if (
+        kind in ("tuple", "list")
+        and len(values) >= _MIN_NUMBERS
+        and _number_dtype(values, number_ndim) is not None
+    ):
+        name = _field_name(path)
+        leaves.append((name, _stack_numbers(name, values, number_ndim)))
+        return _NUMBERS
     children = tuple(
-        _describe(child, (*path, key), leaves) for key, child in zip(keys, values, strict=True)
+        _describe(child, (*path, key), leaves, number_ndim)
+        for key, child in zip(keys, values, strict=True)
     )
     name = type(value).__name__ if kind in ("namedtuple", "dataclass") else ""
     return Node(kind, tuple(keys), children, name)
 
 
-def _flatten(value: Any, node: Node, name: str, leaves: list[Any]) -> None:
-    if node is _LEAF or node.kind == "leaf":
+def _flatten(value: Any, node: Node, name: str, leaves: list[Any], number_ndim: int) -> None:
+    if node.kind == "leaf":
         leaves.append(value)
         return
     found = _children(value, ())
+    if node.kind == "numbers":
+        if found is None or found[0] not in ("tuple", "list"):
+            raise SchemaError(
+                f"field {name or 'value'!r}: found {type(value).__name__}, expected a list or"
+                " tuple of numbers"
+            )
+        leaves.append(_stack_numbers(name or "value", found[2], number_ndim))
+        return
     if found is None or found[0] != node.kind:
         raise SchemaError(
             f"field {name or 'value'!r}: found {type(value).__name__}, expected {node.kind}"
-            f" of {list(node.keys)}"
+            f" of {short_repr(list(node.keys))}"
         )
     _, keys, values = found
     if tuple(keys) != node.keys:
         if node.kind != "dict" or set(keys) != set(node.keys):
             raise SchemaError(
-                f"field {name or 'value'!r}: found {node.kind} of {keys}, expected"
-                f" {list(node.keys)}"
+                f"field {name or 'value'!r}: found {node.kind} of {short_repr(keys)}, expected"
+                f" {short_repr(list(node.keys))}"
             )
         values = [value[key] for key in node.keys]
     for key, child, child_node in zip(node.keys, values, node.children, strict=True):
         part = _part(key)
-        _flatten(child, child_node, f"{name}.{part}" if name else part, leaves)
+        _flatten(child, child_node, f"{name}.{part}" if name else part, leaves, number_ndim)
+
+
+def _python_dtype(kind: type) -> np.dtype[Any] | None:
+    """The dtype of Python's own numbers of a type, or None where it is not of numbers."""
+    return next((dtype for base, dtype in _FROM_PYTHON.items() if issubclass(kind, base)), None)
+
+
+def _number_dtype(values: Sequence[Any], ndim: int) -> torch.dtype | None:
+    """The dtype that numbers share, or None where not all are numbers, or not of one dtype.
+
+    Args:
+        values: Python's or numpy's numbers, or tensors.
+        ndim: Dimensions of a tensor that is a number.
+    """
+    dtypes: set[torch.dtype | None] = set()
+    for kind in set(map(type, values)):
+        if kind is Tensor:
+            dtypes |= {
+                value.dtype if value.ndim == ndim and value.layout is torch.strided else None
+                for value in values
+                if isinstance(value, Tensor)
+            }
+        else:
+            dtype = np.dtype(kind) if issubclass(kind, np.generic) else _python_dtype(kind)
+            dtypes.add(None if dtype is None else _FROM_NUMPY.get(dtype))
+    found = dtypes.pop() if len(dtypes) == 1 else None
+    return found if found in DTYPES.values() else None
+
+
+def _stack_numbers(name: str, values: Sequence[Any], ndim: int) -> Tensor | np.ndarray:
+    """Numbers side by side, along a new last dimension.
+
+    Args:
+        name: Their field.
+        values: Python's or numpy's numbers, or tensors.
+        ndim: Dimensions of a tensor that is a number.
+    """
+    dtype = _number_dtype(values, ndim)
+    if dtype is None:
+        kinds = ", ".join(sorted({type(value).__name__ for value in values})) or "nothing"
+        raise SchemaError(f"field {name!r}: found a list of {kinds}, expected numbers of one dtype")
+    if len(values) > _MAX_NUMBERS:
+        raise SchemaError(
+            f"field {name!r}: found a list of {len(values)} numbers, more than {_MAX_NUMBERS}:"
+            " make it one array or tensor in the dataset"
+        )
+    if not any(isinstance(value, Tensor) for value in values):
+        return _number_array(name, values, _TO_NUMPY[dtype])
+    tensors = [torch.as_tensor(value, dtype=dtype) for value in values]
+    if len({tensor.shape for tensor in tensors}) != 1:
+        raise SchemaError(f"field {name!r}: found a list of tensors of different lengths")
+    return torch.stack(tensors, ndim)
+
+
+def _number_array(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    try:
+        return np.asarray(value, dtype)
+    except OverflowError:
+        raise SchemaError(
+            f"field {name!r}: found an integer that does not fit into {dtype}: give it as a float,"
+            " or in parts"
+        ) from None
+
+
+def _image_array(name: str, image: Any) -> np.ndarray:
+    """The pixels of a PIL image, channels first."""
+    if image.mode in ("P", "PA"):
+        raise SchemaError(
+            f"field {name!r}: found an image of mode {image.mode!r}, whose palette would be lost."
+            " For its colours give image.convert('RGB'), or 'RGBA' where it has transparency; for"
+            " its palette indices, such as class labels, numpy.asarray(image)"
+        )
+    try:
+        pixels = np.asarray(image)
+    except Exception as error:  # Files are decoded here; each format has errors of its own.
+        raise SchemaError(
+            f"field {name!r}: the image cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    return pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(np.moveaxis(pixels, -1, 0))
 
 
 def _check_dense(name: str, leaf: Tensor) -> None:
-    if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
-        raise SchemaError(
-            f"field {name!r}: found a {leaf.layout} tensor; only dense tensors are stored:"
-            " convert it, or pad it to one shape"
-        )
+    if leaf.is_nested:
+        found, remedy = "a nested tensor", "pad it to one shape"
+    elif leaf.layout is not torch.strided:
+        found, remedy = f"a {leaf.layout} tensor", "convert it with to_dense()"
+    elif leaf.is_quantized:
+        found, remedy = "a quantized tensor", "give its int_repr(), or dequantize() it"
+    elif leaf.is_meta:
+        found, remedy = "a tensor on the meta device, which has no values", "move it to the CPU"
+    # Subclasses that are dispatched by themselves hold more than values, such as a mask.
+    elif type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        found, remedy = f"a {type(leaf).__name__}", "give what it holds as plain tensors"
+    else:
+        return
+    raise SchemaError(f"field {name!r}: found {found}; only dense tensors are stored: {remedy}")
 
 
 def _to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
@@ -375,21 +497,19 @@ def _to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
         if leaf.is_conj() or leaf.is_neg():
             leaf = leaf.resolve_conj().resolve_neg()
         return leaf.cpu(), "tensor"
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise SchemaError(
+            f"field {name!r}: found a masked array, whose mask would be lost: give filled() and"
+            " the mask as two arrays"
+        )
     if isinstance(leaf, (np.ndarray, np.generic)):
         return np.asarray(leaf), "array"
-    if isinstance(leaf, (bool, int, float, complex)):
-        try:
-            return np.asarray(leaf, _NUMBERS.get(type(leaf))), "number"
-        except OverflowError:
-            raise SchemaError(
-                f"field {name!r}: found the number {leaf}, which does not fit into int64"
-            ) from None
+    number = _python_dtype(type(leaf))
+    if number is not None:
+        return _number_array(name, leaf, number), "number"
     image = sys.modules.get("PIL.Image")
     if image is not None and isinstance(leaf, image.Image):
-        pixels = np.asarray(leaf)
-        if pixels.ndim == 2:
-            return pixels[None], f"image:{leaf.mode}"
-        return np.ascontiguousarray(np.moveaxis(pixels, -1, 0)), f"image:{leaf.mode}"
+        return _image_array(name, leaf), f"image:{leaf.mode}"
     raise SchemaError(
         f"field {name!r}: found {type(leaf).__name__}, which cannot be stored; give a tensor, a"
         " numpy array, a PIL image, a number or a bool (text: token or byte codes padded to one"
@@ -397,11 +517,11 @@ def _to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
     )
 
 
-_NUMBERS: dict[type, Any] = {
-    bool: np.bool_,
-    int: np.int64,
-    float: np.float64,
-    complex: np.complex128,
+_FROM_PYTHON: dict[type, np.dtype[Any]] = {
+    bool: np.dtype(np.bool_),
+    int: np.dtype(np.int64),
+    float: np.dtype(np.float64),
+    complex: np.dtype(np.complex128),
 }
 
 
@@ -411,7 +531,10 @@ def _array_dtype(name: str, array: Tensor | np.ndarray) -> torch.dtype:
     else:
         found = _FROM_NUMPY.get(array.dtype.newbyteorder("="))
         if found is None:
-            raise SchemaError(f"field {name!r}: found a numpy array of dtype {array.dtype}")
+            raise SchemaError(
+                f"field {name!r}: found a numpy array of dtype {array.dtype}; convert it in the"
+                f" dataset to one of {', '.join(DTYPES)}"
+            )
         dtype = found
     if _dtype_name(dtype) not in DTYPES:
         raise SchemaError(
@@ -426,6 +549,7 @@ _FROM_NUMPY = {
     for name in DTYPES
     if name != "bfloat16"
 }  # fmt: skip
+_TO_NUMPY = {dtype: name for name, dtype in _FROM_NUMPY.items()}
 
 
 def _describe_leaf(name: str, leaf: Any) -> Field:
@@ -453,6 +577,10 @@ def _builder(node: Node, sample: Any, counter: Any) -> Callable[[Sequence[Tensor
     if node.kind == "leaf":
         index = next(counter)
         return lambda leaves: leaves[index]
+    if node.kind == "numbers":
+        index = next(counter)
+        # Each contiguous, as default_collate makes them.
+        return lambda leaves: list(leaves[index].movedim(-1, 0).contiguous().unbind())
     found = _children(sample, ()) if sample is not None else None
     samples: Sequence[Any] = [None] * len(node.keys)
     if found is not None and (found[0] != node.kind or set(found[1]) != set(node.keys)):
@@ -491,8 +619,8 @@ def _look_alike(kind: str, name: str, names: tuple[str, ...]) -> type:
 
 
 def _node_to_json(node: Node) -> dict[str, Any]:
-    if node.kind == "leaf":
-        return {"kind": "leaf"}
+    if node.kind in ("leaf", "numbers"):
+        return {"kind": node.kind}
     value: dict[str, Any] = {"kind": node.kind, "keys": list(node.keys)}
     if node.name:
         value["name"] = node.name
@@ -521,6 +649,8 @@ def _node_from_json(value: Any, depth: int) -> Node:
     kind = _entry(value, "kind", str)
     if kind == "leaf":
         return _LEAF
+    if kind == "numbers":
+        return _NUMBERS
     if kind not in ("tuple", "list", "dict", "namedtuple", "dataclass"):
         raise SchemaError(f"unknown container {short_repr(kind)}")
     keys, children = _entry(value, "keys", list), _entry(value, "children", list)
@@ -560,15 +690,16 @@ def _is_identifier(name: str | int) -> bool:
     )
 
 
-def _leaf_names(node: Node, path: tuple[str | int, ...]) -> list[str]:
-    if node.kind == "leaf":
+def _leaves(node: Node, path: tuple[str | int, ...]) -> list[tuple[str, Node]]:
+    """The name and the node of each field."""
+    if node.kind in ("leaf", "numbers"):
         name = _field_name(path)
         _check_name_length(name)
-        return [name]
+        return [(name, node)]
     return [
-        name
+        leaf
         for key, child in zip(node.keys, node.children, strict=True)
-        for name in _leaf_names(child, (*path, key))
+        for leaf in _leaves(child, (*path, key))
     ]
 
 

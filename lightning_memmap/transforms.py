@@ -4,7 +4,7 @@ Any callable or module that maps a batch to a batch is a batch transform. `PerSa
 a callable that maps a sample.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import default_collate
+
+from lightning_memmap.loading.super_batch import named_leaves
 
 
 class PerSample:
@@ -23,7 +25,8 @@ class PerSample:
 
     With ``keywords`` it is called the way Albumentations wants it: with numpy arrays on the CPU
     as keyword arguments, images with channels last, and it returns a mapping with the same keys.
-    What it returns goes back to the batch's device, images with channels first.
+    What it returns goes back to the batch's device. Arrays of three dimensions are images with
+    channels last, which are put first; tensors, such as those of ``ToTensorV2``, stay as they are.
 
     A callable with random numbers of its own and a method ``set_random_seed``, as a ``Compose``
     has since Albumentations 1.4.21, is seeded for each batch from torch's global generator, which
@@ -51,7 +54,9 @@ class PerSample:
         """Transform a batch of B rows.
 
         Raises:
-            KeyError: A field that ``keywords`` names is not in the batch.
+            KeyError: A field that ``keywords`` names is not in the batch, or not in a result.
+            ValueError: The results of two rows differ in structure, shape or dtype, or a result
+                is a tensor with channels last.
         """
         set_random_seed = getattr(self.function, "set_random_seed", None)
         if set_random_seed is not None:
@@ -63,20 +68,66 @@ class PerSample:
             self.function(apply_to_collection(batch, Tensor, lambda leaf, row=row: leaf[row]))
             for row in range(rows)
         ]
+        _check_alike(samples)
         return default_collate(samples)
 
     def _call_with_keywords(self, batch: Any, keywords: dict[str, str]) -> Any:
         fields = {keyword: _find(batch, name) for keyword, name in keywords.items()}
         arrays = {keyword: _channels_last(leaf) for keyword, leaf in fields.items()}
-        results: dict[str, list[np.ndarray]] = {keyword: [] for keyword in keywords}
+        results = []
         for row in range(_num_rows(batch)):
             result = self.function(**{key: array[row] for key, array in arrays.items()})
-            for keyword, rows in results.items():
-                rows.append(np.asarray(result[keyword]))
-        for keyword, rows in results.items():
-            leaf = _channels_first(np.stack(rows), fields[keyword].ndim)
-            batch = _replace(batch, keywords[keyword].split("."), leaf.to(fields[keyword].device))
+            if missing := [keyword for keyword in keywords if keyword not in result]:
+                raise KeyError(
+                    f"keywords: the result of row {row} has no {missing[0]!r}: it must have every"
+                    " key that it was called with"
+                )
+            results.append({keyword: _tensor_or_array(result[keyword]) for keyword in keywords})
+        _check_alike(results)
+        for keyword, name in keywords.items():
+            field = fields[keyword]
+            rows: list[Any] = [result[keyword] for result in results]
+            if isinstance(rows[0], Tensor):
+                leaf = _stack_tensors(keyword, rows, field)
+            else:
+                leaf = _stack_arrays(rows, field.ndim)
+            batch = _replace(batch, name.split("."), leaf.to(field.device))
         return batch
+
+
+def _check_alike(results: Sequence[Any]) -> None:
+    """Check that the results of all rows can be collated without losing anything.
+
+    Raises:
+        ValueError: Two differ. The message names the row and the field.
+    """
+    first = {name: _description(leaf) for name, leaf in named_leaves(results[0])}
+    for row, result in enumerate(results):
+        found = {name: _description(leaf) for name, leaf in named_leaves(result)}
+        if found.keys() != first.keys():
+            raise ValueError(
+                f"the per-sample callable returned {list(found)} for row {row} of the batch and"
+                f" {list(first)} for row 0: it must return one structure for all rows"
+            )
+        for name, description in found.items():
+            if description != first[name]:
+                raise ValueError(
+                    f"the per-sample callable returned {description} at {name or 'its result'} for"
+                    f" row {row} of the batch and {first[name]} for row 0: crop, pad or convert"
+                    " it, so that all rows are alike"
+                )
+
+
+def _description(leaf: Any) -> str:
+    if isinstance(leaf, (Tensor, np.ndarray, np.generic)):
+        kind = "tensor" if isinstance(leaf, Tensor) else "array"
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return f"a {dtype} {kind} of shape {tuple(leaf.shape)}"
+    return f"a {type(leaf).__name__}"
+
+
+def _tensor_or_array(value: Any) -> Tensor | np.ndarray:
+    return value if isinstance(value, Tensor) else np.asarray(value)
 
 
 def _num_rows(batch: Any) -> int:
@@ -119,7 +170,32 @@ def _channels_last(leaf: Tensor) -> np.ndarray:
     return np.moveaxis(array, 1, -1) if array.ndim == 4 else array
 
 
-def _channels_first(array: np.ndarray, ndim: int) -> Tensor:
+def _stack_tensors(keyword: str, rows: list[Tensor], field: Tensor) -> Tensor:
+    """Results that are tensors, as they are.
+
+    Raises:
+        ValueError: They are images with channels last.
+    """
+    leaf = torch.stack(rows)
+    if field.ndim == leaf.ndim == 4:
+        channels = field.shape[1]
+        if leaf.shape[1] != channels and leaf.shape[-1] == channels:
+            raise ValueError(
+                f"keywords: the result {keyword!r} is a tensor of shape {tuple(rows[0].shape)},"
+                f" with the {channels} channels last, and tensors have them first: use"
+                " ToTensorV2(transpose_mask=True), or return an array"
+            )
+    return leaf
+
+
+def _stack_arrays(rows: list[np.ndarray], ndim: int) -> Tensor:
+    """Results that are arrays, images with channels first.
+
+    Args:
+        rows: One array per row, all alike.
+        ndim: Dimensions of the field's batch.
+    """
+    array = np.stack(rows)
     if ndim == 4 and array.ndim == 3:  # A transform dropped the only channel.
         array = array[..., None]
     if array.ndim == 4:

@@ -263,6 +263,7 @@ class TestStores:
         assert sorted(rows(data.train_dataloader())) == list(range(60))
         assert rows(data.predict_dataloader()) == list(range(300, 330))
 
+    @pytest.mark.filterwarnings(f"ignore:{NO_VALIDATION}")
     @pytest.mark.parametrize(
         ("run", "split"),
         [("fit", "train"), ("validate", "val"), ("test", "test"), ("predict", "predict")],

@@ -1,8 +1,11 @@
 import collections
 import dataclasses
+import decimal
 import enum
+import io
 import json
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
+from torch.masked import masked_tensor
 from torch.utils.data import default_collate
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import DTYPES, Field, Node, Schema
+
+
+class Colour(str, enum.Enum):
+    RED = "red"
+
+
+class Number(enum.IntEnum):
+    ONE = 1
 
 
 class Pair(NamedTuple):
@@ -63,6 +75,13 @@ def assert_same(found: Any, expected: Any) -> None:
             assert_same(one, other)
 
 
+def tree_leaves(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    children = value.values() if isinstance(value, dict) else value
+    return [leaf for child in children for leaf in tree_leaves(child)]
+
+
 def names_of(schema: Schema) -> list[str]:
     return [field.name for field in schema.fields]
 
@@ -90,6 +109,11 @@ COLLATED: dict[str, tuple[MakeSample, list[str]]] = {
         ["views.0", "views.1.0", "views.1.1.x", "pair.image", "pair.label.0", "pair.label.1"],
     ),
     "empty containers": (lambda i: ({}, i), ["1"]),
+    "many ints": (lambda i: list(range(i, i + 1200)), ["value"]),
+    "many floats in a tuple": (lambda i: (i, tuple(i + k / 7 for k in range(16))), ["0", "1"]),
+    "many bools": (lambda i: {"flags": [k % 3 == i for k in range(20)]}, ["flags"]),
+    "many scalar arrays": (lambda i: [np.float32(i * k) for k in range(16)], ["value"]),
+    "many scalar tensors": (lambda i: [torch.tensor(i * k).half() for k in range(16)], ["value"]),
 }
 
 
@@ -101,6 +125,7 @@ def test_builder_any_nesting_equals_default_collate(kind: str) -> None:
     assert names_of(schema) == names
     batch = schema.builder(samples[0])(stacked(schema, samples))
     assert_same(batch, default_collate(samples))
+    assert all(leaf.is_contiguous() for leaf in tree_leaves(batch))
 
 
 @pytest.mark.parametrize("kind", COLLATED)
@@ -167,6 +192,81 @@ def test_has_classes_only_where_a_class_is_part_of_the_sample() -> None:
     assert not Schema.from_sample([{"a": (1, 2)}]).has_classes
 
 
+# Lists of numbers
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        list(range(15)),
+        [1.5, *range(15)],
+        [True, *range(15)],
+        [torch.ones(1)] * 16,
+        [torch.tensor(1.0), *[0.5] * 15],
+        collections.namedtuple("Many", [f"f{k}" for k in range(16)])(*range(16)),
+    ],
+    ids=["fewer", "int and float", "int and bool", "vectors", "float32 and float64", "namedtuple"],
+)
+def test_numbers_that_are_few_or_not_alike_are_a_field_each(sample: Any) -> None:
+    assert len(Schema.from_sample(sample).fields) == len(sample)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        tuple(range(16)),
+        [np.int64(k) for k in range(16)],
+        [torch.tensor(0), *range(1, 16)],
+        [Number.ONE - 1, *map(int, range(1, 16))],
+    ],
+    ids=["tuple", "numpy", "tensor among them", "subclass"],
+)
+def test_numbers_of_the_same_dtype_in_another_row_are_the_same_field(row: Any) -> None:
+    schema = Schema.from_sample([0] * 16)
+    (found,) = schema.flatten(row)
+    assert torch.as_tensor(found).tolist() == list(range(16))
+    assert schema.fields == (Field("value", torch.int64, (16,), "array"),)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([0.5] * 16, r"found float64 \(16,\) \(array\), expected int64 \(16,\)"),
+        ([True] * 16, r"found bool \(16,\)"),
+        ([0] * 15, r"found int64 \(15,\)"),
+        ([0.5, *range(15)], "found a list of float, int, expected numbers of one dtype"),
+        ([True, *range(15)], "found a list of bool, int, expected numbers of one dtype"),
+        ([2**63] * 16, "found an integer that does not fit into int64"),
+        ([None] * 16, "found a list of NoneType, expected numbers of one dtype"),
+        ([], "found a list of nothing, expected numbers of one dtype"),
+        ([0] * (2**20 + 1), "found a list of 1048577 numbers, .* make it one array or tensor"),
+        ({"a": 0}, "found dict, expected a list or tuple of numbers"),
+        (np.zeros(16, np.int64), "found ndarray, expected a list or tuple of numbers"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused_and_their_field_named(row: Any, message: str) -> None:
+    schema = Schema.from_sample({"tokens": [0] * 16})
+    with pytest.raises(SchemaError, match=f"field 'tokens': {message}"):
+        schema.flatten({"tokens": row})
+
+
+def test_numbers_of_stores_with_a_field_each_are_read_as_before() -> None:
+    sample = {"tokens": list(range(16))}
+    names = [f"tokens.{k}" for k in range(16)]
+    each = {"kind": "list", "keys": list(range(16)), "children": [{"kind": "leaf"}] * 16}
+    old = Schema.from_json(
+        {
+            "fields": [
+                {"name": name, "dtype": "int64", "shape": [], "kind": "number"} for name in names
+            ],
+            "structure": {"kind": "dict", "keys": ["tokens"], "children": [each]},
+        }
+    )
+    arrays = old.flatten(sample)
+    assert arrays == list(range(16))
+    assert_same(old.builder()(stacked(old, [sample] * 2)), default_collate([sample] * 2))
+
+
 # Names
 
 
@@ -224,14 +324,6 @@ def test_field_name_too_long_for_a_file_is_refused() -> None:
         Schema.from_sample({"k" * 249: 1})
     with pytest.raises(SchemaError, match="longer than the 248 characters"):
         Schema.from_sample({"k" * 200: {"k" * 100: 1}})
-
-
-class Colour(str, enum.Enum):
-    RED = "red"
-
-
-class Number(enum.IntEnum):
-    ONE = 1
 
 
 @pytest.mark.parametrize("key", [True, 1.5, None, (1, 2), b"a", Colour.RED, Number.ONE])
@@ -292,10 +384,15 @@ def test_leaf_is_described_as_it_is(
     [
         ("RGB", torch.uint8, (3, 4, 5)),
         ("L", torch.uint8, (1, 4, 5)),
-        ("P", torch.uint8, (1, 4, 5)),
+        ("LA", torch.uint8, (2, 4, 5)),
         ("1", torch.bool, (1, 4, 5)),
         ("I;16", torch.uint16, (1, 4, 5)),
+        ("I;16B", torch.uint16, (1, 4, 5)),
+        ("I", torch.int32, (1, 4, 5)),
         ("RGBA", torch.uint8, (4, 4, 5)),
+        ("CMYK", torch.uint8, (4, 4, 5)),
+        ("YCbCr", torch.uint8, (3, 4, 5)),
+        ("HSV", torch.uint8, (3, 4, 5)),
         ("F", torch.float32, (1, 4, 5)),
     ],
 )
@@ -319,7 +416,27 @@ def test_image_of_any_mode_becomes_channels_height_width(
             assert found == ([bool(expected)] if mode == "1" else list(np.atleast_1d(expected)))
 
 
+with warnings.catch_warnings():
+    # That their classes may change.
+    warnings.simplefilter("ignore")
+    QUANTIZED = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+    RAGGED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    MASKED = masked_tensor(torch.ones(2), torch.tensor([True, False]))
+
 REFUSED = {
+    "masked array": np.ma.array([1, 2], mask=[False, True]),
+    "masked number": np.ma.masked,
+    "masked tensor": MASKED,
+    "quantized tensor": QUANTIZED,
+    "nested tensor": RAGGED,
+    "tensor without values": torch.ones(2, device="meta"),
+    "subclass beyond int64": type("Size", (int,), {})(2**63),
+    "huge number": 10**5000,
+    "decimal": decimal.Decimal(1),
+    "durations": np.array([3], "timedelta64[s]"),
+    "palette": Image.new("P", (2, 2)),
+    "palette with transparency": Image.new("PA", (2, 2)),
+    "many numbers beyond int64": [2**63] * 16,
     "float8": torch.zeros(2, dtype=torch.float8_e4m3fn),
     "other float8": torch.zeros(2, dtype=torch.float8_e5m2),
     "text": "a text",
@@ -341,6 +458,32 @@ REFUSED = {
 def test_leaf_that_cannot_be_stored_is_refused_and_its_field_named(kind: str) -> None:
     with pytest.raises(SchemaError, match=r"field 'outer\.1'"):
         Schema.from_sample({"outer": (1, REFUSED[kind])})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "remedy"),
+    [
+        (Image.new("P", (2, 2)), r"convert\('RGB'\).*numpy\.asarray\(image\)"),
+        (np.ma.array([1], mask=[True]), r"give filled\(\) and the mask"),
+        (torch.eye(2).to_sparse(), r"to_dense\(\)"),
+        (QUANTIZED, r"int_repr\(\)"),
+        (np.array(["a"]), "convert it in the dataset to one of bool, uint8"),
+        (2**63, "give it as a float"),
+    ],
+    ids=["palette", "masked array", "sparse", "quantized", "text array", "big number"],
+)
+def test_leaf_that_cannot_be_stored_is_refused_with_the_way_out(leaf: Any, remedy: str) -> None:
+    for refused in (Schema.from_sample, Schema.from_sample({"x": 1}).flatten):
+        with pytest.raises(SchemaError, match=f"field 'x': .*{remedy}"):
+            refused({"x": leaf})
+
+
+def test_image_that_cannot_be_decoded_is_refused_and_its_field_named() -> None:
+    file = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(file, "PNG")
+    truncated = Image.open(io.BytesIO(file.getvalue()[:1000]))
+    with pytest.raises(SchemaError, match=r"field .x.: the image cannot be read: .*truncated"):
+        Schema.from_sample({"x": truncated})
 
 
 def test_flatten_tensor_with_pending_operations_gives_plain_values() -> None:
@@ -407,9 +550,9 @@ def test_flatten_sample_that_does_not_fit_names_field_found_and_expected(
 
 
 def test_flatten_image_of_another_mode_with_same_shape_is_refused() -> None:
-    schema = Schema.from_sample(Image.new("L", (5, 4)))
-    with pytest.raises(SchemaError, match=r"\(image:P\), expected uint8 \(1, 4, 5\) \(image:L\)"):
-        schema.flatten(Image.new("P", (5, 4)))
+    schema = Schema.from_sample(Image.new("RGB", (5, 4)))
+    with pytest.raises(SchemaError, match=r"\(image:YCbCr\), expected .*\(image:RGB\)"):
+        schema.flatten(Image.new("YCbCr", (5, 4)))
 
 
 # JSON
@@ -439,6 +582,7 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         st.builds(Pair, children, children),
         st.builds(Example, children, children),
         st.builds(Checked, st.integers(0, 9)),
+        st.lists(st.floats(), min_size=16, max_size=18),
     )
 
 
@@ -459,11 +603,12 @@ def test_json_any_schema_comes_back_equal(sample: Any) -> None:
 @settings(deadline=None, max_examples=100)
 def test_builder_any_sample_gives_back_the_leaves_in_their_places(sample: Any) -> None:
     schema = Schema.from_sample(sample)
-    leaves = [torch.tensor([index]) for index in range(len(schema.fields))]
+    leaves = [torch.full(field.shape or (1,), index) for index, field in enumerate(schema.fields)]
     for built in (schema.builder(sample)(leaves), schema.builder()(leaves)):
         again = Schema.from_sample(built)
         assert names_of(again) == names_of(schema)
-        assert [leaf.item() for leaf in again.flatten(built)] == list(range(len(leaves)))
+        for found, expected in zip(again.flatten(built), leaves, strict=True):
+            assert torch.equal(torch.as_tensor(found), expected)
 
 
 # Batches of rows
@@ -486,6 +631,19 @@ def test_flatten_batch_gives_the_tensors_in_the_order_of_the_fields() -> None:
     assert torch.equal(found[0], a)
     assert not found[0].requires_grad
     assert torch.equal(found[1], b)
+
+
+def test_batch_of_many_columns_is_one_field() -> None:
+    columns = [torch.arange(3) + k for k in range(20)]
+    schema = Schema.from_batch({"scores": columns})
+    assert schema.fields == (Field("scores", torch.int64, (20,), "tensor"),)
+    (rows,) = schema.flatten_batch({"scores": columns})
+    assert torch.equal(rows, torch.stack(columns, 1))
+    assert_same(schema.builder()([rows]), {"scores": columns})
+    with pytest.raises(SchemaError, match="field 'scores': found a list of tensors of different"):
+        schema.flatten_batch({"scores": [*columns[1:], torch.arange(4)]})
+    with pytest.raises(SchemaError, match="field 'scores': found a list of Tensor, expected numbe"):
+        schema.flatten_batch({"scores": [*columns[1:], torch.ones(3)]})
 
 
 def test_flatten_batch_gives_values_where_a_tensor_is_a_lazy_conjugate() -> None:
@@ -541,6 +699,11 @@ def edited(*path: Any, value: Any) -> Any:
         place = place[key]
     place[path[-1]] = value
     return root
+
+
+def numbers(shape: list[int]) -> Any:
+    field = {"name": "value", "dtype": "int64", "shape": shape, "kind": "array"}
+    return {"fields": [field], "structure": {"kind": "numbers"}}
 
 
 def nested(depth: int) -> Any:
@@ -611,6 +774,10 @@ HOSTILE = {
     "null as name": with_container("namedtuple", ["a"], None),
     "no name": with_container("dataclass", ["a"], []),
     "null byte in a name": with_container("dataclass", ["a"], "A\0B"),
+    "numbers that are one number": numbers([]),
+    "numbers that are few": numbers([15]),
+    "numbers that are too many": numbers([2**20 + 1]),
+    "numbers in a matrix": numbers([16, 16]),
     "name too long": with_container("dict", ["k" * 249]),
     "lone surrogate": with_container("dict", ["\ud800"]),
 }
@@ -626,6 +793,7 @@ def test_json_edited_value_is_valid_without_the_edit() -> None:
         with_container("tuple", [0, 1]),
         with_container("dict", ["k" * 248]),
         nested(32),
+        numbers([16]),
     ):
         assert isinstance(Schema.from_json(value), Schema)
 

@@ -158,14 +158,85 @@ class TestKeywords:
         with pytest.raises(KeyError, match=r"'target' is a list, not a field"):
             transform({"image": images(), "target": [masks()]})
 
-    def test_keywords_with_results_of_other_shapes_raise(self) -> None:
-        sizes = iter([2, 3])
+    @pytest.mark.parametrize("height", [4, 3])
+    def test_keywords_with_tensors_keep_their_channels_first(self, height: int) -> None:
+        # As ToTensorV2 gives them: views of the image, and masks without channels as they are.
+        def to_tensor(image: Any, mask: Any) -> dict[str, Any]:
+            return {
+                "image": torch.from_numpy(image[:height].transpose(2, 0, 1)),
+                "mask": torch.from_numpy(mask[:height]),
+            }
 
-        def crop(image: Any) -> dict[str, Any]:
-            return {"image": image[: next(sizes)]}
+        transform = PerSample(to_tensor, keywords={"image": "image", "mask": "mask"})
+        found = transform({"image": images(), "mask": masks()})
+        assert torch.equal(found["image"], images()[:, :, :height])
+        assert torch.equal(found["mask"], masks()[:, :height])
 
-        with pytest.raises(ValueError, match="shape"):
-            PerSample(crop, keywords={"image": "image"})({"image": images()})
+    def test_keywords_with_a_tensor_whose_channels_are_last_raise(self) -> None:
+        transform = PerSample(
+            lambda mask: {"mask": torch.from_numpy(mask)}, keywords={"mask": "mask"}
+        )
+        message = (
+            r"'mask' is a tensor of shape \(4, 5, 3\), with the 3 channels last.*transpose_mask"
+        )
+        with pytest.raises(ValueError, match=message):
+            transform({"mask": images()})
+
+    def test_keywords_with_boxes_give_boxes(self) -> None:
+        def shift(image: Any, boxes: Any) -> dict[str, Any]:
+            return {"image": image, "boxes": [tuple(box + 1) for box in boxes]}
+
+        boxes = torch.arange(24.0).view(2, 3, 4)
+        transform = PerSample(shift, keywords={"image": "image", "boxes": "boxes"})
+        assert torch.equal(transform({"image": images(), "boxes": boxes})["boxes"], boxes + 1)
+
+    def test_keywords_with_a_key_dropped_raise_and_name_it(self) -> None:
+        transform = PerSample(
+            lambda image, mask: {"image": image}, keywords={"image": "image", "mask": "mask"}
+        )
+        with pytest.raises(KeyError, match="the result of row 0 has no 'mask'"):
+            transform({"image": images(), "mask": masks()})
+
+
+class TestRowsThatDiffer:
+    """What one row becomes and another does not is an error that names the row and the field."""
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                lambda image: image[:2],
+                r"uint8 {kind} of shape \(.*\) at \['image'\] for row 1 of the batch and"
+                r" a uint8 {kind} of shape \(.*\) for row 0: crop, pad",
+            ),
+            (lambda image: image / np.float32(2), r"a float\d\d {kind} .*\['image'\] for row 1"),
+            (lambda image: image.tolist(), r"\['image'\S* for row 1"),
+        ],
+        ids=["size", "dtype", "type"],
+    )
+    @pytest.mark.parametrize("keywords", [None, {"image": "image"}], ids=["sample", "keywords"])
+    def test_results_that_differ_raise_and_name_row_and_field(
+        self, change: Callable[[Any], Any], message: str, keywords: dict[str, str] | None
+    ) -> None:
+        rows = iter(range(2))
+
+        def transform(sample: Any = None, image: Any = None) -> dict[str, Any]:
+            value = sample["image"] if sample is not None else image
+            return {"image": change(value) if next(rows) else value}
+
+        kind = "tensor" if keywords is None else "array"
+        with pytest.raises(ValueError, match=message.format(kind=kind)):
+            PerSample(transform, keywords)({"image": images()})
+
+    def test_results_with_other_keys_raise_and_name_the_row(self) -> None:
+        rows = iter([{"a": 1}, {"a": 1}, {"a": 1, "b": 2}])
+        with pytest.raises(ValueError, match=r"\['b'\].* for row 2 of the batch"):
+            PerSample(lambda sample: next(rows))(torch.arange(3))
+
+    def test_results_with_numbers_of_other_types_raise(self) -> None:
+        rows = iter([1, 1, 1.5])
+        with pytest.raises(ValueError, match=r"a float at its result for row 2 .* a int for row 0"):
+            PerSample(lambda sample: next(rows))(torch.arange(3))
 
 
 class TestInLoader:

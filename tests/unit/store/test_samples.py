@@ -1,0 +1,125 @@
+"""What a dataset gives comes back from its store: every value, and nothing left out."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import default_collate
+
+from lightning_memmap import build_store
+from lightning_memmap.errors import SchemaError
+from tests.rows import CPU, make_loader
+
+#: Those that hold their pixels and nothing else.
+MODES = (
+    "1", "L", "LA", "La", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I", "F",
+    "I;16", "I;16L", "I;16B", "I;16N",
+)  # fmt: skip
+
+
+def noise(mode: str, row: int) -> Image.Image:
+    """An image of any bytes, 5 wide and 3 high."""
+    size = len(Image.new(mode, (5, 3)).tobytes())
+    values = np.random.default_rng(row).integers(0, 255, size, np.uint8)
+    return Image.frombytes(mode, (5, 3), values.tobytes())
+
+
+def read_back(path: Path, rows: list[Any]) -> list[Any]:
+    store = build_store(rows, path, progress=False)
+    return [store[row] for row in range(len(rows))]
+
+
+def test_image_of_every_mode_comes_back_as_numpy_has_it(tmp_path: Path) -> None:
+    rows = [[noise(mode, row) for mode in MODES] for row in range(3)]
+    for found, images in zip(read_back(tmp_path / "store", rows), rows, strict=True):
+        for pixels, image in zip(found, images, strict=True):
+            expected = np.asarray(image)
+            channels_last = expected if expected.ndim == 3 else expected[..., None]
+            has_nan = image.mode == "F"
+            assert np.array_equal(
+                pixels.movedim(0, -1).numpy(), channels_last, equal_nan=has_nan
+            ), image.mode
+
+
+@pytest.mark.parametrize("mode", ["P", "PA"])
+def test_image_with_a_palette_is_refused_at_its_row_with_the_way_out(
+    tmp_path: Path, mode: str
+) -> None:
+    grey, coloured = Image.new("L", (5, 3)), Image.new(mode, (5, 3))
+    message = rf"row 9, field 'image': found an image of mode '{mode}'.*convert\('RGB'\)"
+    with pytest.raises(SchemaError, match=message):
+        build_store([{"image": grey}] * 9 + [{"image": coloured}], tmp_path / "store")
+
+
+def test_arrays_and_tensors_of_every_kind_come_back_with_their_values(tmp_path: Path) -> None:
+    complex_tensor = torch.tensor([1 + 2j, 3 - 1j])
+    rows = [
+        {
+            "big-endian": np.arange(3, dtype=">f4") + row,
+            "big-endian scalar": np.arange(3, dtype=">i8")[row],
+            "0-d array": np.array(row, np.uint16),
+            "strided": np.arange(12).reshape(3, 4)[:, ::-2] + row,
+            "expanded": torch.tensor([row]).expand(4),
+            "conjugate": complex_tensor.conj() * row,
+            "lazy conjugate": complex_tensor.conj(),
+            "negative": complex_tensor.conj().imag,
+            "parameter": torch.nn.Parameter(torch.full((2,), 0.1 + row)),
+            "bfloat16": torch.full((2,), 0.1 + row).bfloat16(),
+            "uint16": torch.tensor([2**16 - 1 - row], dtype=torch.uint16),
+            "uint32": torch.tensor([2**32 - 1 - row], dtype=torch.uint32),
+            "uint64": np.array([2**64 - 1 - row], np.uint64),
+            "not a number": torch.tensor([float("nan"), -0.0, float("inf")]),
+        }
+        for row in range(3)
+    ]
+    for found, given in zip(read_back(tmp_path / "store", rows), rows, strict=True):
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                expected = value.detach().resolve_conj().resolve_neg()
+            else:
+                expected = torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
+            assert found[name].dtype == expected.dtype, name
+            assert torch.equal(
+                found[name].contiguous().view(-1).view(torch.uint8),
+                expected.contiguous().view(-1).view(torch.uint8),
+            ), name
+
+
+@pytest.mark.parametrize(
+    ("value", "other"), [(1, True), (1, 1.0), (0.5, 1), (True, 1)], ids=lambda value: repr(value)
+)
+def test_numbers_of_other_types_in_other_rows_are_refused_at_their_row(
+    tmp_path: Path, value: Any, other: Any
+) -> None:
+    with pytest.raises(SchemaError, match="row 9, field '0': found"):
+        build_store([(value,)] * 9 + [(other,)], tmp_path / "store", progress=False)
+
+
+def test_list_of_many_numbers_is_one_file_and_comes_back_as_a_list(tmp_path: Path) -> None:
+    rows = [{"tokens": list(range(row, row + 1200)), "label": row} for row in range(3)]
+    found = read_back(tmp_path / "store", rows)
+    files = {path.name for path in (tmp_path / "store").glob("*.memmap")}
+    assert files == {"tokens.memmap", "label.memmap"}
+    for row, sample in enumerate(found):
+        assert [number.item() for number in sample["tokens"]] == rows[row]["tokens"]
+    collated, expected = default_collate(found), default_collate(rows)
+    assert torch.equal(torch.stack(collated["tokens"]), torch.stack(expected["tokens"]))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_list_of_many_numbers_is_batched_as_default_collate_does(
+    tmp_path: Path, num_devices: int
+) -> None:
+    rows = [{"row": row, "scores": [row + k / 8 for k in range(20)]} for row in range(10)]
+    store = build_store(rows, tmp_path / "store", progress=False)
+    batches = [batch.to(CPU) for batch in make_loader(store, num_devices, 4 // num_devices)]
+    assert sum(len(batch["row"]) for batch in batches) == 10
+    for batch in batches:
+        expected = default_collate([rows[row] for row in batch["row"].tolist()])
+        assert type(batch["scores"]) is list
+        for found, column in zip(batch["scores"], expected["scores"], strict=True):
+            assert torch.equal(found, column)
+            assert found.is_contiguous()
