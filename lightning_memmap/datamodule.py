@@ -83,6 +83,7 @@ class MemmapDataModule(L.LightningDataModule):
         batch_size: Rows per data device and step, as under DDP.
         transform: Batch transform for training: a callable or module, run on each data device
             without gradients. With a parameter named ``generator`` it is given a seeded one.
+            In `lightning_memmap.transforms.OnSuperBatch` it runs on the assembled rows instead.
         eval_transform: The same for validation, test and prediction.
         shuffle: Permute the training rows anew each epoch.
         drop_last: Drop an incomplete last training step. Evaluation never drops a row.
@@ -304,7 +305,10 @@ class MemmapDataModule(L.LightningDataModule):
         self._resident = {}
 
     def train_dataloader(self) -> ZippedLoader | AssembledLoader:
-        """The training rows in the order of `lightning_memmap.order`."""
+        """The training rows in the order of `lightning_memmap.order`.
+
+        Without a Trainer, this and the other loaders are `lightning_memmap.loading.BatchLoader`.
+        """
         # Lightning turns shuffling off for overfit_batches, but only in torch's own DataLoader.
         overfitting = getattr(self.trainer, "overfit_batches", 0) > 0
         shuffle = self.shuffle and not overfitting

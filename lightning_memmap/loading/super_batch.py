@@ -188,10 +188,10 @@ def _checked_leaves(parts: list[Any], first: int, num_rows: int) -> list[list[Te
                 )
             if leaf.shape[1:] != other.shape[1:]:
                 raise ValueError(
-                    f"transform: it returned rows of shape {tuple(leaf.shape[1:])} at batch{name} on"
-                    f" data device {index} and of shape {tuple(other.shape[1:])} on data device 0;"
-                    " they are assembled afterwards, and must be alike. A transform whose shapes"
-                    " differ from call to call runs on the assembled rows instead with"
+                    f"transform: it returned rows of shape {tuple(leaf.shape[1:])} at batch{name}"
+                    f" on data device {index} and of shape {tuple(other.shape[1:])} on data device"
+                    " 0; they are assembled afterwards, and must be alike. A transform whose"
+                    " shapes differ from call to call runs on the assembled rows instead with"
                     " transform=OnSuperBatch(...), from lightning_memmap.transforms"
                 )
             if leaf.dtype != other.dtype:

@@ -36,14 +36,15 @@ class _Block(NamedTuple):
 class ZippedLoader:
     """Iterates over the super-batches of one epoch.
 
-    The rows of each step, and their order, are those of `lightning_memmap.order`. Works without a
-    Trainer; then call `set_epoch` before each epoch for another order.
+    The rows of each step, and their order, are those of `lightning_memmap.order`. Each iteration is
+    of the epoch that was set last. `BatchLoader` counts epochs by itself, and gives plain batches.
 
     Args:
         split: The resident shards.
         batch_size: Rows per data device and step.
         build: Nests one tensor per field like the dataset's samples.
-        transform: Batch transform that runs on each data device; see `DeviceTransform`.
+        transform: Batch transform that runs on each data device, see `DeviceTransform`, or on the
+            assembled batch, see `OnSuperBatch`.
         shuffle: Permute the rows of each shard, anew each epoch.
         drop_last: Drop an incomplete last step.
         seed: Seed of the order and of random transforms.

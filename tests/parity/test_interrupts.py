@@ -1,4 +1,4 @@
-"""A checkpoint that is saved when a step is interrupted holds as much of the data as its weights."""
+"""A checkpoint that is saved inside a step goes on with what its weights have not learned from."""
 
 from contextlib import nullcontext
 from pathlib import Path
