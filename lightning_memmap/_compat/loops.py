@@ -101,11 +101,19 @@ class TrainerProgress:
         self._optimizer_steps = 0
         self._is_watching = False
 
-    def counts(self) -> _Counts:
-        """What the Trainer has counted. To be noted when a batch is delivered."""
+    def counts(self) -> _Counts | None:
+        """What the Trainer has counted. To be noted when a batch is delivered.
+
+        None where it is not the Trainer that trains on the batch.
+        """
         trainer: Any = self._trainer()
+        if trainer is None or not trainer.training:
+            return None
         if not self._is_watching:
             self._watch(trainer.optimizers)
+        return self._now(trainer)
+
+    def _now(self, trainer: Any) -> _Counts:
         loop = trainer.fit_loop.epoch_loop
         processed = loop.batch_progress.total.processed
         return _Counts(processed, loop.global_step, self._optimizer_steps)
@@ -121,25 +129,31 @@ class TrainerProgress:
             noted: The `counts` at the last delivery.
         """
         trainer: Any = self._trainer()
-        loop, now = trainer.fit_loop.epoch_loop, self.counts()
+        if trainer is None:
+            return 0
+        loop, now = trainer.fit_loop.epoch_loop, self._now(trainer)
         num_processed = loop.batch_progress.current.processed
         is_processed = now.processed > noted.processed
         if not is_processed and now[1:] != noted[1:]:
             return 0
-        waiting = num_processed % trainer.accumulate_grad_batches
-        if (
-            num_processed == trainer.num_training_batches
-            or trainer.strategy.handles_gradient_accumulation
-            or not trainer.lightning_module.automatic_optimization
-        ):
-            waiting = 0
-        return waiting + (not is_processed)
+        is_group_open = (
+            num_processed != trainer.num_training_batches
+            and not trainer.strategy.handles_gradient_accumulation
+            and trainer.lightning_module.automatic_optimization
+        )
+        waiting = int(num_processed) % int(trainer.accumulate_grad_batches) if is_group_open else 0
+        return waiting + int(not is_processed)
 
-    def num_trained(self, noted: _Counts) -> int:
-        """The batches of the epoch that the weights have learned from; see `num_untrained`."""
+    def num_trained(self, noted: _Counts) -> int | None:
+        """The batches of the epoch that the weights have learned from; see `num_untrained`.
+
+        None where there is no Trainer any more.
+        """
         trainer: Any = self._trainer()
+        if trainer is None:
+            return None
         num_processed: int = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        is_under_way = self.counts().processed == noted.processed
+        is_under_way = self._now(trainer).processed == noted.processed
         return num_processed + int(is_under_way) - self.num_untrained(noted)
 
     def _watch(self, optimizers: list[Any]) -> None:

@@ -30,25 +30,24 @@ class Recorder(Regression):
         self.seen.clear()
 
 
-@pytest.mark.parametrize("mode", ["power", "binsearch"])
 @pytest.mark.parametrize(
-    ("strategy", "devices", "drop_last", "found"),
+    ("strategy", "devices", "drop_last", "mode", "found"),
     [
-        ("auto", 1, False, 128),
-        ("memmap_superbatch", 4, False, 32),
-        ("memmap_superbatch", 4, True, 16),
-        ("memmap_dp", 2, True, 32),
+        ("auto", 1, False, "power", 128),
+        ("memmap_superbatch", 4, False, "binsearch", 32),
+        ("memmap_superbatch", 4, True, "power", 16),
+        ("memmap_dp", 2, True, "binsearch", 32),
     ],
 )
 def test_batch_size_finder_ends_with_the_rows_of_a_data_device(
-    tmp_path: Path, mode: Any, strategy: str, devices: int, drop_last: bool, found: int
+    tmp_path: Path, strategy: str, devices: int, drop_last: bool, mode: Any, found: int
 ) -> None:
     data = make_data(tmp_path, drop_last=drop_last)
     trainer = make_trainer(
         tmp_path,
         strategy=strategy,
         devices=devices,
-        callbacks=[BatchSizeFinder(mode=mode, margin=0.0)],
+        callbacks=[BatchSizeFinder(mode, steps_per_trial=1, init_val=8, margin=0.0)],
         num_sanity_val_steps=0,
     )
     module = Recorder()
