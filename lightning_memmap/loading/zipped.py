@@ -287,7 +287,7 @@ class ZippedLoader:
             raise released_error()
         self._began = start = self._start()
         self._delivered, self._resume = (start.steps, None), None
-        rank = self._split.consumers.rank
+        rank, has_seeds = self._split.consumers.rank, self.transforms_super_batches
         step = start.steps
         with self._split.read_ahead(self.stream, start.epoch, start.position) as ahead:
             for block in self._blocks(self._plan(start.position)):
@@ -296,7 +296,7 @@ class ZippedLoader:
                 step_rows = iter(block.step_rows)
                 for super_batch in self._takes.take(ahead, start.epoch, step, positions, lengths):
                     super_batch.step_rows = next(step_rows)
-                    if self.transforms_super_batches:
+                    if has_seeds:
                         super_batch.seed = derive_seed(self.stream.seed, start.epoch, step, rank)
                     step += 1
                     if not is_ahead:
