@@ -1,7 +1,7 @@
 """The data module: Lightning's hooks, each handed on to the layer that does the work."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,10 +15,22 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap._compat.loops import renew_train_loader_after_epoch, validate_anew
+from lightning_memmap._compat.loops import (
+    TrainerProgress,
+    go_on_after,
+    renew_train_loader_after_epoch,
+    validate_anew,
+)
 from lightning_memmap.agreement import agree
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
-from lightning_memmap.loading import AssembledLoader, ResidentSplit, ZippedLoader, load_split
+from lightning_memmap.loading import (
+    AssembledLoader,
+    BatchLoader,
+    ResidentSplit,
+    ZippedLoader,
+    load_split,
+)
+from lightning_memmap.loading.state import StreamState
 from lightning_memmap.order import RowSubset, Stream, default_window
 from lightning_memmap.placement import (
     RESIDENCIES,
@@ -77,6 +89,7 @@ class MemmapDataModule(L.LightningDataModule):
         batch_size: Rows per data device and step, as under DDP.
         transform: Batch transform for training: a callable or module, run on each data device
             without gradients. With a parameter named ``generator`` it is given a seeded one.
+            In `lightning_memmap.transforms.OnSuperBatch` it runs on the assembled rows instead.
         eval_transform: The same for validation, test and prediction.
         shuffle: Permute the training rows anew each epoch.
         drop_last: Drop an incomplete last training step. Evaluation never drops a row.
@@ -210,6 +223,7 @@ class MemmapDataModule(L.LightningDataModule):
         self._has_warned = False
         self._train_loader: ZippedLoader | AssembledLoader | None = None
         self._train_state: dict[str, Any] | None = None
+        self._num_trained: int | None = None
 
     @classmethod
     @override
@@ -402,7 +416,10 @@ class MemmapDataModule(L.LightningDataModule):
         self._resident = {}
 
     def train_dataloader(self) -> ZippedLoader | AssembledLoader:
-        """The training rows in the order of `lightning_memmap.order`."""
+        """The training rows in the order of `lightning_memmap.order`.
+
+        Without a Trainer, this and the other loaders are `lightning_memmap.loading.BatchLoader`.
+        """
         # Lightning turns shuffling off for overfit_batches, but only in torch's own DataLoader.
         overfitting = getattr(self.trainer, "overfit_batches", 0) > 0
         shuffle = self.shuffle and not overfitting
@@ -412,6 +429,7 @@ class MemmapDataModule(L.LightningDataModule):
             shuffle=shuffle,
             drop_last=self.drop_last,
             shuffle_window=self.shuffle_window if shuffle else None,
+            progress=None if self.trainer is None else TrainerProgress(self.trainer),
         )
         self._train_loader = loader
         if self._train_state is not None and self.trainer is not None:
@@ -423,24 +441,33 @@ class MemmapDataModule(L.LightningDataModule):
                 renew_train_loader_after_epoch(
                     self.trainer, self.trainer.current_epoch, loader.num_steps
                 )
-            self._train_state = None
+            if (
+                self._num_trained is not None
+                and self._train_state["epoch"] == self.trainer.current_epoch
+            ):
+                go_on_after(self.trainer, self._num_trained)
+            self._train_state = self._num_trained = None
         return loader
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training stream stands, the same on every rank."""
         if self._train_loader is None:
             return {}
-        subset = self._subset("train")
-        state = {"train": self._train_loader.state_dict()}
-        return state if subset is None else {**state, "rows": asdict(subset)}
+        state: dict[str, Any] = {"train": self._train_loader.state_dict()}
+        if (subset := self._subset("train")) is not None:
+            state["rows"] = asdict(subset)
+        if (num_trained := self._train_loader.num_trained) is not None:
+            state["num_trained"] = num_trained
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next fit go on where the training stream stood.
 
         Raises:
             ValueError: The checkpoint is of another fold or part: its weights have learned from
-                rows that this one holds out.
+                rows that this one holds out. Or it is not what `state_dict` has returned.
         """
+        _check_state(state_dict)
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
             subset, saved = self._subset("train"), state_dict.get("rows")
             if saved != (None if subset is None else asdict(subset)):
@@ -451,6 +478,7 @@ class MemmapDataModule(L.LightningDataModule):
                     " the checkpoint"
                 )
             self._train_state = state_dict.get("train")
+            self._num_trained = state_dict.get("num_trained")
 
     def val_dataloader(self) -> ZippedLoader | AssembledLoader | list[Any]:
         """The validation rows in dataset order; nothing where there are none."""
@@ -597,6 +625,7 @@ class MemmapDataModule(L.LightningDataModule):
         shuffle: bool = False,
         drop_last: bool = False,
         shuffle_window: int | None = None,
+        progress: TrainerProgress | None = None,
     ) -> ZippedLoader | AssembledLoader:
         if split not in self._resident:
             raise self._missing(split)
@@ -609,8 +638,13 @@ class MemmapDataModule(L.LightningDataModule):
             drop_last=drop_last,
             seed=self.seed,
             shuffle_window=shuffle_window,
+            progress=progress,
         )
-        if self.trainer is None or hasattr(self.trainer.strategy, "data_devices"):
+        if self.trainer is None:
+            return BatchLoader(loader, loader.data_devices[0])
+        if not getattr(self.trainer, "overfit_batches", 0):
+            loader.dataset = loader.batch_sizes
+        if hasattr(self.trainer.strategy, "data_devices"):
             return loader
         # A strategy that knows nothing of super-batches is given plain batches.
         return loader.to(self.trainer.strategy.root_device)
@@ -640,6 +674,36 @@ class _Part:
     num_rows: int
     num_shards: int
     row_bytes: int
+
+
+def _check_state(state: object) -> None:
+    """Check what is loaded for a data module. Subclasses may have added to it.
+
+    Raises:
+        ValueError: It is not what a data module has saved.
+    """
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"the state of the data module is a {type(state).__name__}: give load_state_dict the"
+            " dict that state_dict has returned"
+        )
+    if (train := state.get("train")) is not None:
+        StreamState.read(train)
+    rows, num_trained = state.get("rows"), state.get("num_trained")
+    try:
+        is_subset = rows is None or asdict(RowSubset(**rows)) == rows
+    except (TypeError, ValueError):
+        is_subset = False
+    if not is_subset:
+        raise ValueError(
+            f"the state of the data module has rows={rows!r}, which names no fold and no part:"
+            " resume from a checkpoint that this version has written"
+        )
+    if num_trained is not None and not (type(num_trained) is int and num_trained >= 0):
+        raise ValueError(
+            f"the state of the data module has num_trained={num_trained!r}, which is no number of"
+            " batches: resume from a checkpoint that this version has written"
+        )
 
 
 @rank_zero_only

@@ -1,7 +1,8 @@
 """Batch transforms: what runs on every batch, on the data device that took it.
 
 Any callable or module that maps a batch to a batch is a batch transform. `PerSample` makes one of
-a callable that maps a sample.
+a callable that maps a sample, and `OnSuperBatch` declares that one runs on the rows of all data
+devices together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from lightning_memmap.loading import OnSuperBatch
 from lightning_memmap.loading.super_batch import named_leaves
+
+__all__ = ["OnSuperBatch", "PerSample"]
 
 
 class PerSample:

@@ -613,7 +613,7 @@ def test_shapes_own_folder_is_stored_as_it_is(tmp_path: Path) -> None:
     )
     data.prepare_data()
     data.setup("test")
-    (batch,) = [step.to(CPU) for step in data.test_dataloader()]
+    (batch,) = data.test_dataloader()
     assert batch["image"].shape == (6, 3, 8, 12)
     assert batch["image"][:, 0, 0, 0].tolist() == list(range(6))
     assert batch["mask"][:, 0, 7, 11].tolist() == [0, 1, 2, 3, 0, 1]

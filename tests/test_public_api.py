@@ -33,6 +33,8 @@ NAMES = {
     "lightning_memmap.compare": ["advise", "compare"],
     "lightning_memmap.loading": [
         "AssembledLoader",
+        "BatchLoader",
+        "OnSuperBatch",
         "ResidentShards",
         "ResidentSplit",
         "SuperBatch",

@@ -1,8 +1,9 @@
 """Names of Lightning's loops and loaders."""
 
 import types
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -41,7 +42,12 @@ class _RenewTrainLoader(L.Callback):
 
     def _renew(self, trainer: Any) -> None:
         trainer.fit_loop._combined_loader = None
-        trainer.callbacks.remove(self)
+        _remove(self, trainer)
+
+
+def _remove(callback: L.Callback, trainer: Any) -> None:
+    # Another list: the Trainer is going through this one, and would leave out the next callback.
+    trainer.callbacks = [each for each in trainer.callbacks if each is not callback]
 
 
 def renew_train_loader_after_epoch(trainer: Any, epoch: int, num_steps: int) -> None:
@@ -69,6 +75,148 @@ def validate_anew(trainer: Any) -> None:
         trainer: The Trainer, when it asks for the validation loader.
     """
     trainer.fit_loop.epoch_loop.val_loop.restarting = False
+
+
+class _Counts(NamedTuple):
+    """What a Trainer had counted when a batch was delivered."""
+
+    processed: int
+    global_step: int
+    optimizer_steps: int
+
+
+class TrainerProgress:
+    """Tells which of the batches that were delivered a Trainer's weights have learned from.
+
+    A checkpoint may be saved at any time: by a callback after a step, or inside of one, on an
+    error or a signal.
+
+    Args:
+        trainer: The Trainer, which is fitting.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        # The Trainer keeps the loader, which keeps this.
+        self._trainer = weakref.ref(trainer)
+        self._optimizer_steps = 0
+        self._is_watching = False
+
+    def counts(self) -> _Counts | None:
+        """What the Trainer has counted. To be noted when a batch is delivered.
+
+        None where it is not the Trainer that trains on the batch.
+        """
+        trainer: Any = self._trainer()
+        if trainer is None or not trainer.training:
+            return None
+        if not self._is_watching:
+            self._watch(trainer.optimizers)
+        return self._now(trainer)
+
+    def _now(self, trainer: Any) -> _Counts:
+        loop = trainer.fit_loop.epoch_loop
+        processed = loop.batch_progress.total.processed
+        return _Counts(processed, loop.global_step, self._optimizer_steps)
+
+    def num_untrained(self, noted: _Counts) -> int:
+        """The last ones of the batches that were delivered, those that the weights lack.
+
+        It is the batch that is worked on, until an optimizer steps or its step is over, and the
+        batches whose gradients wait for the rest of their group (``accumulate_grad_batches``):
+        a checkpoint has no gradients.
+
+        Args:
+            noted: The `counts` at the last delivery.
+        """
+        trainer: Any = self._trainer()
+        if trainer is None:
+            return 0
+        loop, now = trainer.fit_loop.epoch_loop, self._now(trainer)
+        num_processed = loop.batch_progress.current.processed
+        is_processed = now.processed > noted.processed
+        if not is_processed and now[1:] != noted[1:]:
+            return 0
+        is_group_open = (
+            num_processed != trainer.num_training_batches
+            and not trainer.strategy.handles_gradient_accumulation
+            and trainer.lightning_module.automatic_optimization
+        )
+        waiting = int(num_processed) % int(trainer.accumulate_grad_batches) if is_group_open else 0
+        return waiting + int(not is_processed)
+
+    def num_trained(self, noted: _Counts) -> int | None:
+        """The batches of the epoch that the weights have learned from; see `num_untrained`.
+
+        None where there is no Trainer any more.
+        """
+        trainer: Any = self._trainer()
+        if trainer is None:
+            return None
+        num_processed: int = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        is_under_way = self._now(trainer).processed == noted.processed
+        return num_processed + int(is_under_way) - self.num_untrained(noted)
+
+    def _watch(self, optimizers: list[Any]) -> None:
+        """Count the steps of optimizers. Lightning counts one when all of its hooks are over."""
+        this = weakref.ref(self)
+
+        def count(*_: Any) -> None:
+            if (progress := this()) is not None:
+                progress._optimizer_steps += 1
+
+        for optimizer in optimizers:
+            weakref.finalize(self, optimizer.register_step_post_hook(count).remove)
+        self._is_watching = True
+
+
+class _SettleCounts(L.Callback):
+    """Leaves no trace of an interrupted step in what the Trainer counts, once it has restarted."""
+
+    def __init__(self, batches_that_stepped: int) -> None:
+        self._batches_that_stepped = batches_that_stepped
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        # The Trainer itself sets back the counts of the epoch alone: later checkpoints would be
+        # taken for those of interrupted steps. And it counts the step for the loggers.
+        loop.batch_progress.total.reset_on_restart()
+        loop._batches_that_stepped = self._batches_that_stepped
+        _remove(self, trainer)
+
+
+def go_on_after(trainer: Any, num_batches: int) -> None:
+    """Let a fit that is resumed inside an epoch go on after so many batches of it.
+
+    Args:
+        trainer: The Trainer, when it asks for the training loader, after it has loaded a
+            checkpoint.
+        num_batches: What `TrainerProgress.num_trained` said when the checkpoint was saved.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    num_processed, num_completed = progress.current.processed, progress.current.completed
+    if progress.current.ready == num_processed == num_batches:
+        return
+    if num_batches > num_processed:
+        # The optimizer has stepped: as if the checkpoint was saved at the end of the batch.
+        for counts in (progress.total, progress.current):
+            counts.processed = counts.started = counts.ready = counts.completed + 1
+        steps = loop.automatic_optimization.optim_progress.optimizer.step
+        for counts in (steps.total, steps.current):
+            counts.completed = counts.ready
+        for optimizer in trainer.optimizers:
+            # Where a scheduler looks for it, which warns otherwise that it comes first.
+            optimizer._opt_called = True
+        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if loop._num_ready_batches_reached():
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        return
+    for counts in (progress.total, progress.current):
+        counts.processed += num_batches - num_processed
+        counts.completed += num_batches - num_completed
+    progress.is_last_batch = False
+    trainer.callbacks = [*trainer.callbacks, _SettleCounts(loop._batches_that_stepped)]
 
 
 def view_of(original: Any, **members: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.streams import send
+from lightning_memmap.loading.transform import DeviceTransform, OnSuperBatch
 
 
 class SuperBatch:
@@ -24,6 +25,7 @@ class SuperBatch:
         step_rows: Rows of the step over all processes.
         data_devices: Where the batches are.
         first: The data device whose batch has the first row.
+        seed: Of the random numbers of a transform on the assembled batch; see `OnSuperBatch`.
     """
 
     __slots__ = (
@@ -33,6 +35,7 @@ class SuperBatch:
         "data_devices",
         "first",
         "num_rows",
+        "seed",
         "step_rows",
     )
 
@@ -50,6 +53,7 @@ class SuperBatch:
         self.num_rows = num_rows
         self.step_rows = num_rows
         self.first = first
+        self.seed = 0
         self._whole = whole
         self._parts = parts
         self._assembler = assembler
@@ -57,7 +61,7 @@ class SuperBatch:
     @property
     def batches(self) -> list[Any]:
         """The batch of each data device, in the structure of the dataset's samples or whatever
-        the transform made of it, on that device."""
+        the transform made of it, on that device. Before a transform on the assembled batch."""
         if self._parts is None:
             assert self._whole is not None
             count = len(self.data_devices)
@@ -92,9 +96,10 @@ class SuperBatch:
                 leaves = [
                     send(leaf, target) if non_blocking else leaf.to(target) for leaf in leaves
                 ]
-            return self._assembler.build(leaves)
+            return self._assembler.finish(self._assembler.build(leaves), target, self.seed)
         assert self._parts is not None
-        return self._assembler.interleave(self._parts, self.first, self.num_rows, target)
+        batch = self._assembler.interleave(self._parts, self.first, self.num_rows, target)
+        return self._assembler.finish(batch, target, self.seed)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -109,12 +114,27 @@ class Assembler:
 
     Args:
         build: Nests one tensor per field like the dataset's samples.
+        transform: Runs on each assembled batch.
     """
 
-    def __init__(self, build: Callable[[Sequence[Tensor]], Any]) -> None:
+    def __init__(
+        self,
+        build: Callable[[Sequence[Tensor]], Any],
+        transform: OnSuperBatch | None = None,
+    ) -> None:
         self.build = build
+        self._transform = transform
+        self._transforms: dict[torch.device, DeviceTransform] = {}
         self._pool: BufferPool | None = None
         self._pool_key: Any = None
+
+    def finish(self, batch: Any, device: torch.device, seed: int) -> Any:
+        """What the transform on the assembled batch, if there is one, makes of it."""
+        if self._transform is None:
+            return batch
+        if device not in self._transforms:
+            self._transforms[device] = DeviceTransform(self._transform, device)
+        return self._transforms[device](batch, seed)
 
     def interleave(self, parts: list[Any], first: int, num_rows: int, device: torch.device) -> Any:
         """One batch from one part per data device; see `SuperBatch` for the order of rows."""
@@ -160,11 +180,19 @@ def _checked_leaves(parts: list[Any], first: int, num_rows: int) -> list[list[Te
                     " tensors, in any nesting of dicts, lists, tuples and dataclasses"
                 )
             other = named[0][name]
-            if leaf.ndim == 0 or len(leaf) != rows or leaf.shape[1:] != other.shape[1:]:
+            if leaf.ndim == 0 or len(leaf) != rows:
                 raise ValueError(
                     f"transform: it returned a tensor of shape {tuple(leaf.shape)} for a batch of"
                     f" {rows} rows on data device {index}; the first dimension of every tensor"
-                    " must be the rows of the batch, and the others alike on all data devices"
+                    " must be the rows of the batch"
+                )
+            if leaf.shape[1:] != other.shape[1:]:
+                raise ValueError(
+                    f"transform: it returned rows of shape {tuple(leaf.shape[1:])} at batch{name}"
+                    f" on data device {index} and of shape {tuple(other.shape[1:])} on data device"
+                    " 0; they are assembled afterwards, and must be alike. A transform whose"
+                    " shapes differ from call to call runs on the assembled rows instead with"
+                    " transform=OnSuperBatch(...), from lightning_memmap.transforms"
                 )
             if leaf.dtype != other.dtype:
                 raise ValueError(

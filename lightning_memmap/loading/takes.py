@@ -13,7 +13,7 @@ from lightning_memmap.loading.read_ahead import ReadAhead
 from lightning_memmap.loading.shard import ResidentShards, ResidentSplit
 from lightning_memmap.loading.streams import has_streams, send
 from lightning_memmap.loading.super_batch import Assembler, SuperBatch
-from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
+from lightning_memmap.loading.transform import BatchTransform, DeviceTransform, OnSuperBatch
 from lightning_memmap.order import Integers, Stream, derive_seed
 
 #: Small steps are taken several at once, up to so many bytes and steps.
@@ -27,7 +27,8 @@ class Takes:
         split: The resident shards.
         stream: The order of their rows.
         build: Nests one tensor per field like the dataset's samples.
-        transform: Batch transform that runs on each data device; see `DeviceTransform`.
+        transform: Batch transform that runs on each data device; see `DeviceTransform`. Or one that
+            runs on the assembled batch; see `OnSuperBatch`.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class Takes:
         self._split = split
         self._stream = stream
         self._devices = split.consumers.data_devices
-        self._assembler = Assembler(build)
+        on_all = transform if isinstance(transform, OnSuperBatch) else None
+        self._assembler = Assembler(build, on_all)
         self._transforms = (
             [DeviceTransform(transform, device) for device in self._devices]
-            if (transform is not None)
+            if transform is not None and on_all is None
             else []
         )
         self._pools: dict[int, BufferPool] = {}

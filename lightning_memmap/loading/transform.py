@@ -14,6 +14,35 @@ from torch import nn
 BatchTransform = Callable[..., Any]
 
 
+class OnSuperBatch:
+    """Declares that a batch transform runs on the assembled super-batch, and not on its parts.
+
+    A transform on each data device must return the same shapes on all of them, since their
+    batches are assembled afterwards. One whose shapes differ from call to call, as it trims to the
+    longest sequence or draws a size, or one that looks at all rows of a step, runs here: once a
+    step, on the device where the batch is assembled, with all rows of this process in order. Its
+    random numbers do not depend on how many devices hold the data.
+
+    Args:
+        transform: A callable or module that maps a batch to a batch; may have a parameter
+            ``generator``, as any batch transform.
+
+    Example:
+        >>> def trim(batch):
+        ...     return {**batch, "tokens": batch["tokens"][:, : int(batch["length"].max())]}
+        >>> batch = {"tokens": torch.arange(6).view(2, 3), "length": torch.tensor([1, 2])}
+        >>> OnSuperBatch(trim)(batch)["tokens"].tolist()
+        [[0, 1], [3, 4]]
+    """
+
+    def __init__(self, transform: BatchTransform) -> None:
+        self.transform = transform
+
+    def __call__(self, batch: Any, **keywords: Any) -> Any:
+        """Transform a batch of all rows."""
+        return self.transform(batch, **keywords)
+
+
 class DeviceTransform:
     """A batch transform bound to a data device.
 
@@ -29,6 +58,8 @@ class DeviceTransform:
 
     def __init__(self, transform: BatchTransform, device: torch.device) -> None:
         self._device = device
+        if isinstance(transform, OnSuperBatch):
+            transform = transform.transform
         self._transform = transform
         signature_of: Any = transform
         if isinstance(transform, nn.Module):

@@ -1,49 +1,27 @@
 """The zipped loader: one super-batch per step from the shards of all data devices."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_memmap._compat.loops import BatchIndices
+from lightning_memmap._compat.loops import BatchIndices, TrainerProgress
 from lightning_memmap.loading.prefetch import prefetched
 from lightning_memmap.loading.reading import released_error
 from lightning_memmap.loading.shard import ResidentSplit
+from lightning_memmap.loading.state import StreamState
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.takes import Takes
-from lightning_memmap.loading.transform import BatchTransform
-from lightning_memmap.order import StepPlan, Stream, Windows
+from lightning_memmap.loading.transform import BatchTransform, OnSuperBatch
+from lightning_memmap.order import StepPlan, Stream, Windows, derive_seed
+from lightning_memmap.placement import Consumers
 
 #: Positions and steps whose order is worked out at once.
 _ORDER_BLOCK, _BLOCK_STEPS = 2**18, 1024
-
-
-@dataclass(frozen=True)
-class StreamState:
-    """Where a stream stands, the same on every rank.
-
-    Args:
-        num_rows: Rows of the stream.
-        num_shards: Shards of the stream.
-        seed: Seed of the order.
-        shuffle: Whether the rows are permuted.
-        shuffle_window: Rows of a shard within which they are; None where it is the whole shard.
-        epoch: The epoch.
-        position: The first position of the epoch that was not delivered.
-        steps: The steps of the epoch that were delivered.
-    """
-
-    num_rows: int
-    num_shards: int
-    seed: int
-    shuffle: bool
-    shuffle_window: int | None = None
-    epoch: int = 0
-    position: int = 0
-    steps: int = 0
 
 
 class _Block(NamedTuple):
@@ -58,24 +36,31 @@ class _Block(NamedTuple):
 class ZippedLoader:
     """Iterates over the super-batches of one epoch.
 
-    The rows of each step, and their order, are those of `lightning_memmap.order`. Works without a
-    Trainer; then call `set_epoch` before each epoch for another order.
+    The rows of each step, and their order, are those of `lightning_memmap.order`. Each iteration is
+    of the epoch that was set last. `BatchLoader` counts epochs by itself, and gives plain batches.
 
     Args:
         split: The resident shards.
         batch_size: Rows per data device and step.
         build: Nests one tensor per field like the dataset's samples.
-        transform: Batch transform that runs on each data device; see `DeviceTransform`.
+        transform: Batch transform that runs on each data device, see `DeviceTransform`, or on the
+            assembled batch, see `OnSuperBatch`.
         shuffle: Permute the rows of each shard, anew each epoch.
         drop_last: Drop an incomplete last step.
         seed: Seed of the order and of random transforms.
         shuffle_window: Rows of a shard that lie together and come together, see `Stream`; by
             default those of the whole shard, or of the windows in which a split is read.
+        progress: Tells which of the delivered steps are in the weights of a Trainer, and so in its
+            checkpoints. Without one, all are.
 
     Raises:
         ValueError: ``batch_size`` is below 1, or no step would have its full size under
             ``drop_last``, or the split is read in other windows than it would be shuffled in.
     """
+
+    #: What Lightning's ``BatchSizeFinder`` measures: `batch_sizes`. Not there under
+    #: ``overfit_batches``, where Lightning would sample from it.
+    dataset: range
 
     def __init__(
         self,
@@ -88,6 +73,7 @@ class ZippedLoader:
         drop_last: bool = False,
         seed: int = 0,
         shuffle_window: int | None = None,
+        progress: TrainerProgress | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least 1 row per data device")
@@ -99,16 +85,24 @@ class ZippedLoader:
             Windows(self.stream, split.streamed.window)
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self._split = split
-        self._takes = Takes(split, self.stream, build, transform)
+        self._build = build
+        self._transform = transform
+        self._progress = progress
         self._epoch = 0
         self._began = StreamState(**vars(self.stream))
-        self._position = self._steps_taken = 0
+        #: Steps of the epoch that were delivered, and what a Trainer had counted at the last one.
+        self._delivered: tuple[int, Any] = 0, None
         self._resume: StreamState | None = None
+        self._serve(split)
+
+    def _serve(self, split: ResidentSplit) -> None:
+        self._split = split
+        self._takes = Takes(split, self.stream, self._build, self._transform)
         if not self.num_steps:
             raise ValueError(
-                f"batch_size={batch_size}, drop_last=True: the {split.num_rows} rows do not fill"
-                f" one step of {self.global_batch}; use a smaller batch_size or drop_last=False"
+                f"batch_size={self.batch_size}, drop_last=True: the {split.num_rows} rows do not"
+                f" fill one step of {self.global_batch}; use a smaller batch_size or"
+                " drop_last=False"
             )
 
     @property
@@ -132,16 +126,70 @@ class ZippedLoader:
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, the same on every rank: after the last step delivered."""
-        return asdict(replace(self._began, position=self._position, steps=self._steps_taken))
+        """Where the stream stands, the same on every rank: after the last step delivered, and
+        under a Trainer after the last one that its weights have learned from."""
+        steps, counts = self._delivered
+        if counts is not None and self._progress is not None:
+            steps -= self._progress.num_untrained(counts)
+        began = self._began
+        if steps <= began.steps:
+            return asdict(began)
+        _, position = self._plan(began.position).bounds(steps - began.steps - 1)
+        return asdict(replace(began, position=position, steps=steps))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a saved stream stood, if the next iteration is of the same epoch.
 
         The number of data devices and the batch size may be others than before.
+
+        Raises:
+            ValueError: It is not such a state: see `StreamState.read`.
         """
-        self._began = self._resume = StreamState(**state)
-        self._position, self._steps_taken = self._began.position, self._began.steps
+        self._began = self._resume = StreamState.read(state)
+        self._delivered = self._began.steps, None
+
+    @property
+    def num_trained(self) -> int | None:
+        """The batches of the epoch that a Trainer's weights have learned from, as it counts them;
+        None before the first one is delivered."""
+        counts = self._delivered[1]
+        if counts is None or self._progress is None:
+            return None
+        return self._progress.num_trained(counts)
+
+    @property
+    def batch_sizes(self) -> range:
+        """As long as the batch size from which on twice as many rows are of no use: since a step
+        has all rows, or, under ``drop_last``, since they would not fill one."""
+        rows, consumers = self.stream.num_rows, self._split.consumers.num_consumers
+        return range(rows // (2 * consumers) + 1 if self.drop_last else -(-rows // consumers))
+
+    @property
+    def transforms_super_batches(self) -> bool:
+        """Whether the transform runs on assembled batches."""
+        return isinstance(self._transform, OnSuperBatch)
+
+    def of_process(self, rank: int, size: int) -> "ZippedLoader":
+        """A loader over the same shards that serves the rows of one of several processes.
+
+        Args:
+            rank: The process.
+            size: How many there are.
+
+        Raises:
+            ValueError: They do not divide the shards, or some would have no row.
+        """
+        consumers = Consumers(self.data_devices, rank, size)
+        count, stream = consumers.num_consumers, self.stream
+        if stream.num_shards % count or stream.num_rows < count:
+            raise ValueError(
+                f"{size} processes for a store of {stream.num_rows} rows in"
+                f" {stream.num_shards} shards: without a Trainer, the processes must divide the"
+                " shards, and each must have a row; build the store with another num_shards"
+            )
+        loader = copy.copy(self)
+        loader._serve(replace(self._split, consumers=consumers))
+        return loader
 
     def _start(self) -> StreamState:
         """Where the epoch begins: at its first row, or where a saved stream stood.
@@ -200,6 +248,10 @@ class ZippedLoader:
         `AssembledLoader`."""
         return AssembledLoader(self, device, on_step, prefetch)
 
+    def is_at_end(self, position: int) -> bool:
+        """Whether no step is left of an epoch from a position on."""
+        return not len(self._plan(position))
+
     def bounds(self, step: int) -> tuple[int, int]:
         """First and one-past-last position of a step of an epoch that is not resumed.
 
@@ -226,14 +278,16 @@ class ZippedLoader:
 
     def deliver(self, super_batch: SuperBatch) -> None:
         """Count a step of `steps_ahead` as delivered."""
-        self._position += super_batch.step_rows
-        self._steps_taken += 1
+        counts = None if self._progress is None else self._progress.counts()
+        # At once: a signal may come at any time.
+        self._delivered = self._delivered[0] + 1, counts
 
     def _steps(self, is_ahead: bool = False) -> Iterator[SuperBatch]:
         if self._split.is_released:
             raise released_error()
         self._began = start = self._start()
-        self._position, self._steps_taken, self._resume = start.position, start.steps, None
+        self._delivered, self._resume = (start.steps, None), None
+        rank, has_seeds = self._split.consumers.rank, self.transforms_super_batches
         step = start.steps
         with self._split.read_ahead(self.stream, start.epoch, start.position) as ahead:
             for block in self._blocks(self._plan(start.position)):
@@ -242,15 +296,14 @@ class ZippedLoader:
                 step_rows = iter(block.step_rows)
                 for super_batch in self._takes.take(ahead, start.epoch, step, positions, lengths):
                     super_batch.step_rows = next(step_rows)
-                    # What was delivered counts, before the consumer sees it: a checkpoint that is
-                    # written during a step goes on with the next one.
+                    if has_seeds:
+                        super_batch.seed = derive_seed(self.stream.seed, start.epoch, step, rank)
+                    step += 1
                     if not is_ahead:
-                        self._position += super_batch.step_rows
-                        self._steps_taken += 1
+                        self.deliver(super_batch)
                     yield super_batch
                     # Not held while the next one is taken: its memory may be free by then.
                     del super_batch
-                step += len(lengths)
 
     def _blocks(self, plan: StepPlan) -> Iterator["_Block"]:
         """The steps of a plan, cut into blocks. Those of other sizes are the last of a block."""
@@ -328,6 +381,20 @@ class AssembledLoader:
     def num_steps(self) -> int:
         """Steps of an epoch that is not resumed."""
         return self.loader.num_steps
+
+    @property
+    def num_trained(self) -> int | None:
+        """Batches that a Trainer has trained on; see `ZippedLoader.num_trained`."""
+        return self.loader.num_trained
+
+    @property
+    def dataset(self) -> range:
+        """What Lightning's ``BatchSizeFinder`` measures; see `ZippedLoader.batch_sizes`.
+
+        Raises:
+            AttributeError: The zipped loader was given none.
+        """
+        return self.loader.dataset
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has."""

@@ -67,6 +67,10 @@ def test_resume_is_bitwise_on_one_arm_and_goes_on_with_the_rows_on_others(
     options = {"rows": ROWS, "arm": arm, "steps": STEPS, "others": [other]}
     ranks = launch("resume.save_and_resume", tmp_path, processes=2, **options)
     assert_goes_on([rank["whole"] for rank in ranks], 0)
+    # An error inside of a step, which is done again.
+    assert_goes_on([rank["interrupted"] for rank in ranks], STEPS[0])
+    for rank in ranks:
+        assert torch.equal(rank["interrupted"]["weights"], rank["whole"]["weights"])
     for step in STEPS:
         for index in range(2):
             assert_goes_on([rank["resumed"][step][index] for rank in ranks], step)

@@ -466,5 +466,5 @@ class TestTeardown:
             data.setup("fit")
             loaders.append(data.train_dataloader())
         assert used_bytes() - before < 0.1 * Wide.num_bytes
-        (super_batch,) = take_steps(loaders[-1], 1)
-        assert len(super_batch) == 4
+        (batch,) = take_steps(loaders[-1], 1)
+        assert len(batch["row"]) == 4

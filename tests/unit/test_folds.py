@@ -73,7 +73,7 @@ def make_data(path: Path, **options: Any) -> MemmapDataModule:
 
 
 def rows(loader: Any) -> list[int]:
-    return [row for step in loader for row in step.to(CPU)["row"].tolist()]
+    return [row for batch in loader for row in batch["row"].tolist()]
 
 
 def set_up(data: MemmapDataModule) -> MemmapDataModule:

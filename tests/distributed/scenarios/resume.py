@@ -1,8 +1,10 @@
 """Checkpoints of every step of one arm, and runs of several arms that go on from some of them."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -13,16 +15,32 @@ from tests.models import Points, Regression, make_trainer, weights
 EPOCHS = 2
 
 
-class Recorder(Regression):
-    """Notes the rows of each epoch."""
+class InterruptError(Exception):
+    pass
 
-    def __init__(self) -> None:
+
+class Recorder(Regression):
+    """Notes the rows of each epoch.
+
+    Args:
+        interrupt: The step that fails, counted from 0.
+    """
+
+    def __init__(self, interrupt: int | None = None) -> None:
         super().__init__()
+        self.interrupt = interrupt
         self.rows: dict[int, list[list[int]]] = {epoch: [] for epoch in range(EPOCHS)}
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if self.global_step == self.interrupt:
+            raise InterruptError
         self.rows[self.current_epoch].append(batch["row"].tolist())
         return self.step(batch, "train")
+
+
+class SaveOnError(L.Callback):
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir, "saved", "interrupted.ckpt"))
 
 
 def fit(
@@ -35,6 +53,7 @@ def fit(
     accumulate: int = 1,
     checkpoint: str | None = None,
     save: bool = False,
+    interrupt: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train, from the start or from a checkpoint, and tell which rows each epoch had."""
@@ -50,9 +69,9 @@ def fit(
         limit_val_batches=0,
         accumulate_grad_batches=accumulate,
         enable_checkpointing=save,
-        callbacks=[saver] if save else [],
+        callbacks=[saver] if save else [SaveOnError()],
     )
-    module = Recorder()
+    module = Recorder(interrupt)
     trainer.fit(module, data, ckpt_path=checkpoint and out / "saved" / checkpoint)
     return {"rows": module.rows, "weights": weights(module)}
 
@@ -63,15 +82,19 @@ def save_and_resume(
     """Train one arm with a checkpoint of every step; go on from some of them on it and on others.
 
     Returns:
-        ``whole``, the run of the arm; and by step, ``resumed``: the runs of the arm and of the
-        others from there.
+        ``whole``, the run of the arm; by step, ``resumed``: the runs of the arm and of the others
+        from there; and ``interrupted``: a run of the arm that goes on after an error inside of the
+        step after the first one of them.
     """
     whole = fit(out, rows, **arm, save=True)
+    with suppress(InterruptError):
+        fit(out, rows, **arm, interrupt=steps[0])
+    interrupted = fit(out, rows, **arm, checkpoint="interrupted.ckpt")
     resumed = {
         step: [fit(out, rows, **run, checkpoint=f"step={step}.ckpt") for run in (arm, *others)]
         for step in steps
     }
-    return {"whole": whole, "resumed": resumed}
+    return {"whole": whole, "resumed": resumed, "interrupted": interrupted}
 
 
 def stream_and_mapping(

@@ -3,6 +3,7 @@
 import functools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memmap.loading import ZippedLoader
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.loading import OnSuperBatch, ZippedLoader
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.store import Store
+from tests.models import Points, Regression, make_trainer
 from tests.rows import CPU, image_of, make_loader, stream_rows, take_steps
 
 Stores = Callable[[int, int], Store]
@@ -285,3 +288,101 @@ class TestOutput:
     def test_transform_that_is_not_callable_raises(self, numbered_store: Stores) -> None:
         with pytest.raises(TypeError, match="not a callable"):
             make_loader(numbered_store(97, 24), transform="flip")
+
+
+def trim(batch: Any) -> Any:
+    """As wide as the last digit of the largest row, and one: other shapes for other rows."""
+    width = int((batch["row"] % 10).max()) + 1
+    return {**batch, "wide": batch["row"][:, None].expand(-1, width)}
+
+
+def jitter(batch: Any, generator: torch.Generator) -> Any:
+    scale = int(torch.randint(1, 9, (), generator=generator))
+    return {**batch, "wide": torch.rand(len(batch["row"]), scale, generator=generator)}
+
+
+class TestOnSuperBatch:
+    @pytest.mark.parametrize("transform", [trim, jitter, nn.Identity()])
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    def test_transform_on_super_batches_is_the_same_on_any_number_of_devices(
+        self, numbered_store: Stores, transform: Any, prefetch: int
+    ) -> None:
+        store = numbered_store(97, 24)
+        runs = []
+        for num_devices in (1, 2, 4):
+            loader = make_loader(
+                store,
+                num_devices,
+                8 // num_devices,
+                shuffle=True,
+                transform=OnSuperBatch(transform),
+            )
+            loader.set_epoch(1)
+            runs.append(list(loader.to(CPU, prefetch=prefetch)))
+        assert [len(run) for run in runs] == [12] * 3
+        for steps in zip(*runs, strict=True):
+            for step in steps[1:]:
+                torch.testing.assert_close(step, steps[0], rtol=0, atol=0)
+        if transform in (trim, jitter):
+            assert len({step["wide"].shape[1] for step in runs[0]}) > 1
+
+    def test_random_numbers_differ_between_processes_and_repeat_when_resumed(
+        self, numbered_store: Stores
+    ) -> None:
+        store = numbered_store(96, 24)
+        ranks = []
+        for rank in range(2):
+            make = functools.partial(
+                make_loader, store, 2, 4, rank=rank, size=2, transform=OnSuperBatch(jitter)
+            )
+            loader = make()
+            whole = [step.to(CPU)["wide"] for step in take_steps(loader, 3)]
+            resumed = make()
+            resumed.load_state_dict(loader.state_dict())
+            whole += [step.to(CPU)["wide"] for step in resumed]
+            again = [step.to(CPU)["wide"] for step in make()]
+            torch.testing.assert_close(whole, again, rtol=0, atol=0)
+            ranks.append(again)
+        shapes = [[wide.shape for wide in rank] for rank in ranks]
+        assert shapes[0] != shapes[1]
+
+    def test_transform_of_other_shapes_on_each_device_names_the_way_out(
+        self, numbered_store: Stores
+    ) -> None:
+        loader = make_loader(numbered_store(97, 24), 2, 4, transform=trim)
+        with pytest.raises(
+            ValueError, match=r"\['wide'\] on data device 1 .* transform=OnSuperBatch\("
+        ):
+            next(iter(loader)).to(CPU)
+
+    def test_batches_of_data_devices_are_not_transformed(self, numbered_store: Stores) -> None:
+        loader = make_loader(numbered_store(97, 24), 2, 4, transform=OnSuperBatch(trim))
+        (super_batch,) = take_steps(loader, 1)
+        assert all("wide" not in batch for batch in super_batch.batches)
+        assert "wide" in super_batch.to(CPU)
+
+    @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
+    def test_strategies_train_on_the_same_batches(self, tmp_path: Path) -> None:
+        seen = []
+        for strategy, devices in (
+            ("auto", 1), ("memmap_superbatch", 4), ("memmap_dp", 2), ("memmap_dp", 1)
+        ):  # fmt: skip
+            module = Widths()
+            data = MemmapDataModule(
+                Points(40),
+                store_dir=tmp_path / "stores",
+                batch_size=8 // devices,
+                num_shards=4,
+                transform=OnSuperBatch(trim),
+            )
+            make_trainer(tmp_path, strategy=strategy, devices=devices).fit(module, data)
+            seen.append(module.found)
+        assert seen == [seen[0]] * 4
+        assert len({width for _, width in seen[0]}) > 1
+
+
+class Widths(Regression):
+    """Notes the rows of each batch, and how wide it is."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.found = [*getattr(self, "found", []), (batch["row"].tolist(), batch["wide"].shape[1])]

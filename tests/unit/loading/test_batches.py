@@ -1,0 +1,158 @@
+"""A loader without a Trainer is used as torch's own are, and by Fabric."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.loading import BatchLoader
+from lightning_memmap.order import Stream
+from lightning_memmap.store import Store
+from tests.models import Points, Regression, make_trainer
+from tests.rows import (
+    CPU,
+    check_save_and_resume,
+    epoch_rows,
+    joined,
+    make_loader,
+    stream_rows,
+    take_steps,
+)
+
+Stores = Callable[..., Store]
+
+
+def make_batches(store: Store, num_devices: int = 2, **options: Any) -> BatchLoader:
+    return BatchLoader(make_loader(store, num_devices, shuffle=True, **options), CPU)
+
+
+def order(epoch: int) -> list[int]:
+    return stream_rows(Stream(97, 24, 0, True), epoch, 0, 97)
+
+
+def test_iterations_have_the_orders_of_successive_epochs(numbered_store: Stores) -> None:
+    loader = make_batches(numbered_store(97, 24))
+    assert [joined(epoch_rows(loader)) for _ in range(3)] == [order(0), order(1), order(2)]
+
+
+def test_epoch_that_is_set_is_followed_by_the_next_one(numbered_store: Stores) -> None:
+    loader = make_batches(numbered_store(97, 24))
+    assert joined(epoch_rows(loader)) == order(0)
+    loader.set_epoch(5)
+    iter(loader)  # Begins nothing.
+    assert joined(epoch_rows(loader)) == order(5)
+    assert joined(epoch_rows(loader)) == order(6)
+
+
+def test_epoch_that_is_left_is_followed_by_the_next_one(numbered_store: Stores) -> None:
+    loader = make_batches(numbered_store(97, 24))
+    assert len(list(take_steps(loader, 2))) == 2
+    assert joined(epoch_rows(loader)) == order(1)
+
+
+def test_loader_that_is_saved_in_any_epoch_goes_on_with_the_next_row(
+    numbered_store: Stores,
+) -> None:
+    make = partial(make_batches, numbered_store(97, 24))
+    check_save_and_resume(make, 2)
+    for count in (0, 3):
+        saved = make()
+        for _ in range(2):
+            epoch_rows(saved)
+        if count:
+            list(take_steps(saved, count))
+        resumed = make()
+        resumed.load_state_dict(saved.state_dict())
+        # Saved at the end of an epoch, it goes on with the next one.
+        assert joined(epoch_rows(resumed)) == order(2)[8 * count :]
+        assert joined(epoch_rows(resumed)) == order(3)
+
+
+def test_batches_of_a_data_module_unpack_in_a_plain_loop(tmp_path: Path) -> None:
+    points = Points(20)
+    pairs = [(points[row]["row"], points[row]["x"]) for row in range(20)]
+    data = MemmapDataModule(pairs, store_dir=tmp_path, batch_size=8)
+    data.prepare_data()
+    data.setup()
+    loader = data.train_dataloader()
+    epochs = [[row for row, x in loader if torch.equal(x, points.x[row])] for _ in range(2)]
+    first, second = (torch.cat(epoch).tolist() for epoch in epochs)
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert [len(rows) for rows in epochs[0]] == [8, 12]
+    # 20 rows in 24 shards have one order: what is new are epochs, not orders.
+    assert loader.state_dict()["epoch"] == 1
+
+
+class TestFabric:
+    def test_fabric_takes_the_loader_and_gives_epochs_in_turn(self, numbered_store: Stores) -> None:
+        fabric = L.Fabric(accelerator="cpu", devices=1)
+        loader = make_batches(numbered_store(97, 24))
+        given: Any = fabric.setup_dataloaders(loader)
+        assert len(given) == len(loader) == 12
+        assert [joined(epoch_rows(given)) for _ in range(2)] == [order(0), order(1)]
+
+    def test_fabric_saves_and_loads_the_loader(
+        self, numbered_store: Stores, tmp_path: Path
+    ) -> None:
+        fabric = L.Fabric(accelerator="cpu", devices=1)
+        saved, loaded = (
+            fabric.setup_dataloaders(make_batches(numbered_store(97, 24))) for _ in range(2)
+        )
+        assert joined(epoch_rows(saved)) == order(0)
+        assert len(list(take_steps(saved, 2))) == 2
+        fabric.save(tmp_path / "state.ckpt", {"loader": saved})
+        fabric.load(tmp_path / "state.ckpt", {"loader": loaded})
+        assert joined(epoch_rows(loaded)) == order(1)[16:]
+        assert joined(epoch_rows(loaded)) == order(2)
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_each_of_several_processes_is_given_its_rows(
+        self, numbered_store: Stores, size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = []
+        for rank in range(size):
+            fabric = L.Fabric(accelerator="cpu", devices=1)
+            # What a strategy of several processes says.
+            kwargs = {"num_replicas": size, "rank": rank}
+            monkeypatch.setattr(
+                type(fabric.strategy), "distributed_sampler_kwargs", kwargs, raising=False
+            )
+            given: Any = fabric.setup_dataloaders(make_batches(numbered_store(97, 24), 1))
+            assert isinstance(given._dataloader.sampler, DistributedSampler)
+            found.append([epoch_rows(given) for _ in range(2)])
+        for epoch in range(2):
+            rows = [joined(rank[epoch]) for rank in found]
+            assert len({len(rank[epoch]) for rank in found}) == 1
+            assert [rows[p % size][p // size] for p in range(97)] == order(epoch)
+
+    def test_processes_that_do_not_divide_the_shards_are_refused(
+        self, numbered_store: Stores
+    ) -> None:
+        loader = make_batches(numbered_store(97, 24), 1).loader
+        with pytest.raises(ValueError, match=r"5 processes for a store of 97 rows in 24 shards"):
+            loader.of_process(0, 5)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
+def test_loader_made_without_a_trainer_is_taken_by_trainers(tmp_path: Path) -> None:
+    data = MemmapDataModule(Points(40), store_dir=tmp_path, batch_size=8, num_shards=4)
+    data.prepare_data()
+    data.setup()
+    seen = []
+    for options in ({"strategy": "memmap_superbatch", "devices": 1}, {}):
+        loader = data.train_dataloader()
+        assert isinstance(loader, DataLoader)
+        module = Regression()
+        make_trainer(tmp_path, max_epochs=2, **options).fit(module, loader)
+        make_trainer(tmp_path, **options).predict(module, loader)
+        seen.append(module.seen["train"])
+    trained = Regression()
+    make_trainer(tmp_path, max_epochs=2).fit(trained, data)
+    assert seen == [trained.seen["train"]] * 2
