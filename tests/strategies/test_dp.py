@@ -6,9 +6,10 @@ device take turns.
 
 import dataclasses
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -319,6 +321,20 @@ class TestRows:
         assert taken == used
         assert len(taken) == STEPS * 4
 
+    @pytest.mark.parametrize("data", ["superbatch", "plain"])
+    def test_rows_of_a_replica_lie_one_after_the_other(self, tmp_path: Path, data: str) -> None:
+        class Viewing(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                assert all(leaf.is_contiguous() for leaf in batch.values())
+                return nn.functional.mse_loss(self.net(batch["x"]).view(-1), batch["y"].view(-1))
+
+        trainer = make_trainer(tmp_path, strategy="memmap_dp", devices=3)
+        if data == "plain":
+            trainer.fit(Viewing(), DataLoader(TRAIN, 24), DataLoader(VAL, 24))
+        else:
+            trainer.fit(Viewing(), datamodule=make_data(tmp_path, 8))
+        assert trainer.global_step == STEPS + (data == "plain")
+
     def test_callbacks_read_the_whole_batch(self, tmp_path: Path) -> None:
         rows: list[list[int]] = []
 
@@ -426,6 +442,19 @@ class TestState:
         fit_dp(tmp_path, module, 4)
         assert module.last == STEPS - 1
         assert Counter(module.ends) == {0: STEPS, 1: STEPS, 2: STEPS, 3: STEPS}
+
+    def test_compiled_module_is_fitted_again(self, tmp_path: Path) -> None:
+        class Quiet(Base):
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                self.loss(batch)
+
+        found, expected = Quiet(), Quiet()
+        compiled = torch.compile(found, backend="eager")  # type: ignore[arg-type]
+        for _ in range(2):
+            fit_dp(tmp_path, compiled, 2, max_epochs=1)
+            fit_one(tmp_path, expected, max_epochs=1)
+        torch._dynamo.reset()
+        torch.testing.assert_close(weights(found), weights(expected), **EXACT)
 
     def test_module_is_left_as_it_was(self, tmp_path: Path) -> None:
         module = Counted()
@@ -611,6 +640,61 @@ class TestOutputs:
         fit_dp(tmp_path, found, 4)
         fit_one(tmp_path, expected)
         torch.testing.assert_close(weights(found), weights(expected), **EXACT)
+
+    @pytest.mark.parametrize("output", [{}, {"other": 1.0}, "text", {"loss": None}, 3.5])
+    def test_output_that_lightning_refuses_is_refused(self, tmp_path: Path, output: Any) -> None:
+        class Returning(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return output if self.device.index else self.loss(batch)
+
+        with pytest.raises(MisconfigurationException, match=r"'loss' key|must return a Tensor"):
+            fit_dp(tmp_path, Returning(), SIDE_BY_SIDE)
+
+    @pytest.mark.parametrize("kind", [dict, UserDict, OrderedDict, MappingProxyType])
+    @pytest.mark.parametrize("is_manual", [False, True])
+    def test_mapping_is_an_output_as_on_one_device(
+        self, tmp_path: Path, kind: Any, is_manual: bool
+    ) -> None:
+        class Returning(Base):
+            def build(self) -> None:
+                super().build()
+                self.automatic_optimization = not is_manual
+                self.outputs: list[Any] = []
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = self.loss(batch)
+                if is_manual:
+                    return kind({}) if batch_idx == 1 else kind({"mean": loss.detach()})
+                return kind({"loss": loss, "mean": loss.detach()})
+
+            def on_train_batch_end(self, outputs: Any, *rest: Any) -> None:
+                self.outputs.append(outputs)
+
+        found, expected = Returning(), Returning()
+        fit_dp(tmp_path, found)
+        fit_one(tmp_path, expected)
+        torch.testing.assert_close(weights(found), weights(expected), **EXACT)
+        assert [dict(output) for output in found.outputs] == [
+            {key: pytest.approx(value.item()) for key, value in output.items()}
+            for output in expected.outputs
+        ]
+
+    def test_outputs_of_the_replicas_that_return_some_are_put_together(
+        self, tmp_path: Path
+    ) -> None:
+        seen = []
+
+        class Choosing(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                if not self.device.index:
+                    return None
+                return {"loss": self.loss(batch), "replica": self.device.index}
+
+            def on_train_batch_end(self, outputs: Any, *rest: Any) -> None:
+                seen.append(outputs["replica"])
+
+        fit_dp(tmp_path, Choosing(), SIDE_BY_SIDE)
+        assert seen == [[None, 1, 2, 3]] * STEPS
 
     def test_outputs_are_put_together_for_hooks(self, tmp_path: Path) -> None:
         seen = []
