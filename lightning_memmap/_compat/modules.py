@@ -132,6 +132,6 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     _materialize_distributed_module(module, device)
 
 
-def is_compiled(module: L.LightningModule) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Whether the whole module was given to the Trainer as ``torch.compile(module)``."""
     return getattr(module, "_compiler_ctx", None) is not None

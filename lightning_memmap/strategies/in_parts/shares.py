@@ -207,8 +207,8 @@ def share(
 def deal(batch: Any, devices: Sequence[torch.device]) -> Shares:
     """Deal the rows of a plain batch to the devices, as in a super-batch.
 
-    A batch that is not made of tensors with one entry per row alone is not divided. The rows of each
-    device are copied once, so that they lie one after the other: a step may call ``view``.
+    A batch that is not made of tensors with one entry per row alone is not divided. The rows of
+    each device are copied once, so that they lie one after the other: a step may call ``view``.
 
     Args:
         batch: A batch on the first device.
