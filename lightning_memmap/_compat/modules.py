@@ -13,7 +13,7 @@ from lightning.fabric.utilities.device_dtype_mixin import (
 )
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 
 #: What Lightning compiles of a module.
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
@@ -85,10 +85,14 @@ def compiled_steps(module: nn.Module, replica: nn.Module) -> dict[str, Any]:
     context = getattr(module, "_compiler_ctx", None)
     if context is None:
         return {}
-    return {
-        name: context["dynamo_ctx"](types.MethodType(context[f"original_{name}"].__func__, replica))
-        for name in _STEPS
-    }
+    compiled = {}
+    for name in _STEPS:
+        # A module that was fitted before had been compiled then, and is compiled once more.
+        original = innermost_fn(context[f"original_{name}"])
+        if isinstance(original, types.MethodType):
+            original = types.MethodType(original.__func__, replica)
+        compiled[name] = context["dynamo_ctx"](original)
+    return compiled
 
 
 @contextmanager
@@ -128,6 +132,6 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     _materialize_distributed_module(module, device)
 
 
-def is_compiled(module: L.LightningModule) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Whether the whole module was given to the Trainer as ``torch.compile(module)``."""
     return getattr(module, "_compiler_ctx", None) is not None

@@ -61,13 +61,17 @@ class SuperBatch:
     @property
     def batches(self) -> list[Any]:
         """The batch of each data device, in the structure of the dataset's samples or whatever
-        the transform made of it, on that device. Before a transform on the assembled batch."""
+        the transform made of it, on that device, as it is before a transform on the assembled
+        batch. Rows lie one after the other in memory."""
         if self._parts is None:
             assert self._whole is not None
             count = len(self.data_devices)
             self._parts = [
                 self._assembler.build(
-                    [leaf[(index - self.first) % count :: count] for leaf in self._whole]
+                    [
+                        leaf[(index - self.first) % count :: count].contiguous()
+                        for leaf in self._whole
+                    ]
                 )
                 for index in range(count)
             ]

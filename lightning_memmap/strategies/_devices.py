@@ -1,9 +1,11 @@
 """What strategies have in common that use several devices from one process."""
 
+import os
 from collections.abc import Sequence
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -23,8 +25,8 @@ class LocalDevices(SingleDeviceStrategy):
         precision_plugin: As for every Lightning strategy.
 
     Raises:
-        ValueError: A device does not exist, none is given, or the Trainer asks for more than one
-            node.
+        ValueError: A device does not exist, none is given, the Trainer asks for more than one node,
+            or the program was started in several processes.
     """
 
     def __init__(
@@ -41,6 +43,23 @@ class LocalDevices(SingleDeviceStrategy):
             raise ValueError("data_devices=[]: name at least one device, or leave it out")
         self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
         self._parallel_devices: list[torch.device] = []
+        self._cluster_environment: ClusterEnvironment | None = None
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """What started this process, as the Trainer found out; it sets it."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment) -> None:
+        if was_started_in_several(environment):
+            raise ValueError(
+                f"strategy={self.strategy_name!r} is one process, and this program was started in"
+                " several, by torchrun, srun or another Trainer: each would train all rows by"
+                " itself. Start it once, or use strategy='memmap_superbatch_ddp', which trains one"
+                " model in all of them"
+            )
+        self._cluster_environment = environment
 
     @property
     @override
@@ -75,6 +94,23 @@ class LocalDevices(SingleDeviceStrategy):
                 f"num_nodes={num_nodes}: {self.strategy_name} is one process on one machine; use"
                 " memmap_superbatch_ddp, or Lightning's ddp, for several"
             )
+
+
+def was_started_in_several(environment: ClusterEnvironment) -> bool:
+    """Whether this process is one of several that were started to train together.
+
+    Lightning finds the environment: an interactive shell of Slurm, for one, is not Slurm's.
+
+    Args:
+        environment: As the Trainer has found it.
+    """
+    if not isinstance(environment, LightningEnvironment):
+        return environment.world_size() > 1
+    # This one counts what it starts itself, and knows what others started by its rank. A Trainer
+    # that has started processes takes their number away at its end, and leaves the rank.
+    return environment.creates_processes_externally and (
+        environment.local_rank() > 0 or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    )
 
 
 def _device(name: str | torch.device) -> torch.device:

@@ -16,9 +16,9 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import before_transfer, divert_batches, end_diversion
 from lightning_memmap.loading import AssembledLoader, SuperBatch, ZippedLoader
 from lightning_memmap.strategies._devices import LocalDevices
-from lightning_memmap.strategies.in_parts.manual import ReplicaTrainers
+from lightning_memmap.strategies.in_parts.manual import ActsOnce, StandIns
 from lightning_memmap.strategies.in_parts.records import StepLog, StepMetrics
-from lightning_memmap.strategies.in_parts.replicas import Replicas, Twin, check_module
+from lightning_memmap.strategies.in_parts.replicas import Replicas, check_module
 from lightning_memmap.strategies.in_parts.shares import Shares, deal, share, weighted_mean
 from lightning_memmap.strategies.in_parts.steps import StepsInParts
 from lightning_memmap.strategies.in_parts.workers import Workers
@@ -61,8 +61,10 @@ class DataParallelStrategy(StepsInParts):
         self._replicas: Replicas | None = None
         self._workers: Workers | None = None
         self._metrics: StepMetrics | None = None
+        # Of each replica: the Trainer that it is given.
+        self._trainers: list[Any] = []
         self._logs: list[StepLog] = []
-        self._views: list[Any] = []
+        self._shares: Shares | None = None
         self._is_stale = True
 
     @property
@@ -88,10 +90,21 @@ class DataParallelStrategy(StepsInParts):
         super().setup(trainer)
         # Where each replica's batch is handed to the module's transfer hooks: `batch_to_device`.
         divert_batches(module, SuperBatch)
-        self._replicas = Replicas(module, self.data_devices)
-        self._workers = Workers(self.data_devices)
+        self._replicas = replicas = Replicas(module, self.data_devices)
+        self._workers = workers = Workers(self.data_devices)
         self._metrics = StepMetrics(module, self.root_device)
-        self._logs, self._views = [], []
+        self._acts = acts = ActsOnce(self, replicas, self._backward_of_all, self._join)
+        stand_ins = [
+            StandIns(acts, index, partial(workers.meet, index))
+            for index in range(len(self.data_devices))
+        ]
+        self._trainers = [
+            each.trainer(trainer, partial(self._log_of, index))
+            for index, each in enumerate(stand_ins)
+        ]
+        replicas.stand_in = stand_ins[0].of
+        for twin, each in zip(replicas.twins, stand_ins[1:], strict=True):
+            twin.stand_in = each.of
 
     @override
     def teardown(self) -> None:
@@ -99,8 +112,8 @@ class DataParallelStrategy(StepsInParts):
             self._workers.close()
         if self.lightning_module is not None:
             end_diversion(self.lightning_module)
-        self._replicas = self._workers = self._metrics = None
-        self._logs, self._views = [], []
+        self._replicas = self._workers = self._metrics = self._shares = None
+        self._logs, self._trainers = [], []
         super().teardown()
 
     @override
@@ -165,57 +178,37 @@ class DataParallelStrategy(StepsInParts):
         assert self._replicas is not None
         assert self._workers is not None
         assert self._metrics is not None
-        # The module may have changed in many ways since the last training step: optimizers,
-        # averages of weights, hooks. Nothing tells of all of them, so replicas always follow.
-        if self._is_stale or name == "training_step":
-            self._replicas.refresh()
-            self._is_stale = False
-        modules = self._replicas.modules[: len(shares.parts)]
-        self._logs = logs
-        for module, view in zip(modules, self._trainers(), strict=False):
-            module.trainer = view
-        with self._metrics.copies_in_place(self._replicas.twins[: len(modules) - 1]):
-            return self._workers.run(
-                [
-                    partial(getattr(module, name), part, *args, **kwargs)
-                    for module, part in zip(modules, shares.parts, strict=True)
-                ]
-            )
-
-    def _trainers(self) -> list[Any]:
-        """What each replica is given for the Trainer."""
-        assert self._replicas is not None
-        assert self._workers is not None
-        if not self._views:
-            maker = ReplicaTrainers(
-                self, self._backward_of_all, self._check_gradients, self._replicas.copy_out
-            )
-            twins: list[Twin | None] = [None, *self._replicas.twins]
-            modules = self._replicas.modules
-            self._views = [
-                maker.make(
-                    self.module.trainer,
-                    modules[i],
-                    twin,
-                    partial(self._log_of, i),
-                    partial(self._workers.meet, i),
+        # The module may have changed in many ways since the last step: optimizers, averages of
+        # weights, hooks. Nothing tells of all of them, so replicas always follow.
+        self._replicas.refresh(always_copy=self._is_stale or name == "training_step")
+        self._is_stale = False
+        self._logs, self._shares = logs, shares
+        count = len(shares.parts)
+        with self._replicas.step(name, count) as modules:
+            for module, trainer in zip(modules, self._trainers, strict=False):
+                module.trainer = trainer
+            with self._metrics.copies_in_place(self._replicas.twins[: count - 1]):
+                outputs = self._workers.run(
+                    [
+                        partial(getattr(module, name), part, *args, **kwargs)
+                        for module, part in zip(modules, shares.parts, strict=True)
+                    ]
                 )
-                for i, twin in enumerate(twins)
-            ]
-        return self._views
+        self._shares = None
+        return outputs
 
     def _log_of(self, index: int) -> StepLog:
         return self._logs[index]
 
     def _backward_of_all(self, losses: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        rows = [log.num_rows for log in self._logs]
-        return self.backward(weighted_mean(losses, rows, self.root_device), *args, **kwargs)
-
-    def _check_gradients(self) -> None:
         assert self._replicas is not None
-        if self._replicas.have_gradients:
-            raise RuntimeError(
-                "a replica has gradients that self.manual_backward did not make: under memmap_dp"
-                " call self.manual_backward(loss) and not loss.backward(), which knows nothing of"
-                " the other replicas"
-            )
+        self._acts.check_gradients()
+        self._replicas.drop_gradients()
+        rows = [log.num_rows for log in self._logs]
+        result = self.backward(weighted_mean(losses, rows, self.root_device), *args, **kwargs)
+        self._replicas.copy_gradients()
+        return result
+
+    def _join(self, values: list[Any]) -> Any:
+        # Outside of a step there is one caller.
+        return values[0] if self._shares is None else self._shares.join(values)

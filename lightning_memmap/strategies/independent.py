@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.processes import LaunchedStrategy, is_interactive
 from lightning_memmap.placement import check_device
+from lightning_memmap.strategies._devices import was_started_in_several
 from lightning_memmap.strategies.members.launcher import MEMBER_VARIABLE, member_of_this_process
 from lightning_memmap.strategies.members.processes import ProcessLauncher
 from lightning_memmap.strategies.members.results import MemberResults
@@ -183,15 +184,17 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
     def make_launcher(self) -> ProcessLauncher | TurnLauncher:
         environment = self.cluster_environment
         assert environment is not None
-        if isinstance(environment, LightningEnvironment):
-            started = environment.creates_processes_externally
-        else:
-            started = environment.world_size() > 1
-        if started:
+        # A Trainer of before may have left a rank, which processes started from here would take.
+        is_ranked = isinstance(environment, LightningEnvironment) and (
+            environment.creates_processes_externally
+        )
+        if is_ranked or was_started_in_several(environment):
             raise ValueError(
-                "strategy='memmap_independent' starts a process for each member itself, and this"
-                " program was already started in several (by torchrun, srun or another Trainer):"
-                f" start it once, or once for each member with {MEMBER_VARIABLE}=<member>"
+                "strategy='memmap_independent' sees to the processes of its members itself, and"
+                " this program was already started in several (by torchrun, srun or another"
+                " Trainer): start it once, or once for each member with"
+                f" {MEMBER_VARIABLE}=<member>; to train one model in all of them, use"
+                " strategy='memmap_superbatch_ddp'"
             )
         launcher: ProcessLauncher | TurnLauncher
         if not self._processes:

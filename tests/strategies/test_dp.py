@@ -6,9 +6,10 @@ device take turns.
 
 import dataclasses
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -201,12 +203,67 @@ class Gan(Base):
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7)]
 
 
+class ByAttributes(Base):
+    """Keeps optimizer and schedulers to itself, of which Lightning knows one at most; looks at its
+    gradients, and clips them by torch's own function."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.opt.zero_grad()
+        self.manual_backward(loss)
+        assert all(p.grad is not None for p in self.parameters())
+        self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.3)))
+        self.log("first", self.net[0].weight.grad[0, 0], on_epoch=True)
+        self.opt.step()
+        self.schedulers["cosine"].step()
+        self.plateau.step(loss.detach())
+        self.log("lr", self.opt.param_groups[0]["lr"], on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        self.opt = torch.optim.SGD(self.parameters(), lr=0.2)
+        self.schedulers = {"cosine": torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, 20)}
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            self.opt, factor=0.5, patience=0, threshold=0.2
+        )
+        return self.opt
+
+
+class SchedulerByAttribute(Base):
+    """Is optimized automatically, and steps a scheduler of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch) * self.sched.get_last_lr()[0]
+        self.sched.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
+        self.sched = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return optimizer
+
+
 class TestWeights:
     @pytest.mark.parametrize(
         ("make", "devices"),
         [
             *((Base, devices) for devices in (2, 3, 4, SIDE_BY_SIDE)),
-            *itertools.product((Zoo, FollowingTeacher, Changing, Lbfgs, Gan), (3, SIDE_BY_SIDE)),
+            *itertools.product(
+                (
+                    Zoo,
+                    FollowingTeacher,
+                    Changing,
+                    Lbfgs,
+                    Gan,
+                    ByAttributes,
+                    SchedulerByAttribute,
+                ),
+                (3, SIDE_BY_SIDE),
+            ),
         ],
         ids=lambda value: getattr(value, "__name__", str(value)),
     )
@@ -221,6 +278,9 @@ class TestWeights:
         metrics, wanted = trainer.callback_metrics, reference.callback_metrics
         torch.testing.assert_close(metrics["val_loss"], wanted["val_loss"], **EXACT)
         assert not torch.allclose(weights(found), weights_before(make, found), rtol=1e-2)
+        assert {"first", "lr"}.isdisjoint(wanted) or {
+            name: metrics[name].item() for name in ("first", "lr")
+        } == pytest.approx({name: wanted[name].item() for name in ("first", "lr")})
 
     @pytest.mark.parametrize(
         "options", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.05}]
@@ -319,6 +379,20 @@ class TestRows:
         assert taken == used
         assert len(taken) == STEPS * 4
 
+    @pytest.mark.parametrize("data", ["superbatch", "plain"])
+    def test_rows_of_a_replica_lie_one_after_the_other(self, tmp_path: Path, data: str) -> None:
+        class Viewing(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                assert all(leaf.is_contiguous() for leaf in batch.values())
+                return nn.functional.mse_loss(self.net(batch["x"]).view(-1), batch["y"].view(-1))
+
+        trainer = make_trainer(tmp_path, strategy="memmap_dp", devices=3)
+        if data == "plain":
+            trainer.fit(Viewing(), DataLoader(TRAIN, 24), DataLoader(VAL, 24))
+        else:
+            trainer.fit(Viewing(), datamodule=make_data(tmp_path, 8))
+        assert trainer.global_step == STEPS + (data == "plain")
+
     def test_callbacks_read_the_whole_batch(self, tmp_path: Path) -> None:
         rows: list[list[int]] = []
 
@@ -409,23 +483,122 @@ class TestState:
         assert torch.equal(found[0], found[1])
         assert not torch.equal(found[0], found[2])
 
-    def test_lists_are_shared_and_assignments_are_kept_by_replica_0(self, tmp_path: Path) -> None:
+    def test_lists_are_shared_and_assignments_of_a_step_are_kept_by_each_replica(
+        self, tmp_path: Path
+    ) -> None:
         class Keeping(Base):
             last: Any = None
+            hidden: Any = None
 
             def training_step(self, batch: Any, batch_idx: int) -> Any:
+                replica = int(batch["row"][0]) % 4
                 assert self.last is None or self.last == batch_idx - 1
-                self.last = batch_idx
-                self.ends.append(int(batch["row"][0]) % 4)
+                assert self.hidden == (None if batch_idx == 0 else [replica])
+                self.last, self.hidden = batch_idx, [replica]
+                self.ends.append(replica)
                 return super().training_step(batch, batch_idx)
 
-            def on_train_start(self) -> None:
+            def on_train_epoch_start(self) -> None:
                 self.ends: list[int] = []
+                self.last = self.hidden = None
 
         module = Keeping()
-        fit_dp(tmp_path, module, 4)
+        fit_dp(tmp_path, module, 4, max_epochs=2)
         assert module.last == STEPS - 1
         assert Counter(module.ends) == {0: STEPS, 1: STEPS, 2: STEPS, 3: STEPS}
+
+    @pytest.mark.parametrize("stage", ["train", "validation"])
+    def test_replicas_follow_what_hooks_assign_between_steps(
+        self, tmp_path: Path, stage: str
+    ) -> None:
+        class Following(Base):
+            def build(self) -> None:
+                super().build()
+                self.heads = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])
+                self.register_buffer("count", torch.zeros(()))
+                self.index, self.head = -1, self.heads[0]
+
+            def begin(self, batch_idx: int) -> None:
+                self.count += 1
+                self.index, self.head = batch_idx, self.heads[batch_idx % 2]
+
+            def check(self, batch_idx: int) -> None:
+                assert self.index == batch_idx
+                assert self.count == batch_idx + 1
+                assert self.head is self.heads[batch_idx % 2]
+                # What a replica does to its own is of no account.
+                self.count += 5
+                self.index = -7
+
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+                if stage == "train":
+                    self.begin(batch_idx)
+
+            def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
+                if stage == "validation":
+                    self.begin(batch_idx)
+
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                self.count.fill_(batch_idx + 1 if stage == "train" else 0)
+
+            def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                self.count.fill_(batch_idx + 1)
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                if stage == "train":
+                    self.check(batch_idx)
+                return self.loss(batch)
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                if stage == "validation":
+                    self.check(batch_idx)
+
+        fit_dp(tmp_path, Following(), 3, num_sanity_val_steps=0)
+
+    def test_replica_without_rows_in_a_step_follows_in_the_next(self, tmp_path: Path) -> None:
+        class Counting(Base):
+            steps = 0
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                assert self.steps == self.trainer.global_step
+                self.steps += 1
+                return self.loss(batch)
+
+        # Batches of 4, 4 and 1 rows.
+        data = DataLoader(Points(9), 4)
+        trainer = make_trainer(
+            tmp_path, strategy="memmap_dp", devices=3, max_epochs=2, limit_val_batches=0
+        )
+        trainer.fit(Counting(), data, data)
+        assert trainer.global_step == 6
+
+    @pytest.mark.parametrize("kind", [float, torch.tensor])
+    def test_other_numbers_in_each_replica_warn_once(self, tmp_path: Path, kind: Any) -> None:
+        class Summing(Base):
+            sum: Any = 0.0
+            step = 0
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.step += 1
+                self.sum += kind(float(batch["row"].sum()))
+                return self.loss(batch)
+
+        with pytest.warns(UserWarning, match=r"training_step .* number to self\.sum in") as caught:
+            fit_dp(tmp_path, Summing(), 4)
+        assert len([each for each in caught if "another number" in str(each.message)]) == 1
+
+    def test_compiled_module_is_fitted_again(self, tmp_path: Path) -> None:
+        class Quiet(Base):
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                self.loss(batch)
+
+        found, expected = Quiet(), Quiet()
+        compiled = torch.compile(found, backend="eager")  # type: ignore[arg-type]
+        for _ in range(2):
+            fit_dp(tmp_path, compiled, 2, max_epochs=1)
+            fit_one(tmp_path, expected, max_epochs=1)
+        torch._dynamo.reset()
+        torch.testing.assert_close(weights(found), weights(expected), **EXACT)
 
     def test_module_is_left_as_it_was(self, tmp_path: Path) -> None:
         module = Counted()
@@ -611,6 +784,61 @@ class TestOutputs:
         fit_dp(tmp_path, found, 4)
         fit_one(tmp_path, expected)
         torch.testing.assert_close(weights(found), weights(expected), **EXACT)
+
+    @pytest.mark.parametrize("output", [{}, {"other": 1.0}, "text", {"loss": None}, 3.5])
+    def test_output_that_lightning_refuses_is_refused(self, tmp_path: Path, output: Any) -> None:
+        class Returning(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return output if self.device.index else self.loss(batch)
+
+        with pytest.raises(MisconfigurationException, match=r"'loss' key|must return a Tensor"):
+            fit_dp(tmp_path, Returning(), SIDE_BY_SIDE)
+
+    @pytest.mark.parametrize("kind", [dict, UserDict, OrderedDict, MappingProxyType])
+    @pytest.mark.parametrize("is_manual", [False, True])
+    def test_mapping_is_an_output_as_on_one_device(
+        self, tmp_path: Path, kind: Any, is_manual: bool
+    ) -> None:
+        class Returning(Base):
+            def build(self) -> None:
+                super().build()
+                self.automatic_optimization = not is_manual
+                self.outputs: list[Any] = []
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = self.loss(batch)
+                if is_manual:
+                    return kind({}) if batch_idx == 1 else kind({"mean": loss.detach()})
+                return kind({"loss": loss, "mean": loss.detach()})
+
+            def on_train_batch_end(self, outputs: Any, *rest: Any) -> None:
+                self.outputs.append(outputs)
+
+        found, expected = Returning(), Returning()
+        fit_dp(tmp_path, found)
+        fit_one(tmp_path, expected)
+        torch.testing.assert_close(weights(found), weights(expected), **EXACT)
+        assert [dict(output) for output in found.outputs] == [
+            {key: pytest.approx(value.item()) for key, value in output.items()}
+            for output in expected.outputs
+        ]
+
+    def test_outputs_of_the_replicas_that_return_some_are_put_together(
+        self, tmp_path: Path
+    ) -> None:
+        seen = []
+
+        class Choosing(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                if not self.device.index:
+                    return None
+                return {"loss": self.loss(batch), "replica": self.device.index}
+
+            def on_train_batch_end(self, outputs: Any, *rest: Any) -> None:
+                seen.append(outputs["replica"])
+
+        fit_dp(tmp_path, Choosing(), SIDE_BY_SIDE)
+        assert seen == [[None, 1, 2, 3]] * STEPS
 
     def test_outputs_are_put_together_for_hooks(self, tmp_path: Path) -> None:
         seen = []

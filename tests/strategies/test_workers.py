@@ -1,5 +1,6 @@
 """Replicas that run side by side or in turn, and meet."""
 
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -116,3 +117,36 @@ def test_modes_are_those_of_the_caller(grad: bool, inference: bool, autocast: bo
         found = workers.run([modes] * 4)
     workers.close()
     assert found == [expected] * 4
+
+
+def test_replicas_on_one_device_run_in_the_thread_of_the_caller() -> None:
+    def work() -> Any:
+        return threading.current_thread()
+
+    caller = threading.current_thread()
+    together, mixed = Workers(TOGETHER), Workers(MIXED)
+    assert together.run([work] * 4) == [caller] * 4
+    first, other, *rest = mixed.run([work] * 4)
+    assert [first, other, *rest] == [caller, other] * 2
+    assert other is not caller
+    together.close()
+    mixed.close()
+
+
+def test_replicas_that_meet_have_the_modes_their_caller_began_with() -> None:
+    workers = Workers(TOGETHER)
+
+    def work(index: int) -> list[bool]:
+        with torch.no_grad():
+            workers.meet(index, "within", None, len)
+            inside = torch.is_grad_enabled()
+        return [inside, torch.is_grad_enabled()]
+
+    assert workers.run([partial(work, index) for index in range(4)]) == [[False, True]] * 4
+    workers.close()
+
+
+def test_meeting_outside_of_a_step_acts_at_once() -> None:
+    workers = Workers(TOGETHER)
+    assert workers.meet(2, "alone", 7, sum) == 7
+    workers.close()

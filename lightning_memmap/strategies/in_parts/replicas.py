@@ -1,9 +1,8 @@
 """Persistent replicas of a module: the same module on other devices, with tensors of their own."""
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,12 +16,23 @@ from lightning_memmap._compat.metrics import copy_metric, states_without_reducti
 from lightning_memmap._compat.modules import (
     PARTS,
     compiled_steps,
+    is_compiled,
     is_compiled_inside,
     lightning_attributes,
     own_parts,
 )
 from lightning_memmap._compat.tensors import add_tensors, copy_tensors
 from lightning_memmap.errors import UnsuitableModuleError
+from lightning_memmap.strategies.in_parts.attributes import (
+    MISSING,
+    Assignment,
+    Assignments,
+    NumberCheck,
+    map_value,
+)
+
+#: Gives what a replica has in place of an object; the object itself where that is nothing else.
+StandIn = Callable[[Any], Any]
 
 #: Bytes that are sent at once from one GPU to the others.
 _BUCKET_BYTES = 64 * 2**20
@@ -31,9 +41,9 @@ _BUCKET_BYTES = 64 * 2**20
 class Replicas:
     """The module, and a replica of it for each further device.
 
-    Replica 0 is the module itself. Another replica has parameters, buffers and metrics of its own
-    and shares everything else: what a step appends to a list of the module is seen by all; what
-    it assigns to an attribute is kept by replica 0 alone.
+    Replica 0 is the module itself. Another replica has parameters, buffers and metrics of its own,
+    and what a step assigns to its attributes. Everything else is shared: what a step appends to a
+    list of the module is seen by all.
 
     Args:
         module: The module, on the first device.
@@ -49,18 +59,71 @@ class Replicas:
         self.module = module
         self.devices = tuple(devices)
         self.twins = [Twin(device) for device in self.devices[1:]]
-        self.refresh()
+        #: Gives what replica 0 has during a training step for an optimizer or a scheduler.
+        self.stand_in: StandIn = _itself
+        self._assignments = Assignments()
+        self._numbers = NumberCheck()
+        self._stood_in: dict[tuple[nn.Module, str], Any] = {}
+        self._num_up_to_date = 0
+        self._versions: list[int] | None = None
 
-    @property
-    def modules(self) -> list[LightningModule]:
-        """One module per replica."""
-        return [self.module, *(twin.modules[self.module] for twin in self.twins)]  # type: ignore[list-item]
+    def module_of(self, index: int) -> LightningModule:
+        """The module of one replica."""
+        return self.module if index == 0 else self.twins[index - 1].modules[self.module]  # type: ignore[return-value]
 
-    def refresh(self) -> None:
-        """Give the replicas the attributes, parameters and buffers that the module has now."""
+    def refresh(self, always_copy: bool) -> None:
+        """Give the replicas the attributes, parameters and buffers that the module has now.
+
+        Args:
+            always_copy: Copy parameters and buffers also where torch has counted no change since.
+                It does not count what is written to their ``data``.
+        """
+        if not self.twins:
+            return
         for twin in self.twins:
-            twin.refresh(self.module)
-        self.copy_out()
+            twin.follow(self.module)
+        modules = self.twins[0].modules
+        assigned = list(self._assignments.since_last_step(modules))
+        for index, twin in enumerate(self.twins):
+            # One that had no part in the last step knows nothing of it.
+            is_behind = index >= self._num_up_to_date
+            twin.assign(list(Assignments().since_last_step(modules)) if is_behind else assigned)
+        for module, name, value in assigned:
+            self._stood_in.pop((module, name), None)
+            if value is not MISSING and map_value(value, self.stand_in) is not value:
+                self._stood_in[module, name] = value
+        if always_copy:
+            self.copy_out()
+            self._versions = None
+        elif self._versions is None or self._versions != self._count_versions():
+            self.copy_out()
+            self._versions = self._count_versions()
+
+    @contextmanager
+    def step(self, name: str, num_replicas: int) -> Iterator[list[LightningModule]]:
+        """While it lasts, the first replicas run a step of this name."""
+        modules = [self.module_of(index) for index in range(num_replicas)]
+        before = dict(vars(self.module))
+        given = {place: map_value(value, self.stand_in) for place, value in self._stood_in.items()}
+        for (module, attribute), value in given.items():
+            vars(module)[attribute] = value
+        try:
+            yield modules
+        finally:
+            for (module, attribute), value in given.items():
+                if vars(module).get(attribute) is value:
+                    vars(module)[attribute] = self._stood_in[module, attribute]
+        if self.twins:
+            self._numbers.check(name, before, modules)
+            self._assignments.note_step(self.twins[0].modules)
+            self._num_up_to_date = num_replicas - 1
+
+    def _count_versions(self) -> list[int] | None:
+        """How often each tensor was written to; None where torch does not count."""
+        tensors = [t for twin in self.twins for t in (*twin.sources, *twin.targets)]
+        if any(tensor.is_inference() for tensor in tensors):
+            return None
+        return [tensor._version for tensor in tensors]
 
     def copy_out(self) -> None:
         """Copy parameters and buffers from the module to its replicas."""
@@ -84,11 +147,18 @@ class Replicas:
     @property
     def have_gradients(self) -> bool:
         """Whether a replica has gradients that are not added to the module's."""
-        return any(
-            parameter.grad is not None
-            for twin in self.twins
-            for parameter in twin.parameters.values()
-        )
+        return any(twin.has_gradients for twin in self.twins)
+
+    def copy_gradients(self) -> None:
+        """Give the replicas copies of the module's gradients, which a step may read and clip."""
+        for twin in self.twins:
+            twin.copy_gradients()
+
+    def drop_gradients(self) -> None:
+        """Take the copies back, before a backward adds to them."""
+        for twin in self.twins:
+            for own in twin.parameters.values():
+                own.grad = None
 
     def add_gradients(self) -> None:
         """Add the gradients of the replicas to those of the module, and clear them."""
@@ -119,6 +189,7 @@ class Twin:
         metrics: The copy of each metric or metric collection.
         sources: Parameters and buffers of the module.
         targets: Their replicas, in the same order.
+        stand_in: Gives what the replica has for an optimizer or a scheduler.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -128,22 +199,75 @@ class Twin:
         self.metrics = MetricCopies(device)
         self.sources: list[Tensor] = []
         self.targets: list[Tensor] = []
-        self._own: dict[nn.Module, dict[str, Any]] = {}
+        self.stand_in: StandIn = _itself
         self._visited: dict[nn.Module, nn.Module] = {}
+        self._compiled: dict[nn.Module, dict[str, Any]] = {}
+        self._mapped: dict[tuple[nn.Module, str], Any] = {}
+        self._gradients: dict[nn.Parameter, Tensor] = {}
 
-    def refresh(self, module: nn.Module) -> None:
-        """Follow the module: new layers, plain attributes, train or eval, frozen or not."""
+    def follow(self, module: nn.Module) -> None:
+        """Have the module's parts: new layers, frozen or not, on this device."""
         self.sources, self.targets, self._visited = [], [], {}
         parameters, metrics = self.parameters, self.metrics
         self.parameters, self.metrics = {}, MetricCopies(self.device)
         self._follow(module, parameters, metrics)
-        new = [original for original in self._visited if original not in self.modules]
         self.modules = self._visited
-        for original in new:
-            self._own[original].update(self._attributes_of_its_own(original))
-            _set_attributes(self.modules[original], original, self._own[original])
-        if len(self._own) > len(self.modules):
-            self._own = {original: self._own[original] for original in self.modules}
+
+    def assign(self, assignments: Sequence[Assignment]) -> None:
+        """Have attributes that were assigned to the module. Those that refer to replicated modules
+        or parameters refer to the replica's own. An LSTM keeps such a list of its weights."""
+        for module, name, value in assignments:
+            self._mapped.pop((module, name), None)
+            attributes = vars(self.modules.get(module, module))
+            if value is MISSING:
+                attributes.pop(name, None)
+                continue
+            attributes[name] = mapped = map_value(value, self._own)
+            if mapped is not value:
+                self._mapped[module, name] = mapped
+        for (module, name), mapped in list(self._mapped.items()):
+            attributes = vars(self.modules[module]) if module in self.modules else {}
+            if attributes.get(name) is mapped:
+                # What it refers to may have been replaced.
+                attributes[name] = map_value(vars(module)[name], self._own)
+                self._mapped[module, name] = attributes[name]
+            else:
+                del self._mapped[module, name]
+        for module, twin in self.modules.items():
+            vars(twin).update(lightning_attributes(module, self.device))
+            if is_compiled(module):
+                if module not in self._compiled:
+                    self._compiled[module] = compiled_steps(module, twin)
+                vars(twin).update(self._compiled[module])
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are other gradients than copies of the module's."""
+        return any(
+            own.grad is not None and own.grad is not self._gradients.get(own)
+            for own in self.parameters.values()
+        )
+
+    def copy_gradients(self) -> None:
+        """Have copies of the module's gradients."""
+        known, self._gradients = self._gradients, {}
+        targets, sources = [], []
+        for parameter, own in self.parameters.items():
+            grad, own.grad = parameter.grad, None
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                own.grad = grad.to(self.device, copy=True)
+            else:
+                before = known.get(own)
+                if before is None or before.is_sparse:
+                    before = torch.empty_like(grad, device=self.device)
+                own.grad = before
+                targets.append(own.grad)
+                sources.append(grad)
+            self._gradients[own] = own.grad
+        if targets:
+            copy_tensors(targets, sources)
 
     def _follow(
         self,
@@ -156,10 +280,9 @@ class Twin:
         twin = self.modules.get(module)
         if twin is None:
             twin = type(module).__new__(type(module))
-            self._own[module] = {}
         self._visited[module] = twin
         own_parameters, own_buffers, own_children = own_parts(module)
-        known_buffers = self._own[module].get(PARTS[1], {})
+        known_buffers = vars(twin).get(PARTS[1], {})
         children: dict[str, nn.Module | None] = {}
         for name, child in own_children.items():
             if child is None:
@@ -173,9 +296,7 @@ class Twin:
             {name: self._buffer(b, known_buffers.get(name)) for name, b in own_buffers.items()},
             children,
         )
-        self._own[module].update(zip(PARTS, parts, strict=True))
-        self._own[module].update(lightning_attributes(module, self.device))
-        _set_attributes(twin, module, self._own[module])
+        vars(twin).update(zip(PARTS, parts, strict=True))
         return twin
 
     def _parameter(
@@ -204,37 +325,13 @@ class Twin:
         self.targets.append(known)
         return known
 
-    def _attributes_of_its_own(self, module: nn.Module) -> dict[str, Any]:
-        """Attributes that refer to replicated modules or parameters: the replica's refer to its
-        own. An LSTM keeps such a list of its weights."""
-        mine = {
-            name: mapped
-            for name, value in vars(module).items()
-            if name not in PARTS
-            if (mapped := self._map(value)) is not value
-        }
-        return {**mine, **compiled_steps(module, self.modules[module])}
-
-    def _map(self, value: Any, deep: bool = True) -> Any:
+    def _own(self, value: Any) -> Any:
+        """What the replica has for an object; the object itself where it has nothing else."""
         if isinstance(value, nn.Module):
             return self.metrics.get(value) if is_metric(value) else self.modules.get(value, value)
         if isinstance(value, nn.Parameter):
             return self.parameters.get(value, value)
-        if isinstance(value, weakref.ref):
-            target = value()
-            mapped = self._map(target, deep=False)
-            return value if mapped is target else weakref.ref(mapped)
-        if isinstance(value, MethodType):
-            owner = self._map(value.__self__, deep=False)
-            return value if owner is value.__self__ else MethodType(value.__func__, owner)
-        if deep and type(value) in (list, tuple):
-            items = [self._map(item, deep=False) for item in value]
-            same = all(new is old for new, old in zip(items, value, strict=True))
-            return value if same else type(value)(items)
-        if deep and type(value) is dict:
-            pairs = {key: self._map(item, deep=False) for key, item in value.items()}
-            return value if all(pairs[key] is value[key] for key in value) else pairs
-        return value
+        return self.stand_in(value)
 
 
 class MetricCopies:
@@ -264,8 +361,8 @@ class MetricCopies:
         return self._copies[id(metric)][1]
 
 
-def _set_attributes(twin: nn.Module, module: nn.Module, own: dict[str, Any]) -> None:
-    object.__setattr__(twin, "__dict__", {**vars(module), **own})
+def _itself(value: Any) -> Any:
+    return value
 
 
 def is_metric(module: nn.Module) -> bool:

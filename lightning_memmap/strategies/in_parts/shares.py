@@ -88,6 +88,8 @@ class Shares:
         if all(isinstance(value, Tensor) and _is_float(value) for value in values):
             return self.mean([value.detach() for value in values])
         if all(isinstance(value, float) for value in values):
+            if len(set(values)) == 1:
+                return first
             pairs = zip(values, self.part_rows, strict=True)
             return sum(value * rows for value, rows in pairs) / sum(self.part_rows)
         if self._is_by_row(values):
@@ -205,7 +207,8 @@ def share(
 def deal(batch: Any, devices: Sequence[torch.device]) -> Shares:
     """Deal the rows of a plain batch to the devices, as in a super-batch.
 
-    A batch that is not made of tensors with one entry per row alone is not divided.
+    A batch that is not made of tensors with one entry per row alone is not divided. The rows of
+    each device are copied once, so that they lie one after the other: a step may call ``view``.
 
     Args:
         batch: A batch on the first device.
@@ -223,6 +226,6 @@ def deal(batch: Any, devices: Sequence[torch.device]) -> Shares:
         return Shares([batch], num_rows, 0, devices[0])
     parts = []
     for index, device in enumerate(devices[:count]):
-        rows = [leaf[index::count].to(device) for leaf in leaves]
+        rows = [leaf[index::count].contiguous().to(device) for leaf in leaves]
         parts.append(rows[0] if whole else rebuilt(batch, iter(rows)))
     return Shares(parts, num_rows, 0, devices[0])

@@ -1,9 +1,11 @@
 """What strategies have in common that run each step of the module in several parts."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap._compat.loops import results_of
@@ -97,18 +99,34 @@ class StepsInParts(LocalDevices):
 
 
 def _training_output(outputs: list[Any], shares: Shares) -> Any:
-    """The loss with its graph, over the parts that returned one, and the rest put together."""
-    are_dicts = all(isinstance(output, dict) for output in outputs)
-    losses = [o.get("loss") if isinstance(o, dict) else o for o in outputs]
+    """The loss with its graph, over the parts that returned one, and the rest put together.
+
+    What Lightning refuses of one call, it is given to refuse.
+    """
+    given = [output for output in outputs if output is not None]
+    if all(isinstance(output, Tensor) for output in given):
+        return _mean_loss(outputs, shares)
+    for output in given:
+        if not isinstance(output, (Tensor, Mapping)):
+            return output
+    dicts = [
+        {"loss": output} if isinstance(output, Tensor) else dict(output or {}) for output in outputs
+    ]
+    keys = dict.fromkeys(key for output in dicts for key in output if key != "loss")
+    rest = {key: shares.join([output.get(key) for output in dicts]) for key in keys}
+    losses = [output.get("loss") for output in dicts]
+    if any(
+        output is not None and loss is None for output, loss in zip(outputs, losses, strict=True)
+    ):
+        return rest
+    return {"loss": _mean_loss(losses, shares), **rest}
+
+
+def _mean_loss(losses: list[Any], shares: Shares) -> Tensor | None:
+    """The mean over the parts that have a loss; None where no part has one."""
     pairs = zip(losses, shares.part_rows, strict=True)
     present = [(loss, rows) for loss, rows in pairs if loss is not None]
-    rest = {}
-    if are_dicts:
-        others = [{key: value for key, value in o.items() if key != "loss"} for o in outputs]
-        rest = shares.join(others)
     if not present:
-        return rest or None
-    loss = weighted_mean(
-        [loss for loss, _ in present], [rows for _, rows in present], shares.device
-    )
-    return {"loss": loss, **rest} if are_dicts else loss
+        return None
+    values, weights = zip(*present, strict=True)
+    return weighted_mean(values, weights, shares.device)

@@ -1,0 +1,75 @@
+"""Strategies of one process, in a program that was started in several."""
+
+from pathlib import Path
+
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import Strategy
+
+from lightning_memmap.strategies import IndependentStrategy
+from tests.models import make_trainer
+from tests.strategies.names import names_of_one_process
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+SRUN = {"SLURM_JOB_NAME": "train", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+
+
+@pytest.fixture(params=[*names_of_one_process(), "members in turn"])
+def strategy(request: pytest.FixtureRequest) -> str | Strategy:
+    name: str = request.param
+    return IndependentStrategy(processes=False) if name == "members in turn" else name
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {**TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        {**SRUN, "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"},
+        # Lightning's own launchers, and those of users.
+        {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+        {"LOCAL_RANK": "1"},
+    ],
+    ids=["torchrun", "srun", "first", "second"],
+)
+def test_program_started_in_several_processes_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    strategy: str | Strategy,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"started in several.*'memmap_superbatch_ddp'"):
+        make_trainer(tmp_path, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {**TORCHRUN, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+        {**SRUN, "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1"},
+        {**SRUN, "SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"},
+        {**SRUN, "SLURM_NTASKS": "2", "SLURM_JOB_NAME": "interactive"},
+    ],
+    ids=["alone", "torchrun", "srun", "bash", "interactive"],
+)
+def test_program_started_once_is_as_ever(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    strategy: str | Strategy,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert make_trainer(tmp_path, strategy=strategy).world_size == 1
+
+
+@pytest.mark.parametrize("strategy", names_of_one_process(), indirect=True)
+def test_what_an_ended_launcher_leaves_is_no_second_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    LightningEnvironment().teardown()
+    make_trainer(tmp_path, strategy=strategy)
