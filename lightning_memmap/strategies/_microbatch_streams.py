@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_memmap._compat.tensors import tree_leaves
 from lightning_memmap.loading.streams import kept_stream, stream_module
 from lightning_memmap.strategies._stages import Stage
 
