@@ -65,6 +65,9 @@ class Device:
         self._current: dict[Any, Stream] = {}
         self.entered: list[Any] = []
 
+    def device_count(self) -> int:
+        return 0  # Of those that have a generator of random numbers.
+
     def current_stream(self, device: torch.device) -> Stream:
         return self._current.setdefault(device, Stream(device))
 
@@ -111,9 +114,13 @@ class Operators(TorchDispatchMode):
         for key in read:
             self._check(self._written.get(key), stream.known, f"{func} reads")
             self._read[key] = (stream, stream.known[stream], str(func))
-        for key in written & {self._key(tensor) for tensor in self._device.page_locked}:
-            # The program itself writes there, and not a stream.
-            self._check(self._read.get(key), self._device.host, f"{func} overwrites")
+        page_locked = {self._key(tensor) for tensor in self._device.page_locked}
+        for key in written:
+            # To page-locked memory the program itself writes, and not a stream.
+            known = self._device.host if key in page_locked else stream.known
+            self._check(self._read.get(key), known, f"{func} overwrites")
+            if key not in page_locked:
+                self._check(self._written.get(key), known, f"{func} overwrites")
         for key in written:
             self._written[key] = (stream, stream.known[stream], str(func))
         return result

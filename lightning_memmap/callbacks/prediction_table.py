@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
@@ -134,7 +135,7 @@ class PredictionTable(BasePredictionWriter):
                 self._writer.close()
         num_written = self._writer.num_written if self._writer is not None else 0
         count = torch.tensor(num_written, device=trainer.strategy.root_device)
-        total = int(trainer.strategy.reduce(count, reduce_op="sum"))
+        total = int(trainer.strategy.reduce(count, group=dist.group.WORLD, reduce_op="sum"))
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_info("PredictionTable: fast_dev_run leaves no table")
         else:
@@ -216,7 +217,8 @@ def _is_first_of_its_rank(trainer: L.Trainer) -> bool:
     All ranks must ask."""
     sharding = trainer.distributed_sampler_kwargs or {"rank": 0}
     own = torch.tensor(sharding["rank"], device=trainer.strategy.root_device)
-    ranks = trainer.strategy.all_gather(own).flatten().tolist()
+    # Of all processes: by default a strategy gathers over the data-parallel ones alone.
+    ranks = trainer.strategy.all_gather(own, group=dist.group.WORLD).flatten().tolist()
     return sharding["rank"] not in ranks[: trainer.global_rank]
 
 

@@ -20,9 +20,14 @@ def stream_module(device: torch.device) -> Any:
 
 
 @cache
-def _side_stream(module: Any, device: torch.device) -> Any:
-    # One for the whole process: the allocator keeps memory apart by streams.
+def _side_stream(module: Any, device: torch.device, name: str = "") -> Any:
+    # Kept for the whole process: the allocator keeps memory apart by streams.
     return module.Stream(device)
+
+
+def kept_stream(device: torch.device, name: str) -> Any:
+    """The stream of this name on a device, made when it is first asked for."""
+    return _side_stream(stream_module(device), device, name)
 
 
 def has_streams(device: torch.device) -> bool:

@@ -41,6 +41,12 @@ from lightning_memmap._compat.modules import tell_device
 from lightning_memmap._compat.processes import DataParallelMesh
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._assembly import RowWeighting
+from lightning_memmap.strategies._whole_module import (
+    check_callbacks,
+    check_embeddings,
+    check_loss,
+    check_optimizers,
+)
 from lightning_memmap.strategies.sharding import units as sharding
 from lightning_memmap.strategies.sharding.precision import ShardedPrecision
 
@@ -266,6 +272,9 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
         assert module is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_callbacks(trainer, self.strategy_name)
+            check_embeddings(module, self.strategy_name)
         if module in _SHARDED:
             if _SHARDED[module].mesh != self._mesh:
                 raise ValueError(
@@ -281,6 +290,18 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        check_optimizers(self.optimizers, self.strategy_name)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        check_loss(closure_loss, self.strategy_name)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _shard(self, module: L.LightningModule) -> _Sharded:
         assert self._mesh is not None

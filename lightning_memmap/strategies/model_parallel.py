@@ -1,7 +1,6 @@
 """``memmap_model_parallel``: the layers of one model over several devices, in one process."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_memmap._compat.loops import view_of_trainer
+from lightning_memmap.loading.streams import has_streams
 from lightning_memmap.placement import check_device
+from lightning_memmap.strategies._microbatch_streams import MicroBatchStreams, NoStreams
 from lightning_memmap.strategies._stages import Stage, connect, find_stages, place
 from lightning_memmap.strategies.in_parts.records import StepLog, StepMetrics
 from lightning_memmap.strategies.in_parts.shares import Shares, deal
@@ -82,6 +83,7 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
         self.stages: list[Stage] = []
         self._hooks: list[RemovableHandle] = []
         self._metrics: StepMetrics | None = None
+        self._streams = NoStreams()
         self._view: Any = None
         self._log = StepLog(0)
 
@@ -107,12 +109,16 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
         self.stages = find_stages(self.module, self.parallel_devices, self._layers)
         place(self.module, self.stages)
         self._hooks = connect(self.stages)
+        if self.divides_steps and has_streams(self.root_device):
+            self._streams = MicroBatchStreams(self.root_device)
+            self._hooks += self._streams.connect(self.stages)
 
     @override
     def teardown(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.stages, self._metrics, self._view = [], [], None, None
+        self._streams = NoStreams()
         super().teardown()
 
     @override
@@ -140,40 +146,8 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
             self._view = view_of_trainer(self.module.trainer, lambda: self._log)
         self.module.trainer = self._view
         outputs = []
-        with self._metrics.copies_in_place([]), self._lanes(len(logs)) as lanes:
-            for part, self._log, lane in zip(shares.parts, logs, lanes, strict=True):
-                with _current(lane):
+        with self._metrics.copies_in_place([]), self._streams.step():
+            for part, self._log in zip(shares.parts, logs, strict=True):
+                with self._streams.microbatch():
                     outputs.append(step(part, *args, **kwargs))
         return outputs
-
-    @contextmanager
-    def _lanes(self, count: int) -> Iterator[list[list[torch.cuda.Stream]]]:
-        """For each micro-batch a stream on each GPU, the root device's last.
-
-        On one stream for all, the root device would wait for the last stage of a micro-batch
-        before it began with the next. The streams begin with what the current ones have done so
-        far, and the current ones go on when all are done.
-        """
-        devices = list(dict.fromkeys(d for d in self.parallel_devices if d.type == "cuda"))[::-1]
-        outer = [torch.cuda.current_stream(device) for device in devices]
-        lanes = [[_new_stream(device) for device in devices] for _ in range(count)]
-        for lane in lanes:
-            for own, before in zip(lane, outer, strict=True):
-                own.wait_stream(before)
-        yield lanes
-        for lane in lanes:
-            for own, before in zip(lane, outer, strict=True):
-                before.wait_stream(own)
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _current(streams: list[torch.cuda.Stream]) -> Iterator[None]:
-    """Makes streams the current ones of their devices, and the last one's device the current."""
-    with ExitStack() as stack:
-        for stream in streams:
-            stack.enter_context(torch.cuda.stream(stream))
-        yield

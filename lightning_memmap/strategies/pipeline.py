@@ -23,6 +23,12 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import is_compiled
 from lightning_memmap._compat.processes import syncs_batch_norm
 from lightning_memmap.strategies._assembly import RowWeighting
+from lightning_memmap.strategies._whole_module import (
+    check_callbacks,
+    check_embeddings,
+    check_loss,
+    check_optimizers,
+)
 from lightning_memmap.strategies.pipelining.groups import (
     Groups,
     Layout,
@@ -211,6 +217,10 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_callbacks(trainer, self.strategy_name)
+            if self.layout.data_parallel_size > 1:
+                check_embeddings(module, self.strategy_name)
         self._refuse(module)
         options = self._options()
         self._stages = Stages(module, options.num_processes, options.is_interleaved)
@@ -255,12 +265,7 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ValueError(
-                    "LBFGS: it needs the gradients of all stages on one process; use an optimizer"
-                    " that treats each parameter alone, such as AdamW or SGD"
-                )
+        check_optimizers(self.optimizers, self.strategy_name)
 
     @override
     def model_to_device(self) -> None:
@@ -388,12 +393,19 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
             total = self._pipeline.train(output.args, rows, loss_of, frozen)
         found = {p: grad for p, grad in zip(held, grads, strict=True) if grad is not None}
         self._unaveraged.update(dict.fromkeys(p for p in held if p.requires_grad))
-        loss = total.to(torch.get_default_dtype()).requires_grad_()
+        loss = total.requires_grad_()
         loss.register_hook(_KnownGradients(found))  # type: ignore[no-untyped-call]
         # No leaf, so that the user may change it in place.
         return loss.clone()
 
     # Gradients
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        check_loss(closure_loss, self.strategy_name)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @contextmanager
     @override

@@ -254,6 +254,11 @@ def test_modules_that_cannot_be_sharded_are_refused(two: Runs) -> None:
             ("tied", "blocks.0.up.weight", "manual optimization", "submodule"),
             ("mesh", "was sharded over", "fresh module"),
             ("meta", "MultiheadAttention", "reset_parameters"),
+            ("sparse", "net.0: Embedding with sparse=True", "sparse=False"),
+            ("swa", "StochasticWeightAveraging: it averages", "memmap_superbatch_ddp"),
+            ("ema", "EMAWeightAveraging: it averages", "memmap_superbatch_ddp"),
+            ("lbfgs", "LBFGS", "AdamW"),
+            ("penalty", "a term computed from the parameters", "weight_decay"),
         ):
             for word in words:
                 assert word in errors[case]

@@ -128,7 +128,8 @@ class Pipeline:
             frozen: Differs where other parameters of the pipeline are frozen.
 
         Returns:
-            The sum of the losses, float64 without dimensions, on all processes.
+            The sum of the losses, without dimensions, on all processes. It is summed in float64,
+            and has the dtype of the losses.
         """
         run = self._run(args, rows, frozen)
         losses: list[Tensor] = []
@@ -143,7 +144,11 @@ class Pipeline:
         for each in losses:
             total += each.detach()
         dist.broadcast(total, self._last, group=self._group)
-        return total
+        if run.loss_dtype is None:
+            dtypes = [losses[0].dtype if losses else None]
+            dist.broadcast_object_list(dtypes, self._last, self._group, self._device)
+            run.loss_dtype = dtypes[0]
+        return total.to(run.loss_dtype)
 
     def forward(self, args: Sequence[Tensor], rows: MicroBatches) -> Any:
         """Forward pass of a batch without gradients.
@@ -217,6 +222,7 @@ class _Run:
 
     Attributes:
         outputs: What the last stage returns, described; a list of one once that is known.
+        loss_dtype: The dtype of the losses, once that is known.
     """
 
     def __init__(self, schedule: Any, has_first: bool, has_last: bool) -> None:
@@ -224,6 +230,7 @@ class _Run:
         self._has_first = has_first
         self._has_last = has_last
         self.outputs: list[Any] | None = None
+        self.loss_dtype: torch.dtype | None = None
 
     def step(self, args: Sequence[Tensor], rows: MicroBatches, losses: list[Tensor] | None) -> Any:
         inputs = [rows.lay_out(arg) for arg in args] if self._has_first else []

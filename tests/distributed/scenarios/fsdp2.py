@@ -6,7 +6,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -144,6 +148,17 @@ class Momentum(Regression):
         weights = [self.net[2].weight, self.net[0].weight]
         biases = [self.net[2].bias, self.net[0].bias]
         return [torch.optim.SGD(biases, lr=0.05), torch.optim.Adam(weights, lr=0.02)]
+
+
+class Lbfgs(Deep):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Penalised(Deep):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(parameter.norm() for parameter in self.parameters())
 
 
 class Watch(L.Callback):
@@ -320,7 +335,18 @@ def errors(out: Path, sharded: Deep) -> dict[str, str]:
             module.net = nn.MultiheadAttention(8, 2)
         return module
 
+    def sparse() -> L.LightningModule:
+        module = Regression()
+        module.net = nn.Sequential(nn.Embedding(8, 2, sparse=True))
+        return module
+
+    swa, ema = StochasticWeightAveraging(0.1), EMAWeightAveraging()
     cases: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+        "sparse": (sparse, {}),
+        "swa": (Deep, {"trainer_options": {"callbacks": [swa]}}),
+        "ema": (Deep, {"trainer_options": {"callbacks": [ema]}}),
+        "lbfgs": (Lbfgs, {}),
+        "penalty": (Penalised, {"wrap_classes": ["Block"]}),
         "class": (Deep, {"wrap_classes": ["Block", "Decoder"]}),
         "recompute": (Deep, {"activation_checkpointing": True}),
         "own parameter": (by_hand, {}),

@@ -8,11 +8,16 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.callbacks import PredictionTable
 from lightning_memmap.strategies import PipelineStrategy
 from tests.models import Points, make_trainer
 
@@ -97,6 +102,22 @@ class Fused(Staged):
         return torch.optim.Adam(self.parameters(), lr=0.05, fused=True)
 
 
+class Double(Staged):
+    """Is in float64 by its own doing: the default dtype stays float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def step(self, batch: dict[str, Tensor], stage: str) -> Tensor:
+        loss = super().step({**batch, "x": batch["x"].double(), "y": batch["y"].double()}, stage)
+        assert loss.dtype == torch.float64
+        return loss
+
+    def evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
+        super().evaluate({**batch, "x": batch["x"].double()}, stage)
+
+
 class Manual(Staged):
     """Two optimizers in turn, each on some stages, which freeze each other's parameters."""
 
@@ -146,6 +167,7 @@ CASES = {
     ),
     "manual": Case(Manual, {"max_epochs": 2}),
     "fused": Case(Fused),
+    "double": Case(Double, atol=1e-12),
     "float64": Case(options={"precision": "64-true"}, atol=1e-12),
     # 8 bits of every sum. One device in bfloat16 is itself 1e-2 from float32 (weights move by 0.3).
     "bfloat16": Case(Sgd, {"precision": "bf16-mixed"}, atol=1e-2),
@@ -194,7 +216,8 @@ class Runs:
         }
 
     def evaluate(self, checkpoint: Path) -> dict[str, Any]:
-        trainer, data = self.make()
+        table = PredictionTable(self.out / "table", overwrite=True)
+        trainer, data = self.make(callbacks=[table])
         module = Staged()
         (validated,) = trainer.validate(module, data, ckpt_path=checkpoint, verbose=False)
         (tested,) = trainer.test(module, data, verbose=False)
@@ -295,6 +318,18 @@ class Lbfgs(Staged):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Sparse(Staged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.EmbeddingBag(4, 4, sparse=True)
+
+
+class Penalised(Staged):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(parameter.norm() for parameter in self.parameters())
+
+
 def refused(runs: Runs) -> dict[str, str]:
     """What every rank is told, by case."""
     size = (runs.options or {}).get("pipeline_parallel_size", runs.processes)
@@ -307,6 +342,10 @@ def refused(runs: Runs) -> dict[str, str]:
         "output": (LooksAtOutput, {}, {}),
         "calls outside": (CallsOutside, {}, {}),
         "lbfgs": (Lbfgs, {}, {}),
+        "penalty": (Penalised, {}, {}),
+        "sparse": (Sparse, {"data_parallel_size": 2}, {}),
+        "swa": (Staged, {}, {"callbacks": [StochasticWeightAveraging(0.1)]}),
+        "ema": (Staged, {}, {"callbacks": [EMAWeightAveraging()]}),
         "sync_batchnorm": (Staged, {}, {"sync_batchnorm": True}),
         "sizes": (Staged, {"data_parallel_size": 3}, {}),
         "micro-batches": (Staged, {"schedule": "1f1b", "num_microbatches": size - 1}, {}),
