@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.arms import parse_arms
@@ -112,14 +113,16 @@ def check_run(
     make_model: Callable[[], L.LightningModule] = Regression,
     data_class: type[MemmapDataModule] = MemmapDataModule,
     trainer: dict[str, Any] | None = None,
-    **data: Any,
+    rows: Dataset[Any] | None = None,
+    **options: Any,
 ) -> RunResult:
-    """A check run of `Points`, made without a config, which takes most of the time of a run."""
+    """A check run, by default of `Points`. To read a config takes most of the time of a run: here
+    there is none."""
     spec = make_spec(path, "check", arm, {}, trainer=trainer or {})
     L.seed_everything(3)
-    options = {"store_dir": path / "stores", "batch_size": BATCH_SIZE, **data}
-    rows = data_class(Points(ROWS), drop_last=True, **options)
-    train_arm(spec, L.Trainer(**trainer_options(spec)), make_model(), rows)
+    options = {"store_dir": path / "stores", "batch_size": BATCH_SIZE, **options}
+    data = data_class(rows or Points(ROWS), drop_last=True, **options)
+    train_arm(spec, L.Trainer(**trainer_options(spec)), make_model(), data)
     return result_of(Path(spec.out))
 
 

@@ -1,12 +1,15 @@
 """The parity check: quiet where nothing is wrong, under each strategy; and every fault is found."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from tests.models import Regression, Sgd
@@ -14,6 +17,7 @@ from tests.unit.compare.runs import (
     BATCH_SIZE,
     DEVICES,
     ROW_BYTES,
+    ROWS,
     STEPS,
     Double,
     check_run,
@@ -68,6 +72,54 @@ class OnItsWay(Regression):
 def test_rows_that_a_hook_changes_are_the_same_rows(tmp_path: Path) -> None:
     checks = {arm: check_run(tmp_path, arm, OnItsWay) for arm in ("auto", "memmap_dp")}
     assert all(parity.held for parity in judge_runs(tmp_path, checks).values())
+
+
+@dataclass
+class Picture:
+    """A sample that ``default_collate`` takes no part of but the numbers."""
+
+    image: Any
+    row: int
+    weight: float
+
+
+class Pictures(Dataset[Any]):
+    """Grey and coloured images, with numbers beside them."""
+
+    def __init__(self, mode: str, as_dict: bool) -> None:
+        self.mode, self.as_dict = mode, as_dict
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        colour = index if self.mode == "L" else (index, 2 * index, 3)
+        image = Image.new(self.mode, (4, 2), colour)
+        picture = Picture(image, index, index / ROWS)
+        return vars(picture) if self.as_dict else picture
+
+
+class OnPictures(Regression):
+    """A regression on pictures of eight pixels in each channel."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = batch if isinstance(batch, dict) else vars(batch)
+        x = found["image"].flatten(2).float().mean(1) / ROWS
+        y = found["weight"].float()[:, None]
+        return self.step({"row": found["row"], "x": x, "y": y}, "train")
+
+
+@pytest.mark.parametrize(("mode", "as_dict"), [("L", True), ("RGB", False)])
+def test_samples_that_default_collate_does_not_take_are_those_of_the_store(
+    tmp_path: Path, mode: str, as_dict: bool
+) -> None:
+    checks = {
+        arm: check_run(tmp_path, arm, OnPictures, rows=Pictures(mode, as_dict))
+        for arm in ("auto", "auto+workers0", "auto+workers1")
+    }
+    for arm, parity in judge_runs(tmp_path, checks).items():
+        assert (arm, parity.problems, parity.notes) == (arm, (), ())
+        assert parity.held is True
 
 
 def repeated(batches: Batches) -> Batches:
