@@ -49,14 +49,16 @@ def compare(args: list[str]) -> int:
         command = shlex.join(["lightning-memmap", "compare", *args])
         comparison = Comparison(settings, TerminalProgress(console), command)
         report = comparison.run()
+        out = Path(settings.out)
+        # At once: whatever comes next, hours of work are kept.
+        report.write(out / "report.json")
         if old is not None:
             difference = compare_reports(old, report.to_json(), against)
             report = replace(report, against=difference)
+            report.write(out / "report.json")
     except (MemmapError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    out = Path(settings.out)
-    report.write(out / "report.json")
     print_report(report, console)
     console.print(f"\n{out / 'report.json'}", soft_wrap=True, highlight=False)
     _write_html(report, out / "report.html", console)
