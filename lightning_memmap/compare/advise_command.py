@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.table import Table
 
+from lightning_memmap.arguments import BriefParser
 from lightning_memmap.callbacks.memory_trace import KINDS
 from lightning_memmap.compare.advise import (
     Cluster,
@@ -97,7 +97,7 @@ def advise(args: list[str]) -> int:
     Returns:
         The exit code: 0 where a strategy fits, 1 where none does, 2 for a wrong argument.
     """
-    parser = ArgumentParser(prog="lightning-memmap advise", description=_DESCRIPTION)
+    parser = BriefParser(prog="lightning-memmap advise", description=_DESCRIPTION)
     parser.add_class_arguments(Question, as_group=False)
     given = parser.parse_args(args).as_dict()
     console = Console()

@@ -5,9 +5,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
 from rich.console import Console
 
+from lightning_memmap.arguments import BriefParser
 from lightning_memmap.compare.against import compare_reports
 from lightning_memmap.compare.comparison import Comparison, Settings
 from lightning_memmap.compare.report import Report, read_report
@@ -26,7 +26,7 @@ def compare(args: list[str]) -> int:
     Returns:
         The exit code.
     """
-    parser = ArgumentParser(prog="lightning-memmap compare", description=_DESCRIPTION)
+    parser = BriefParser(prog="lightning-memmap compare", description=_DESCRIPTION)
     parser.add_class_arguments(Settings, as_group=False)
     parser.add_argument("--against", type=str | None, help="a report.json to compare with")
     parser.add_argument(
