@@ -87,9 +87,10 @@ def main(args: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        if not _is_mistake(error):
+        reason = _reason(error)
+        if not _is_mistake(reason):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {reason}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -113,7 +114,7 @@ def _run(args: Sequence[str] | None) -> None:
     )
 
 
-def _is_mistake(error: Exception) -> bool:
+def _is_mistake(error: BaseException) -> bool:
     """Whether an error tells a user what to do otherwise, so that its traceback tells nothing: one
     of this package or the Trainer that refuse an argument, or a file. Where a dataset or a module
     failed, its author wants the traceback."""
@@ -121,11 +122,21 @@ def _is_mistake(error: Exception) -> bool:
         return False
     if isinstance(error, (MemmapError, MisconfigurationException)):
         return True
-    if not isinstance(error, (ValueError, OSError)):
-        return False
+    raisers = ("lightning_memmap", "lightning", "fsspec")
+    return isinstance(error, (ValueError, OSError)) and _raiser(error) in raisers
+
+
+def _reason(error: BaseException) -> BaseException:
+    """What jsonargparse met where it made an object of a config, and wrapped; else the error."""
+    while _raiser(error) == "jsonargparse" and (inner := error.__cause__ or error.__context__):
+        error = inner
+    return error
+
+
+def _raiser(error: BaseException) -> str:
+    """The package that raised an error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    package = str(frame.f_globals.get("__name__")).partition(".")[0]
-    return package in ("lightning_memmap", "lightning", "fsspec")
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _store_command(args: list[str]) -> int:

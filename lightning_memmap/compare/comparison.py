@@ -144,7 +144,11 @@ class Comparison:
     def __init__(self, settings: Settings, progress: Progress, command: str = "") -> None:
         self.settings = settings
         self.arms = parse_arms(settings.arms)
-        config = yaml.safe_load(Path(settings.config).read_text(encoding="utf-8"))
+        try:
+            config = yaml.safe_load(Path(settings.config).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+            where = " ".join(str(error).split())
+            raise ValueError(f"config={settings.config!r} is no yaml file: {where}") from error
         self._config, self._trainer, self._left_out = shared_config(config)
         accelerator = settings.accelerator
         if accelerator == "auto":

@@ -64,6 +64,8 @@ def command(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Command:
     monkeypatch.setattr(sys, "path", list(sys.path))
+    # LightningCLI warns where there are other arguments as well.
+    monkeypatch.setattr(sys, "argv", ["lightning-memmap"])
     return Command(capsys, tmp_path)
 
 
@@ -181,16 +183,16 @@ def test_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, error: Excepti
         main(["advise"])
 
 
+@pytest.mark.usefixtures("command")
 def test_reader_who_has_seen_enough_ends_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments in (["--help"], ["store", "--help"], ["advise", "--help"]):
         reader, writer = os.pipe()
         os.close(reader)
-        with os.fdopen(writer, "w") as pipe:
-            monkeypatch.setattr(sys, "stdout", pipe)
+        with os.fdopen(writer, "w") as pipe, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", pipe)
             with pytest.raises(SystemExit) as end:
                 main(arguments)
-            monkeypatch.undo()
         assert end.value.code == 1
     assert capsys.readouterr().err == ""
