@@ -6,22 +6,26 @@ trains under several strategies and tells what each one costs; ``advise`` predic
 """
 
 import os
-import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
-from jsonargparse import ArgumentParser, Namespace
-from lightning.pytorch.cli import LightningCLI
+from jsonargparse import Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import Dataset
+from typing_extensions import override
 
+from lightning_memmap.arguments import BriefParser, nearest
 from lightning_memmap.compare import advise, compare
-from lightning_memmap.errors import MemmapError, StoreNotFoundError
+from lightning_memmap.errors import DatasetError, MemmapError, StoreNotFoundError
 from lightning_memmap.order import shard_rows
 from lightning_memmap.placement import (
     Consumers,
@@ -35,6 +39,7 @@ from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.verify import unknown_files
+from lightning_memmap.strategies import STRATEGIES
 
 _DESCRIPTION = """Train with data that stays resident on every device.
 "lightning-memmap store --help" lists what can be done with stores, and
@@ -45,8 +50,52 @@ _DESCRIPTION = """Train with data that stays resident on every device.
 _MOST_DEVICES = 4096
 
 
+class TrainingParser(BriefParser, LightningArgumentParser):
+    """LightningCLI's parser, with errors of a line or two."""
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI that knows the names of all strategies when one is misspelt."""
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        strategy = self.config[self.subcommand].trainer.strategy
+        names = ["auto", *StrategyRegistry.available_strategies()]
+        if isinstance(strategy, str) and strategy.lower() not in names:
+            ours = ", ".join(name for name, *_ in STRATEGIES)
+            self.parser.error(
+                f"trainer.strategy: {strategy!r} is no strategy{nearest(strategy, names)}. Those of"
+                f" this pack are {ours}"
+            )
+
+
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command with these arguments, by default those of the process."""
+    """Run the command with these arguments, by default those of the process.
+
+    A user's mistake ends it with a line or two and exit code 1 or 2, Ctrl-C with 130.
+    """
+    try:
+        try:
+            _run(args)
+        finally:
+            # Here, where it can be caught, and not when the interpreter ends.
+            sys.stdout.flush()
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. What is still in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        reason = _reason(error)
+        if not _is_mistake(reason):
+            raise
+        print(f"error: {reason}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _run(args: Sequence[str] | None) -> None:
     given = list(sys.argv[1:] if args is None else args)
     # A class_path may name a module of the folder the user stands in, as with `python -m`.
     if os.getcwd() not in sys.path:
@@ -54,11 +103,45 @@ def main(args: Sequence[str] | None = None) -> None:
     commands = {"store": _store_command, "compare": compare, "advise": advise}
     if given and given[0] in commands:
         sys.exit(commands[given[0]](given[1:]))
-    LightningCLI(args=None if args is None else given, parser_kwargs={"description": _DESCRIPTION})
+    if given and not given[0].startswith("-") and given[0] not in TrainingCLI.subcommands():
+        near = nearest(given[0], (*commands, *TrainingCLI.subcommands()))
+        print(f"error: there is no command {given[0]!r}{near}", file=sys.stderr)
+        print("lightning-memmap --help lists what there is", file=sys.stderr)
+        sys.exit(2)
+    TrainingCLI(
+        args=None if args is None else given,
+        parser_class=TrainingParser,
+        parser_kwargs={"description": _DESCRIPTION},
+    )
+
+
+def _is_mistake(error: BaseException) -> bool:
+    """Whether an error tells a user what to do otherwise, so that its traceback tells nothing: one
+    of this package or the Trainer that refuse an argument, or a file. Where a dataset or a module
+    failed, its author wants the traceback."""
+    if isinstance(error, DatasetError) and error.__cause__ is not None:
+        return False
+    if isinstance(error, (MemmapError, MisconfigurationException)):
+        return True
+    raisers = ("lightning_memmap", "lightning", "fsspec")
+    return isinstance(error, (ValueError, OSError)) and _raiser(error) in raisers
+
+
+def _reason(error: BaseException) -> BaseException:
+    """What jsonargparse met where it made an object of a config, and wrapped; else the error."""
+    while _raiser(error) == "jsonargparse" and (inner := error.__cause__ or error.__context__):
+        error = inner
+    return error
+
+
+def _raiser(error: BaseException) -> str:
+    """The package that raised an error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _store_command(args: list[str]) -> int:
-    parser = ArgumentParser(prog="lightning-memmap store", description="Work on stores.")
+    parser = BriefParser(prog="lightning-memmap store", description="Work on stores.")
     commands = parser.add_subcommands()
     commands.add_subcommand("build", _build_parser(), help="store a dataset")
     commands.add_subcommand("info", _path_parser(), help="print what a store holds")
@@ -73,13 +156,10 @@ def _store_command(args: list[str]) -> int:
     except (MemmapError, OSError, ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        # What is kept, and how to go on, has been said where it is known.
-        return 128 + signal.SIGINT
 
 
-def _build_parser() -> ArgumentParser:
-    parser = ArgumentParser()
+def _build_parser() -> BriefParser:
+    parser = BriefParser()
     parser.add_argument("path", type=str, help="directory of the store")
     parser.add_argument("--dataset", type=Dataset, required=True, help="class path of the dataset")
     parser.add_argument("--num_shards", type=int, default=24, help="shards of the store")
@@ -98,13 +178,13 @@ def _build_parser() -> ArgumentParser:
     return parser
 
 
-def _path_parser() -> ArgumentParser:
-    parser = ArgumentParser()
+def _path_parser() -> BriefParser:
+    parser = BriefParser()
     parser.add_argument("path", type=str, help="directory of a store, or of one store per split")
     return parser
 
 
-def _plan_parser() -> ArgumentParser:
+def _plan_parser() -> BriefParser:
     parser = _path_parser()
     parser.add_argument("--devices", type=str, default="1..8", help="counts, like 4 or 1..8")
     parser.add_argument("--memory", type=str, default="80GiB", help="memory of one device")

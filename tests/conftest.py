@@ -1,6 +1,7 @@
 """Guards that every test runs under, the warnings that are not ours, and stores to share."""
 
 import functools
+import gc
 import os
 import signal
 import threading
@@ -99,6 +100,19 @@ def guard_threads() -> Iterator[None]:
 def _threads() -> set[threading.Thread]:
     # The monitor of tqdm serves every progress bar of the process and never ends.
     return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+
+
+@pytest.fixture
+def quick_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Several check runs in a moment: they look for the parameters among all objects of a process,
+    and those that were there before are left out."""
+    # What seed_everything leaves in the environment is taken back.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -23,6 +22,8 @@ from lightning_memmap._compat.tensors import (
     tree_leaves,
 )
 from lightning_memmap.loading import SuperBatch
+from lightning_memmap.loading.super_batch import named_leaves
+from lightning_memmap.strategies.in_parts.shares import Shares
 
 #: What memory is for, from the bottom of a picture to its top.
 KINDS = ("parameters", "gradients", "optimizer", "data", "activations")
@@ -44,19 +45,15 @@ def live_parameters() -> list[nn.Parameter]:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors of a batch in the order of its containers."""
-    leaves: list[Tensor] = []
-    apply_to_collection(batch, Tensor, leaves.append)
-    return leaves
+    return [leaf for _, leaf in named_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def batches_of(batch: Any) -> list[Any]:
-    """What a callback is given as a batch, as the batches of the data devices where those were not
-    put together: of a super-batch, and of anything without tensors of its own but with ``parts``.
-    """
+    """What a callback is given as a batch: one batch per device where the strategy leaves them
+    apart, else the batch itself."""
     if isinstance(batch, SuperBatch):
         return batch.batches
-    parts = None if tensors_of(batch) else getattr(batch, "parts", None)
-    return parts if isinstance(parts, list) else [batch]
+    return batch.parts if isinstance(batch, Shares) else [batch]
 
 
 @dataclass

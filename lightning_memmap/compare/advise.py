@@ -54,8 +54,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 0:
-                raise ValueError(f"{name}={value}: not negative")
+            if not value >= 0:
+                raise ValueError(f"{name}={value}: 0 or more is needed")
 
     @property
     def state_bytes(self) -> int:
@@ -126,7 +126,7 @@ class Cluster:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             least = 0 if name in ("latency_s", "has_gpus") else 1
-            if value < least:
+            if not value >= least:
                 raise ValueError(f"{name}={value}: at least {least}")
 
     @property

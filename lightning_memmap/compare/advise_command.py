@@ -1,16 +1,17 @@
 """``lightning-memmap advise``."""
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.table import Table
 
+from lightning_memmap.arguments import BriefParser
 from lightning_memmap.callbacks.memory_trace import KINDS
 from lightning_memmap.compare.advise import (
     Cluster,
@@ -56,6 +57,9 @@ class Question:
         activation_bytes_per_row: Another size of activations, such as 40MB.
         dataset: Another size of the dataset, such as 2TB.
         json: Where to write the answer as JSON.
+
+    Raises:
+        ValueError: A number is out of range.
     """
 
     report: str | None = None
@@ -74,6 +78,18 @@ class Question:
     dataset: str | None = None
     json: str | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("devices", "nodes", "rows_per_device"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: at least 1 is needed")
+        for name in ("flops", "parameters"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value}: more than 0, and finite")
+        if self.latency_s is not None and not 0 <= self.latency_s < math.inf:
+            raise ValueError(f"latency_s={self.latency_s}: 0 or more, and finite")
+
 
 def advise(args: list[str]) -> int:
     """Run the command with these arguments.
@@ -81,15 +97,14 @@ def advise(args: list[str]) -> int:
     Returns:
         The exit code: 0 where a strategy fits, 1 where none does, 2 for a wrong argument.
     """
-    parser = ArgumentParser(prog="lightning-memmap advise", description=_DESCRIPTION)
+    parser = BriefParser(prog="lightning-memmap advise", description=_DESCRIPTION)
     parser.add_class_arguments(Question, as_group=False)
-    question = Question(**parser.parse_args(args).as_dict())
+    given = parser.parse_args(args).as_dict()
     console = Console()
     try:
+        question = Question(**given)
         report = _report(question, console)
-        work = _workload(question, report)
-        cluster = _cluster(question, report)
-        rows = question.rows_per_device or int(report["data"]["batch_size"])
+        work, cluster, rows = _situation(question, report)
         predictions = predict(work, cluster, rows)
     except (MemmapError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -127,6 +142,18 @@ def _report(question: Question, console: Console) -> dict[str, Any]:
     report = Comparison(settings, TerminalProgress(console)).run()
     report.write(Path(question.out) / "report.json")
     return read_report(Path(question.out) / "report.json")
+
+
+def _situation(question: Question, report: Mapping[str, Any]) -> tuple[Workload, Cluster, int]:
+    """Model, devices and rows per device that a question is about."""
+    try:
+        work, cluster = _workload(question, report), _cluster(question, report)
+        return work, cluster, question.rows_per_device or int(report["data"]["batch_size"])
+    except (LookupError, TypeError, ArithmeticError) as error:
+        # What the sections of a report hold is not checked when it is read.
+        raise ValueError(
+            f"the report does not tell what one device needs ({error!r}): run the comparison again"
+        ) from error
 
 
 def _workload(question: Question, report: Mapping[str, Any]) -> Workload:
@@ -175,8 +202,10 @@ def _cluster(question: Question, report: Mapping[str, Any]) -> Cluster:
         devices=devices,
         nodes=question.nodes,
         memory_bytes=memory,
-        bandwidth=parse_bytes(question.bandwidth or links[0]),
-        node_bandwidth=parse_bytes(question.node_bandwidth or links[1]),
+        bandwidth=parse_bytes(links[0] if question.bandwidth is None else question.bandwidth),
+        node_bandwidth=parse_bytes(
+            links[1] if question.node_bandwidth is None else question.node_bandwidth
+        ),
         latency_s=links[2] if question.latency_s is None else question.latency_s,
         parallel_devices=cores,
         has_gpus=not (on_cpu and is_here),

@@ -139,6 +139,7 @@ def compare_reports(old: Mapping[str, Any], new: Mapping[str, Any], path: str) -
         for arm in now
         if arm in before
         for measure in MEASURES
+        if _is_known(before[arm][measure.name]) and _is_known(now[arm][measure.name])
     ]
     return Difference(
         old=path,
@@ -147,6 +148,11 @@ def compare_reports(old: Mapping[str, Any], new: Mapping[str, Any], path: str) -
         only_new=tuple(arm for arm in now if arm not in before),
         warnings=tuple(_warnings(old, new)),
     )
+
+
+def _is_known(spread: Mapping[str, Any]) -> bool:
+    values = spread["values"]
+    return bool(values) and None not in (spread["median"], *values)
 
 
 #: What must be equal for figures to be comparable, as section and name.

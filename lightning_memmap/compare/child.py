@@ -33,7 +33,7 @@ from lightning_memmap.compare.measure import (
     TimedRun,
     synchronizer,
 )
-from lightning_memmap.compare.rows import Tap, expected_hashes, hash_batch
+from lightning_memmap.compare.rows import NotedLoader, Tap, expected_hashes, hash_batch
 from lightning_memmap.compare.spec import RunSpec
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import MemmapError
@@ -98,8 +98,9 @@ def _write_error(spec: RunSpec, error: BaseException) -> None:
     (out / "error.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def _make_cli(spec: RunSpec, **trainer: Any) -> tuple[RunCLI, MemmapDataModule]:
-    options = {
+def trainer_options(spec: RunSpec) -> dict[str, Any]:
+    """All options of the Trainer of a run."""
+    return {
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -110,8 +111,12 @@ def _make_cli(spec: RunSpec, **trainer: Any) -> tuple[RunCLI, MemmapDataModule]:
         "max_epochs": -1,
         "max_steps": spec.total_steps,
         "default_root_dir": spec.out,
+        **spec.trainer,
     }
-    cli = RunCLI({**spec.config, "trainer": {**options, **spec.trainer}})
+
+
+def _make_cli(spec: RunSpec) -> tuple[RunCLI, MemmapDataModule]:
+    cli = RunCLI({**spec.config, "trainer": trainer_options(spec)})
     data = cli.datamodule
     if not isinstance(data, MemmapDataModule):
         raise ValueError(
@@ -131,8 +136,13 @@ def train(spec: RunSpec) -> None:
         ValueError: The config has no `MemmapDataModule`, or the arm cannot share the batch.
     """
     cli, data = _make_cli(spec)
-    trainer: Any = cli.trainer
-    model = cli.model
+    train_arm(spec, cli.trainer, cli.model, data)
+
+
+def train_arm(
+    spec: RunSpec, trainer: Any, model: L.LightningModule, data: MemmapDataModule
+) -> None:
+    """Train and measure with what the config stands for; see `train`."""
     (arm,) = parse_arms(spec.arm)
     if spec.calm:
         for module in model.modules():
@@ -144,9 +154,10 @@ def train(spec: RunSpec) -> None:
             data.transform = data.eval_transform
     callback: RunCallback
     if spec.kind == "check":
-        taken: list[int] | None = None
-        if data.transform is not None:
-            taken = []
+        taken: list[int] = []
+        if data.transform is None:
+            _note_batches(trainer.strategy, taken)
+        else:
             data.transform = Tap(data.transform, taken)
         callback = CheckRun(spec, data, taken)
         trainer.callbacks.append(MemoryTrace(spec.out, FIRST_TRACED_STEP, NUM_TRACED_STEPS))
@@ -157,6 +168,13 @@ def train(spec: RunSpec) -> None:
     trainer.callbacks.append(callback)
     fed = feed_data(data, arm.feed, spec.global_batch, transform_here=spec.kind == "check")
     trainer.fit(model, datamodule=fed)
+
+
+def _note_batches(strategy: Any, hashes: list[int]) -> None:
+    """Note the rows of each batch as the loader of a strategy gives it: before the precision casts
+    it and the module's transfer hooks change it."""
+    process = strategy.process_dataloader
+    strategy.process_dataloader = lambda loader: NotedLoader(process(loader), hashes)
 
 
 def prepare(spec: RunSpec) -> None:

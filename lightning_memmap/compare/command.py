@@ -5,9 +5,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
 from rich.console import Console
 
+from lightning_memmap.arguments import BriefParser
 from lightning_memmap.compare.against import compare_reports
 from lightning_memmap.compare.comparison import Comparison, Settings
 from lightning_memmap.compare.report import Report, read_report
@@ -26,7 +26,7 @@ def compare(args: list[str]) -> int:
     Returns:
         The exit code.
     """
-    parser = ArgumentParser(prog="lightning-memmap compare", description=_DESCRIPTION)
+    parser = BriefParser(prog="lightning-memmap compare", description=_DESCRIPTION)
     parser.add_class_arguments(Settings, as_group=False)
     parser.add_argument("--against", type=str | None, help="a report.json to compare with")
     parser.add_argument(
@@ -49,14 +49,16 @@ def compare(args: list[str]) -> int:
         command = shlex.join(["lightning-memmap", "compare", *args])
         comparison = Comparison(settings, TerminalProgress(console), command)
         report = comparison.run()
+        out = Path(settings.out)
+        # At once: whatever comes next, hours of work are kept.
+        report.write(out / "report.json")
         if old is not None:
             difference = compare_reports(old, report.to_json(), against)
             report = replace(report, against=difference)
+            report.write(out / "report.json")
     except (MemmapError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    out = Path(settings.out)
-    report.write(out / "report.json")
     print_report(report, console)
     console.print(f"\n{out / 'report.json'}", soft_wrap=True, highlight=False)
     _write_html(report, out / "report.html", console)

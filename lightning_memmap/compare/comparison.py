@@ -1,6 +1,7 @@
 """Runs the arms of a comparison one after the other, and makes the report of what came out."""
 
 import json
+import math
 import shutil
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -83,8 +84,9 @@ class Settings:
             )
         if self.accelerator not in ("auto", "cpu", "cuda"):
             raise ValueError(f"accelerator={self.accelerator!r}: choose auto, cpu or cuda")
-        if self.tolerance is not None and not self.tolerance >= 0:
-            raise ValueError(f"tolerance={self.tolerance}: not negative")
+        # Written so that NaN is refused, too.
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise ValueError(f"tolerance={self.tolerance}: 0 or more, and finite")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s={self.timeout_s}: more than 0 seconds")
         parse_arms(self.arms)
@@ -142,7 +144,11 @@ class Comparison:
     def __init__(self, settings: Settings, progress: Progress, command: str = "") -> None:
         self.settings = settings
         self.arms = parse_arms(settings.arms)
-        config = yaml.safe_load(Path(settings.config).read_text(encoding="utf-8"))
+        try:
+            config = yaml.safe_load(Path(settings.config).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+            where = " ".join(str(error).split())
+            raise ValueError(f"config={settings.config!r} is no yaml file: {where}") from error
         self._config, self._trainer, self._left_out = shared_config(config)
         accelerator = settings.accelerator
         if accelerator == "auto":

@@ -1,10 +1,12 @@
 """Feeds that are not the `MemmapDataModule` itself: a plain DataLoader, and a batch replayed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from typing_extensions import override
 
@@ -12,6 +14,7 @@ from lightning_memmap.compare.arms import Feed
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.order import StepPlan, Stream, striping
+from lightning_memmap.schema import Schema
 from lightning_memmap.store import open_store
 
 _CPU = torch.device("cpu")
@@ -53,16 +56,39 @@ class StreamBatches(Sampler[list[int]]):
 
 
 class _Collate:
-    """``default_collate``, and then the batch transform, where a worker process does both."""
+    """``default_collate``, and then the batch transform, where a worker process does both.
 
-    def __init__(self, transform: Callable[..., Any] | None) -> None:
+    Samples that ``default_collate`` does not take, such as PIL images and dataclasses, become the
+    tensors that the store has of them.
+    """
+
+    def __init__(self, schema: Schema, transform: Callable[..., Any] | None) -> None:
+        self._schema = schema
+        self._build: Callable[[Sequence[Tensor]], Any] | None = None
         self._transform = None if transform is None else DeviceTransform(transform, _CPU)
 
     def __call__(self, samples: list[Any]) -> Any:
-        batch = default_collate(samples)
+        batch = self._collate(samples)
         if self._transform is None:
             return batch
         return self._transform(batch, int(torch.randint(2**62, ())))
+
+    def _collate(self, samples: list[Any]) -> Any:
+        if self._build is None:
+            try:
+                return default_collate(samples)
+            except TypeError:
+                # Found out here, where a sample is at hand: to read one before the workers are
+                # forked would have them share the files that it opens.
+                self._build = self._schema.builder(samples[0])
+        columns = zip(*map(self._schema.flatten, samples), strict=True)
+        return self._build([_stack(column) for column in columns])
+
+
+def _stack(rows: tuple[Any, ...]) -> Tensor:
+    if isinstance(rows[0], Tensor):
+        return torch.stack(rows)
+    return torch.from_numpy(np.stack(rows))
 
 
 class _Transformed:
@@ -85,7 +111,8 @@ class PlainData(L.LightningDataModule):
     """The plain dataset of a `MemmapDataModule` through `torch.utils.data.DataLoader`.
 
     It gives the same rows in the same order. The batch transform runs on the CPU, after
-    ``default_collate``, in the worker processes where there are any.
+    ``default_collate``, in the worker processes where there are any. What ``default_collate`` does
+    not take is converted as the store does it.
 
     Args:
         data: Whose dataset, store, transform, order and batch size are used. Without a dataset,
@@ -123,7 +150,7 @@ class PlainData(L.LightningDataModule):
             dataset if dataset is not None else store,  # type: ignore[arg-type]  # is map-style
             batch_sampler=StreamBatches(stream, plan, rank, size),
             num_workers=self.num_workers,
-            collate_fn=default_collate if self.transform_here else _Collate(transform),
+            collate_fn=_Collate(store.schema, None if self.transform_here else transform),
             persistent_workers=self.num_workers > 0,
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
         )

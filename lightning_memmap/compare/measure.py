@@ -208,10 +208,11 @@ class CheckRun(RunCallback):
     Args:
         spec: The run.
         data: The data module of the config.
-        taken: Where taps note the hash of each batch before its transform; None without taps.
+        taken: Where the hash of each batch is noted, in the order of steps: by `Tap` that of each
+            data device, without a transform by `NotedLoader` that of the step.
     """
 
-    def __init__(self, spec: RunSpec, data: MemmapDataModule, taken: list[int] | None) -> None:
+    def __init__(self, spec: RunSpec, data: MemmapDataModule, taken: list[int]) -> None:
         super().__init__(spec, data)
         self._taken = taken
         self._seen: list[int] = []
@@ -268,16 +269,12 @@ class CheckRun(RunCallback):
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         steps = len(self._losses)
         self.result["seen"] = self._seen
-        if self._taken is None:
-            self.result["taken"] = self._seen
-        else:
-            # A loader may be ahead of the steps; each data device has noted each of its batches.
-            per_step = max(1, len(self.result["data_devices"]))
-            sums = [
-                sum(self._taken[step * per_step : (step + 1) * per_step]) % 2**64
-                for step in range(steps)
-            ]
-            self.result["taken"] = sums
+        # A loader may be ahead of the steps.
+        per_step = 1 if self.data.transform is None else max(1, len(self.result["data_devices"]))
+        self.result["taken"] = [
+            sum(self._taken[step * per_step : (step + 1) * per_step]) % 2**64
+            for step in range(steps)
+        ]
         self.result["flops"] = self._flops.get_total_flops()
         self.result["movements"] = [asdict(found) for found in self._movements.movements]
         self.result["resident_bytes"] = resident_bytes(self.data.placement)

@@ -125,6 +125,7 @@ def judge(
         notes: Handed on.
     """
     problems: list[str] = []
+    notes = list(notes)
     steps = len(expected)
     wrong = [step for step in range(steps) if check.taken[step : step + 1] != [expected[step]]]
     if wrong:
@@ -134,15 +135,14 @@ def judge(
         problems.append("the weights differ before the first step")
     loss = weight = largest = None
     if is_random:
-        notes = (
-            *notes,
+        notes.append(
             "the training transform is random and there is no eval_transform that could stand in"
-            " for it: losses and weights are not compared",
+            " for it: losses and weights are not compared"
         )
     else:
         loss = _loss_difference(check.losses, reference.losses)
         if all(map(isnan, (*check.losses, *reference.losses))):
-            notes = (*notes, "training_step returns no loss: weights alone are compared")
+            notes.append("training_step returns no loss: weights alone are compared")
         elif loss is None:
             problems.append("a loss is missing or not finite")
         elif loss > tolerance:
@@ -153,6 +153,15 @@ def judge(
             weight, largest = _weight_difference(check, reference)
             if not weight <= tolerance:
                 problems.append(f"weights differ by {weight:.1e}, and may by {tolerance:.0e}")
+            if unlike := _trained(check) ^ _trained(reference):
+                # However small a share of all weights they are.
+                names = ", ".join(sorted(unlike))
+                problems.append(f"trained in one of this arm and the reference alone: {names}")
+        if check.seen != reference.seen:
+            notes.append(
+                "from the same rows the model was given other bytes than in the reference: what"
+                " lies between, such as a transform or a cast, did not do exactly the same"
+            )
     return Parity(
         held=False if problems else None if is_random else True,
         rows=(steps - len(wrong), steps),
@@ -172,6 +181,15 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], names: Sequenc
     return all(
         name in one and name in other and torch.equal(one[name], other[name]) for name in names
     )
+
+
+def _trained(check: Check) -> set[str]:
+    """The parameters that training has changed."""
+    return {
+        name
+        for name in check.parameters
+        if name in check.final and not torch.equal(check.initial[name], check.final[name])
+    }
 
 
 def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float | None:

@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lightning_memmap.compare.against import Difference
 from lightning_memmap.compare.results import ArmResult
@@ -13,6 +14,8 @@ from lightning_memmap.compare.results import ArmResult
 #: Goes up when a field changes its meaning or goes away. See docs/compare.md.
 SCHEMA_VERSION = 1
 _SCHEMA = "lightning_memmap.compare"
+#: Reports have some ten kilobytes, and a number for each step of a memory trace.
+_MAX_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -107,24 +110,87 @@ class Report:
 
 
 def read_report(path: str | Path) -> dict[str, Any]:
-    """The values of a ``report.json``.
+    """The values of a ``report.json``, of which each field of `Report` has its type. A figure may
+    be None: it is not known.
 
     Raises:
         ValueError: The file is no report, or one of another version.
+        OSError: It cannot be read.
     """
-    text = Path(path).read_text(encoding="utf-8")
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON file: {error}") from error
+    values = _read_json(Path(path))
     if not isinstance(values, dict) or values.get("schema") != _SCHEMA:
         raise ValueError(f"{path} is not the report of a comparison")
     if values.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
-            f"{path} has schema version {values.get('schema_version')}, and this version of the"
-            f" package reads {SCHEMA_VERSION}: run the comparison again"
+            f"{path} has schema version {values.get('schema_version')!r:.50}, and this version of"
+            f" the package reads {SCHEMA_VERSION}: run the comparison again"
         )
+    try:
+        _check_type(values, Report, "the report")
+    except TypeError as error:
+        raise ValueError(f"{path} is not a whole report of a comparison: {error}") from None
     return values
+
+
+def _read_json(path: Path) -> Any:
+    def refuse(name: str) -> None:
+        raise ValueError(f"it has {name}, which is not JSON")
+
+    # Not a pipe, at which one would wait forever.
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file: name the report.json of a comparison")
+    if path.stat().st_size > _MAX_BYTES:
+        raise ValueError(f"{path} is larger than any report of a comparison")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON file: {error}") from error
+
+
+def _check_type(value: Any, expected: Any, name: str) -> None:
+    """See that a JSON value could have become of a value of a type.
+
+    Args:
+        value: What was read.
+        expected: A dataclass, or the annotation of a field of one.
+        name: What the value is, for the message.
+
+    Raises:
+        TypeError: It could not. The message names the field.
+    """
+    origin, arguments = get_origin(expected), get_args(expected)
+    if expected is Any:
+        return
+    if is_dataclass(expected):
+        _check_kind(value, dict, name)
+        for field_name, annotation in get_type_hints(expected).items():
+            if field_name not in value:
+                raise TypeError(f"{name} has no {field_name!r}")
+            _check_type(value[field_name], annotation, f"{field_name!r} of {name}")
+    elif origin is UnionType:
+        if value is not None:
+            _check_type(value, arguments[0], name)
+    elif origin is Mapping:
+        _check_kind(value, dict, name)
+        for key, item in value.items():
+            _check_type(item, arguments[1], f"{key!r:.50} of {name}")
+    elif origin in (tuple, Sequence):
+        _check_kind(value, list, name)
+        for item in value:
+            _check_type(item, arguments[0], f"an item of {name}")
+    elif origin is Literal:
+        if value not in arguments:
+            raise TypeError(f"{name} is {value!r:.50}")
+    elif expected is float:
+        if value is not None:
+            _check_kind(value, (int, float), name)
+    else:
+        _check_kind(value, expected, name)
+
+
+def _check_kind(value: Any, kind: type | tuple[type, ...], name: str) -> None:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{name} is {value!r:.50}")
 
 
 def _plain(value: Any) -> Any:

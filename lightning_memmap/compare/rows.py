@@ -72,15 +72,40 @@ def _places(store: Store, stream: Stream, plan: StepPlan, num_steps: int) -> Ite
         yield torch.from_numpy(starts[rows % store.num_shards] + rows // store.num_shards)
 
 
+class NotedLoader:
+    """A loader that notes the hash of each batch before it hands it out.
+
+    Args:
+        loader: What gives the batches.
+        hashes: The hash of each batch is appended here.
+    """
+
+    def __init__(self, loader: Any, hashes: list[int]) -> None:
+        self._loader = loader
+        self._hashes = hashes
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._hashes.append(hash_batch(batch))
+            yield batch
+
+    def __getattr__(self, name: str) -> Any:
+        # Lightning looks for the sampler, whose epoch it sets, and for the state.
+        return getattr(self._loader, name)
+
+
 class Tap(nn.Module):
     """A batch transform that notes the hash of the rows it is given, before it changes them.
 
     Args:
-        transform: What to do with the batch; None leaves it as it is.
+        transform: What to do with the batch.
         hashes: The hash of each call is appended here.
     """
 
-    def __init__(self, transform: Callable[..., Any] | None, hashes: list[int]) -> None:
+    def __init__(self, transform: Callable[..., Any], hashes: list[int]) -> None:
         super().__init__()
         # As an attribute, a module is copied to the data device with this one.
         self.transform = transform
@@ -91,8 +116,6 @@ class Tap(nn.Module):
     def forward(self, batch: Any, generator: torch.Generator) -> Any:
         """Note the rows, and hand the batch on."""
         self._note(hash_batch(batch))
-        if self.transform is None:
-            return batch
         if self._wants_generator:
             return self.transform(batch, generator=generator)
         return self.transform(batch)

@@ -193,6 +193,40 @@ def test_question_without_a_measurement_is_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *(f"--{name}={value}" for name in ("devices", "nodes", "rows_per_device")
+          for value in ("0", "-1")),
+        *(f"--{name}={value}" for name in ("flops", "parameters")
+          for value in ("0", "-1", ".nan", ".inf")),
+        *(f"--latency_s={value}" for value in ("-1", ".nan", ".inf")),
+        *(f"--{name}={value}" for name in ("memory", "bandwidth", "node_bandwidth")
+          for value in ("0", "-1GB", "nan", "", "9" * 400)),
+        *(f"--dataset={value}" for value in ("-1", "nan", "")),
+    ],
+    ids=lambda argument: argument[:30],
+)  # fmt: skip
+def test_impossible_options_are_refused(
+    report: Path, capsys: pytest.CaptureFixture[str], argument: str
+) -> None:
+    assert advise(["--report", str(report), argument]) == 2
+    printed, told = capsys.readouterr()
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1
+    assert printed == ""
+
+
+@pytest.mark.parametrize("section", ["data", "settings", "environment"])
+def test_report_that_lacks_what_is_needed_is_refused(
+    report: Path, capsys: pytest.CaptureFixture[str], section: str
+) -> None:
+    values = json.loads(report.read_text())
+    report.write_text(json.dumps(values | {section: {}}))
+    assert advise(["--report", str(report)]) == 2
+    assert "run the comparison again" in capsys.readouterr().err
+
+
 def test_report_without_the_arm_auto_says_what_to_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,140 +1,44 @@
 """Runs of arms, in this process: what they measure and what they find."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from lightning_memmap.compare.arms import parse_arms
 from lightning_memmap.compare.child import prepare, train
 from lightning_memmap.compare.clock import PARTS
-from lightning_memmap.compare.launch import RunResult
 from lightning_memmap.compare.parity import Check, Parity, judge
-from lightning_memmap.compare.spec import RunKind, RunSpec
-from tests.models import Regression
+from lightning_memmap.compare.spec import RunSpec
+from tests.unit.compare import runs
+from tests.unit.compare.runs import (
+    PARAMETERS,
+    ROW_BYTES,
+    ROWS,
+    config,
+    facts_of,
+    judge_all,
+    make_spec,
+    run,
+)
 
 pytestmark = [
+    pytest.mark.usefixtures("quick_runs"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
     # LightningCLI calls what jsonargparse has renamed.
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
 ]
 
 ARMS = ("auto", "auto+workers0", "memmap_superbatch")
-DEVICES, BATCH_SIZE, ROWS = 2, 8, 100
-#: Bytes of a row: a number, eight floats and one.
-ROW_BYTES = 8 + 32 + 4
-PARAMETERS = 8 * 16 + 16 + 16 + 1
-
-
-class Jitter(torch.nn.Module):
-    """A transform that is random on purpose."""
-
-    def forward(self, batch: Any, generator: torch.Generator) -> Any:
-        noise = torch.rand(batch["x"].shape, generator=generator)
-        return {**batch, "x": batch["x"] + noise}
-
-
-class Double(torch.nn.Module):
-    """A transform that is the same for every row at any time."""
-
-    def forward(self, batch: Any) -> Any:
-        return {**batch, "x": batch["x"] * 2}
-
-
-class WithDropout(Regression):
-    """A network that draws random numbers in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(1, torch.nn.Dropout(0.5))
-
-
-@pytest.fixture(autouse=True)
-def own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What seed_everything leaves in the environment is taken back.
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
-
-
-def config(path: Path, model: str = "tests.models.Regression", **data: Any) -> dict[str, Any]:
-    dataset = {"class_path": "tests.models.Points", "init_args": {"num_rows": ROWS}}
-    return {
-        "seed_everything": 3,
-        "model": {"class_path": model},
-        "data": {
-            "class_path": "lightning_memmap.MemmapDataModule",
-            "init_args": {
-                "train_dataset": dataset,
-                "store_dir": str(path / "stores"),
-                "batch_size": BATCH_SIZE,
-                **data,
-            },
-        },
-    }
-
-
-def make_spec(
-    path: Path, kind: RunKind, arm: str, sections: dict[str, Any], **options: Any
-) -> RunSpec:
-    trainer = parse_arms(arm)[0].trainer_options(DEVICES) if arm else {"devices": 1}
-    values = {
-        "warmup_steps": 2 if kind == "timed" else 0,
-        "steps": 6,
-        "split_steps": 3 if kind == "timed" else 0,
-        "transform_is_random": False,
-        **options,
-    }
-    out = path / f"{arm or 'facts'}-{kind}"
-    out.mkdir()
-    return RunSpec(
-        kind=kind,
-        config=sections,
-        trainer={"accelerator": "cpu", **trainer},
-        arm=arm,
-        devices=DEVICES,
-        global_batch=DEVICES * BATCH_SIZE,
-        calm=kind == "check",
-        out=str(out),
-        **values,
-    )
-
-
-def facts_of(path: Path, sections: dict[str, Any]) -> dict[str, Any]:
-    spec = make_spec(path, "prepare", "", sections)
-    prepare(spec)
-    found: dict[str, Any] = json.loads((Path(spec.out) / "facts.json").read_text())
-    return found
-
-
-def run(spec: RunSpec) -> RunResult:
-    train(spec)
-    out = Path(spec.out)
-    return RunResult(out, (json.loads((out / "rank0.json").read_text()),))
 
 
 def compare(
-    path: Path, arms: tuple[str, ...], sections: dict[str, Any]
+    path: Path, arms: tuple[str, ...], sections: dict[str, Any], **options: Any
 ) -> tuple[dict[str, Parity], dict[str, Any]]:
     """The parity of arms with the first of them."""
     facts = facts_of(path, sections)
-    is_random = facts["transform_is_random"]
-    checks = {
-        arm: Check.of(run(make_spec(path, "check", arm, sections, transform_is_random=is_random)))
-        for arm in arms
-    }
-    found = {
-        arm: judge(
-            check,
-            checks[arms[0]],
-            facts["expected"],
-            1e-4,
-            is_random=is_random and not facts["has_eval_transform"],
-        )
-        for arm, check in checks.items()
-    }
-    return found, facts
+    options["transform_is_random"] = facts["transform_is_random"]
+    checks = {arm: run(make_spec(path, "check", arm, sections, **options)) for arm in arms}
+    return judge_all(checks, facts), facts
 
 
 def test_arms_train_the_same_rows_to_the_same_weights(tmp_path: Path) -> None:
@@ -152,7 +56,7 @@ def test_arms_train_the_same_rows_to_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_transform_is_part_of_the_check(tmp_path: Path) -> None:
-    transform = {"transform": {"class_path": f"{__name__}.Double"}}
+    transform = {"transform": {"class_path": f"{runs.__name__}.Double"}}
     parities, facts = compare(tmp_path, ARMS, config(tmp_path, **transform))
     assert facts["has_transform"]
     assert not facts["transform_is_random"]
@@ -161,10 +65,10 @@ def test_transform_is_part_of_the_check(tmp_path: Path) -> None:
 
 def test_random_transform_and_dropout_are_taken_out_of_a_check(tmp_path: Path) -> None:
     transforms = {
-        "transform": {"class_path": f"{__name__}.Jitter"},
-        "eval_transform": {"class_path": f"{__name__}.Double"},
+        "transform": {"class_path": f"{runs.__name__}.Jitter"},
+        "eval_transform": {"class_path": f"{runs.__name__}.Double"},
     }
-    sections = config(tmp_path, f"{__name__}.WithDropout", **transforms)
+    sections = config(tmp_path, f"{runs.__name__}.WithDropout", **transforms)
     parities, facts = compare(tmp_path, ARMS, sections)
     assert facts["transform_is_random"]
     assert facts["dropouts"] == ["Dropout"]
@@ -172,7 +76,7 @@ def test_random_transform_and_dropout_are_taken_out_of_a_check(tmp_path: Path) -
 
 
 def test_random_transform_without_another_leaves_rows_to_check(tmp_path: Path) -> None:
-    transform = {"transform": {"class_path": f"{__name__}.Jitter"}}
+    transform = {"transform": {"class_path": f"{runs.__name__}.Jitter"}}
     parities, _ = compare(tmp_path, ("auto", "memmap_superbatch"), config(tmp_path, **transform))
     assert parities["memmap_superbatch"].held is None
     assert parities["memmap_superbatch"].rows == (6, 6)

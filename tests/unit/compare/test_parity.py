@@ -61,10 +61,25 @@ def test_what_differs_is_named(change: dict[str, Any], words: str) -> None:
     assert any(words in problem for problem in parity.problems)
 
 
-def test_other_bytes_after_the_transform_are_no_fault() -> None:
+def test_other_bytes_after_the_transform_are_no_fault_and_are_explained() -> None:
     parity = find(replace(CHECK, seen=[1, 2, 4]))
     assert parity.held is True
     assert parity.same_content is False
+    assert "other bytes" in parity.notes[0]
+
+
+def test_frozen_parameter_is_found_however_small_it_is() -> None:
+    names = ["weight", "bias"]
+    before = {**BEFORE, "bias": torch.zeros(1)}
+    after = {**AFTER, "bias": torch.tensor([1e-4])}
+    right = replace(CHECK, initial=before, final=after, parameters=names)
+    frozen = replace(right, final={**after, "bias": torch.zeros(1)})
+    for check, reference in ((frozen, right), (right, frozen)):
+        parity = judge(check, reference, EXPECTED, 1e-3, is_random=False)
+        assert parity.weight_difference < 1e-3
+        assert parity.held is False
+        assert parity.problems[0].endswith("alone: bias")
+    assert judge(right, right, EXPECTED, 1e-3, is_random=False).held is True
 
 
 def test_model_that_tells_no_loss_is_judged_by_its_weights() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from lightning_memmap.compare.rows import Tap, expected_hashes, hash_batch, hash_rows
 from lightning_memmap.order import StepPlan, Stream
 from lightning_memmap.store import Store
+from lightning_memmap.strategies.in_parts.shares import deal
 from tests.rows import CPU, make_loader
 
 BATCH = {
@@ -70,6 +72,22 @@ def test_assembled_batch_has_the_hash_of_its_super_batch(
     loader = make_loader(numbered_store(70, 6), 2, 6)
     super_batch = next(iter(loader))
     assert hash_batch(super_batch) == hash_batch(super_batch.to(CPU))
+
+
+def test_batch_that_is_a_frozen_dataclass_has_rows() -> None:
+    @dataclass(frozen=True)
+    class Picture:
+        image: Tensor
+        label: Tensor
+
+    picture = Picture(BATCH["image"], BATCH["label"])
+    assert hash_batch(picture) == hash_rows([BATCH["image"], BATCH["label"]])
+
+
+def test_shares_have_the_rows_of_their_batch() -> None:
+    shares = deal(BATCH, [CPU] * 3)
+    assert len(shares.parts) == 3
+    assert hash_batch(shares) == hash_batch(BATCH)
 
 
 def test_tap_notes_the_rows_before_the_transform_in_all_its_copies() -> None:

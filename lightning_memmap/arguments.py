@@ -1,0 +1,83 @@
+"""Parsers of the command line whose errors are a line or two, with the nearest right name."""
+
+import re
+import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import NoReturn
+
+from jsonargparse import ArgumentParser
+from typing_extensions import override
+
+#: How jsonargparse and Python say that a name is wrong, and which name it is.
+_WRONG_OPTION = re.compile(r"unrecognized arguments: -*([^\s=]+)|[Oo]ption '([^']+)'")
+_WRONG_CHOICE = re.compile(r"invalid choice: '([^']+)' \(choose from (.+)\)")
+_WRONG_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
+_WRONG_MODULE = re.compile(r"No module named '([^']+)'")
+#: What jsonargparse tells of a value that fits no type of a union, beside the reason.
+_NOISE = re.compile(
+    r"Does not validate against|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
+    r"|Subclass types expect|Not a valid subclass|a (class path|dict) |in \"<unicode string>\""
+)
+
+
+class BriefParser(ArgumentParser):
+    """A parser that says what is wrong, and with a misspelt name which one is near, without usage.
+
+    Its subcommands' parsers, and those of classes that are named in a config, are of this class.
+    """
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Exit with code 2, or raise where the parser is part of another one."""
+        parser = getattr(ex, "subcommand_parser", self)
+        message = with_suggestion(message, parser)
+        if not self.exit_on_error:
+            super().error(message, ex)
+        print(f"error: {_shortened(message)}", file=sys.stderr)
+        help_of = parser.prog.replace(" [options]", "")
+        print(f"{help_of} --help lists what there is", file=sys.stderr)
+        sys.exit(2)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """``; did you mean ...?`` with the nearest name, or nothing where none is near."""
+    found = get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def with_suggestion(message: str, parser: ArgumentParser) -> str:
+    """The message of an error with the name that may have been meant.
+
+    Args:
+        message: What jsonargparse tells.
+        parser: Who tells it, whose options are looked through.
+    """
+    if "did you mean" in message:
+        # A parser within this one has said it.
+        return message
+    if match := _WRONG_OPTION.search(message):
+        options = set(parser.get_defaults(skip_validation=True).keys())
+        return message + nearest(match[1] or match[2], options)
+    if match := _WRONG_CHOICE.search(message):
+        return message + nearest(match[1], re.findall(r"[\w.-]+", match[2]))
+    if match := _WRONG_ATTRIBUTE.search(message):
+        near = nearest(match[2], dir(sys.modules.get(match[1])))
+        return message.replace(match[0], match[0] + near)
+    if match := _WRONG_MODULE.search(message):
+        return message.replace(match[0], match[0] + nearest(match[1], list(sys.modules)))
+    return message
+
+
+def _shortened(message: str, length: int = 600) -> str:
+    """One line: where, and the reasons."""
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    told = [line for line in lines if line and not _NOISE.match(line)]
+    if any(line.startswith("Problem with") for line in told):
+        told = [line for line in told if not line.startswith("Expected a")]
+    # A value that fits no type of a union without a reason: say what was given.
+    if len(told) == 1 and told[0].endswith(":"):
+        told += [line for line in lines if line.startswith("Given value:")]
+    # Members of a union often fail for one reason.
+    text = " ".join(dict.fromkeys(told))
+    return text if len(text) <= length else text[:length] + " ..."

@@ -1,0 +1,52 @@
+"""Check runs of a comparison under each strategy of several processes, one after the other."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_memmap.strategies import SuperBatchDDPStrategy
+from tests.models import Regression
+from tests.unit.compare.runs import Double, check_run
+
+STRATEGIES = ("ddp", "memmap_superbatch_ddp", "memmap_fsdp2", "memmap_pipeline", "model_parallel")
+TRANSFORMS: dict[str, nn.Module | None] = {"plain": None, "transform": Double()}
+
+
+class Sharded(Regression):
+    """A module that shards itself, as Lightning's ModelParallelStrategy wants it."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def check_all(out: Path) -> dict[str, Any]:
+    """One run for each strategy, with and without a transform; `tests.unit.compare.runs` reads
+    what they leave in ``out``."""
+    # Runs look for the parameters among all objects of a process.
+    gc.freeze()
+    for name, transform in TRANSFORMS.items():
+        for strategy in STRATEGIES:
+            check_run(
+                out / name,
+                strategy,
+                Sharded if strategy == "model_parallel" else Regression,
+                trainer={"strategy": _make(strategy)},
+                transform=transform,
+                store_dir=out / "stores",
+            )
+    return {}
+
+
+def _make(name: str) -> Any:
+    """A strategy as two processes; a config would name the class of some."""
+    if name == "model_parallel":
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    if name == "memmap_superbatch_ddp":
+        # Of itself it would be one process with two data devices.
+        return SuperBatchDDPStrategy(data_devices_per_process=1)
+    return name

@@ -1,0 +1,33 @@
+"""The parity check of a comparison under the strategies of several processes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import launch
+from tests.distributed.scenarios.comparing import STRATEGIES, TRANSFORMS
+from tests.unit.compare.runs import STEPS, check_run, judge_runs, result_of
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_runs"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+]
+
+
+def test_strategies_of_several_processes_are_found_to_agree(tmp_path: Path) -> None:
+    auto = {}
+    for name, transform in TRANSFORMS.items():
+        (tmp_path / name).mkdir()
+        auto[name] = check_run(
+            tmp_path / name, "auto", transform=transform, store_dir=tmp_path / "stores"
+        )
+    launch("comparing.check_all", tmp_path, processes=2)
+    for name in TRANSFORMS:
+        checks = {
+            strategy: result_of(tmp_path / name / f"{strategy}-check") for strategy in STRATEGIES
+        }
+        for strategy, parity in judge_runs(tmp_path, {"auto": auto[name], **checks}).items():
+            assert (strategy, parity.problems, parity.notes) == (strategy, (), ())
+            assert parity.held is True
+            assert parity.rows == (STEPS, STEPS)
+        assert [len(check.ranks) for check in checks.values()] == [2] * len(checks)

@@ -1,0 +1,262 @@
+"""The parity check: quiet where nothing is wrong, under each strategy; and every fault is found."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lightning_memmap import MemmapDataModule
+from tests.models import Regression, Sgd
+from tests.unit.compare.runs import (
+    BATCH_SIZE,
+    DEVICES,
+    ROW_BYTES,
+    ROWS,
+    STEPS,
+    Double,
+    check_run,
+    judge_runs,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_runs"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+]
+
+#: Strategies of one process. Those of several: `tests.distributed.test_compare`.
+STRATEGIES = ("memmap_superbatch", "memmap_dp", "memmap_model_parallel")
+FEEDS = ("auto+workers0", "memmap_dp+workers0")
+Batches = Iterator[dict[str, Tensor]]
+
+
+@pytest.mark.parametrize("transform", [None, Double()], ids=["plain", "transform"])
+def test_strategy_that_does_the_same_is_found_to_agree(
+    tmp_path: Path, transform: nn.Module | None
+) -> None:
+    checks = {
+        arm: check_run(tmp_path, arm, transform=transform) for arm in ("auto", *FEEDS, *STRATEGIES)
+    }
+    for arm, parity in judge_runs(tmp_path, checks).items():
+        assert (arm, parity.problems, parity.notes) == (arm, (), ())
+        assert parity.held is True
+        assert parity.rows == (STEPS, STEPS)
+        assert parity.same_content
+    for check in checks.values():
+        assert check.ranks[0]["batch_bytes"] == DEVICES * BATCH_SIZE * ROW_BYTES
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_rows_that_are_cast_on_their_way_to_the_model_are_the_same_rows(
+    tmp_path: Path, precision: str
+) -> None:
+    arms = ("auto", "auto+workers0", "memmap_superbatch", "memmap_dp")
+    trainer = {"precision": precision}
+    checks = {arm: check_run(tmp_path, arm, trainer=trainer) for arm in arms}
+    for parity in judge_runs(tmp_path, checks).values():
+        assert parity.rows == (STEPS, STEPS)
+
+
+class OnItsWay(Regression):
+    """A module whose hook changes batches."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "x": batch["x"] * 2}
+
+
+def test_rows_that_a_hook_changes_are_the_same_rows(tmp_path: Path) -> None:
+    checks = {arm: check_run(tmp_path, arm, OnItsWay) for arm in ("auto", "memmap_dp")}
+    assert all(parity.held for parity in judge_runs(tmp_path, checks).values())
+
+
+@dataclass
+class Picture:
+    """A sample that ``default_collate`` takes no part of but the numbers."""
+
+    image: Any
+    row: int
+    weight: float
+
+
+class Pictures(Dataset[Any]):
+    """Grey and coloured images, with numbers beside them."""
+
+    def __init__(self, mode: str, as_dict: bool) -> None:
+        self.mode, self.as_dict = mode, as_dict
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        colour = index if self.mode == "L" else (index, 2 * index, 3)
+        image = Image.new(self.mode, (4, 2), colour)
+        picture = Picture(image, index, index / ROWS)
+        return vars(picture) if self.as_dict else picture
+
+
+class OnPictures(Regression):
+    """A regression on pictures of eight pixels in each channel."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = batch if isinstance(batch, dict) else vars(batch)
+        x = found["image"].flatten(2).float().mean(1) / ROWS
+        y = found["weight"].float()[:, None]
+        return self.step({"row": found["row"], "x": x, "y": y}, "train")
+
+
+@pytest.mark.parametrize(("mode", "as_dict"), [("L", True), ("RGB", False)])
+def test_samples_that_default_collate_does_not_take_are_those_of_the_store(
+    tmp_path: Path, mode: str, as_dict: bool
+) -> None:
+    checks = {
+        arm: check_run(tmp_path, arm, OnPictures, rows=Pictures(mode, as_dict))
+        for arm in ("auto", "auto+workers0", "auto+workers1")
+    }
+    for arm, parity in judge_runs(tmp_path, checks).items():
+        assert (arm, parity.problems, parity.notes) == (arm, (), ())
+        assert parity.held is True
+
+
+def repeated(batches: Batches) -> Batches:
+    for step, batch in enumerate(batches):
+        rows = torch.arange(len(batch["row"]))
+        rows[5] = 4 if step == 2 else 5
+        yield {name: leaf[rows] for name, leaf in batch.items()}
+
+
+def swapped(batches: Batches) -> Batches:
+    """Two steps exchange their first rows."""
+    kept = [{name: leaf.clone() for name, leaf in batch.items()} for batch in batches]
+    for leaf, other in zip(kept[2].values(), kept[3].values(), strict=True):
+        leaf[0], other[0] = other[0].clone(), leaf[0].clone()
+    yield from kept
+
+
+def dropped(batches: Batches) -> Batches:
+    """The next epoch begins a step early."""
+    for step, batch in enumerate(batches):
+        if step < STEPS - 1:
+            yield batch
+
+
+def mislabelled(batches: Batches) -> Batches:
+    for batch in batches:
+        yield {**batch, "y": batch["y"].roll(1, 0)}
+
+
+class Altered:
+    """A loader whose batches something happens to."""
+
+    def __init__(self, loader: Any, fault: Callable[[Batches], Batches]) -> None:
+        self._loader, self._fault = loader, fault
+
+    def __iter__(self) -> Batches:
+        return self._fault(iter(self._loader))
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+@pytest.mark.parametrize("transform", [None, Double()], ids=["plain", "transform"])
+def test_wrong_rows_are_found(tmp_path: Path, transform: nn.Module | None) -> None:
+    def faulty(fault: Callable[[Batches], Batches]) -> type[MemmapDataModule]:
+        class Data(MemmapDataModule):
+            def train_dataloader(self) -> Any:
+                return Altered(super().train_dataloader(), fault)
+
+        return Data
+
+    right = check_run(tmp_path, "auto", transform=transform)
+    faults = (repeated, swapped, dropped, mislabelled)
+    wrong = {}
+    for fault in faults:
+        (tmp_path / fault.__name__).mkdir()
+        wrong[fault.__name__] = check_run(
+            tmp_path / fault.__name__,
+            "auto",
+            data_class=faulty(fault),
+            transform=transform,
+            store_dir=tmp_path / "stores",
+        )
+    wrong["seed"] = check_run(tmp_path, "memmap_superbatch", transform=transform, seed=1)
+    found = judge_runs(tmp_path, {"right": right, **wrong})
+    assert [name for name, parity in found.items() if parity.held] == ["right"]
+    if transform is None:
+        # The first wrong step, whatever came of it.
+        steps = {name: parity.first_wrong_step for name, parity in found.items()}
+        assert steps == {
+            "right": None, "repeated": 2, "swapped": 2, "dropped": STEPS - 1, "mislabelled": 0,
+            "seed": 0,
+        }  # fmt: skip
+
+
+class OfItsDevice(nn.Module):
+    """A transform that sees the rows of one data device, and does what depends on all of them."""
+
+    def forward(self, batch: Any) -> Any:
+        return {**batch, "x": batch["x"] - batch["x"].mean(0)}
+
+
+class Scaled(Regression):
+    """Its loss is not that of the others, and Adam does not care."""
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return 1.01 * super().loss(output, batch)
+
+
+class ScaledGradients(Sgd):
+    """Its loss is that of the others, and its gradients are not."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= 1.01
+
+
+class Frozen(Regression):
+    """Its last bias, one number, is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].bias.requires_grad_(False)
+
+
+def test_transform_that_depends_on_the_device_is_found(tmp_path: Path) -> None:
+    checks = {
+        arm: check_run(tmp_path, arm, transform=OfItsDevice())
+        for arm in ("auto", "memmap_superbatch", "memmap_dp")
+    }
+    auto, *others = judge_runs(tmp_path, checks).values()
+    assert auto.held is True
+    for parity in others:
+        assert parity.held is False
+        # The rows are right. What is made of them is not.
+        assert parity.rows == (STEPS, STEPS)
+        assert not parity.same_content
+        assert any("losses differ" in problem for problem in parity.problems)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "words"),
+    [
+        (Regression, Scaled, "losses differ"),
+        (Sgd, ScaledGradients, "weights differ"),
+        (Regression, Frozen, "net.2.bias"),
+    ],
+)
+def test_other_training_is_found(
+    tmp_path: Path, right: type[Regression], wrong: type[Regression], words: str
+) -> None:
+    checks = {
+        "auto": check_run(tmp_path, "auto", right),
+        "faulty": check_run(tmp_path, "memmap_superbatch", wrong),
+    }
+    parity = judge_runs(tmp_path, checks)["faulty"]
+    assert parity.held is False
+    assert parity.rows == (STEPS, STEPS)
+    assert any(words in problem for problem in parity.problems)

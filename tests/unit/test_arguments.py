@@ -1,0 +1,198 @@
+"""The command line where a user was mistaken: a line or two, and the nearest right name."""
+
+import copy
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_memmap.cli import main
+
+pytestmark = [
+    # LightningCLI calls what jsonargparse has renamed.
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
+POINTS = {"class_path": "tests.models.Points", "init_args": {"num_rows": 40}}
+CONFIG: dict[str, Any] = {
+    "seed_everything": False,
+    "model": {"class_path": "tests.models.Regression", "init_args": {"lr": 0.1}},
+    "data": {
+        "class_path": "lightning_memmap.MemmapDataModule",
+        "init_args": {"train_dataset": POINTS},
+    },
+    "trainer": {
+        "strategy": "memmap_superbatch", "max_epochs": 1, "logger": False, "accelerator": "cpu",
+        "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "devices": 1,
+    },
+}  # fmt: skip
+
+
+class Command:
+    """Runs ``lightning-memmap`` in this process and keeps what it printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+        self._capsys, self._folder = capsys, folder
+        self.out = self.err = ""
+
+    def __call__(self, *arguments: object) -> object:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([*map(str, arguments)])
+        self.out, self.err = self._capsys.readouterr()
+        return end.value.code
+
+    def config(self, *path: str, **values: Any) -> Path:
+        """A config that is right, but for what is changed at a path."""
+        config = copy.deepcopy(CONFIG)
+        config["data"]["init_args"]["store_dir"] = str(self._folder / "stores")
+        place = config
+        for key in path:
+            place = place[key]
+        place.update(values)
+        file = self._folder / "config.yaml"
+        file.write_text(yaml.safe_dump(config), encoding="utf-8")
+        return file
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Command:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    # LightningCLI warns where there are other arguments as well.
+    monkeypatch.setattr(sys, "argv", ["lightning-memmap"])
+    return Command(capsys, tmp_path)
+
+
+DATA = ("data", "init_args")
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "words"),
+    [
+        (("trainer",), {"max_epoch": 2}, "'trainer.max_epochs'"),
+        (DATA, {"batchsize": 2}, "'batch_size'"),
+        (("model", "init_args"), {"lrr": 2}, "'lr'"),
+        ((*DATA, "train_dataset", "init_args"), {"numrows": 2}, "'num_rows'"),
+        ((*DATA, "train_dataset"), {"class_path": "tests.models.Point"}, "'Points'"),
+        (("data",), {"class_path": "lightning_memmap.MemmapDatamodule"}, "'MemmapDataModule'"),
+        (("data",), {"class_path": "lightning_memmapp.MemmapDataModule"}, "'lightning_memmap'"),
+        (
+            ("trainer",),
+            {"callbacks": [{"class_path": "lightning.pytorch.callbacks.ModelChekpoint"}]},
+            "'ModelCheckpoint'",
+        ),
+        (("trainer",), {"strategy": "memmap_superbach"}, "'memmap_superbatch'"),
+    ],
+)
+def test_misspelt_name_in_a_config_is_told_with_the_nearest(
+    command: Command, path: tuple[str, ...], values: dict[str, Any], words: str
+) -> None:
+    assert command("fit", "--config", command.config(*path, **values)) == 2
+    assert f"did you mean {words}?" in command.err
+    assert command.err.startswith("error: ")
+    assert command.err.count("\n") == 2
+    assert command.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["fitt"], "'fit'"),
+        (["comapre"], "'compare'"),
+        (["fit", "--trainer.max_epochz", "3"], "'trainer.max_epochs'"),
+        (["store", "bild"], "'build'"),
+        (["store", "plan", "x", "--memori", "3GB"], "'memory'"),
+        (["compare", "--repeat_s", "3"], "'repeats'"),
+        (["advise", "--node_bandwith", "3GB"], "'node_bandwidth'"),
+    ],
+)
+def test_misspelt_name_on_the_command_line_is_told_with_the_nearest(
+    command: Command, arguments: list[str], words: str
+) -> None:
+    assert command(*arguments) == 2
+    assert f"did you mean {words}?" in command.err
+    assert command.err.count("\n") == 2
+
+
+def test_value_of_another_type_is_told(command: Command) -> None:
+    assert command("fit", "--config", command.config("trainer", max_epochs="many")) == 2
+    assert "trainer.max_epochs" in command.err
+    assert "int" in command.err
+    assert command.err.count("\n") == 2
+
+
+def test_config_that_cannot_be_read_is_told(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("a: [1\nb: }")
+    for name in ("nowhere.yaml", "broken.yaml"):
+        assert command("fit", "--config", tmp_path / name) == 2
+        assert command.err.count("\n") == 2
+        assert command("compare", "--config", tmp_path / name, "--out", tmp_path / "out") == 2
+        assert command.err.startswith("error: ")
+        assert "Traceback" not in command.err
+
+
+def told(command: Command) -> str:
+    """The last line, and no traceback."""
+    assert "Traceback" not in command.err
+    return command.err.splitlines()[-1]
+
+
+def test_mistake_that_training_finds_is_told_without_a_traceback(
+    command: Command, tmp_path: Path
+) -> None:
+    assert command("fit", "--config", command.config(*DATA, batch_size=0)) == 1
+    assert told(command).startswith("error: batch_size=0")
+    assert command("fit", "--config", command.config(*DATA, train_dataset=None)) == 1
+    assert told(command).startswith("error: ")
+    (tmp_path / "stores" / "train").mkdir(parents=True)
+    (tmp_path / "stores" / "train" / "manifest.json").write_text("{}")
+    assert command("fit", "--config", command.config(*DATA, train_dataset=None)) == 1
+    assert told(command).startswith("error: ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["fit"], ["store"], ["store", "plan"], ["compare"]])
+def test_help_is_still_there(command: Command, arguments: list[str]) -> None:
+    assert command(*arguments, "--help") == 0
+    assert "usage: " in command.out
+    assert command.err == ""
+
+
+def raising(error: BaseException) -> Callable[[list[str]], int]:
+    def run(args: list[str]) -> int:
+        raise error
+
+    return run
+
+
+def test_interrupt_ends_in_a_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_memmap.cli.advise", raising(KeyboardInterrupt()))
+    assert command("advise") == 130
+    assert command.err == "interrupted\n"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("of somebody else")])
+def test_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr("lightning_memmap.cli.advise", raising(error))
+    with pytest.raises(type(error)):
+        main(["advise"])
+
+
+@pytest.mark.usefixtures("command")
+def test_reader_who_has_seen_enough_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["--help"], ["store", "--help"], ["advise", "--help"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as pipe, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", pipe)
+            with pytest.raises(SystemExit) as end:
+                main(arguments)
+        assert end.value.code == 1
+    assert capsys.readouterr().err == ""
