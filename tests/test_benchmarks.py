@@ -2,15 +2,16 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.preloaded import python
 
 PROGRAM = Path(__file__).parent / "benchmarks" / "gpu.py"
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(PROGRAM), *options],
+        [python(), str(PROGRAM), *options],
         env={
             **os.environ,
             "PYTHONPATH": str(PROGRAM.parents[2]),

@@ -7,7 +7,6 @@ import os
 import re
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from examples.segmentation import MirrorAndTurn, Shapes, ToTraining
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.transforms import PerSample
+from tests.preloaded import python
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def run(directory: Path, *command: str) -> str:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
-        [sys.executable, *command],
+        [python(), *command],
         cwd=directory,
         env=environment,
         stdout=subprocess.PIPE,

@@ -5,12 +5,12 @@ rank calls it; what it returns is what the test sees of that rank. The processes
 Trainer, which runs the program again for each device, or by ``torchrun``, one for each node.
 """
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -18,6 +18,8 @@ from time import monotonic, sleep
 from typing import Any
 
 import torch
+
+from tests.preloaded import python
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
@@ -87,13 +89,13 @@ def launch_any(
     port = free_port()
     if nodes:
         launcher = [
-            *(sys.executable, "-m", "torch.distributed.run"),
+            *(python(), "-m", "torch.distributed.run"),
             *(f"--nnodes={nodes}", f"--nproc-per-node={processes // nodes}"),
             *("--master-addr=127.0.0.1", f"--master-port={port}"),
         ]
         commands = [[*launcher, f"--node-rank={node}", *program] for node in range(nodes)]
     else:
-        commands = [[sys.executable, *program]]
+        commands = [[python(), *program]]
     ours = {key: value for key, value in os.environ.items() if not key.startswith("PL_")}
     env = ours | {"PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     logs = [out / f"program{index}.log" for index in range(len(commands))]
@@ -101,6 +103,8 @@ def launch_any(
     programs = []
     for command, log in zip(commands, logs, strict=True):
         with log.open("w") as file:
+            # Held by every process that prints to it.
+            fcntl.flock(file, fcntl.LOCK_SH)
             # Sessions of their own: the processes that a program starts end with it.
             programs.append(
                 subprocess.Popen(
@@ -109,7 +113,7 @@ def launch_any(
             )
     try:
         codes = [program.wait(timeout_s) for program in programs]
-        while to_the_last and any(_has_session(program) for program in programs):
+        while to_the_last and any(_is_printed_to(log) for log in logs):
             assert monotonic() - started < timeout_s, f"processes are left\n{_report(logs)}"
             sleep(0.05)
     except subprocess.TimeoutExpired:
@@ -126,12 +130,13 @@ def launch_any(
     return Outcome(codes, _report(logs), seconds)
 
 
-def _has_session(program: "subprocess.Popen[bytes]") -> bool:
-    try:
-        os.killpg(program.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _is_printed_to(log: Path) -> bool:
+    with log.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _kill_session(program: "subprocess.Popen[bytes]") -> None:

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -16,6 +15,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.models import Points, Regression, make_trainer, weights
+from tests.preloaded import python
 from tests.rows import CPU, NumberedRows, joined, make_loader, rows_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -351,7 +351,7 @@ BY_CLASS = """
 def run_command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``lightning-memmap`` as a user does: another process, in the user's folder."""
     return subprocess.run(
-        [sys.executable, "-m", "lightning_memmap", *arguments],
+        [python(), "-m", "lightning_memmap", *arguments],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"},
         capture_output=True,

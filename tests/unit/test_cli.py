@@ -11,6 +11,7 @@ from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.cli import main
 from lightning_memmap.errors import StoreNotFoundError
 from tests.models import Points
+from tests.preloaded import python
 
 #: 60 rows of 8 + 32 + 4 bytes in 24 shards: twelve of 3 rows (132 bytes), twelve of 2 (88 bytes).
 POINTS = ("--dataset", "tests.models.Points", "--dataset.num_rows", "60")
@@ -308,7 +309,7 @@ class TestConfig:
         # A program of its own: the examples import what changes the environment.
         program = subprocess.run(
             [
-                *(sys.executable, "-m", "lightning_memmap", "fit", "--print_config"),
+                *(python(), "-m", "lightning_memmap", "fit", "--print_config"),
                 *("--config", "examples/configs/digits.yaml", "--config", str(config)),
             ],
             cwd=root,
@@ -339,7 +340,7 @@ class TestProgram:
 
     def test_module_run_as_a_program_gives_the_exit_code(self, tmp_path: Path) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "lightning_memmap", "store", "info", str(tmp_path)],
+            [python(), "-m", "lightning_memmap", "store", "info", str(tmp_path)],
             capture_output=True,
             text=True,
             timeout=120,

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import RunSummary, run_summary
+from tests.preloaded import python
 
 Clock = Callable[[float], None]
 
@@ -240,7 +241,7 @@ def test_run_summary_two_processes_prints_once(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(_TWO_PROCESSES)
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
+        [python(), str(script), str(tmp_path)],
         env={"PYTHONPATH": ":".join(sys.path), "COLUMNS": "160"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -5,7 +5,6 @@ import gc
 import math
 import os
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from lightning_memmap.order import RowSubset
 from lightning_memmap.placement import Consumers, plan_placement
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.row_file import RowFile
+from tests.preloaded import python
 from tests.rows import (
     CPU,
     NumberedRows,
@@ -584,7 +584,7 @@ raise KeyError("mine")
 def test_program_forks_and_ends_while_rows_are_read(tmp_path: Path) -> None:
     store = build_store(NumberedRows(400), tmp_path / "rows", num_shards=7, progress=False)
     program = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(store.path)],
+        [python(), "-W", "ignore", "-c", PROGRAM, str(store.path)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

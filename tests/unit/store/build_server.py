@@ -20,6 +20,7 @@ from typing import Any
 
 from lightning_memmap.store import build_store, ranges, workers, writer
 from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
+from tests.preloaded import python
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -73,7 +74,7 @@ class BuildServer:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.store.build_server"],
+            [python(), "-m", "tests.unit.store.build_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -3,7 +3,6 @@
 import json
 import random
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning_memmap.schema import DTYPES, Schema
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store.table import TableBuild, TablePlan, TableWriter
 from tests.datasets import Numbered, in_dataset_order
+from tests.preloaded import python
 
 REPOSITORY = Path(__file__).parents[3]
 OLD, NEW = 1, 2
@@ -183,7 +183,7 @@ def test_process_killed_before_any_change_leaves_the_whole_table_or_what_was(
     tmp_path: Path,
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.store.table_writer", str(tmp_path)],
+        [python(), "-m", "tests.unit.store.table_writer", str(tmp_path)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -1,0 +1,51 @@
+"""A Python that has torch and Lightning imported already, for tests that start programs.
+
+Importing them takes seconds of a core, each time, in each of the hundreds of processes that the
+tests start. `python` gives the path of a command that is used like ``sys.executable``. It hands
+its arguments, environment, working directory and standard streams to a server, which forks a
+process that runs the program, and ends as the program ends: with its exit status, or by its
+signal. Signals are passed on to the program; it dies with the command. The program's own
+``sys.executable`` is the same command, so that a launcher's processes start as quickly.
+
+What differs from a new interpreter: the program is no child of the command and has a session of
+its own, and modules of other packages are imported before the environment is set. Nothing of this
+project is imported before the program does so itself.
+"""
+
+import atexit
+import functools
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+
+
+@functools.cache
+def python() -> str:
+    """The path of the command; the first call starts the server, which ends with this process."""
+    directory = tempfile.TemporaryDirectory(prefix="preloaded")
+    command, address = Path(directory.name, "python"), Path(directory.name, "socket")
+    client = [sys.executable, "-I", "-S", str(_HERE / "client.py"), str(address)]
+    command.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n', encoding="utf-8")
+    command.chmod(0o700)
+    server = subprocess.Popen(
+        [sys.executable, str(_HERE / "server.py"), str(address), str(command)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+    def end() -> None:
+        server.communicate()
+        directory.cleanup()
+
+    atexit.register(end)
+    assert server.stdout is not None
+    if server.stdout.readline() != b"ready\n":
+        raise RuntimeError(f"the server of programs ended: {server.wait()}")
+    return str(command)

@@ -1,0 +1,136 @@
+"""Imports what takes long, then forks a process for each program that a client asks for.
+
+Arguments: the socket to listen at, and the command that programs see as ``sys.executable``. Prints
+a line when it listens, and ends when its standard input does.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import warnings
+from typing import Any
+
+#: Of other packages alone: what this project does when it is imported, it does in the program.
+_MODULES = (
+    "jsonargparse",
+    "lightning",
+    "lightning.pytorch.cli",
+    "rich.console",
+    "tensordict",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
+    "torch.utils.data",
+    "torchmetrics",
+    "xxhash",
+)
+
+
+def main() -> None:
+    address, command = sys.argv[1:]
+    for name in _MODULES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    request = serve(address)
+    # From here on in a program's own process, whose end is that of an interpreter.
+    run(request, command)
+
+
+def serve(address: str) -> dict[str, Any]:
+    """Fork for each client. Returns in the programs' processes alone, with what is to be run."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen(64)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    print("ready", flush=True)
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            os._exit(0)
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return supervise(client)
+        client.close()
+
+
+def supervise(client: socket.socket) -> dict[str, Any]:
+    """Fork the program, tell the client how it ends, and end it if the client is gone first."""
+    size, streams, _, _ = socket.recv_fds(client, 8, 3)
+    request = json.loads(_receive(client, int.from_bytes(size, "little")))
+    program = os.fork()
+    if program == 0:
+        os.setsid()
+        client.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        found: dict[str, Any] = request
+        return found
+    for number, stream in enumerate(streams):
+        os.close(stream)
+        os.close(number)
+    client.sendall(f"{program}\n".encode())
+    watched = os.pidfd_open(program)
+    ready, _, _ = select.select([client, watched], [], [])
+    if watched not in ready:
+        for end in (os.killpg, os.kill):
+            try:
+                end(program, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+    try:
+        client.sendall(f"{status}\n".encode())
+    except BrokenPipeError:
+        os._exit(1)
+    os._exit(0)
+
+
+def _receive(client: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        data += client.recv(num_bytes - len(data))
+    return data
+
+
+def run(request: dict[str, Any], command: str) -> None:
+    """Run a program as ``python`` with these arguments does."""
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.executable = command
+    arguments = list(request["arguments"])
+    while arguments[0] in ("-u", "-W"):
+        option = arguments.pop(0)
+        if option == "-u":
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        else:
+            warnings.filterwarnings(arguments.pop(0))  # type: ignore[arg-type]
+    kind = arguments[0] if arguments[0] in ("-c", "-m") else ""
+    first = os.getcwd() if kind else os.path.dirname(os.path.abspath(arguments[0]))
+    search = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    # In place of this file's folder, which is what the interpreter has put there.
+    sys.path[:] = [first, *search, *sys.path[1:]]
+    if kind == "-m":
+        sys.argv[:] = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv[:] = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
