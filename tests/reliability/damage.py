@@ -65,17 +65,17 @@ SCHEMAS: dict[str, Callable[[int], Any]] = {
 def prepare(directory: Path) -> None:
     """Build a store of each schema."""
     for name, make in SCHEMAS.items():
-        build_store(_Rows(make), _stores(directory) / name, num_shards=_NUM_SHARDS, progress=False)
+        build_store(_Rows(make), stores(directory) / name, num_shards=_NUM_SHARDS, progress=False)
 
 
-def _stores(beginnings: Path) -> Path:
+def stores(beginnings: Path) -> Path:
     return beginnings / "stores"
 
 
 def flip_a_bit(subject: Subject, beginnings: Path, scratch: Path, rng: random.Random) -> Outcome:
     """Flip one bit of one file. It must be found, unless it changes nothing that is read."""
     outcome = Outcome()
-    pristine, path = _copy(_stores(beginnings), scratch, rng)
+    pristine, path = _copy(stores(beginnings), scratch, rng)
     files = [file for file in sorted(path.iterdir()) if file.stat().st_size]
     file = rng.choice(files)
     data = bytearray(file.read_bytes())
@@ -94,7 +94,7 @@ def flip_a_bit(subject: Subject, beginnings: Path, scratch: Path, rng: random.Ra
 def resize_a_file(subject: Subject, beginnings: Path, scratch: Path, rng: random.Random) -> Outcome:
     """Cut one file off, or let it grow. It must be found, and crash nobody."""
     outcome = Outcome()
-    _, path = _copy(_stores(beginnings), scratch, rng)
+    _, path = _copy(stores(beginnings), scratch, rng)
     file = rng.choice(sorted(path.iterdir()))
     size = file.stat().st_size
     sizes = {0, 1, size // 2, size - 1, size + 1, size + 4096, 2 * size, 2**40} - {size, -1}

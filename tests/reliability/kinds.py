@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 
-from tests.reliability import damage, kills, planted
+from tests.reliability import damage, kills, manifests, planted
 from tests.reliability.calls import Mode, makes_sense
 from tests.reliability.forks import wait_for_orphans
 from tests.reliability.outcome import Outcome, Subject
@@ -215,6 +215,14 @@ def _kinds() -> Iterator[Kind]:
             subject, beginnings, scratch, rng
         ),
         lambda scale, _: range(scale.resizes),
+    )
+    yield Kind(
+        "manifests",
+        "manifest fuzzed, and signed anew",
+        lambda subject, beginnings, scratch, rng, _: manifests.open_fuzzed(
+            subject, beginnings, scratch, rng
+        ),
+        lambda scale, _: range(scale.manifests // manifests.BATCH),
     )
     yield Kind(
         "plants",
