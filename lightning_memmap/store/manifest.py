@@ -18,6 +18,7 @@ import xxhash
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.order import shard_rows
 from lightning_memmap.schema import Field, Schema
+from lightning_memmap.store.fingerprint import Fingerprint
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_memmap store"
@@ -40,6 +41,7 @@ class Manifest:
         probes: Row and hash of a few rows, by which the dataset is recognised.
         checksums: XXH3 (64 bits, hexadecimal) of each shard, by field name.
         source: Where the store came from, for people to read.
+        fingerprint: The identity of the dataset; None in stores that were not built from one.
     """
 
     num_rows: int
@@ -48,6 +50,7 @@ class Manifest:
     probes: tuple[tuple[int, str], ...]
     checksums: dict[str, tuple[str, ...]]
     source: dict[str, str]
+    fingerprint: Fingerprint | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -85,6 +88,8 @@ class Manifest:
             "checksums": {name: list(sums) for name, sums in self.checksums.items()},
             "source": self.source,
         }
+        if self.fingerprint is not None:
+            body["fingerprint"] = self.fingerprint.to_json()
         body["digest"] = _digest(body)
         temporary = directory / f"{MANIFEST}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
@@ -160,6 +165,7 @@ class Manifest:
             isinstance(value, str) for value in source.values()
         ):
             raise ValueError("its source is not a table of texts")
+        identity = body.get("fingerprint")
         return cls(
             num_rows,
             num_shards,
@@ -167,6 +173,7 @@ class Manifest:
             tuple((row, digest) for row, digest in probes),
             {name: tuple(sums[name]) for name in names},
             source,
+            None if identity is None else Fingerprint.from_json(identity),
         )
 
 

@@ -1,6 +1,8 @@
 """Probe rows: a few rows of a dataset, by which it is recognised and found out to be random."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Schema
+from lightning_memmap.store.workers import describe_error, run_tasks
 
 NUM_PROBES = 8
 
@@ -19,19 +22,24 @@ def probe_rows(num_rows: int) -> list[int]:
     return sorted(set(np.linspace(0, num_rows - 1, NUM_PROBES).astype(np.int64).tolist()))
 
 
-def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
-    """The leaves of one row, checked against the schema.
+def read_sample(dataset: Any, row: int) -> Any:
+    """One sample of a dataset.
 
     Raises:
         DatasetError: The dataset raised at this row.
-        SchemaError: The sample does not fit. Both messages name the row.
     """
     try:
-        sample = dataset[row]
+        return dataset[row]
     except Exception as error:
-        raise DatasetError(
-            f"the dataset raised at row {row}: {type(error).__name__}: {error}"
-        ) from error
+        raise DatasetError(f"the dataset raised at row {row}: {describe_error(error)}") from error
+
+
+def flatten_row(sample: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
+    """The leaves of the sample at one row, checked against the schema.
+
+    Raises:
+        SchemaError: The sample does not fit. The message names the row.
+    """
     try:
         return schema.flatten(sample)
     except SchemaError as error:
@@ -39,6 +47,11 @@ def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray
             f"row {row}, {error}. All rows of a store share one structure, and each field one"
             " dtype and shape: convert, crop or pad it in the dataset"
         ) from error
+
+
+def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
+    """The leaves of one row: `read_sample` and `flatten_row`."""
+    return flatten_row(read_sample(dataset, row), row, schema)
 
 
 def leaf_bytes(leaf: Tensor | np.ndarray) -> np.ndarray:
@@ -57,20 +70,66 @@ def hash_row(leaves: Sequence[Tensor | np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def take_probes(dataset: Any, num_rows: int, schema: Schema) -> tuple[tuple[int, str], ...]:
+@dataclass(frozen=True)
+class Probe:
+    """A row that was read twice, and was the same.
+
+    Args:
+        row: Which one.
+        schema: What its sample is like.
+        digest: Its hash; see `hash_row`.
+        duration_s: What the first of the two reads took.
+    """
+
+    row: int
+    schema: Schema
+    digest: str
+    duration_s: float
+
+
+def take_probes(dataset: Any, num_rows: int, num_workers: int) -> list[Probe]:
     """Read each probe row twice and hash it.
 
+    Args:
+        dataset: The dataset.
+        num_rows: Its length.
+        num_workers: Processes that read. This one reads no row unless it is 0: a file that the
+            dataset opens at the first read would be shared by all processes forked later, and
+            with it the place where the next read begins.
+
     Raises:
+        SchemaError: A sample cannot be stored, or is not like that of row 0.
         DatasetError: A row differs between the two reads: the dataset is random.
     """
-    probes = []
-    for row in probe_rows(num_rows):
-        first, second = (read_row(dataset, row, schema) for _ in range(2))
-        for field, one, other in zip(schema.fields, first, second, strict=True):
+    first, *others = probe_rows(num_rows)
+    probes: list[Probe] = []
+    run_tasks(_Prober(dataset), [first], min(num_workers, 1), probes.append)
+    prober = _Prober(dataset, probes[0].schema)
+    run_tasks(prober, others, min(num_workers, len(others)), probes.append)
+    return sorted(probes, key=lambda probe: probe.row)
+
+
+@dataclass(frozen=True)
+class _Prober:
+    """Probes a row, whose sample sets the schema where there is none yet."""
+
+    dataset: Any
+    schema: Schema | None = None
+
+    def __call__(self, row: int) -> Probe:
+        start = perf_counter()
+        sample = read_sample(self.dataset, row)
+        duration_s = perf_counter() - start
+        try:
+            schema = self.schema or Schema.from_sample(sample)
+        except SchemaError as error:
+            raise SchemaError(f"row {row}, {error}") from error
+        leaves = flatten_row(sample, row, schema)
+        again = read_row(self.dataset, row, schema)
+        for field, one, other in zip(schema.fields, leaves, again, strict=True):
             if leaf_bytes(one).tobytes() != leaf_bytes(other).tobytes():
                 raise random_dataset_error(row, field.name)
-        probes.append((row, hash_row(first)))
-    return tuple(probes)
+        return Probe(row, schema, hash_row(leaves), duration_s)
 
 
 def random_dataset_error(row: int, field: str) -> DatasetError:
@@ -81,28 +140,3 @@ def random_dataset_error(row: int, field: str) -> DatasetError:
         " dataset and pass it as `transform=`, where it runs on every batch"
         " (`lightning_memmap.transforms.PerSample` adapts a per-sample callable)"
     )
-
-
-def check_same_dataset(
-    dataset: Any, num_rows: int, schema: Schema, probes: tuple[tuple[int, str], ...], where: str
-) -> None:
-    """Check that a dataset is the one that was stored: length, schema and probe rows.
-
-    Raises:
-        DatasetError: It is another one. The message says what differs and what to do.
-    """
-    remedy = (
-        f"the store at {where} was built from another dataset. Build it anew (`overwrite=True`,"
-        " or `lightning-memmap store build --overwrite`), choose another `store_dir`, or give no"
-        " dataset to use the store as it is"
-    )
-    found = len(dataset)
-    if found != num_rows:
-        raise DatasetError(f"the dataset has {found} rows, the store {num_rows}: {remedy}")
-    for row, expected in probes:
-        try:
-            leaves = read_row(dataset, row, schema)
-        except SchemaError as error:
-            raise DatasetError(f"{error}: {remedy}") from error
-        if hash_row(leaves) != expected:
-            raise DatasetError(f"row {row} of the dataset differs from the stored row: {remedy}")

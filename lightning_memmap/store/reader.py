@@ -13,7 +13,7 @@ from lightning_memmap.errors import MemmapError
 from lightning_memmap.order import shard_rows, shard_starts
 from lightning_memmap.schema import Field, Schema
 from lightning_memmap.store.manifest import Manifest, check_files, field_path, manifest_mark
-from lightning_memmap.store.probes import check_same_dataset
+from lightning_memmap.store.recognition import check_briefly
 from lightning_memmap.store.recovery import finish_interrupted, is_interrupted
 
 
@@ -71,15 +71,31 @@ class Store:
             for field, tensor in zip(self.schema.fields, self._tensors, strict=True)
         }
 
-    def check_dataset(self, dataset: Any) -> None:
-        """Check that this store was built from a dataset: its length, schema and probe rows.
+    def check_dataset(
+        self,
+        dataset: Any,
+        *,
+        fingerprint: str | None = None,
+        check: str = "probes",
+        num_workers: int = 0,
+    ) -> None:
+        """Check that this store was built from a dataset: by its length, and by the fingerprint
+        where one is given and was given then, else by its schema and probe rows.
+
+        Args:
+            dataset: The dataset.
+            fingerprint: What you gave to `build_store`.
+            check: With ``"off"``, no probe row is compared.
+            num_workers: Processes that read the probe rows; with 0, this one.
 
         Raises:
-            DatasetError: It was built from another one; the message says which row differs.
+            DatasetError: It was built from another one; the message says what differs.
         """
-        check_same_dataset(
-            dataset, self.num_rows, self.schema, self.manifest.probes, str(self.path)
-        )
+        check_briefly(self, dataset, fingerprint, check=check, num_workers=num_workers)
+
+    def place(self, row: int) -> int:
+        """Where a row lies in `tensors`."""
+        return int(self._starts[row % self.num_shards]) + row // self.num_shards
 
     def __len__(self) -> int:
         return self.num_rows
@@ -88,8 +104,7 @@ class Store:
         index = operator.index(row)
         if not -self.num_rows <= index < self.num_rows:
             raise IndexError(f"row {row}: the store has {self.num_rows} rows")
-        offset, shard = divmod(index % self.num_rows, self.num_shards)
-        place = self._starts[shard] + offset
+        place = self.place(index % self.num_rows)
         return self._build([tensor[place].clone() for tensor in self._tensors])
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.store.journal import JOURNAL, PLAN
 from lightning_memmap.store.manifest import MANIFEST
 
 _log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def put_in_place(directory: Path) -> None:
     """Make the finished build the store, in place of an old one. The lock must be held."""
     if os.path.lexists(directory):
         os.rename(directory, _old_path(directory))
-    os.rename(building_path(directory), directory)
+    _rename_build(directory)
     sync_directory(directory.parent)
     recover(directory)
 
@@ -81,10 +82,32 @@ def recover(directory: Path) -> None:
     """Finish, or else undo, a replacement that was interrupted. The lock must be held."""
     old = _old_path(directory)
     if is_interrupted(directory):
-        finished = is_store(building_path(directory))
-        os.rename(building_path(directory) if finished else old, directory)
+        if is_store(building_path(directory)):
+            _rename_build(directory)
+        else:
+            os.rename(old, directory)
     if old.exists():
         shutil.rmtree(old)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory, and follow no link.
+
+    Raises:
+        StoreError: There is something else.
+    """
+    if path.is_symlink() or not path.is_dir():
+        raise StoreError(f"{path} is in the way of a store, and is no directory: remove it")
+    shutil.rmtree(path)
+
+
+def _rename_build(directory: Path) -> None:
+    building = building_path(directory)
+    # Kept until the manifest was written, so that a kill before that costs no row. What a kill
+    # after that leaves goes here.
+    for name in (PLAN, JOURNAL):
+        (building / name).unlink(missing_ok=True)
+    os.rename(building, directory)
 
 
 def sync_directory(directory: Path) -> None:

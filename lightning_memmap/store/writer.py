@@ -6,24 +6,22 @@ before that leaves no store, or the old one. What a killed build has finished is
 journal and not read again by the next one.
 """
 
-import json
+import logging
 import os
-import shutil
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from time import monotonic
+from statistics import median
+from time import monotonic, perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from lightning_memmap.errors import DatasetError, MemmapError, SchemaError, StoreError
+from lightning_memmap.errors import StoreError
 from lightning_memmap.order import shard_starts
 from lightning_memmap.schema import Field, Schema
 from lightning_memmap.store.checksums import compute_checksums
@@ -35,26 +33,23 @@ from lightning_memmap.store.files import (
     sync_files,
     write_all,
 )
-from lightning_memmap.store.manifest import Manifest, check_regular, field_path
-from lightning_memmap.store.probes import (
-    random_dataset_error,
-    read_row,
-    take_probes,
-)
-from lightning_memmap.store.progress import Advance, no_progress, show_progress
+from lightning_memmap.store.fingerprint import Fingerprint, check_given
+from lightning_memmap.store.journal import BuildPlan, Journal
+from lightning_memmap.store.manifest import Manifest, field_path
+from lightning_memmap.store.probes import random_dataset_error, read_row, take_probes
+from lightning_memmap.store.progress import Advance, ShowProgress, no_progress, show_progress
+from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.reader import Store, open_store
-from lightning_memmap.store.recovery import (
-    building_path,
-    is_store,
-    locked,
-    recover,
-)
+from lightning_memmap.store.recognition import check_choice, recognise
+from lightning_memmap.store.recovery import building_path, is_store, locked, recover, remove_tree
+from lightning_memmap.store.workers import exit_if_orphaned, run_tasks
 
-_PLAN = "plan.json"
-_JOURNAL = "journal"
-_BLOCK_BYTES = 32 * 2**20
-_MAX_BLOCK_ROWS = 1024
+_RANGE_BYTES = 32 * 2**20
+_MAX_RANGE_ROWS = 1024
 _JOURNAL_INTERVAL_S = 5.0
+#: Files that a worker keeps open; with more fields than that, they are opened as they are needed.
+_MAX_OPEN_FILES = 64
+_log = logging.getLogger(__name__)
 
 
 def build_store(
@@ -65,11 +60,18 @@ def build_store(
     num_workers: int = 0,
     overwrite: bool = False,
     progress: bool = True,
+    fingerprint: str | None = None,
+    check: str = "probes",
+    fresh: bool = False,
 ) -> Store:
     """Store a dataset, or open the store where it was built before from the same dataset.
 
     Several processes may call this at once with one path: one builds, the others wait and use
-    the result.
+    the result. A build that was interrupted is resumed by the next one of the same dataset.
+
+    A dataset is recognised by its identity: its class, length, attributes and the source text of
+    its class, and by some rows. What none of these shows, such as another file below the directory
+    that it reads, shows in a ``fingerprint`` that you choose.
 
     Args:
         dataset: Map-style: ``dataset[i]`` for ``i`` in ``range(len(dataset))``.
@@ -77,20 +79,28 @@ def build_store(
         num_shards: Shards that the rows are dealt to. A number with many divisors serves many
             device counts; 24 serves 1, 2, 3, 4, 6, 8, 12 and 24.
         num_workers: Processes that read the dataset and write their rows straight into the
-            files; with 0, this process does it.
+            files; with 0, this process does it, and otherwise it reads no row.
         overwrite: Replace a store of another dataset. The old store stays until the new one is
-            whole.
+            whole. An interrupted build is not resumed.
         progress: Show a progress bar.
+        fingerprint: The identity of the dataset in your own words, such as a version or a hash: a
+            string that changes whenever the rows do. It then decides alone whether a store, or an
+            interrupted build, is of this dataset, and no row is read to find out.
+        check: How a dataset without a ``fingerprint`` is compared with the store that is there.
+            ``"probes"``: eight rows, and all rows once where its identity has changed. ``"full"``:
+            all rows, each time. ``"off"``: length and schema alone.
+        fresh: Do not resume an interrupted build.
 
     Returns:
         The open store.
 
     Raises:
-        TypeError: The dataset has no length or no ``__getitem__``.
+        TypeError: The dataset has no length.
         ValueError: The dataset is empty, or an argument is out of range.
         SchemaError: A sample cannot be stored, or does not fit the first one; the message names
             row and field.
-        DatasetError: The dataset raised, is random, or is not the one that was stored here.
+        DatasetError: The dataset raised, is random, is not the one that was stored here, or a
+            worker process died.
         StoreError: A store is there already and damaged, or the path holds something else.
         OSError: The disk is full, or the files cannot be written.
     """
@@ -98,32 +108,62 @@ def build_store(
         raise ValueError(f"num_shards={num_shards}: at least 1 is needed")
     if num_workers < 0:
         raise ValueError(f"num_workers={num_workers}: 0 or more processes")
+    check_given(fingerprint)
+    check_choice(check)
+    show = show_progress if progress else no_progress
     directory = Path(path).resolve()
     directory.parent.mkdir(parents=True, exist_ok=True)
     with locked(directory):
         recover(directory)
         if os.path.lexists(directory) and not (overwrite and is_store(directory)):
-            return _reopen(directory, dataset, num_shards)
-        build = _Build.plan(dataset, directory, num_shards)
-        build.run(num_workers, show_progress if progress else no_progress)
+            store = _reopen(directory, num_shards)
+            found = recognise(
+                store, dataset, fingerprint, check=check, num_workers=num_workers, progress=show
+            )
+            if found is not None:
+                _record(store, found)
+            if os.path.lexists(building_path(directory)):
+                remove_tree(building_path(directory))
+            return store
+        _check_length(dataset)
+        # Before a row is read: a dataset may keep what it has read.
+        identity = Fingerprint.of(dataset, fingerprint)
+        build = _Build.plan(dataset, directory, num_shards, num_workers, identity)
+        build.run(num_workers, show, resume=not (overwrite or fresh))
     return open_store(directory)
 
 
-def _reopen(directory: Path, dataset: Any, num_shards: int) -> Store:
+def _check_length(dataset: Any) -> None:
+    try:
+        num_rows = len(dataset)
+    except TypeError as error:
+        raise TypeError(
+            f"the dataset, a {type(dataset).__name__}, has no length: a store needs a"
+            " map-style dataset with __len__ and __getitem__"
+        ) from error
+    if num_rows < 1:
+        raise ValueError("the dataset is empty: there is nothing to store")
+
+
+def _reopen(directory: Path, num_shards: int) -> Store:
     if not is_store(directory):
         raise StoreError(
             f"{directory} exists and is no store: choose another `store_dir`, or remove it"
         )
     store = open_store(directory)
-    store.check_dataset(dataset)
     if store.num_shards != num_shards:
         raise StoreError(
             f"num_shards={num_shards}: the store at {directory} has {store.num_shards} shards;"
             f" build it anew with overwrite=True, or give num_shards={store.num_shards}"
         )
-    if building_path(directory).exists():
-        shutil.rmtree(building_path(directory))
     return store
+
+
+def _record(store: Store, fingerprint: Fingerprint) -> None:
+    """Let the store know a dataset whose rows were all found equal. The lock must be held."""
+    # Who may read the store alone compares all rows again.
+    with suppress(OSError):
+        replace(store.manifest, fingerprint=fingerprint).write(store.path)
 
 
 @dataclass(frozen=True)
@@ -136,132 +176,130 @@ class _Build:
     num_shards: int
     schema: Schema
     probes: tuple[tuple[int, str], ...]
+    fingerprint: Fingerprint
+    row_s: float
 
     @classmethod
-    def plan(cls, dataset: Any, directory: Path, num_shards: int) -> "_Build":
-        try:
-            num_rows = len(dataset)
-        except TypeError as error:
-            raise TypeError(
-                f"the dataset, a {type(dataset).__name__}, has no length: a store needs a"
-                " map-style dataset with __len__ and __getitem__"
-            ) from error
-        if num_rows < 1:
-            raise ValueError("the dataset is empty: there is nothing to store")
-        try:
-            sample = dataset[0]
-        except Exception as error:
-            raise DatasetError(
-                f"the dataset raised at row 0: {type(error).__name__}: {error}"
-            ) from error
-        try:
-            schema = Schema.from_sample(sample)
-        except SchemaError as error:
-            raise SchemaError(f"row 0, {error}") from error
-        probes = take_probes(dataset, num_rows, schema)
-        return cls(dataset, directory, num_rows, num_shards, schema, probes)
+    def plan(
+        cls,
+        dataset: Any,
+        directory: Path,
+        num_shards: int,
+        num_workers: int,
+        fingerprint: Fingerprint,
+    ) -> "_Build":
+        num_rows = len(dataset)
+        probes = take_probes(dataset, num_rows, num_workers)
+        return cls(
+            dataset,
+            directory,
+            num_rows,
+            num_shards,
+            probes[0].schema,
+            tuple((probe.row, probe.digest) for probe in probes),
+            fingerprint,
+            median(probe.duration_s for probe in probes),
+        )
 
     @property
-    def block_rows(self) -> int:
-        """Rows that a worker reads, checks and writes at once."""
-        by_size = _BLOCK_BYTES // max(1, self.schema.row_bytes)
-        return max(1, min(_MAX_BLOCK_ROWS, by_size))
+    def max_range_rows(self) -> int:
+        """Rows that a worker reads, checks and writes at once, at most."""
+        by_size = _RANGE_BYTES // max(1, self.schema.row_bytes)
+        return max(1, min(_MAX_RANGE_ROWS, by_size))
 
     @property
     def building(self) -> Path:
         """Where the files grow until they are a store."""
         return building_path(self.directory)
 
-    def run(self, num_workers: int, progress: Callable[..., Any]) -> None:
+    def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
         """Write all rows that are not yet written, then commit."""
-        done = self._open_journal()
-        blocks = range(-(-self.num_rows // self.block_rows))
-        todo = [block for block in blocks if block not in done]
-        rows_left = sum(self._block_length(block) for block in todo)
+        journal = self._open_journal(resume)
         row_bytes = self.schema.row_bytes
-        with progress("storing", self.num_rows, row_bytes, self.num_rows - rows_left) as advance:
-            self._write_blocks(todo, num_workers, advance)
-        with progress("checksums", self.num_rows * row_bytes, 1) as advance:
-            checksums = compute_checksums(
-                self.building,
-                self.schema,
-                self.num_rows,
-                self.num_shards,
-                num_threads=max(2, num_workers),
-                advance=advance,
-            )
+        try:
+            with progress("storing", self.num_rows, row_bytes, journal.num_done) as advance:
+                self._write_rows(journal, num_workers, advance)
+            with progress("checksums", self.num_rows * row_bytes, 1) as advance:
+                checksums = compute_checksums(
+                    self.building,
+                    self.schema,
+                    self.num_rows,
+                    self.num_shards,
+                    num_threads=max(2, num_workers),
+                    advance=advance,
+                )
+        except KeyboardInterrupt:
+            self._say_what_is_kept(journal, resume)
+            raise
+        finally:
+            journal.close()
         self._check_written_probes()
         self._commit(checksums)
 
-    def _block_length(self, block: int) -> int:
-        return min(self.block_rows, self.num_rows - block * self.block_rows)
+    def _say_what_is_kept(self, journal: Journal, resume: bool) -> None:
+        kept = f"{journal.num_done:,} of {self.num_rows:,} rows are kept beside {self.directory}"
+        then = "the same build goes on with them"
+        if not resume:
+            then = "a build without `overwrite` and `fresh` goes on with them"
+            if is_store(self.directory):
+                kept, then = f"the store at {self.directory} is as it was", "build it again"
+        _log.warning("interrupted: %s; %s", kept, then)
 
-    def _open_journal(self) -> set[int]:
-        """Make the files, or find those of an interrupted build of the same dataset.
-
-        Returns:
-            The blocks that are written already.
-        """
-        plan = {
+    def _open_journal(self, resume: bool) -> Journal:
+        """Make the files, or find those of an interrupted build of the same dataset."""
+        layout = {
             "num_rows": self.num_rows,
             "num_shards": self.num_shards,
-            "block_rows": self.block_rows,
             "probes": [list(probe) for probe in self.probes],
             **self.schema.to_json(),
         }
-        done = _read_journal(self.building, plan, self._files_are_whole)
-        if done is not None:
-            return done
-        if os.path.lexists(self.building):
-            shutil.rmtree(self.building)
-        make_files(self.directory, self.schema, self.num_rows)
-        with open(self.building / _PLAN, "w", encoding="utf-8") as file:
-            json.dump(plan, file)
-        return set()
-
-    def _files_are_whole(self) -> bool:
-        return all(
-            check_regular(field_path(self.building, field)) == self.num_rows * field.row_bytes
+        sizes = {
+            field_path(Path(), field).name: self.num_rows * field.row_bytes
             for field in self.schema.fields
             if field.row_bytes
-        )
+        }
+        plan = BuildPlan(self.fingerprint, layout, sizes)
+        journal = Journal.resume(self.building, plan) if resume else None
+        if journal is not None:
+            return journal
+        # In new files: a worker of the old build may still have the old ones.
+        if os.path.lexists(self.building):
+            remove_tree(self.building)
+        make_files(self.directory, self.schema, self.num_rows)
+        return Journal.create(self.building, plan)
 
-    def _write_blocks(self, todo: list[int], num_workers: int, advance: Advance) -> None:
-        writer = _BlockWriter(self)
-        # torch's own seed of workers would come from the global generator: the run that builds a
-        # store would have other random numbers than those that find it built.
-        generator = torch.Generator()
-        generator.seed()
-        loader: DataLoader[Any] = DataLoader(
-            writer,
-            batch_size=None,
-            sampler=todo,
+    def _write_rows(self, journal: Journal, num_workers: int, advance: Advance) -> None:
+        ranges = RowRanges(
+            missing_ranges(journal.done, self.num_rows),
+            max_rows=self.max_range_rows,
             num_workers=num_workers,
-            collate_fn=_as_it_is,
-            generator=generator,
+            row_s=self.row_s,
         )
-        written: list[int] = []
+        written: list[range] = []
         last_sync = monotonic()
+
+        def receive(outcome: tuple[range, float]) -> None:
+            nonlocal last_sync
+            rows, duration_s = outcome
+            ranges.note(len(rows), duration_s)
+            written.append(rows)
+            advance(len(rows))
+            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
+                self._note(journal, written)
+                last_sync = monotonic()
+
+        writer = _RangeWriter(self, journal)
         try:
-            for outcome in loader:
-                if isinstance(outcome, _Failure):
-                    outcome.reraise()
-                written.append(outcome)
-                advance(self._block_length(outcome))
-                if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
-                    self._journal(written)
-                    last_sync = monotonic()
+            run_tasks(writer, ranges, num_workers, receive)
         finally:
             writer.close()
-            self._journal(written)
+            self._note(journal, written)
+        assert not missing_ranges(journal.done, self.num_rows)
 
-    def _journal(self, written: list[int]) -> None:
-        # A block is noted only once it is on the disk.
+    def _note(self, journal: Journal, written: list[range]) -> None:
+        # Rows are noted only once they are on the disk.
         sync_files(self.building, self.schema)
-        with open(self.building / _JOURNAL, "a", encoding="ascii") as file:
-            file.writelines(f"{block}\n" for block in written)
-            file.flush()
-            os.fsync(file.fileno())
+        journal.note(written)
         written.clear()
 
     def _check_written_probes(self) -> None:
@@ -271,127 +309,92 @@ class _Build:
             )
             if found != expected:
                 names = ", ".join(field.name for field in self.schema.fields)
-                shutil.rmtree(self.building)
+                remove_tree(self.building)
                 raise random_dataset_error(row, names)
 
     def _commit(self, checksums: dict[str, tuple[str, ...]]) -> None:
         kind = type(self.dataset)
         source = describe_source(dataset=f"{kind.__module__}.{kind.__qualname__}")
         manifest = Manifest(
-            self.num_rows, self.num_shards, self.schema, self.probes, checksums, source
+            self.num_rows,
+            self.num_shards,
+            self.schema,
+            self.probes,
+            checksums,
+            source,
+            self.fingerprint,
         )
         commit(self.directory, manifest)
-        for name in (_PLAN, _JOURNAL):
-            (self.directory / name).unlink()
 
 
-def _read_journal(
-    building: Path, plan: dict[str, Any], files_are_whole: Callable[[], bool]
-) -> set[int] | None:
-    """The blocks that an interrupted build has written; None where there is none to resume."""
-    try:
-        if json.loads((building / _PLAN).read_text(encoding="utf-8")) != plan:
-            return None
-        if not files_are_whole():
-            return None
-        text = (building / _JOURNAL).read_text(encoding="ascii")
-    except (OSError, ValueError, StoreError):
-        # Whatever cannot be read there is no build to resume: a new one starts.
-        return None
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        # A kill cut the last line off; what is noted next must not be joined to it.
-        os.truncate(building / _JOURNAL, len(whole))
-    return {int(line) for line in whole.split() if line.isdecimal()}
-
-
-def _as_it_is(outcome: Any) -> Any:
-    return outcome
-
-
-class _WorkerTracebackError(Exception):
-    """The traceback of a worker process as text, shown as the cause of the error."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """What went wrong in a worker, in a form that crosses processes whatever was raised."""
-
-    error: MemmapError | OSError
-    traceback: str
-
-    def reraise(self) -> None:
-        raise self.error from _WorkerTracebackError(f"\n{self.traceback}")
-
-
-class _BlockWriter(Dataset[Any]):
-    """Item ``k`` is the work on block ``k``: read its rows, check them, write them. Its value is
-    the block's number, or the failure.
+class _RangeWriter:
+    """Reads the rows of a range, checks them and writes them; gives the rows and the seconds.
 
     It holds the directory itself, not its name: a worker that outlives a killed build must not
-    write into the directory that the next build makes in the same place.
+    write into the directory that the next build makes in the same place. And it holds the lock of
+    the journal, by which the next build sees that the worker lives.
     """
 
-    def __init__(self, build: _Build) -> None:
+    def __init__(self, build: _Build, journal: Journal) -> None:
         self._build = build
-        self._directory = os.open(build.building, os.O_RDONLY | os.O_DIRECTORY)
+        self._directory = os.open(build.building, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._journal = journal.descriptor
         self._starts = shard_starts(build.num_rows, build.num_shards).tolist()
+        self._buffers: list[_Buffer] = []
+        self._files: dict[str, int] = {}
 
-    def __getitem__(self, block: int) -> int | _Failure:
-        try:
-            self._write(block)
-        except (MemmapError, OSError) as error:
-            return _Failure(error.with_traceback(None), traceback.format_exc())
-        return block
-
-    def _write(self, block: int) -> None:
-        build = self._build
-        first = block * build.block_rows
-        num_rows = build._block_length(block)
+    def __call__(self, task: tuple[int, int]) -> tuple[range, float]:
+        start = perf_counter()
+        build, (first, num_rows) = self._build, task
+        if not self._buffers:
+            self._buffers = [_Buffer(field, build.max_range_rows) for field in build.schema.fields]
         for index in range(num_rows):
             leaves = read_row(build.dataset, first + index, build.schema)
             for buffer, leaf in zip(self._buffers, leaves, strict=True):
                 buffer.set(index, leaf)
+        exit_if_orphaned()
         for buffer in self._buffers:
             if not buffer.row_bytes:
                 continue
+            file = self._open(buffer.name)
             for shard, rows in _deal(first, num_rows, build.num_shards):
                 place = self._starts[shard] + (first + rows.start) // build.num_shards
-                write_all(buffer.descriptor, buffer.rows(rows), place * buffer.row_bytes)
+                write_all(file, buffer.rows(rows), place * buffer.row_bytes)
+        return range(first, first + num_rows), perf_counter() - start
 
     def close(self) -> None:
-        """Let go of the directory."""
-        os.close(self._directory)
+        """Let go of the directory and the files."""
+        for descriptor in (*self._files.values(), self._directory):
+            os.close(descriptor)
+        self._files = {}
+
+    def _open(self, name: str) -> int:
+        if name not in self._files:
+            if len(self._files) == _MAX_OPEN_FILES:
+                os.close(self._files.pop(next(iter(self._files))))
+            flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._files[name] = os.open(name, flags, dir_fd=self._directory)
+        return self._files[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state.pop("_buffers", None)
-        state["_directory"] = DupFd(self._directory)
-        return state
+        # For a worker that is not forked.
+        held = {"_directory": DupFd(self._directory), "_journal": DupFd(self._journal)}
+        return {**self.__dict__, **held, "_buffers": [], "_files": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _directory=state["_directory"].detach())
-
-    @cached_property
-    def _buffers(self) -> "list[_Buffer]":
-        return [
-            _Buffer(self._directory, field, self._build.block_rows)
-            for field in self._build.schema.fields
-        ]
+        held = {name: state[name].detach() for name in ("_directory", "_journal")}
+        self.__dict__.update(state, **held)
 
 
 class _Buffer:
-    """The rows of one field in one block, and the file that they go to."""
+    """The rows of one field in one range."""
 
-    def __init__(self, directory: int, field: Field, num_rows: int) -> None:
+    def __init__(self, field: Field, num_rows: int) -> None:
+        self.name = field_path(Path(), field).name
         self.row_bytes = field.row_bytes
         self._bytes = np.empty((num_rows, field.row_bytes), np.uint8)
         flat = torch.from_numpy(self._bytes.reshape(-1))
         self._tensor = flat.view(field.dtype).view(num_rows, *field.shape)
-        if self.row_bytes:
-            name = field_path(Path(), field)
-            self.descriptor = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
-            self._close = os.close
 
     def set(self, index: int, leaf: Tensor | np.ndarray) -> None:
         if isinstance(leaf, Tensor):
@@ -402,12 +405,8 @@ class _Buffer:
     def rows(self, rows: range) -> memoryview:
         return np.ascontiguousarray(self._bytes[rows.start : rows.stop : rows.step]).data.cast("B")
 
-    def __del__(self) -> None:
-        if self.row_bytes:
-            self._close(self.descriptor)
-
 
 def _deal(first: int, num_rows: int, num_shards: int) -> Iterator[tuple[int, range]]:
-    """The rows of a block that go to each shard, as positions within the block."""
+    """The rows of a range that go to each shard, as positions within the range."""
     for start in range(min(num_shards, num_rows)):
         yield (first + start) % num_shards, range(start, num_rows, num_shards)

@@ -18,7 +18,7 @@ from time import sleep
 from types import TracebackType
 from typing import Any
 
-from lightning_memmap.store import build_store, writer
+from lightning_memmap.store import build_store, ranges, workers, writer
 from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
 
 REPOSITORY = Path(__file__).parents[3]
@@ -35,7 +35,8 @@ class Build:
         num_shards: Shards of the store.
         num_workers: Processes that read the dataset.
         overwrite: Replace a store of another version.
-        block_rows: Rows that are written at once.
+        fresh: Do not resume.
+        range_rows: Rows that are written at once.
         delay_s: Pause before every 16th row.
         log: File in which each row that is read is noted; none where empty.
         gate: The process that reads row ``gate_row`` writes its id to the file ``<gate>.pid`` and
@@ -45,6 +46,8 @@ class Build:
             file system, counted from 0. -1: never.
         kill_at_row: The builder kills itself when it reads this row. -1: never.
         times: Build so often, with the number of shards going up by one each time.
+        outlived: The workers do not end with the builder, as where the system has no such signal
+            and they are busy with a row.
     """
 
     path: str
@@ -53,7 +56,8 @@ class Build:
     num_shards: int = 3
     num_workers: int = 0
     overwrite: bool = False
-    block_rows: int = 64
+    fresh: bool = False
+    range_rows: int = 64
     delay_s: float = 0.0
     log: str = ""
     gate: str = ""
@@ -61,6 +65,7 @@ class Build:
     kill_at_event: int = -1
     kill_at_row: int = -1
     times: int = 1
+    outlived: bool = False
 
 
 class BuildServer:
@@ -157,9 +162,12 @@ def fork(build: Build) -> int:
 
 
 def build_and_check(build: Build) -> None:
-    # A short build shall have many blocks, each noted as soon as it is written.
-    writer._MAX_BLOCK_ROWS = build.block_rows
-    writer._JOURNAL_INTERVAL_S = 0.0
+    # A short build shall have many ranges of one size, each noted as soon as it is written.
+    writer._MAX_RANGE_ROWS = build.range_rows
+    ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
+    writer._JOURNAL_INTERVAL_S = -1.0
+    if build.outlived:
+        workers.end_with_starter = let_go
     numbered = Numbered(build.num_rows, build.version)
     dataset: Any = numbered
     if build.delay_s:
@@ -179,10 +187,17 @@ def build_and_check(build: Build) -> None:
             num_shards=build.num_shards + index,
             num_workers=build.num_workers,
             overwrite=build.overwrite,
+            fresh=build.fresh,
             progress=False,
+            # The wrappers, and the files that they name, differ from build to build.
+            fingerprint=f"version {build.version}",
         )
         if not holds(store, numbered):
             raise RuntimeError(f"{store} does not hold the rows that were stored")
+
+
+def let_go(worker_id: int) -> None:
+    """A worker that nothing ends but its own work."""
 
 
 class Deadly(Wrapped):

@@ -22,8 +22,8 @@ from tests.unit.store.build_server import Build, BuildServer, killed
 
 OLD, NEW = 1, 2
 NUM_ROWS = 600
-BLOCK_ROWS = 100
-# A row in block 4 that is no probe.
+RANGE_ROWS = 100
+# A row in range 4 that is no probe.
 DEADLY_ROW = 430
 NUM_KILLS = 12
 
@@ -38,7 +38,7 @@ def beginnings(server: BuildServer, tmp_path_factory: pytest.TempPathFactory) ->
     for name in ("overwrite", "resumed overwrite"):
         assert server.run(build_of(paths[name], version=OLD)) == 0
     for name in ("resume", "resumed overwrite"):
-        deadly = build_of(paths[name], kill_at_row=DEADLY_ROW, overwrite=True)
+        deadly = build_of(paths[name], name, kill_at_row=DEADLY_ROW)
         assert killed(server.run(deadly))
         assert building_path(paths[name] / "s").is_dir()
     return paths
@@ -47,8 +47,9 @@ def beginnings(server: BuildServer, tmp_path_factory: pytest.TempPathFactory) ->
 KINDS = ["new", "overwrite", "resume", "resumed overwrite"]
 
 
-def build_of(directory: Path, **arguments: Any) -> Build:
-    values = {"version": NEW, "overwrite": True, "block_rows": BLOCK_ROWS, **arguments}
+def build_of(directory: Path, kind: str = "new", **arguments: Any) -> Build:
+    overwrite = "overwrite" in kind
+    values = {"version": NEW, "overwrite": overwrite, "range_rows": RANGE_ROWS, **arguments}
     return Build(str(directory / "s"), NUM_ROWS, **values)
 
 
@@ -73,8 +74,8 @@ def assert_whole_or_old(directory: Path, kind: str) -> int | None:
     return version
 
 
-def assert_finishes(server: BuildServer, directory: Path) -> None:
-    assert server.run(build_of(directory)) == 0
+def assert_finishes(server: BuildServer, directory: Path, kind: str = "new") -> None:
+    assert server.run(build_of(directory, kind)) == 0
     assert version_in(directory) == NEW
     left = {path.name for path in directory.iterdir()}
     assert left == {"s", ".s.lock"}
@@ -93,12 +94,12 @@ def test_build_killed_before_any_change_of_the_file_system_leaves_a_whole_store_
     for event in range(1000):
         directory = tmp_path / str(event)
         shutil.copytree(beginnings[kind], directory)
-        status = server.run(build_of(directory, kill_at_event=event))
+        status = server.run(build_of(directory, kind, kill_at_event=event))
         if status == 0:
             break
         assert killed(status)
         versions.append(assert_whole_or_old(directory, kind))
-        assert_finishes(server, directory)
+        assert_finishes(server, directory, kind)
         shutil.rmtree(directory)
     else:
         pytest.fail("the build never came to its end")
@@ -122,13 +123,13 @@ def test_build_killed_at_random_moments_leaves_a_whole_store_or_none(
     slow = {"num_workers": num_workers, "delay_s": 0.003}
     shutil.copytree(beginnings[kind], tmp_path / "calibrate")
     start = monotonic()
-    assert server.run(build_of(tmp_path / "calibrate", **slow)) == 0
+    assert server.run(build_of(tmp_path / "calibrate", kind, **slow)) == 0
     duration_s = monotonic() - start
     num_killed = 0
     for index in range(NUM_KILLS if num_workers == 0 else 5):
         directory = tmp_path / str(index)
         shutil.copytree(beginnings[kind], directory)
-        pid = server.start(build_of(directory, **slow))
+        pid = server.start(build_of(directory, kind, **slow))
         sleep(moments.uniform(0, duration_s))
         # With its workers, as when a machine goes down: each builder leads a group of its own.
         os.kill(pid, signal.SIGKILL)
@@ -136,7 +137,7 @@ def test_build_killed_at_random_moments_leaves_a_whole_store_or_none(
             kill_group(pid)
         num_killed += killed(server.wait(pid))
         assert_whole_or_old(directory, kind)
-        assert_finishes(server, directory)
+        assert_finishes(server, directory, kind)
     assert num_killed > 0
 
 
@@ -159,24 +160,44 @@ def test_build_killed_again_and_again_comes_to_its_end(server: BuildServer, tmp_
     assert_finishes(server, tmp_path)
 
 
+def test_build_killed_takes_its_workers_along(server: BuildServer, tmp_path: Path) -> None:
+    # The worker is busy with a row that never ends.
+    gate = tmp_path / "gate"
+    pid = server.start(build_of(tmp_path, num_workers=2, gate=str(gate), gate_row=150))
+    worker = int(wait_for(gate.with_suffix(".pid")).read_text())
+    assert worker != pid
+    assert running(worker)
+    os.kill(pid, signal.SIGKILL)
+    assert killed(server.wait(pid))
+    while running(worker):
+        sleep(0.001)
+    assert_finishes(server, tmp_path)
+
+
+@pytest.mark.parametrize("version", [OLD, NEW], ids=["same dataset", "other dataset"])
 @pytest.mark.parametrize("late", [False, True], ids=["opened", "not yet opened"])
-def test_build_killed_without_its_workers_is_followed_by_a_right_one(
-    server: BuildServer, tmp_path: Path, late: bool
+def test_build_outlived_by_its_worker_is_followed_by_a_right_one(
+    server: BuildServer, tmp_path: Path, late: bool, version: int
 ) -> None:
-    # A worker lives on for a while. What it still writes must not reach the next build, which
-    # is of another dataset: neither where it has opened its files by then nor where it has not.
-    orphan, builder = tmp_path / "orphan", tmp_path / "builder"
-    old = build_of(tmp_path, version=OLD, num_workers=2, gate=str(orphan))
+    # What such a worker still writes must not reach the files of the next build: neither where it
+    # has opened them by then nor where it has not.
+    orphan, builder, log = tmp_path / "orphan", tmp_path / "builder", tmp_path / "log"
+    old = build_of(tmp_path, version=OLD, num_workers=2, gate=str(orphan), outlived=True)
     # Row 100 is the first one that the second worker reads.
-    old_pid = server.start(replace(old, gate_row=100 if late else 150))
+    old_pid = server.start(replace(old, gate_row=100 if late else 350))
     worker = int(wait_for(orphan.with_suffix(".pid")).read_text())
     assert worker != old_pid
     os.kill(old_pid, signal.SIGKILL)
     try:
         # The next builder has written the rows that the worker is about to write.
-        pid = server.start(build_of(tmp_path, gate=str(builder), gate_row=DEADLY_ROW))
+        new = build_of(tmp_path, version=version, log=str(log))
+        pid = server.start(replace(new, gate=str(builder), gate_row=DEADLY_ROW))
         wait_for(builder.with_suffix(".pid"))
+        building = building_path(tmp_path / "s")
+        inodes = {path.stat().st_ino for path in building.glob("*.memmap")}
+        held = {os.stat(f"/proc/{worker}/fd/{name}").st_ino for name in open_files(worker)}
         assert running(worker)
+        assert not inodes & held
         orphan.touch()
         while running(worker):
             sleep(0.001)
@@ -186,7 +207,16 @@ def test_build_killed_without_its_workers_is_followed_by_a_right_one(
         # Not reaped yet, so that the group's id is still its own.
         os.killpg(old_pid, signal.SIGKILL)
         assert killed(server.wait(old_pid))
-    assert version_in(tmp_path) == NEW
+    assert set(rows_in(log)) == set(range(NUM_ROWS))
+    assert version_in(tmp_path) == version
+
+
+def open_files(pid: int) -> list[str]:
+    return [
+        name
+        for name in os.listdir(f"/proc/{pid}/fd")
+        if os.readlink(f"/proc/{pid}/fd/{name}").split(" ")[0].endswith(".memmap")
+    ]
 
 
 def wait_for(path: Path) -> Path:
@@ -217,7 +247,7 @@ def test_build_resumed_after_a_kill_reads_only_what_is_missing(
     shutil.copytree(beginnings["resume"], directory)
     assert server.run(build_of(directory, log=str(log), num_workers=num_workers)) == 0
     read = rows_in(log)
-    done = DEADLY_ROW // BLOCK_ROWS * BLOCK_ROWS
+    done = DEADLY_ROW // RANGE_ROWS * RANGE_ROWS
     probes = set(probe_rows(NUM_ROWS))
     assert {row for row in read if row < done} <= probes
     assert sorted(set(read) | probes) == sorted(probes | set(range(done, NUM_ROWS)))
@@ -228,20 +258,31 @@ def test_build_resumed_after_a_kill_reads_only_what_is_missing(
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_build_resumed_after_an_exception_reads_only_what_is_missing(
-    tmp_path: Path, num_workers: int
+    tmp_path: Path, num_workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # In this process, with blocks of the size that users have: 1024 rows.
+    # In this process, with ranges as users have them.
     numbered = Numbered(5000)
+    arguments: dict[str, Any] = {"num_shards": 3, "progress": False, "fingerprint": "numbered"}
     broken = Replaced(numbered, {3500: OSError("unplugged")})
     with pytest.raises(DatasetError, match="row 3500"):
-        build_store(broken, tmp_path / "s", num_shards=3, num_workers=num_workers, progress=False)
+        build_store(broken, tmp_path / "s", num_workers=num_workers, **arguments)
     with pytest.raises(StoreNotFoundError):
         open_store(tmp_path / "s")
+    lines = (building_path(tmp_path / "s") / "journal").read_text().splitlines()
+    done = {
+        row
+        for first, count in (map(int, line.split()) for line in lines)
+        for row in range(first, first + count)
+    }
+    assert done
     mended = Counting(numbered)
-    store = build_store(mended, tmp_path / "s", num_shards=3, progress=False)
+    store = build_store(mended, tmp_path / "s", **arguments)
     assert holds(store, numbered)
-    assert {row for row in mended.rows if row < 3072} <= set(probe_rows(5000))
-    assert set(range(3072, 5000)) <= set(mended.rows)
+    how = f"resuming: {len(done):,} of 5,000 rows were written by process {os.getpid()} on"
+    assert how in caplog.text
+    assert "fresh=True (--fresh) starts anew" in caplog.text
+    assert {row for row in mended.rows if row in done} <= set(probe_rows(5000))
+    assert set(range(5000)) - done <= set(mended.rows)
 
 
 @pytest.mark.parametrize(
@@ -249,11 +290,12 @@ def test_build_resumed_after_an_exception_reads_only_what_is_missing(
     [
         {"version": OLD},
         {"num_shards": 4},
-        {"block_rows": 50},
+        {"fresh": True},
+        {"overwrite": True},
     ],
     ids=str,
 )
-def test_build_resumed_with_other_dataset_or_layout_starts_anew(
+def test_build_that_must_not_resume_starts_anew(
     server: BuildServer, beginnings: dict[str, Path], tmp_path: Path, change: dict[str, int]
 ) -> None:
     directory, log = tmp_path / "resume", tmp_path / "log"
@@ -296,13 +338,14 @@ def test_build_resumed_from_what_cannot_be_trusted_starts_anew(
     assert before == (outside.read_bytes() if outside.exists() else b"")
 
 
-@pytest.mark.parametrize("torn", [b"1", b"2", b"\0\0\0", b"1\n\0"])
+@pytest.mark.parametrize("torn", [b"1", b"160 1", b"\0\0\0", b"1\n\0"])
 def test_build_resumed_from_a_torn_journal_stores_every_row(
     server: BuildServer, tmp_path: Path, torn: bytes
 ) -> None:
     # The power went while a line of the journal was written. What the next builder notes must
-    # not be joined to the rest of that line: "1" and "8" would make a block 18 that nobody wrote.
-    build = replace(build_of(tmp_path), block_rows=20)
+    # not be joined to the rest of that line: "160 1" and "180 20" would make a line of rows that
+    # nobody wrote.
+    build = replace(build_of(tmp_path), range_rows=20)
     assert killed(server.run(replace(build, kill_at_row=170)))
     journal = building_path(tmp_path / "s") / "journal"
     with open(journal, "ab") as file:
@@ -313,19 +356,20 @@ def test_build_resumed_from_a_torn_journal_stores_every_row(
     assert version_in(tmp_path) == NEW
 
 
-def test_build_journal_names_only_blocks_whose_rows_are_in_the_files(
+def test_build_journal_names_only_rows_that_are_in_the_files(
     beginnings: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = tmp_path / "resume"
     shutil.copytree(beginnings["resume"], directory)
     building = building_path(directory / "s")
-    done = [int(line) for line in (building / "journal").read_text().splitlines()]
-    assert done == list(range(DEADLY_ROW // BLOCK_ROWS))
+    lines = [line.split() for line in (building / "journal").read_text().splitlines()]
+    done = {int(first) + row for first, count in lines for row in range(int(count))}
+    assert done == set(range(DEADLY_ROW // RANGE_ROWS * RANGE_ROWS))
     # Shard 0 of 3 comes first: rows 0, 3, 6, ...
     labels = torch.frombuffer(
         bytearray((building / "label.memmap").read_bytes()), dtype=torch.int64
     )
-    rows = torch.arange(0, len(done) * BLOCK_ROWS, 3)
+    rows = torch.arange(0, len(done), 3)
     assert torch.equal(labels[: len(rows)], Numbered(NUM_ROWS, NEW).expected()["label"][rows])
 
 
@@ -406,6 +450,6 @@ def test_build_of_an_interrupted_replacement_finishes_it_first(tmp_path: Path) -
     stored(building_path(path), NEW)
     stored(old_path(path), OLD)
     dataset = Counting(Numbered(NUM_ROWS, NEW))
-    build_store(dataset, path, num_shards=3, progress=False)
+    build_store(dataset, path, num_shards=3, progress=False, check="off")
     assert len(dataset.rows) <= 8
     assert version_in(tmp_path) == NEW

@@ -1,0 +1,246 @@
+"""What a dataset is known by without reading a row of it."""
+
+import dataclasses
+import enum
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+#: Classes of these are known by their name alone: they change with a release, not with a dataset.
+_KNOWN_MODULES = {*sys.stdlib_module_names, "torch", "numpy", "lightning"}
+_MAX_DEPTH = 8
+_MAX_PARTS = 512
+_MAX_TEXT_LENGTH = 1024
+_MAX_ITEMS = 2**20
+#: Arrays are hashed whole up to so many bytes of all of them, and then in pieces.
+_MAX_HASHED_BYTES = 2**30
+_NUM_PIECES, _PIECE_BYTES = 64, 2**20
+#: Private attributes of other types are caches and open files as often as not.
+_SETTLED_TYPES = (str, bytes, int, float, tuple, os.PathLike, np.ndarray, Tensor, Dataset)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The identity of a dataset, in parts with names, so that a difference can be named.
+
+    The default parts are the class, the length, the source text of the class, and the attributes:
+    values and containers of values by content, datasets within by their own parts, anything else
+    by its type. An attribute that is the path of a file stands for its size and time as well. No
+    part sees what lies below a directory, nor the functions that the class calls.
+
+    Args:
+        parts: Text or digest by name of the part.
+        given: What the user has given. It decides alone where both sides have one.
+    """
+
+    parts: Mapping[str, str]
+    given: str | None = None
+
+    @classmethod
+    def of(cls, dataset: Any, given: str | None = None) -> "Fingerprint":
+        """The identity of a dataset, of which no row is read."""
+        reader = _Reader()
+        reader.parts["its length"] = str(len(dataset))
+        reader.read(dataset, "", 0)
+        return cls(reader.parts, given)
+
+    def difference(self, other: "Fingerprint") -> str | None:
+        """What has changed from this identity to another one, in words; None where nothing has."""
+        if other.given is not None:
+            if self.given == other.given:
+                return None
+            was = "had none" if self.given is None else f"was {self.given!r}"
+            return f"its fingerprint {was} and is {other.given!r}"
+        changed = [
+            name
+            for name in dict.fromkeys((*self.parts, *other.parts))
+            if self.parts.get(name) != other.parts.get(name)
+            and not (_is_private(name) and (name in self.parts) != (name in other.parts))
+        ]
+        if not changed:
+            return None
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        return f"{', '.join(changed[:3])}{more} changed"
+
+    def to_json(self) -> dict[str, Any]:
+        """This identity as JSON values."""
+        return {"given": self.given, "parts": dict(self.parts)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Fingerprint":
+        """Read an identity from JSON values that nobody has checked.
+
+        Raises:
+            ValueError: They describe none.
+        """
+        parts, given = (
+            (value.get("parts"), value.get("given")) if isinstance(value, dict) else (0, 0)
+        )
+        if not isinstance(parts, dict) or not isinstance(given, str | None):
+            raise ValueError("its fingerprint is no table")
+        texts = [*parts, *parts.values(), given or ""]
+        if not all(isinstance(text, str) and len(text) <= _MAX_TEXT_LENGTH for text in texts):
+            raise ValueError("its fingerprint is not a table of short texts")
+        return cls(parts, given)
+
+
+def check_given(given: str | None, name: str = "fingerprint") -> None:
+    """Check what a user gives as a fingerprint.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: It is empty or too long.
+    """
+    if given is None:
+        return
+    if not isinstance(given, str):
+        raise TypeError(f"{name}={given!r}: give a string that changes whenever the rows do")
+    if not 0 < len(given) <= _MAX_TEXT_LENGTH:
+        raise ValueError(
+            f"{name} has {len(given)} characters: give 1 to {_MAX_TEXT_LENGTH}, such as a version"
+            " or a hash"
+        )
+
+
+def _is_private(name: str) -> bool:
+    """Whether a part is that of a private attribute, which may come and go."""
+    return name.startswith("attribute ") and name.split(" ")[1].rpartition(".")[2].startswith("_")
+
+
+class _Reader:
+    """Collects the parts of a dataset, and of those within it."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, str] = {}
+        self._bytes_left = _MAX_HASHED_BYTES
+        self._encoder = json.JSONEncoder(default=self._describe)
+
+    def read(self, dataset: Any, prefix: str, depth: int) -> None:
+        """Add the parts of a dataset whose attributes are named with this prefix."""
+        kind = type(dataset)
+        # Without its module, which is another one where the same file is run and imported.
+        self._add(f"class of {prefix[:-1]}" if prefix else "its class", kind.__qualname__)
+        for base in kind.__mro__:
+            if (source := _source(base)) is not None:
+                self._add(f"source of class {base.__qualname__}", _digest(source))
+        if isinstance(dataset, (list, tuple, dict)):
+            self._add("its items", self._encode(dataset))
+        for name, value in islice(getattr(dataset, "__dict__", {}).items(), _MAX_PARTS):
+            if name.startswith("_") and not isinstance(value, _SETTLED_TYPES):
+                continue
+            self._read_attribute(f"{prefix}{name}", value, depth)
+
+    def _read_attribute(self, name: str, value: Any, depth: int) -> None:
+        if depth < _MAX_DEPTH and isinstance(value, Dataset):
+            self.read(value, f"{name}.", depth + 1)
+            return
+        within = value if isinstance(value, (list, tuple)) and len(value) <= 64 else ()
+        if within and depth < _MAX_DEPTH and all(isinstance(item, Dataset) for item in within):
+            for index, item in enumerate(within):
+                self.read(item, f"{name}.{index}.", depth + 1)
+            return
+        self._add(f"attribute {name}", self._encode(value))
+        if isinstance(value, (str, os.PathLike)) and (state := _file_state(value)):
+            self._add(f"the file of attribute {name}", state)
+
+    def _add(self, name: str, text: str) -> None:
+        name, text = (part[: _MAX_TEXT_LENGTH // 2] for part in (name, text))
+        if len(self.parts) >= _MAX_PARTS and name not in self.parts:
+            name, text = "the rest of it", _digest(self.parts.get("the rest of it", "") + text)
+        self.parts[name] = text
+
+    def _encode(self, value: Any) -> str:
+        if isinstance(value, (list, tuple)) and len(value) > _MAX_ITEMS:
+            step = -(-len(value) // _MAX_ITEMS)
+            value = [len(value), list(islice(value, 0, None, step))]
+        try:
+            text = self._encoder.encode(value)
+        except (TypeError, ValueError, RecursionError):  # Keys of other types, circles, depth.
+            text = f"type {type(value).__qualname__}"
+        return _digest(text)
+
+    def _describe(self, value: Any) -> Any:
+        """What JSON cannot hold, as something that it can."""
+        if isinstance(value, Tensor):
+            what = [str(value.dtype), list(value.shape)]
+            if value.device.type == "cpu" and value.layout == torch.strided:
+                plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+                what.append(self._hash(plain.view(torch.uint8).numpy()))
+            return what
+        if isinstance(value, np.ndarray):
+            if value.dtype.hasobject:
+                return [list(value.shape), value.reshape(-1).tolist()]
+            flat = np.ascontiguousarray(value).reshape(-1)
+            return [value.dtype.str, list(value.shape), self._hash(flat.view(np.uint8))]
+        if isinstance(value, (bytes, bytearray)):
+            return self._hash(np.frombuffer(value, np.uint8))
+        if isinstance(value, (set, frozenset)):
+            return sorted(self._encoder.encode(item) for item in value)
+        if isinstance(value, os.PathLike):
+            return os.fsdecode(value)
+        if isinstance(value, (np.generic, range, slice, complex, enum.Enum)):
+            return repr(value)
+        if isinstance(value, Dataset):
+            within = _Reader()
+            within.read(value, "", _MAX_DEPTH)
+            return within.parts
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = dataclasses.fields(value)
+            return {field.name: getattr(value, field.name, None) for field in fields}
+        if callable(getattr(value, "close", None)):
+            return None  # An open file is as good as one that is yet to be opened.
+        named = value if hasattr(value, "__qualname__") else type(value)
+        return f"type {named.__qualname__}"
+
+    def _hash(self, data: NDArray[np.uint8]) -> str:
+        digest = xxhash.xxh3_64()
+        if len(data) <= self._bytes_left:
+            self._bytes_left -= len(data)
+            digest.update(data.data)
+        else:
+            for piece in _pieces(data):
+                digest.update(np.ascontiguousarray(piece).data)
+        return digest.hexdigest()
+
+
+def _pieces(data: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+    last = max(0, len(data) - _PIECE_BYTES)
+    for start in np.linspace(0, last, _NUM_PIECES).astype(np.int64).tolist():
+        yield data[start : start + _PIECE_BYTES]
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
+
+
+def _source(kind: type) -> str | None:
+    if kind.__module__.partition(".")[0] in _KNOWN_MODULES:
+        return None
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError, SyntaxError):  # Made at a prompt, or by a compiled module.
+        return None
+
+
+def _file_state(path: str | os.PathLike[Any]) -> str | None:
+    """Size and time of a file; None for what is no path of one."""
+    if not os.path.isabs(path) and not os.path.dirname(path) and isinstance(path, str):
+        return None  # A word, not a path.
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    is_directory = os.path.isdir(path)
+    return None if is_directory else f"{state.st_size} bytes, {state.st_mtime_ns} ns"

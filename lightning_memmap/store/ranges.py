@@ -1,0 +1,71 @@
+"""Rows dealt out as ranges: about a second of work each, whatever a row costs."""
+
+from collections.abc import Iterable, Iterator
+
+#: Work of one range: often enough for the progress bar and the journal, seldom enough to be cheap.
+_RANGE_S = 1.0
+#: Towards the end ranges get smaller, so that all workers end together; not smaller than this.
+_MIN_RANGE_S = 0.05
+
+
+class RowRanges:
+    """Ranges of rows as pairs of first row and count, drawn while others are worked on.
+
+    Args:
+        todo: The rows, in ranges of any size.
+        max_rows: Rows of a range at most.
+        num_workers: Processes that work on them.
+        row_s: What a row costs, in seconds, as far as it is known. `note` improves it.
+    """
+
+    def __init__(
+        self, todo: Iterable[range], *, max_rows: int, num_workers: int, row_s: float
+    ) -> None:
+        self._todo = [rows for rows in todo if rows]
+        self._max_rows = max_rows
+        self._num_workers = num_workers
+        self._row_s = row_s
+        self._num_left = sum(map(len, self._todo))
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for rows in self._todo:
+            first = rows.start
+            while first < rows.stop:
+                count = min(self._next_count(), rows.stop - first)
+                self._num_left -= count
+                yield first, count
+                first += count
+
+    def note(self, num_rows: int, duration_s: float) -> None:
+        """Learn from a range that was worked on."""
+        self._row_s = (self._row_s + duration_s / num_rows) / 2
+
+    def _next_count(self) -> int:
+        row_s = max(self._row_s, 1e-9)
+        wanted = _RANGE_S / row_s
+        if self._num_workers > 1:
+            # Each worker has a range in work and one that waits.
+            fair = self._num_left / (2 * self._num_workers)
+            wanted = min(wanted, max(fair, _MIN_RANGE_S / row_s))
+        return max(1, min(self._max_rows, int(wanted)))
+
+
+def merge_ranges(ranges: Iterable[range]) -> list[range]:
+    """The same rows in as few ranges as can be, in ascending order."""
+    merged: list[range] = []
+    for rows in sorted(ranges, key=lambda rows: rows.start):
+        if merged and rows.start <= merged[-1].stop:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, rows.stop))
+        else:
+            merged.append(rows)
+    return merged
+
+
+def missing_ranges(done: Iterable[range], num_rows: int) -> list[range]:
+    """The rows from 0 to ``num_rows`` that are in none of the ranges."""
+    missing, first = [], 0
+    for rows in (*merge_ranges(done), range(num_rows, num_rows)):
+        if rows.start > first:
+            missing.append(range(first, rows.start))
+        first = max(first, rows.stop)
+    return missing

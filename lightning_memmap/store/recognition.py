@@ -1,0 +1,201 @@
+"""Whether a dataset is the one that a store was built from."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from lightning_memmap.errors import DatasetError, SchemaError
+from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.probes import hash_row, leaf_bytes, read_row
+from lightning_memmap.store.progress import ShowProgress, no_progress
+from lightning_memmap.store.ranges import RowRanges
+from lightning_memmap.store.workers import run_tasks
+
+if TYPE_CHECKING:
+    from lightning_memmap.store.reader import Store
+
+#: How a dataset is compared with a store: by its identity and probe rows, by all rows, or not.
+Check = Literal["probes", "full", "off"]
+
+_MAX_RANGE_ROWS = 4096
+_FIRST_ROW_S = 0.1
+_log = logging.getLogger(__name__)
+
+
+def check_choice(check: str) -> None:
+    """Check that there is such a check.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if check not in get_args(Check):
+        raise ValueError(f"check={check!r}: choose one of {', '.join(get_args(Check))}")
+
+
+def check_briefly(
+    store: "Store", dataset: Any, given: str | None, *, check: str = "probes", num_workers: int = 0
+) -> bool:
+    """Check that a dataset may be the one that a store was built from: by the fingerprint that the
+    user has given, or else by schema and probe rows; by its length in any case.
+
+    Args:
+        store: The open store.
+        dataset: The dataset.
+        given: The fingerprint that the user has given for it, if any.
+        check: With ``"off"``, the schema is compared, and no probe row.
+        num_workers: Processes that read the dataset; with 0, this one.
+
+    Returns:
+        Whether the fingerprint has decided it.
+
+    Raises:
+        DatasetError: The store was built from another dataset. The message says what differs.
+    """
+    num_rows = len(dataset)
+    if num_rows != store.num_rows:
+        raise _other_dataset(store, f"the dataset has {num_rows} rows, the store {store.num_rows}")
+    stored = store.manifest.fingerprint
+    if given is not None and stored is not None and stored.given is not None:
+        if given != stored.given:
+            found = f"fingerprint={given!r}, and that of the store is {stored.given!r}"
+            raise _other_dataset(store, found)
+        return True
+    digests = {0: None} if check == "off" else dict(store.manifest.probes)
+    tasks = list(digests)
+    work = _ProbeCheck(dataset, store, digests)
+    run_tasks(work, tasks, min(num_workers, len(tasks)), lambda nothing: None)
+    return False
+
+
+def recognise(
+    store: "Store",
+    dataset: Any,
+    given: str | None,
+    *,
+    check: str = "probes",
+    num_workers: int = 0,
+    progress: ShowProgress = no_progress,
+) -> Fingerprint | None:
+    """Check that a store was built from a dataset, and compare as few rows as that takes.
+
+    Beyond `check_briefly`, all rows are compared with ``check="full"``, and with ``"probes"`` where
+    the identity of the dataset is not that of the store.
+
+    Args:
+        store: The open store.
+        dataset: The dataset.
+        given: The fingerprint that the user has given for it, if any.
+        check: One of `Check`.
+        num_workers: Processes that read the dataset; with 0, this one.
+        progress: Shows how far the comparison of all rows is.
+
+    Returns:
+        The identity to be recorded in the store after all rows were found equal; None where it
+        has it already, or not all were compared.
+
+    Raises:
+        DatasetError: The store was built from another dataset. The message names the row.
+    """
+    # Before a row is read: a dataset may keep what it has read.
+    fingerprint = Fingerprint.of(dataset, given)
+    if check_briefly(store, dataset, given, check=check, num_workers=num_workers):
+        return None
+    if check == "off":
+        return None
+    stored = store.manifest.fingerprint
+    if stored is not None:
+        changed = stored.difference(fingerprint)
+        # All rows are those that the user's fingerprint stood for.
+        fingerprint = replace(fingerprint, given=given or stored.given)
+    else:
+        changed = None if given is None else "the store has no fingerprint yet"
+    if check == "probes":
+        if changed is None:
+            return None
+        _log.warning(
+            "the store at %s may be of another dataset: %s. All %s rows are compared with it, once;"
+            " give a fingerprint of your own (fingerprint=, --fingerprint) to spare that",
+            store.path,
+            changed,
+            f"{store.num_rows:,}",
+        )
+    _compare_all(store, dataset, num_workers, progress)
+    return None if fingerprint == stored else fingerprint
+
+
+def _compare_all(store: "Store", dataset: Any, num_workers: int, progress: ShowProgress) -> None:
+    ranges = RowRanges(
+        [range(store.num_rows)],
+        max_rows=_MAX_RANGE_ROWS,
+        num_workers=num_workers,
+        row_s=_FIRST_ROW_S,
+    )
+    num_compared = 0
+    with progress("comparing", store.num_rows, store.manifest.row_bytes) as advance:
+
+        def receive(outcome: tuple[int, float]) -> None:
+            nonlocal num_compared
+            ranges.note(*outcome)
+            num_compared += outcome[0]
+            advance(outcome[0])
+
+        run_tasks(_RowCheck(dataset, store), ranges, num_workers, receive)
+    assert num_compared == store.num_rows
+
+
+def _read_bytes(dataset: Any, row: int, store: "Store") -> list[np.ndarray]:
+    try:
+        return [leaf_bytes(leaf) for leaf in read_row(dataset, row, store.schema)]
+    except SchemaError as error:
+        raise _other_dataset(store, str(error)) from error
+
+
+def _other_dataset(store: "Store", found: str) -> DatasetError:
+    return DatasetError(
+        f"{found}: the store at {store.path} was built from another dataset. Build it anew"
+        " (`overwrite=True`, or `lightning-memmap store build --overwrite`), choose another"
+        " `store_dir`, or give no dataset to use the store as it is"
+    )
+
+
+@dataclass(frozen=True)
+class _ProbeCheck:
+    """Compares a row's schema with that of a store, and its hash where it is known."""
+
+    dataset: Any
+    store: "Store"
+    digests: Mapping[int, str | None]
+
+    def __call__(self, row: int) -> None:
+        found, expected = hash_row(_read_bytes(self.dataset, row, self.store)), self.digests[row]
+        if expected is not None and found != expected:
+            raise _other_dataset(
+                self.store, f"row {row} of the dataset differs from the stored row"
+            )
+
+
+@dataclass(frozen=True)
+class _RowCheck:
+    """Compares a range of rows with those of a store; gives their number and the seconds."""
+
+    dataset: Any
+    store: "Store"
+
+    def __call__(self, task: tuple[int, int]) -> tuple[int, float]:
+        start = perf_counter()
+        store, (first, count) = self.store, task
+        for row in range(first, first + count):
+            place = store.place(row)
+            found = _read_bytes(self.dataset, row, store)
+            for field, tensor, leaf in zip(store.schema.fields, store.tensors, found, strict=True):
+                if not np.array_equal(leaf, leaf_bytes(tensor[place])):
+                    raise _other_dataset(
+                        store,
+                        f"row {row} of the dataset differs from the stored row, in field"
+                        f" {field.name!r}",
+                    )
+        return count, perf_counter() - start

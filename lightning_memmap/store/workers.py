@@ -1,0 +1,139 @@
+"""Work on a dataset in worker processes, which end with the process that started them."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memmap.errors import DatasetError, MemmapError
+
+Task = TypeVar("Task")
+Outcome = TypeVar("Outcome")
+
+_PR_SET_PDEATHSIG = 1
+#: In a worker, the process that it was started by.
+_starter: int | None = None
+
+
+def run_tasks(
+    work: Callable[[Task], Outcome],
+    tasks: Iterable[Task],
+    num_workers: int,
+    receive: Callable[[Outcome], None],
+) -> None:
+    """Do tasks, and hand each outcome on as soon as it is there, in any order.
+
+    Args:
+        work: Does one task. In worker processes it must not rely on what other tasks did.
+        tasks: Drawn one by one, no more than two ahead for each worker.
+        num_workers: Processes; with 0, this one does all tasks.
+        receive: Called in this process with each outcome.
+
+    Raises:
+        MemmapError: A task raised it.
+        OSError: A task raised it.
+        DatasetError: A task raised anything else, or its process was killed.
+    """
+    # torch's own seed of workers would come from the global generator: the run that builds a
+    # store would have other random numbers than those that find it built.
+    generator = torch.Generator()
+    generator.seed()
+    loader: DataLoader[Any] = DataLoader(
+        _Tasks(work),
+        batch_size=None,
+        sampler=tasks,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        generator=generator,
+        worker_init_fn=end_with_starter,
+        in_order=False,
+    )
+    try:
+        for outcome in loader:
+            if isinstance(outcome, _Failure):
+                outcome.reraise()
+            receive(outcome)
+    except RuntimeError as error:
+        # torch has no class for it. It is raised by a signal handler, anywhere in the loop.
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise DatasetError(
+            f"a worker process that read the dataset has died ({error}). If memory ran out, use a"
+            f" smaller num_workers than {num_workers}; num_workers=0 reads in this process and"
+            " shows where it dies. What was stored is kept"
+        ) from error
+
+
+def describe_error(error: Exception) -> str:
+    """An exception of a dataset as text, even if it cannot say what it is."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as other:
+        return f"{type(error).__name__}, whose message raised {type(other).__name__}"
+
+
+def end_with_starter(worker_id: int) -> None:
+    """Let this worker process be killed when the process that started it ends."""
+    global _starter
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    _starter = os.getppid()
+    if sys.platform == "linux":
+        # It comes with the end of the thread that started this process, which waits for the tasks.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It does not come if that end was before.
+    if _starter != parent.pid and multiprocessing.get_start_method() != "forkserver":
+        os._exit(1)
+    exit_if_orphaned()
+
+
+def exit_if_orphaned() -> None:
+    """End this process if it is a worker and the process that started it is gone."""
+    parent = multiprocessing.parent_process()
+    if _starter is not None and (
+        os.getppid() != _starter or parent is None or not parent.is_alive()
+    ):
+        os._exit(1)
+
+
+def _as_it_is(outcome: Any) -> Any:
+    return outcome
+
+
+class _WorkerTracebackError(Exception):
+    """The traceback of a worker process as text, shown as the cause of the error."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What went wrong in a task, in a form that crosses processes whatever was raised."""
+
+    error: MemmapError | OSError
+    traceback: str
+
+    def reraise(self) -> None:
+        raise self.error from _WorkerTracebackError(f"\n{self.traceback}")
+
+
+class _Tasks(Dataset[Any], Generic[Task, Outcome]):
+    """Item ``task`` is the outcome of the task, or its failure."""
+
+    def __init__(self, work: Callable[[Task], Outcome]) -> None:
+        self._work = work
+
+    def __getitem__(self, task: Task) -> Outcome | _Failure:
+        exit_if_orphaned()
+        try:
+            return self._work(task)
+        except (MemmapError, OSError) as error:
+            return _Failure(error.with_traceback(None), traceback.format_exc())
+        except Exception as error:
+            return _Failure(DatasetError(describe_error(error)), traceback.format_exc())
