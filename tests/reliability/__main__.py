@@ -51,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
             for fault, text in outcome.faults:
                 console.print(f"{case}: {fault.value}: {text}", markup=False, style="red")
                 console.print(f"repeat: python -m tests.reliability --case {case}", markup=False)
-    Console().print(report.table())
+    # Where the output is no terminal, there is room.
+    Console(width=None if sys.stdout.isatty() else 140).print(report.table())
     if options.write:
         command = "python -m tests.reliability " + shlex.join(arguments or sys.argv[1:])
         report.write(options.write, command)

@@ -47,8 +47,8 @@ class Calls:
         mode: ``before``: this process is killed before the call; ``after``: after it; ``torn``:
             after one half of the bytes is written; ``ENOSPC`` and ``EIO``: the call fails;
             ``count``: nothing happens.
-        who: Whose calls count: those of the process that installs this, or of its workers, each with
-            a number of its own.
+        who: Whose calls count: those of the process that installs this, or of its workers, each
+            with a number of its own.
         log: Directory in which the names of the calls are noted, a file for each process.
     """
 

@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.store import writer
 from tests.datasets import in_dataset_order
 from tests.reliability.calls import Calls, Mode
 from tests.reliability.dataset import Edited, Files, expected_rows, files
 from tests.reliability.forks import Forked, Raised, call, orphans, wait_for_orphans
 from tests.reliability.outcome import Fault, Outcome, Subject
+from tests.unit.store.build_server import write_ranges_of
 
 Beginning = Literal["new", "overwrite", "resumed"]
 Victim = Literal["parent", "worker"]
@@ -28,7 +28,7 @@ VICTIMS: tuple[Victim, ...] = ("parent", "worker")
 
 NUM_ROWS = 600
 NUM_SHARDS = 3
-_BLOCK_ROWS = 100
+_RANGE_ROWS = 100
 _STORE = "s"
 #: The edition of the store that is overwritten; of the build that is killed; of a later one.
 OLD, NEW, CHANGED = 1, 2, 3
@@ -66,9 +66,7 @@ class Build:
 
     def run(self, subject: Subject, calls: Calls | None = None) -> None:
         """Build the store, in this process."""
-        # A short build shall have many blocks, each noted as soon as it is written.
-        writer._MAX_BLOCK_ROWS = _BLOCK_ROWS
-        writer._JOURNAL_INTERVAL_S = 0.0
+        write_ranges_of(_RANGE_ROWS)
         files.__dict__.update(self.files.__dict__)
         if calls is not None:
             calls.install()

@@ -73,7 +73,7 @@ def _open_all(subject: Subject, pristine: Path, path: Path, seed: int, progress:
     findings = _Findings(0, [])
     original = Manifest.read(pristine)
     signal.signal(signal.SIGALRM, _stop)
-    manifest_fuzz.open_store = subject.open  # type: ignore[attr-defined]
+    manifest_fuzz.open_store = subject.open  # type: ignore[assignment]
     # What is imported when it is first needed is imported now.
     subject.open(pristine)
     with open(progress, "wb", buffering=0) as done, _guarded(path, findings):

@@ -162,10 +162,7 @@ def fork(build: Build) -> int:
 
 
 def build_and_check(build: Build) -> None:
-    # A short build shall have many ranges of one size, each noted as soon as it is written.
-    writer._MAX_RANGE_ROWS = build.range_rows
-    ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
-    writer._JOURNAL_INTERVAL_S = -1.0
+    write_ranges_of(build.range_rows)
     if build.outlived:
         workers.end_with_starter = let_go
     numbered = Numbered(build.num_rows, build.version)
@@ -194,6 +191,14 @@ def build_and_check(build: Build) -> None:
         )
         if not holds(store, numbered):
             raise RuntimeError(f"{store} does not hold the rows that were stored")
+
+
+def write_ranges_of(num_rows: int) -> None:
+    """Let builds of this process write ranges of one size, each noted as soon as it is written, so
+    that a short build has many of them."""
+    writer._MAX_RANGE_ROWS = num_rows
+    ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
+    writer._JOURNAL_INTERVAL_S = -1.0
 
 
 def let_go(worker_id: int) -> None:
