@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-Mode = Literal["count", "before", "after", "torn", "ENOSPC", "EIO"]
+Mode = Literal["count", "before", "after", "torn", "short", "ENOSPC", "EIO"]
 
 _CALLS = (
     "chmod", "close", "fchmod", "fdatasync", "fsync", "ftruncate", "link", "mkdir", "open",
@@ -31,7 +31,7 @@ _READS = ("close", "pread", "read")
 
 def makes_sense(mode: Mode, name: str) -> bool:
     """Whether it makes a difference to let a call go wrong in this way."""
-    if mode == "torn":
+    if mode in ("torn", "short"):
         return name in WRITES
     if mode == "after":
         return name not in _READS
@@ -45,8 +45,9 @@ class Calls:
         root: Only what lies below this directory counts.
         number: Number of the call that goes wrong, counted from 0.
         mode: ``before``: this process is killed before the call; ``after``: after it; ``torn``:
-            after one half of the bytes is written; ``ENOSPC`` and ``EIO``: the call fails;
-            ``count``: nothing happens.
+            after one half of the bytes is written; ``short``: the call writes one half of the
+            bytes, and the next one that writes finds the disk full; ``ENOSPC`` and ``EIO``: the
+            call fails; ``count``: nothing happens.
         who: Whose calls count: those of the process that installs this, or of its workers, each
             with a number of its own.
         log: Directory in which the names of the calls are noted, a file for each process.
@@ -61,6 +62,7 @@ class Calls:
         log: Path | None = None,
     ) -> None:
         self._next = 0
+        self._is_full = False
         self._log = log
         self._root = os.path.realpath(root)
         self._number = number
@@ -166,6 +168,10 @@ class Calls:
             if self._log is not None:
                 with self._open(self._log / str(os.getpid()), "a") as file:
                     file.write(f"{name}\n")
+            is_full = self._is_full and bool(data)
+            self._is_full = self._is_full and not is_full
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if number != self._number or self._mode == "count":
             return original(*data)
         if self._mode in ("ENOSPC", "EIO"):
@@ -176,8 +182,11 @@ class Calls:
             raise OSError(code, os.strerror(code))
         if self._mode == "after":
             original(*data)
-        if self._mode == "torn" and data:
+        if self._mode in ("torn", "short") and data:
             part = memoryview(data[0]).cast("B")
-            original(part[: len(part) // 2])
+            done = original(part[: len(part) // 2])
+            if self._mode == "short":
+                self._is_full = True
+                return done
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("a killed process goes on")

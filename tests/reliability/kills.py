@@ -126,7 +126,7 @@ def kill_at_random_moment(
     outcome = Outcome()
     num_workers = 2 if victim == "worker" else rng.choice((0, 2))
     # Rows that are still being read when the parent dies show workers that do not notice.
-    slow_from = rng.choice((None, None, None, NUM_ROWS // 2)) if num_workers else None
+    slow_from = rng.choice((None, None, None, NUM_ROWS // 2)) if victim == "parent" else None
     content = Files(pause_s=0.0005, slow_from=slow_from, slow_pause_s=0.1)
     for _ in range(_MAX_TRIES):
         directory = _begin(beginnings, scratch, beginning)

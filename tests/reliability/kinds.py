@@ -14,7 +14,7 @@ from tests.reliability.forks import wait_for_orphans
 from tests.reliability.outcome import Outcome, Subject
 
 KILLS: tuple[Mode, ...] = ("before", "after", "torn")
-FAILURES: tuple[Mode, ...] = ("ENOSPC", "EIO")
+FAILURES: tuple[Mode, ...] = ("ENOSPC", "EIO", "short")
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,12 @@ def _open_all(subject: Subject, pristine: Path, path: Path, seed: int, progress:
     findings = _Findings(0, [])
     original = Manifest.read(pristine)
     signal.signal(signal.SIGALRM, _stop)
-    manifest_fuzz.open_store = subject.open  # type: ignore[assignment]
+    manifest_fuzz.open_store = subject.open  # type: ignore[assignment,attr-defined]
     # What is imported when it is first needed is imported now.
     subject.open(pristine)
+    data = (pristine / MANIFEST).read_bytes()
     with open(progress, "wb", buffering=0) as done, _guarded(path, findings):
-        manifests = manifest_fuzz.mutated_manifests(seed, BATCH, (pristine / MANIFEST).read_bytes())
+        manifests = manifest_fuzz.mutated_manifests(seed, BATCH, data)
         for index, data in enumerate(manifests):
             started = monotonic()
             signal.setitimer(signal.ITIMER_REAL, _LIMIT_S)

@@ -16,8 +16,8 @@ from rich.table import Table
 from tests.reliability.kinds import KINDS, Case
 from tests.reliability.outcome import Fault, Outcome
 
-_BEGIN = "<!-- the table of python -m tests.reliability begins -->"
-_END = "<!-- the table of python -m tests.reliability ends -->"
+BEGIN = "<!-- the table of python -m tests.reliability begins -->"
+END = "<!-- the table of python -m tests.reliability ends -->"
 _HEADER = ["kind", "runs", *(fault.value for fault in Fault), "time (s)"]
 
 
@@ -82,14 +82,14 @@ class Report:
             ValueError: The page has no such marks.
         """
         text = page.read_text(encoding="utf-8")
-        if _BEGIN not in text or _END not in text:
-            raise ValueError(f"{page} has no place for the table: {_BEGIN!r} and {_END!r}")
-        before, rest = text.split(_BEGIN)
-        _, after = rest.split(_END)
+        if BEGIN not in text or END not in text:
+            raise ValueError(f"{page} has no place for the table: {BEGIN!r} and {END!r}")
+        before, rest = text.split(BEGIN)
+        _, after = rest.split(END)
         lines = [_line(_HEADER), _line(["---", *["---:"] * (len(_HEADER) - 1)])]
         lines += [_line(row) for row in self.rows()]
         body = "\n\n".join([_circumstances(command), "\n".join(lines), *self._remarks()])
-        page.write_text(f"{before}{_BEGIN}\n{body}\n{_END}{after}", encoding="utf-8")
+        page.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
 
     def _remarks(self) -> list[str]:
         notes = self.notes()
