@@ -6,6 +6,7 @@ trains under several strategies and tells what each one costs; ``advise`` predic
 """
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -70,6 +71,9 @@ def _store_command(args: list[str]) -> int:
     except (MemmapError, OSError, ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        # What is kept, and how to go on, has been said where it is known.
+        return 128 + signal.SIGINT
 
 
 def _build_parser() -> ArgumentParser:
@@ -79,6 +83,16 @@ def _build_parser() -> ArgumentParser:
     parser.add_argument("--num_shards", type=int, default=24, help="shards of the store")
     parser.add_argument("--num_workers", type=int, default=0, help="processes that write")
     parser.add_argument("--overwrite", action="store_true", help="replace another dataset")
+    parser.add_argument(
+        "--fingerprint", type=str | None, help="text that changes whenever the rows do"
+    )
+    parser.add_argument(
+        "--check",
+        type=Literal["probes", "full", "off"],
+        default="probes",
+        help="which rows are compared with a store that is there",
+    )
+    parser.add_argument("--fresh", action="store_true", help="resume no interrupted build")
     return parser
 
 
@@ -132,6 +146,9 @@ def _build(options: Namespace, console: Console) -> int:
         num_shards=options.num_shards,
         num_workers=options.num_workers,
         overwrite=options.overwrite,
+        fingerprint=options.fingerprint,
+        check=options.check,
+        fresh=options.fresh,
     )
     _print_info(store, console)
     return 0

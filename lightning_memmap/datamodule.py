@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap._compat.loops import renew_train_loader_after_epoch, validate_anew
 from lightning_memmap.agreement import agree
-from lightning_memmap.errors import StoreNotFoundError
+from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.loading import AssembledLoader, ResidentSplit, ZippedLoader, load_split
 from lightning_memmap.order import RowSubset, Stream, default_window
 from lightning_memmap.placement import (
@@ -33,6 +33,9 @@ from lightning_memmap.placement import (
 )
 from lightning_memmap.process_group import leave_gloo_at_exit
 from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.store.fingerprint import check_given
+from lightning_memmap.store.probes import first_sample
+from lightning_memmap.store.recognition import check_choice
 
 if TYPE_CHECKING:
     MapDataset: TypeAlias = Dataset[Any]
@@ -82,8 +85,14 @@ class MemmapDataModule(L.LightningDataModule):
         memory_fraction: Share of a device's free memory at set-up that shards may take, and of the
             host's for the windows of ``stream``. The model, its gradients and its activations need
             the rest.
-        num_workers: Processes that write a store. None are used for reading.
+        num_workers: Processes that read the datasets, to store them or to compare them with their
+            stores; with 0, this one does. None are used for reading stores.
         overwrite: Replace stores of other datasets.
+        fingerprint: The identity of the datasets in your own words, such as a version or a hash:
+            one string, or one by name of the split. It then decides alone whether a store is of its
+            dataset; see `lightning_memmap.store.build_store`.
+        check: How a dataset without a fingerprint is compared with its store: ``"probes"``,
+            ``"full"`` or ``"off"``; see there.
         num_folds: Train on all rows of the training store but every ``num_folds``-th, and validate
             on those: fold ``f`` is the rows ``i`` with ``i % num_folds == f``. One store serves all
             folds.
@@ -121,6 +130,8 @@ class MemmapDataModule(L.LightningDataModule):
         memory_fraction: float = 0.7,
         num_workers: int = 0,
         overwrite: bool = False,
+        fingerprint: str | dict[str, str] | None = None,
+        check: str = "probes",
         num_folds: int | None = None,
         num_parts: int | None = None,
         member: int | None = None,
@@ -150,6 +161,17 @@ class MemmapDataModule(L.LightningDataModule):
             raise ValueError(f"member={member}: members are counted from 0")
         if shuffle_window is not None and shuffle_window < 1:
             raise ValueError(f"shuffle_window={shuffle_window}: at least 1 row of a shard")
+        check_choice(check)
+        by_split = (
+            fingerprint if isinstance(fingerprint, dict) else dict.fromkeys(_SPLITS, fingerprint)
+        )
+        for split, given in by_split.items():
+            if split not in _SPLITS:
+                raise ValueError(
+                    f"fingerprint for {split!r}: there is no such split, choose among"
+                    f" {', '.join(_SPLITS)}"
+                )
+            check_given(given)
         self.datasets = dict(
             zip(_SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
         )
@@ -165,6 +187,9 @@ class MemmapDataModule(L.LightningDataModule):
         self.memory_fraction = memory_fraction
         self.num_workers = num_workers
         self.overwrite = overwrite
+        #: By split, what was given; see ``fingerprint``.
+        self.fingerprints = by_split
+        self.check = check
         self.num_folds = num_folds
         self.num_parts = num_parts
         self.member = member
@@ -175,7 +200,9 @@ class MemmapDataModule(L.LightningDataModule):
         self.placement: Placement | None = None
         self._printed: dict[str, tuple[Consumers, SplitPlacement]] = {}
         self._resident: dict[str, ResidentSplit] = {}
-        self._built: set[str] = set()
+        #: By split, the dataset that this data module has stored or recognised, and the content of
+        #: the store.
+        self._built: dict[str, tuple[Any, str]] = {}
         self._has_warned = False
         self._train_loader: ZippedLoader | AssembledLoader | None = None
         self._train_state: dict[str, Any] | None = None
@@ -196,17 +223,30 @@ class MemmapDataModule(L.LightningDataModule):
         """Build the stores of the stage's splits, or find them built. One process per node."""
         for split in dict.fromkeys(map(self._stored_split, self._splits())):
             dataset = self.datasets[split]
-            if dataset is None:
+            if dataset is None or self._finds_its_own(split):
                 continue
-            build_store(
+            store = build_store(
                 dataset,
                 self._directory() / split,
                 num_shards=self.num_shards,
                 num_workers=self.num_workers,
                 # What this data module has built itself is not built again by the next stage.
                 overwrite=self.overwrite and split not in self._built,
+                fingerprint=self.fingerprints.get(split),
+                check=self.check,
             )
-            self._built.add(split)
+            self._built[split] = dataset, store.manifest.content
+
+    def _finds_its_own(self, split: str) -> bool:
+        """Whether the store of a split is there as this data module has last left it."""
+        try:
+            return self._is_its_own(split, open_store(self._directory() / split))
+        except MemmapError:
+            return False
+
+    def _is_its_own(self, split: str, store: Store) -> bool:
+        dataset, content = self._built.get(split, (None, ""))
+        return dataset is self.datasets[split] and content == store.manifest.content
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, and make the shards resident.
@@ -461,8 +501,13 @@ class MemmapDataModule(L.LightningDataModule):
                     f" dataset, or a store_dir that holds a store named {split!r}"
                 ) from None
             raise
-        if dataset is not None:
-            store.check_dataset(dataset)
+        if dataset is not None and not self._is_its_own(split, store):
+            store.check_dataset(
+                dataset,
+                fingerprint=self.fingerprints.get(split),
+                check=self.check,
+                num_workers=self.num_workers,
+            )
         return store
 
     def _consumers(self) -> Consumers:
@@ -501,7 +546,9 @@ class MemmapDataModule(L.LightningDataModule):
 
     def _builder(self, split: str) -> Callable[[Sequence[Tensor]], Any]:
         schema, dataset = self.stores[split].schema, self.datasets[self._stored_split(split)]
-        sample = dataset[0] if dataset is not None and schema.has_classes else None
+        sample = None
+        if dataset is not None and schema.has_classes:
+            sample = first_sample(dataset, self.num_workers)
         return schema.builder(sample)
 
 

@@ -124,11 +124,15 @@ class _Reader:
 
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
+        self._seen: set[int] = set()
         self._bytes_left = _MAX_HASHED_BYTES
         self._encoder = json.JSONEncoder(default=self._describe)
 
     def read(self, dataset: Any, prefix: str, depth: int) -> None:
         """Add the parts of a dataset whose attributes are named with this prefix."""
+        if id(dataset) in self._seen:
+            return
+        self._seen.add(id(dataset))
         kind = type(dataset)
         # Without its module, which is another one where the same file is run and imported.
         self._add(f"class of {prefix[:-1]}" if prefix else "its class", kind.__qualname__)

@@ -1,5 +1,6 @@
 """Probe rows: a few rows of a dataset, by which it is recognised and found out to be random."""
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -85,6 +86,32 @@ class Probe:
     schema: Schema
     digest: str
     duration_s: float
+
+
+def first_sample(dataset: Any, num_workers: int) -> Any:
+    """The first sample of a dataset, read where `take_probes` would read it. A sample of a class
+    that cannot be sent from there is read here.
+
+    Raises:
+        DatasetError: The dataset raised.
+    """
+    if num_workers == 0:
+        return read_sample(dataset, 0)
+    pickled: list[bytes | None] = []
+    run_tasks(_PickledSample(dataset), [0], 1, pickled.append)
+    return read_sample(dataset, 0) if pickled[0] is None else pickle.loads(pickled[0])
+
+
+@dataclass(frozen=True)
+class _PickledSample:
+    dataset: Any
+
+    def __call__(self, row: int) -> bytes | None:
+        sample = read_sample(self.dataset, row)
+        try:
+            return pickle.dumps(sample)
+        except Exception:  # Whatever its class raises.
+            return None
 
 
 def take_probes(dataset: Any, num_rows: int, num_workers: int) -> list[Probe]:

@@ -71,6 +71,8 @@ def assert_whole_or_old(directory: Path, kind: str) -> int | None:
     # Where there was a store, there is one at any time.
     assert version is not None or "overwrite" not in kind
     assert version != OLD or "overwrite" in kind
+    if version is not None:
+        assert not {"plan.json", "journal"} & set(os.listdir(directory / "s"))
     return version
 
 
@@ -162,8 +164,9 @@ def test_build_killed_again_and_again_comes_to_its_end(server: BuildServer, tmp_
 
 def test_build_killed_takes_its_workers_along(server: BuildServer, tmp_path: Path) -> None:
     # The worker is busy with a row that never ends.
-    gate = tmp_path / "gate"
-    pid = server.start(build_of(tmp_path, num_workers=2, gate=str(gate), gate_row=150))
+    gate, directory = tmp_path / "gate", tmp_path / "stores"
+    directory.mkdir()
+    pid = server.start(build_of(directory, num_workers=2, gate=str(gate), gate_row=150))
     worker = int(wait_for(gate.with_suffix(".pid")).read_text())
     assert worker != pid
     assert running(worker)
@@ -171,7 +174,7 @@ def test_build_killed_takes_its_workers_along(server: BuildServer, tmp_path: Pat
     assert killed(server.wait(pid))
     while running(worker):
         sleep(0.001)
-    assert_finishes(server, tmp_path)
+    assert_finishes(server, directory)
 
 
 @pytest.mark.parametrize("version", [OLD, NEW], ids=["same dataset", "other dataset"])

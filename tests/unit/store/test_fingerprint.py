@@ -1,0 +1,160 @@
+"""The identity of a dataset: it differs where the rows may, and is the same where they cannot."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from lightning_memmap.store import fingerprint as module
+from lightning_memmap.store.fingerprint import Fingerprint
+from tests.datasets import Numbered, Wrapped
+
+
+class Holder(Dataset[int]):
+    """Has any attributes, and rows that nobody may read."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, row: int) -> int:
+        raise AssertionError("a row was read")
+
+
+def change(one: Any, other: Any) -> str | None:
+    return Fingerprint.of(one).difference(Fingerprint.of(other))
+
+
+CHANGED: dict[str, tuple[Any, Any, str]] = {
+    "length": (Numbered(10), Numbered(11), "its length"),
+    "number": (Numbered(10), Numbered(10, 1), "attribute version"),
+    "class": (Numbered(10), Wrapped(Numbered(10)), "its class"),
+    "within": (Wrapped(Numbered(10)), Wrapped(Numbered(10, 1)), "attribute dataset.version"),
+    "subset": (Subset(Numbered(9), [1, 2]), Subset(Numbered(9), [1, 3]), "attribute indices"),
+    "concatenated": (
+        ConcatDataset([Numbered(2), Numbered(2)]),
+        ConcatDataset([Numbered(2), Numbered(2, 1)]),
+        "attribute datasets.1.version",
+    ),
+    "tensors": (
+        TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 2, 3])),
+        TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 2, 4])),
+        "attribute tensors",
+    ),
+    "array": (Holder(a=np.zeros(3)), Holder(a=np.array([0, 0, 1.0])), "attribute a"),
+    "array of objects": (
+        Holder(a=np.array(["x", None])),
+        Holder(a=np.array(["y", None])),
+        "attribute a",
+    ),
+    "dtype": (Holder(a=np.zeros(3, "<i4")), Holder(a=np.zeros(3, "<f4")), "attribute a"),
+    "path": (Holder(root=Path("/a")), Holder(root=Path("/b")), "attribute root"),
+    "private text": (Holder(_root="a"), Holder(_root="b"), "attribute _root"),
+    "nested": (
+        Holder(options={"size": [1, {2: (3, None)}]}),
+        Holder(options={"size": [1, {2: (3, 4)}]}),
+        "attribute options",
+    ),
+    "bytes": (Holder(key=b"a"), Holder(key=b"b"), "attribute key"),
+    "type": (Holder(transform=None), Holder(transform=torch.nn.ReLU()), "attribute transform"),
+    "list": ([{"x": torch.zeros(2)}], [{"x": torch.ones(2)}], "its items"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_fingerprint_of_a_changed_dataset_names_what_changed(kind: str) -> None:
+    one, other, name = CHANGED[kind]
+    found = change(one, other)
+    assert found is not None
+    assert name in found.removesuffix(" changed").split(" and ")[0].split(", ")
+    assert change(one, pickle.loads(pickle.dumps(one))) is None
+
+
+def test_fingerprint_of_a_changed_class_names_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    kinds = []
+    for name, value in (("before", 1), ("after", 2)):
+        (tmp_path / f"{name}.py").write_text(
+            "class Rows:\n"
+            "    def __len__(self):\n        return 3\n\n"
+            f"    def __getitem__(self, row):\n        return row * {value}\n\n"
+            f"unrelated = {value}\n"
+        )
+        kinds.append(__import__(name).Rows)
+    before, after = kinds
+    assert change(before(), after()) == "source of class Rows changed"
+    # Another edit of the same file is none of the dataset.
+    text = (tmp_path / "before.py").read_text().replace("unrelated", "irrelevant")
+    (tmp_path / "again.py").write_text(text)
+    assert change(before(), __import__("again").Rows()) is None
+
+
+def test_fingerprint_of_a_file_that_was_written_again_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_text("1,2,3")
+    dataset = Holder(labels=str(path), root=str(tmp_path), split="train")
+    before = Fingerprint.of(dataset)
+    (tmp_path / "store").mkdir()
+    assert before.difference(Fingerprint.of(dataset)) is None
+    path.write_text("1,2,4")
+    os.utime(path, ns=(1, 1))
+    assert before.difference(Fingerprint.of(dataset)) == ("the file of attribute labels changed")
+
+
+def test_fingerprint_is_not_changed_by_what_reading_leaves_behind(tmp_path: Path) -> None:
+    unread = Holder(root="/data", file=None, _file=None, _cache={}, lock=None)
+    with open(tmp_path / "file", "wb") as file:
+        read = Holder(root="/data", file=file, _file=file, _cache={1: 2}, lock=None)
+        vars(read)["_length"] = 7
+        assert change(unread, read) is None
+        assert change(read, unread) is None
+
+
+def test_fingerprint_of_anything_odd_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_HASHED_BYTES", 100)
+    monkeypatch.setattr(module, "_MAX_ITEMS", 10)
+    circle: list[Any] = []
+    circle.append(circle)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    large = np.zeros(3 * 2**20, np.uint8)
+    odd = Holder(circle=circle, deep=deep, keys={(1, 2): 3}, large=large, many=list(range(99)))
+    odd.myself = odd  # type: ignore[attr-defined]
+    assert change(odd, odd) is None
+    assert change(Holder(large=large), Holder(large=large + 1)) == "attribute large changed"
+    many = Holder(**{f"a{index}": index for index in range(3000)})
+    assert len(Fingerprint.of(many).parts) <= 513
+
+
+texts = st.text(max_size=20)
+
+
+@given(st.dictionaries(texts, texts), st.none() | texts)
+@settings(max_examples=50)
+def test_fingerprint_comes_back_from_json(parts: dict[str, str], given: str | None) -> None:
+    identity = Fingerprint(parts, given)
+    again = Fingerprint.from_json(identity.to_json())
+    assert again == identity
+    assert again.difference(identity) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 1, [], {}, {"parts": 1}, {"parts": {"a": 1}}, {"parts": {}, "given": 1},
+     {"parts": {"a": "b" * 2000}}],
+)  # fmt: skip
+def test_fingerprint_from_other_json_raises_value_error(value: Any) -> None:
+    with pytest.raises(ValueError, match="fingerprint"):
+        Fingerprint.from_json(value)

@@ -1,0 +1,339 @@
+"""Whether a store, or an interrupted build, is of the dataset that is given."""
+
+import os
+import resource
+import stat
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.errors import DatasetError, StoreError
+from lightning_memmap.store import build_store, open_store, verify_store
+from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.recovery import building_path
+from tests.datasets import Counting
+from tests.unit.store.build_server import Deadly
+from tests.unit.store.signing import sign_manifest
+
+NUM_ROWS = 3000
+UNPROBED = 1234
+assert UNPROBED not in probe_rows(NUM_ROWS)
+
+#: Labels where no fingerprint looks for them, as in a file below a directory.
+HIDDEN: dict[int, int] = {}
+
+
+class Labelled(Dataset[int]):
+    """Row ``i`` is a label; some were changed."""
+
+    def __init__(self, labels: dict[int, int], broken_row: int = -1) -> None:
+        self.labels = labels
+        self._broken = [broken_row]
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, row: int) -> int:
+        if row in self._broken:
+            raise KeyboardInterrupt
+        return self.labels.get(row, HIDDEN.get(row, row))
+
+
+OLD, NEW = Labelled({}), Labelled({UNPROBED: -1})
+
+
+@pytest.fixture(autouse=True)
+def no_hidden_labels() -> None:
+    HIDDEN.clear()
+
+
+def build(dataset: Any, path: Path, **arguments: Any) -> Any:
+    return build_store(dataset, path / "s", num_shards=3, progress=False, **arguments)
+
+
+def labels(path: Path) -> list[int]:
+    store = open_store(path / "s")
+    return [int(store[row]) for row in (0, UNPROBED, NUM_ROWS - 1)]
+
+
+def interrupt(path: Path, dataset: Labelled, **arguments: Any) -> Path:
+    """Begin a build, and end it after the first rows."""
+    with pytest.raises(KeyboardInterrupt):
+        build(Labelled(dataset.labels, NUM_ROWS - 2), path, **arguments)
+    building = building_path(path / "s")
+    assert (building / "journal").read_text().startswith("0 ")
+    return building
+
+
+# Resuming
+
+
+def test_interrupted_build_says_what_is_kept_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupt(tmp_path, OLD)
+    (line,) = caplog.messages
+    assert line.startswith("interrupted: ")
+    assert "of 3,000 rows are kept beside" in line
+    assert "the same build goes on with them" in line
+    dataset = Counting(OLD)
+    # The wrapper has another identity.
+    build(dataset, tmp_path)
+    assert set(dataset.rows) == set(range(NUM_ROWS))
+    (tmp_path / "again").mkdir()
+    interrupt(tmp_path / "again", OLD)
+    caplog.clear()
+    build(OLD, tmp_path / "again")
+    assert caplog.messages[0].startswith("resuming: ")
+    assert labels(tmp_path / "again") == [0, UNPROBED, NUM_ROWS - 1]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_build_of_a_mended_dataset_holds_no_row_of_the_interrupted_one(
+    tmp_path: Path, overwrite: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupt(tmp_path, OLD, overwrite=overwrite)
+    caplog.clear()
+    build(NEW, tmp_path, overwrite=overwrite)
+    assert labels(tmp_path) == [0, -1, NUM_ROWS - 1]
+    if not overwrite:
+        assert "is not resumed: since then, attribute labels changed" in caplog.text
+
+
+@pytest.mark.parametrize("given", [None, "version 2"])
+def test_build_with_another_fingerprint_resumes_nothing(
+    tmp_path: Path, given: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupt(tmp_path, OLD, fingerprint="version 1")
+    HIDDEN[UNPROBED] = -1
+    caplog.clear()
+    build(OLD, tmp_path, fingerprint=given, fresh=given is None)
+    assert labels(tmp_path) == [0, -1, NUM_ROWS - 1]
+    if given is not None:
+        assert "its fingerprint was 'version 1' and is 'version 2'" in caplog.text
+
+
+def replace_by(make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    def plant(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return plant
+
+
+def linked(path: Path) -> None:
+    outside = path.parent.parent / "outside"
+    path.rename(outside)
+    path.symlink_to(outside)
+
+
+def hard_linked(path: Path) -> None:
+    os.link(path, path.parent.parent / "outside")
+
+
+def long(path: Path) -> None:
+    os.truncate(path, 2**40)
+
+
+def of_others(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(path, 12345, -1)
+
+
+PLANTED: dict[str, Callable[[Path], None]] = {
+    "link": linked,
+    "hard link": hard_linked,
+    "fifo": replace_by(os.mkfifo),
+    "directory": replace_by(os.mkdir),
+    "long": long,
+    "of others": of_others,
+    "deep": lambda path: path.write_text("[" * 200_000) and None,
+    "digits": lambda path: path.write_text('{"num_rows": ' + "9" * 5000 + "}") and None,
+    "no text": lambda path: path.write_bytes(b"\xff\xfe") and None,
+}
+
+
+@pytest.mark.parametrize("name", ["plan.json", "journal", "value.memmap"])
+@pytest.mark.parametrize("kind", PLANTED)
+def test_build_neither_resumes_nor_follows_what_others_have_planted(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    building = interrupt(tmp_path, OLD)
+    before = (building / name).read_bytes()
+    PLANTED[kind](building / name)
+    build(OLD, tmp_path)
+    assert labels(tmp_path) == [0, UNPROBED, NUM_ROWS - 1]
+    assert verify_store(tmp_path / "s") == []
+    if (tmp_path / "outside").exists():
+        assert (tmp_path / "outside").read_bytes() == before
+    assert all(stat.S_ISREG(path.lstat().st_mode) for path in (tmp_path / "s").iterdir())
+
+
+def test_build_into_a_linked_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    building_path(tmp_path / "s").symlink_to(tmp_path / "outside")
+    with pytest.raises(StoreError, match=r"in the way"):
+        build(OLD, tmp_path)
+    assert list((tmp_path / "outside").iterdir()) == []
+
+
+# A store that is there
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rebuild_of_a_mended_dataset_names_the_row(tmp_path: Path, num_workers: int) -> None:
+    build(OLD, tmp_path)
+    with pytest.raises(DatasetError, match=rf"row {UNPROBED} .*differs.*overwrite=True"):
+        build(NEW, tmp_path, num_workers=num_workers)
+
+
+def test_rebuild_of_another_identity_with_the_same_rows_compares_them_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(OLD, tmp_path)
+    for num_read in (NUM_ROWS + 8, 8):
+        dataset = Counting(OLD)
+        build(dataset, tmp_path)
+        assert len(dataset.rows) == num_read
+    (line,) = caplog.messages
+    assert "its class" in line
+    assert "All 3,000 rows are compared" in line
+    assert "fingerprint=" in line
+    assert verify_store(tmp_path / "s") == []
+
+
+def test_rebuild_check_says_which_rows_are_compared(tmp_path: Path) -> None:
+    build(OLD, tmp_path)
+    HIDDEN[UNPROBED] = -1
+    build(OLD, tmp_path)
+    with pytest.raises(DatasetError, match=f"row {UNPROBED} .*field 'value'"):
+        build(OLD, tmp_path, check="full")
+    HIDDEN[NUM_ROWS - 1] = -1
+    with pytest.raises(DatasetError, match=f"row {NUM_ROWS - 1} "):
+        build(OLD, tmp_path)
+    build(OLD, tmp_path, check="off")
+    with pytest.raises(ValueError, match="check='all': choose one of probes, full, off"):
+        build(OLD, tmp_path, check="all")
+
+
+def test_rebuild_fingerprint_decides_alone(tmp_path: Path) -> None:
+    build(OLD, tmp_path, fingerprint="version 1")
+    dataset = Counting(NEW)
+    build(dataset, tmp_path, fingerprint="version 1")
+    assert dataset.rows == []
+    with pytest.raises(
+        DatasetError, match=r"fingerprint='version 2', .* is 'version 1'.*overwrite"
+    ):
+        build(OLD, tmp_path, fingerprint="version 2")
+    build(dataset, tmp_path, fingerprint="version 2", overwrite=True)
+    assert labels(tmp_path) == [0, -1, NUM_ROWS - 1]
+
+
+def test_rebuild_fingerprint_of_a_store_without_one_is_recorded_once_all_rows_agree(
+    tmp_path: Path,
+) -> None:
+    build(OLD, tmp_path)
+    with pytest.raises(DatasetError, match=f"row {UNPROBED}"):
+        build(NEW, tmp_path, fingerprint="version 1")
+    build(OLD, tmp_path, fingerprint="version 1")
+    dataset = Counting(OLD)
+    build(dataset, tmp_path, fingerprint="version 1")
+    assert dataset.rows == []
+
+
+@pytest.mark.parametrize(("given", "error"), [(3, TypeError), ("", ValueError)])
+def test_build_fingerprint_that_is_none_is_refused(
+    tmp_path: Path, given: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="fingerprint"):
+        build(OLD, tmp_path, fingerprint=given)
+
+
+def test_rebuild_of_a_store_from_before_fingerprints_compares_probes(tmp_path: Path) -> None:
+    build(OLD, tmp_path)
+    sign_manifest(tmp_path / "s", lambda body: body.pop("fingerprint"))
+    dataset = Counting(OLD)
+    build(dataset, tmp_path)
+    assert dataset.rows == probe_rows(NUM_ROWS)
+
+
+# Processes and files
+
+
+class Sample(NamedTuple):
+    value: torch.Tensor
+
+
+class Archive:
+    """A zip file that is opened by the first process that reads it, and is good for that one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: zipfile.ZipFile | None = None
+
+    def read(self, name: str) -> bytes:
+        if self.file is None:
+            self.file = zipfile.ZipFile(self.path)
+        return self.file.read(name)
+
+
+class Archived(Dataset[Sample]):
+    def __init__(self, archive: Archive, rows: range) -> None:
+        self.archive = archive
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Sample:
+        return Sample(torch.tensor([int(self.archive.read(str(self.rows[row])))]))
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")
+def test_workers_open_the_files_of_a_dataset_themselves(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "rows.zip", "w") as file:
+        for row in range(400):
+            file.writestr(str(row), str(row))
+    archive = Archive(tmp_path / "rows.zip")
+    train, val = Archived(archive, range(300)), Archived(archive, range(300, 400))
+    for check in ("probes", "full"):
+        module = MemmapDataModule(
+            train, val, store_dir=tmp_path / "stores", num_workers=2, check=check
+        )
+        module.prepare_data()
+        module.setup("fit")
+        batch = next(iter(module.train_dataloader()))
+        assert type(batch[0] if isinstance(batch, list) else batch) is not None
+        module.teardown()
+        # This process has opened nothing that its workers could share.
+        assert archive.file is None
+    for split, rows in (("train", train.rows), ("val", val.rows)):
+        store = open_store(tmp_path / "stores" / split)
+        assert [int(store[row].value) for row in range(len(rows))] == list(rows)
+
+
+@pytest.mark.parametrize("row", [0, UNPROBED])
+def test_build_whose_worker_is_killed_says_so_and_goes_on(tmp_path: Path, row: int) -> None:
+    with pytest.raises(DatasetError, match=r"worker process .* has died .*num_workers"):
+        build(Deadly(OLD, row), tmp_path, num_workers=2, fingerprint="labels")
+    build(OLD, tmp_path, fingerprint="labels")
+    assert labels(tmp_path) == [0, UNPROBED, NUM_ROWS - 1]
+
+
+def test_build_of_many_fields_keeps_few_files_open(tmp_path: Path) -> None:
+    rows = [{f"f{index}": index + row for index in range(300)} for row in range(5)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, hard))
+    try:
+        store = build(rows, tmp_path, num_workers=0)
+        assert [int(leaf) for leaf in store[3].values()] == list(range(3, 303))
+        assert verify_store(tmp_path / "s") == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
