@@ -34,6 +34,7 @@ from lightning_memmap.placement import (
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
+from lightning_memmap.store.verify import unknown_files
 
 _DESCRIPTION = """Train with data that stays resident on every device.
 "lightning-memmap store --help" lists what can be done with stores, and
@@ -67,7 +68,8 @@ def _store_command(args: list[str]) -> int:
     run = {"build": _build, "info": _info, "verify": _verify, "plan": _plan}[config.subcommand]
     options = parser.instantiate(config)[config.subcommand]
     try:
-        return run(options, Console())
+        # Without markup: the names of files and fields may look like it.
+        return run(options, Console(markup=False))
     except (MemmapError, OSError, ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -124,19 +126,27 @@ def _plan_parser() -> ArgumentParser:
 def _stores(path: str) -> dict[str, Store]:
     """The store at a path, or those one level below it, by name."""
     # Resolved, so that "." has a name.
-    directory = Path(path).resolve()
+    directory = Path(os.path.realpath(path))
     try:
         return {directory.name: open_store(directory)}
     except StoreNotFoundError:
-        below = sorted(directory.iterdir()) if directory.is_dir() else []
-        found = {
-            child.name: open_store(child)
-            for child in below
-            if child.is_dir() and not child.name.startswith(".")
-        }
+        found, others = {}, []
+        for child in sorted(directory.iterdir()) if directory.is_dir() else []:
+            if child.is_dir() and not child.name.startswith("."):
+                try:
+                    found[child.name] = open_store(child)
+                except StoreNotFoundError:
+                    others.append(child)
         if not found:
             raise
+        for other in others:
+            print(f"skipped {_printable(other)}: it is no store", file=sys.stderr)
         return found
+
+
+def _printable(value: object) -> str:
+    """A name as a terminal may show it: the codes that control one are left out."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
 def _build(options: Namespace, console: Console) -> int:
@@ -162,8 +172,9 @@ def _info(options: Namespace, console: Console) -> int:
 
 def _print_info(store: Store, console: Console) -> None:
     manifest = store.manifest
+    console.print(_printable(store.path), style="bold", soft_wrap=True)
     console.print(
-        f"[bold]{store.path}[/]\n{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)},"
+        f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)},"
         f" {store.num_shards} shards of {format_bytes(min(manifest.shard_bytes))} to"
         f" {format_bytes(max(manifest.shard_bytes))}"
     )
@@ -192,10 +203,14 @@ def _verify(options: Namespace, console: Console) -> int:
         with show_progress("verifying", store.manifest.num_bytes, 1) as advance:
             damages = verify_store(store.path, advance=advance)
         for damage in damages:
-            console.print(f"[red]{damage}[/]", soft_wrap=True)
+            console.print(_printable(damage), style="red", soft_wrap=True)
+        where = _printable(store.path)
+        for name in unknown_files(store.path, store.manifest):
+            line = f"{where}: {_printable(name)} is no part of the store: nothing here reads it"
+            console.print(line, soft_wrap=True)
         if not damages:
             sums = store.num_shards * len(store.schema.fields)
-            console.print(f"{store.path}: all {sums} checksums match", soft_wrap=True)
+            console.print(f"{where}: all {sums} checksums match", soft_wrap=True)
         damaged = damaged or bool(damages)
     return int(damaged)
 

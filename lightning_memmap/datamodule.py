@@ -34,6 +34,7 @@ from lightning_memmap.placement import (
 from lightning_memmap.process_group import leave_gloo_at_exit
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.fingerprint import check_given
+from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.probes import first_sample
 from lightning_memmap.store.recognition import check_choice
 
@@ -140,6 +141,7 @@ class MemmapDataModule(L.LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least 1 row per data device and step")
+        check_num_shards(num_shards)
         if residency not in RESIDENCIES:
             raise ValueError(f"residency={residency!r}: choose one of {', '.join(RESIDENCIES)}")
         if not 0 < memory_fraction <= 1:

@@ -6,11 +6,16 @@ shape, which every row shares. `Schema` is a value: it touches no file.
 """
 
 import dataclasses
+import re
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from keyword import iskeyword
+from reprlib import repr as short_repr
 from typing import Any
+from unicodedata import normalize
 from urllib.parse import quote
 
 import numpy as np
@@ -32,6 +37,12 @@ DTYPES: dict[str, torch.dtype] = {
 
 _MAX_DEPTH = 32
 _MAX_NAME_LENGTH = 255 - len(".memmap")  # What file systems take as a file name.
+_MAX_DIMENSIONS = 64
+#: Each is a file and a mapping, of which a process has at most some ten thousand.
+_MAX_FIELDS = 4096
+#: Making one from a stranger's schema takes a millisecond.
+_MAX_CLASSES = 256
+_KIND = re.compile(r"[a-z]+(:[A-Za-z0-9;]{1,32})?")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -220,36 +231,36 @@ class Schema:
         Raises:
             SchemaError: The values describe no schema that `from_sample` could have made.
         """
+        items = _entry(value, "fields", list)
+        if not 1 <= len(items) <= _MAX_FIELDS:
+            raise SchemaError(f"{len(items)} fields: a store has 1 to {_MAX_FIELDS}")
         structure = _node_from_json(_entry(value, "structure", dict), 0)
+        if len(set(_classes(structure))) > _MAX_CLASSES:
+            raise SchemaError(f"the structure has more than {_MAX_CLASSES} classes")
         names = _leaf_names(structure, ())
-        fields = []
-        for item in _entry(value, "fields", list):
-            dtype = DTYPES.get(_entry(item, "dtype", str))
-            if dtype is None:
-                raise SchemaError(f"unknown dtype {item['dtype']!r}; known: {', '.join(DTYPES)}")
-            shape = _entry(item, "shape", list)
-            if any(type(size) is not int or not 0 <= size < 2**40 for size in shape):
-                raise SchemaError(f"shape {shape!r} is not a list of sizes")
-            name, kind = _entry(item, "name", str), _entry(item, "kind", str)
-            fields.append(Field(name, dtype, tuple(shape), kind))
-        if [field.name for field in fields] != names or not fields:
-            raise SchemaError("the fields are not the leaves of the structure")
         _check_names(names)
-        return cls(tuple(fields), structure)
+        fields = tuple(map(_field_from_json, items))
+        if [field.name for field in fields] != names:
+            raise SchemaError("the fields are not the leaves of the structure")
+        return cls(fields, structure)
 
 
 def _has_classes(node: Node) -> bool:
     return bool(node.name) or any(_has_classes(child) for child in node.children)
 
 
+def _classes(node: Node) -> Iterator[tuple[str, str, tuple[str | int, ...]]]:
+    """What tells one class of a sample from another."""
+    if node.name:
+        yield node.kind, node.name, node.keys
+    for child in node.children:
+        yield from _classes(child)
+
+
 def _check_names(names: list[str]) -> None:
     seen: dict[str, str] = {}
     for name in names:
-        if len(name) > _MAX_NAME_LENGTH:
-            raise SchemaError(
-                f"field {name!r}: the name is longer than the {_MAX_NAME_LENGTH} characters that"
-                " fit into a file name: use shorter keys in the dataset"
-            )
+        _check_name_length(name)
         # Compared without case, for file systems that do the same.
         if name.casefold() in seen:
             raise SchemaError(
@@ -257,6 +268,14 @@ def _check_names(names: list[str]) -> None:
                 " rename one of them in the dataset"
             )
         seen[name.casefold()] = name
+
+
+def _check_name_length(name: str) -> None:
+    if len(name) > _MAX_NAME_LENGTH:
+        raise SchemaError(
+            f"field {short_repr(name)}: the name is longer than the {_MAX_NAME_LENGTH} characters"
+            " that fit into a file name: use shorter keys in the dataset"
+        )
 
 
 def _part(key: str | int) -> str:
@@ -449,7 +468,7 @@ def _builder(node: Node, sample: Any, counter: Any) -> Callable[[Sequence[Tensor
         pairs = list(zip(keys, children, strict=True))
         return lambda leaves: {key: child(leaves) for key, child in pairs}
     names = [str(key) for key in keys]
-    class_type: Any = type(sample) if found else _look_alike(node.kind, node.name, names)
+    class_type: Any = type(sample) if found else _look_alike(node.kind, node.name, tuple(names))
     if node.kind == "namedtuple":
         return lambda leaves: class_type._make(child(leaves) for child in children)
 
@@ -463,7 +482,8 @@ def _builder(node: Node, sample: Any, counter: Any) -> Callable[[Sequence[Tensor
     return build_dataclass
 
 
-def _look_alike(kind: str, name: str, names: list[str]) -> type:
+@lru_cache(_MAX_CLASSES)
+def _look_alike(kind: str, name: str, names: tuple[str, ...]) -> type:
     if kind == "namedtuple":
         made: type = namedtuple(name, names)  # type: ignore[misc]
         return made
@@ -480,6 +500,21 @@ def _node_to_json(node: Node) -> dict[str, Any]:
     return value
 
 
+def _field_from_json(item: Any) -> Field:
+    dtype = DTYPES.get(_entry(item, "dtype", str))
+    if dtype is None:
+        raise SchemaError(f"unknown dtype {short_repr(item['dtype'])}; known: {', '.join(DTYPES)}")
+    shape = _entry(item, "shape", list)
+    if any(type(size) is not int or not 0 <= size < 2**40 for size in shape):
+        raise SchemaError(f"shape {short_repr(shape)} is not a list of sizes")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise SchemaError(f"{len(shape)} dimensions: a field has at most {_MAX_DIMENSIONS}")
+    name, kind = _entry(item, "name", str), _entry(item, "kind", str)
+    if not _KIND.fullmatch(kind):
+        raise SchemaError(f"unknown kind {short_repr(kind)}")
+    return Field(name, dtype, tuple(shape), kind)
+
+
 def _node_from_json(value: Any, depth: int) -> Node:
     if depth > _MAX_DEPTH:
         raise SchemaError(f"the structure is nested deeper than {_MAX_DEPTH} levels")
@@ -487,26 +522,49 @@ def _node_from_json(value: Any, depth: int) -> Node:
     if kind == "leaf":
         return _LEAF
     if kind not in ("tuple", "list", "dict", "namedtuple", "dataclass"):
-        raise SchemaError(f"unknown container {kind!r}")
+        raise SchemaError(f"unknown container {short_repr(kind)}")
     keys, children = _entry(value, "keys", list), _entry(value, "children", list)
     name = _entry(value, "name", str) if kind in ("namedtuple", "dataclass") else ""
     plain = all(type(key) in (str, int) for key in keys)
     if not plain or len(set(keys)) != len(keys) or len(keys) != len(children):
-        raise SchemaError(f"the keys {keys!r} do not fit {len(children)} children")
+        raise SchemaError(f"the keys {short_repr(keys)} do not fit {len(children)} children")
+    if any(len(str(key)) > _MAX_NAME_LENGTH for key in keys):
+        raise SchemaError(f"a key is longer than {_MAX_NAME_LENGTH} characters")
     if kind in ("tuple", "list") and keys != list(range(len(keys))):
-        raise SchemaError(f"the keys of a {kind} are {keys!r}")
+        raise SchemaError(f"the keys of a {kind} are {short_repr(keys)}")
     if kind in ("namedtuple", "dataclass"):
-        try:
-            _look_alike(kind, name, keys)
-        except (TypeError, ValueError) as error:
-            raise SchemaError(f"{kind} {name!r} of {keys!r}: {error}") from error
+        _check_class(kind, name, keys)
     nodes = tuple(_node_from_json(child, depth + 1) for child in children)
     return Node(kind, tuple(keys), nodes, name)
 
 
+def _check_class(kind: str, name: str, keys: list[str | int]) -> None:
+    """Check that `_look_alike` can make a class: it writes source code with these names."""
+    if not 0 < len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
+        raise SchemaError(f"{short_repr(name)} is no name of a class")
+    if kind == "namedtuple" and not _is_identifier(name):
+        raise SchemaError(f"{short_repr(name)} is no name of a named tuple")
+    for key in keys:
+        if not _is_identifier(key) or (kind == "namedtuple" and str(key).startswith("_")):
+            raise SchemaError(f"{kind} {short_repr(name)}: {short_repr(key)} names no field")
+
+
+def _is_identifier(name: str | int) -> bool:
+    """Whether a class can have a field of this name, and the same name once Python has read it."""
+    return (
+        isinstance(name, str)
+        and name.isidentifier()
+        and not iskeyword(name)
+        and not name.startswith("__")
+        and normalize("NFKC", name) == name
+    )
+
+
 def _leaf_names(node: Node, path: tuple[str | int, ...]) -> list[str]:
     if node.kind == "leaf":
-        return [_field_name(path)]
+        name = _field_name(path)
+        _check_name_length(name)
+        return [name]
     return [
         name
         for key, child in zip(node.keys, node.children, strict=True)

@@ -8,14 +8,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import torch
-from tensordict import TensorDict
 
 from lightning_memmap.order import shard_starts
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.manifest import Manifest, field_path
 from lightning_memmap.store.probes import hash_row
 from lightning_memmap.store.recovery import building_path, put_in_place, sync_directory
+
+#: What a build needs on the disk beside the rows: its plan, its journal, the manifest.
+_ROOM_BYTES = 64 * 2**10
 
 
 def make_files(directory: Path, schema: Schema, num_rows: int) -> None:
@@ -37,24 +38,26 @@ def make_files(directory: Path, schema: Schema, num_rows: int) -> None:
 def _allocate(building: Path, schema: Schema, num_rows: int, where: str) -> None:
     needed = num_rows * schema.row_bytes
     free = shutil.disk_usage(building).free
-    if needed > free:
+    if needed + _ROOM_BYTES > free:
         raise _disk_full(needed, free, where)
-    # tensordict makes the files and its meta.json.
-    rows = {
-        field.name: torch.empty((1, *field.shape), dtype=field.dtype).expand(num_rows, *field.shape)
-        for field in schema.fields
-    }
-    TensorDict(rows, batch_size=[num_rows]).memmap_like(str(building))
-    if not hasattr(os, "posix_fallocate"):
-        return
     for field in schema.fields:
-        if not field.row_bytes:
+        num_bytes = num_rows * field.row_bytes
+        if not num_bytes:
             continue
-        with open(field_path(building, field), "r+b") as file:
+        with open(field_path(building, field), "xb") as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, num_rows * field.row_bytes)
+                file.truncate(num_bytes)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                if error.errno == errno.EFBIG:
+                    raise OSError(
+                        errno.EFBIG,
+                        f"field {field.name!r} needs a file of {num_bytes} bytes, more than this"
+                        " process (`ulimit -f`) or the file system allows",
+                        where,
+                    ) from error
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 raise _disk_full(needed, free, where) from error
 
@@ -62,8 +65,8 @@ def _allocate(building: Path, schema: Schema, num_rows: int, where: str) -> None
 def _disk_full(needed: int, free: int, where: str) -> OSError:
     return OSError(
         errno.ENOSPC,
-        f"the store needs {needed} bytes, and {free} are free: free some space, or choose a"
-        " directory on a larger disk",
+        f"the store needs {needed} bytes and {_ROOM_BYTES} besides, and {free} are free: free some"
+        " space, or choose a directory on a larger disk",
         where,
     )
 

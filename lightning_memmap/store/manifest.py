@@ -4,6 +4,7 @@ A manifest may come from a stranger. Reading it runs no code of its author's cho
 size and name in it is checked before a file is touched.
 """
 
+import errno
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short_repr
 from typing import Any
 
 import xxhash
@@ -19,13 +21,26 @@ from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.order import shard_rows
 from lightning_memmap.schema import Field, Schema
 from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.strict_json import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_memmap store"
 VERSION = 1
 
-_MAX_MANIFEST_BYTES = 256 * 2**20
-_MAX_SHARDS = 2**20
+#: The most shards of a store.
+MAX_SHARDS = 2**16
+# What a manifest may hold, which bounds what reading it costs: well under a second, and 200 MB.
+_MAX_MANIFEST_BYTES = 8 * 2**20
+_MAX_CHECKSUMS = 2**17
+_MAX_VALUES = 2**18
+_MAX_CONTAINERS = 2**16
+_MAX_JSON_DEPTH = 72  # Two for each level of a sample, and those around them.
+_MAX_PROBES = 64
+_MAX_SOURCE = 64
+_MAX_TEXT = 4096
+_MAX_ROWS = 2**48
+#: Where no field has a byte, no file vouches for the rows.
+_MAX_EMPTY_ROWS = 2**20
 _MAX_FILE_BYTES = 2**62
 _HEX = re.compile(r"[0-9a-f]{16}")
 
@@ -77,7 +92,25 @@ class Manifest:
         return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
 
     def write(self, directory: Path) -> None:
-        """Write the manifest; its presence is what makes the directory a store."""
+        """Write the manifest; its presence is what makes the directory a store.
+
+        Raises:
+            StoreError: It could not be read again. Nothing is written then.
+        """
+        data = self.encode()
+        temporary = directory / f"{MANIFEST}.tmp"
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / MANIFEST)
+
+    def encode(self) -> bytes:
+        """The bytes of the manifest's file.
+
+        Raises:
+            StoreError: They could not be read again.
+        """
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -91,12 +124,17 @@ class Manifest:
         if self.fingerprint is not None:
             body["fingerprint"] = self.fingerprint.to_json()
         body["digest"] = _digest(body)
-        temporary = directory / f"{MANIFEST}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(body, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / MANIFEST)
+        data = json.dumps(body, indent=1).encode()
+        try:
+            if len(data) > _MAX_MANIFEST_BYTES:
+                raise ValueError(
+                    f"its manifest would have {len(data)} bytes, and at most"
+                    f" {_MAX_MANIFEST_BYTES} are read"
+                )
+            self._decode(data)
+        except (ValueError, SchemaError) as error:
+            raise StoreError(f"no store can be made of this: {error}") from error
+        return data
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
@@ -104,40 +142,61 @@ class Manifest:
 
         Raises:
             StoreNotFoundError: There is no store in this directory.
-            StoreError: The manifest is damaged, contradicts itself, or is of another version.
+            StoreError: The manifest cannot be read, is damaged, contradicts itself, or is of
+                another version.
         """
+        path = directory / MANIFEST
         try:
-            check_regular(directory / MANIFEST)
+            with open(open_plain(path), "rb") as file:
+                data = file.read(_MAX_MANIFEST_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             raise StoreNotFoundError(
                 f"no store at {directory}: build it by giving the dataset, or with"
                 f" `lightning-memmap store build {directory} --dataset ...`"
             ) from None
-        if (directory / MANIFEST).stat().st_size > _MAX_MANIFEST_BYTES:
-            raise StoreError(f"{directory / MANIFEST} is larger than {_MAX_MANIFEST_BYTES} bytes")
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if len(data) > _MAX_MANIFEST_BYTES:
+            raise StoreError(f"{path} is larger than {_MAX_MANIFEST_BYTES} bytes")
         try:
-            body = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-            if not isinstance(body, dict) or body.get("format") != FORMAT:
-                raise ValueError(f"it does not name the format {FORMAT!r}")
-            if body.get("version") != VERSION:
-                raise StoreError(
-                    f"the store at {directory} has format version {body.get('version')!r}; this"
-                    f" version of lightning_memmap reads version {VERSION}: build it again"
-                )
-            if body.pop("digest", None) != _digest(body):
-                raise ValueError("its digest does not match its content")
-            return cls._from_json(body)
-        except (ValueError, SchemaError, RecursionError) as error:
+            return cls._decode(data)
+        except _OtherVersionError as error:
+            raise StoreError(
+                f"the store at {directory} has format version {error}; this version of"
+                f" lightning_memmap reads version {VERSION}: build it again"
+            ) from None
+        except (ValueError, SchemaError) as error:
             raise StoreError(
                 f"the manifest of the store at {directory} cannot be trusted: {error};"
                 " build the store again"
             ) from error
 
     @classmethod
+    def _decode(cls, data: bytes) -> "Manifest":
+        body = parse_json(
+            data,
+            max_values=_MAX_VALUES,
+            max_containers=_MAX_CONTAINERS,
+            max_depth=_MAX_JSON_DEPTH,
+        )
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise ValueError(f"it does not name the format {FORMAT!r}")
+        if body.get("version") != VERSION:
+            raise _OtherVersionError(short_repr(body.get("version")))
+        if body.pop("digest", None) != _digest(body):
+            raise ValueError("its digest does not match its content")
+        return cls._from_json(body)
+
+    @classmethod
     def _from_json(cls, body: dict[str, Any]) -> "Manifest":
         schema = Schema.from_json(body)
-        num_rows = _count(body, "num_rows", 2**48)
-        num_shards = _count(body, "num_shards", _MAX_SHARDS)
+        num_rows = _count(body, "num_rows", _MAX_ROWS if schema.row_bytes else _MAX_EMPTY_ROWS)
+        num_shards = _count(body, "num_shards", MAX_SHARDS)
+        if len(schema.fields) * num_shards > _MAX_CHECKSUMS:
+            raise ValueError(
+                f"{num_shards} shards of {len(schema.fields)} fields have more than the"
+                f" {_MAX_CHECKSUMS} checksums that a manifest holds: use fewer shards"
+            )
         for field in schema.fields:
             # Empty sizes count as one: torch multiplies them in this way for the strides.
             sizes = (max(1, size) for size in field.shape)
@@ -151,7 +210,9 @@ class Manifest:
             if not _is_hex_list(sums[name]) or len(sums[name]) != num_shards:
                 raise ValueError(f"the checksums of {name!r} are not one for each shard")
         probes = body.get("probes")
-        if not isinstance(probes, list) or not all(
+        if not isinstance(probes, list) or len(probes) > _MAX_PROBES:
+            raise ValueError(f"its probes are not a list of at most {_MAX_PROBES}")
+        if not all(
             isinstance(probe, list)
             and len(probe) == 2
             and type(probe[0]) is int
@@ -161,10 +222,10 @@ class Manifest:
         ):
             raise ValueError("its probes are not rows with a hash")
         source = body.get("source")
-        if not isinstance(source, dict) or not all(
-            isinstance(value, str) for value in source.values()
-        ):
-            raise ValueError("its source is not a table of texts")
+        if not isinstance(source, dict) or len(source) > _MAX_SOURCE:
+            raise ValueError(f"its source is not a table of at most {_MAX_SOURCE} texts")
+        if not all(_is_text(text) for entry in source.items() for text in entry):
+            raise ValueError(f"its source holds more than printable texts of {_MAX_TEXT} letters")
         identity = body.get("fingerprint")
         return cls(
             num_rows,
@@ -197,6 +258,8 @@ def check_files(directory: Path, manifest: Manifest) -> None:
             found = check_regular(path)
         except FileNotFoundError:
             raise StoreError(f"{path} is missing: build the store again") from None
+        except OSError as error:
+            raise unreadable(path, error) from error
         if found != expected:
             raise StoreError(
                 f"{path} has {found} bytes, expected {expected}"
@@ -213,6 +276,60 @@ def manifest_mark(directory: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
+def check_num_shards(num_shards: int) -> None:
+    """Check a number of shards that a user gives.
+
+    Raises:
+        ValueError: It is out of range.
+    """
+    if not 1 <= num_shards <= MAX_SHARDS:
+        raise ValueError(f"num_shards={num_shards}: at least 1 is needed, and at most {MAX_SHARDS}")
+
+
+def check_layout(num_rows: int, num_shards: int, schema: Schema) -> None:
+    """Check that a store with these fields can be opened once it is built.
+
+    Raises:
+        StoreError: It has too many rows, shards, fields or names for a manifest.
+    """
+    sums = {field.name: ("0" * 16,) * num_shards for field in schema.fields}
+    Manifest(num_rows, num_shards, schema, (), sums, {}).encode()
+
+
+def open_plain(path: Path) -> int:
+    """Open a plain file for reading, and nothing else: a link is not followed, and a pipe is not
+    waited for.
+
+    Returns:
+        The descriptor, which the caller closes.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        StoreError: It is a link, a directory or a device.
+        OSError: It cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        # A link, or a socket.
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _not_plain(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_plain(path)
+    return descriptor
+
+
+def unreadable(path: Path, error: OSError) -> StoreError:
+    """What to say of a part of a store that the system does not let be read."""
+    return StoreError(
+        f"{path} cannot be read: {error.strerror}: see that you have the right to read it and all"
+        " directories above it, that its disk works, and that the process may open more files"
+        " (`ulimit -n`)"
+    )
+
+
 def check_regular(path: Path) -> int:
     """The size of a plain file, in bytes.
 
@@ -222,8 +339,16 @@ def check_regular(path: Path) -> int:
     """
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise StoreError(f"{path} is a link or no plain file, which is never opened")
+        raise _not_plain(path)
     return status.st_size
+
+
+def _not_plain(path: Path) -> StoreError:
+    return StoreError(f"{path} is a link or no plain file, which is never opened")
+
+
+class _OtherVersionError(ValueError):
+    """The manifest is of this version of the format."""
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -234,7 +359,7 @@ def _digest(body: dict[str, Any]) -> str:
 def _count(body: dict[str, Any], key: str, limit: int) -> int:
     value = body.get(key)
     if type(value) is not int or not 1 <= value <= limit:
-        raise ValueError(f"{key}={value!r} is not a number from 1 to {limit}")
+        raise ValueError(f"{key}={short_repr(value)} is not a number from 1 to {limit}")
     return value
 
 
@@ -242,3 +367,8 @@ def _is_hex_list(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(item, str) and _HEX.fullmatch(item) for item in value
     )
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it can be shown: what controls a terminal is not printable."""
+    return isinstance(value, str) and len(value) <= _MAX_TEXT and value.isprintable()

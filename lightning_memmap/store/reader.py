@@ -1,15 +1,16 @@
 """Open a store: from its manifest alone, read-only, nothing ever unpickled."""
 
 import operator
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import MemoryMappedTensor
+from tensordict import MemoryMappedTensor, TensorDict
 from torch import Tensor
 
-from lightning_memmap.errors import MemmapError
+from lightning_memmap.errors import MemmapError, StoreError
 from lightning_memmap.order import shard_rows, shard_starts
 from lightning_memmap.schema import Field, Schema
 from lightning_memmap.store.manifest import Manifest, check_files, field_path, manifest_mark
@@ -71,6 +72,16 @@ class Store:
             for field, tensor in zip(self.schema.fields, self._tensors, strict=True)
         }
 
+    def as_tensordict(self) -> TensorDict:
+        """All rows as a TensorDict of batch size (num_rows,), one mapped tensor per field.
+
+        The rows lie as in `tensors`, shard after shard, not in dataset order. The keys are the
+        names of the fields. Nothing but the checked manifest says what is mapped, whereas
+        ``TensorDict.load_memmap`` believes what it finds in a directory.
+        """
+        names = (field.name for field in self.schema.fields)
+        return TensorDict(dict(zip(names, self._tensors, strict=True)), [self.num_rows])
+
     def check_dataset(
         self,
         dataset: Any,
@@ -119,7 +130,14 @@ class Store:
             return torch.empty(shape, dtype=field.dtype)
         # Mode "r" maps copy-on-write: nothing that a process does reaches the file.
         path = str(field_path(self.path, field))
-        mapped: Tensor = MemoryMappedTensor.from_filename(path, field.dtype, shape, mode="r")
+        try:
+            mapped: Tensor = MemoryMappedTensor.from_filename(path, field.dtype, shape, mode="r")
+        except (OSError, RuntimeError) as error:
+            raise StoreError(
+                f"{path} cannot be mapped: {error}: see that you have the right to read it, that"
+                " its disk works, and that the process may map so much (`ulimit -v`) and so many"
+                " files (`sysctl vm.max_map_count`)"
+            ) from error
         return mapped
 
 
@@ -131,22 +149,23 @@ def open_store(path: str | Path) -> Store:
 
     Raises:
         StoreNotFoundError: There is no store at this path.
-        StoreError: The manifest is damaged or of another version, or a file is missing, linked
-            or of the wrong size.
+        StoreError: The manifest is damaged or of another version, or a file is missing, linked,
+            of the wrong size, or cannot be read.
     """
-    directory = Path(path).resolve()
+    directory = Path(os.path.realpath(path))
     while True:
-        finish_interrupted(directory)
-        before = manifest_mark(directory)
+        place = finish_interrupted(directory)
+        before = manifest_mark(place)
         try:
-            manifest = Manifest.read(directory)
-            check_files(directory, manifest)
-            store = Store(directory, manifest)
-        except (MemmapError, OSError, RuntimeError):
-            if not is_interrupted(directory) and manifest_mark(directory) == before:
+            manifest = Manifest.read(place)
+            check_files(place, manifest)
+            store = Store(place, manifest)
+        except MemmapError:
+            moved = place == directory and is_interrupted(directory)
+            if not moved and manifest_mark(place) == before:
                 raise
         else:
             # Else another process has just replaced the store: its files must not be read by
             # the manifest of the old one.
-            if manifest_mark(directory) == before:
+            if manifest_mark(place) == before:
                 return store

@@ -1,8 +1,14 @@
-"""What lies beside a store: the lock, a build under way, an old store on its way out."""
+"""What lies beside a store: the lock, a build under way, an old store on its way out.
+
+Others may have put something there. A link is never followed, and what is not ours is neither
+removed nor made the store.
+"""
 
 import logging
+import math
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +17,30 @@ from filelock import FileLock, Timeout
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.journal import JOURNAL, PLAN
-from lightning_memmap.store.manifest import MANIFEST
+from lightning_memmap.store.manifest import MANIFEST, check_regular
 
 _log = logging.getLogger(__name__)
 
+#: How long a reader waits for another process to finish a replacement, which takes two renames.
+_READER_WAIT_S = 10.0
+
 
 def is_store(directory: Path) -> bool:
-    """Whether there is a manifest: the mark of a store, whole or damaged."""
-    return os.path.lexists(directory / MANIFEST)
+    """Whether there is a manifest: the mark of a store, whole or damaged.
+
+    Raises:
+        StoreError: The directory may not be looked into.
+    """
+    try:
+        os.lstat(directory / MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise StoreError(
+            f"{directory} cannot be looked into: {error.strerror}: let its owner give you the right"
+            " to read it, or choose another directory"
+        ) from error
+    return True
 
 
 def building_path(directory: Path) -> Path:
@@ -30,25 +52,53 @@ def _old_path(directory: Path) -> Path:
     return directory.parent / f".{directory.name}.old"
 
 
+def can_use_unlocked(directory: Path) -> bool:
+    """Whether a store can be used as it is, with nothing written beside it: nothing there has to be
+    waited for or cleared away, or this process may not do it."""
+    if not is_store(directory):
+        return False
+    beside = (building_path(directory), _old_path(directory))
+    return not any(map(os.path.lexists, beside)) or not os.access(directory.parent, os.W_OK)
+
+
 @contextmanager
-def locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
+def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
     """Hold the one lock for changes to the store at ``directory``.
+
+    Whoever may write to the directory above the store may use the lock, whoever has made it.
 
     Args:
         directory: Directory of the store.
-        wait: Wait while another process has the lock.
+        timeout_s: How long to wait for another process that has the lock.
 
     Raises:
-        StoreError: Another process has it, and ``wait`` is False.
+        StoreError: Another process has it for longer, or this one may not use it.
     """
-    lock = FileLock(directory.parent / f".{directory.name}.lock")
+    path = directory.parent / f".{directory.name}.lock"
     try:
-        lock.acquire(timeout=0.1)
+        if os.path.lexists(path):
+            check_regular(path)
+        lock = FileLock(path, mode=0o600 | os.stat(directory.parent).st_mode & 0o066)
+        try:
+            lock.acquire(timeout=min(timeout_s, 0.1))
+        except Timeout:
+            if timeout_s:
+                _log.warning(
+                    "another process builds the store at %s: waiting for it (it has %s)",
+                    directory,
+                    path,
+                )
+            lock.acquire(timeout=-1 if timeout_s == math.inf else timeout_s)
     except Timeout:
-        if not wait:
-            raise StoreError(f"another process writes the store at {directory}") from None
-        _log.warning("another process builds the store at %s: waiting for it", directory)
-        lock.acquire()
+        raise StoreError(
+            f"another process writes the store at {directory}: it has {path}"
+        ) from None
+    except (OSError, RuntimeError) as error:
+        # A RuntimeError says that this thread has the lock already.
+        raise StoreError(
+            f"the store at {directory} cannot be locked: {error}: choose another directory, or let"
+            f" the owner of {directory.parent} build the store or remove {path.name}"
+        ) from error
     try:
         yield
     finally:
@@ -66,39 +116,107 @@ def put_in_place(directory: Path) -> None:
 
 def is_interrupted(directory: Path) -> bool:
     """Whether a process was killed between the two renames that replace a store."""
-    return not os.path.lexists(directory) and (
-        _old_path(directory).exists() or is_store(building_path(directory))
-    )
+    return not os.path.lexists(directory) and _whole_path(directory) is not None
 
 
-def finish_interrupted(directory: Path) -> None:
-    """Let a reader finish the replacement that a killed process left half done."""
+def _whole_path(directory: Path) -> Path | None:
+    """The store that is to take the place of ``directory``, where that is missing."""
+    building, old = building_path(directory), _old_path(directory)
+    if _is_directory(building) and is_store(building):
+        return building
+    return old if _is_directory(old) else None
+
+
+def finish_interrupted(directory: Path) -> Path:
+    """Let a reader finish the replacement that a killed process left half done.
+
+    Returns:
+        Where to read the store: ``directory``, or what is to take its place where this process may
+        not put it there.
+    """
     if is_interrupted(directory):
-        with locked(directory):
-            recover(directory)
+        try:
+            with locked(directory, timeout_s=_READER_WAIT_S):
+                recover(directory)
+        except (StoreError, OSError) as error:
+            if whole := _whole_path(directory):
+                _log.warning("reading the store at %s where it is: %s", whole, error)
+                return whole
+    return directory
 
 
 def recover(directory: Path) -> None:
-    """Finish, or else undo, a replacement that was interrupted. The lock must be held."""
-    old = _old_path(directory)
-    if is_interrupted(directory):
-        if is_store(building_path(directory)):
+    """Finish, or else undo, a replacement that was interrupted. The lock must be held.
+
+    Raises:
+        StoreError: What is to take the place of the store is not ours.
+    """
+    if is_interrupted(directory) and (whole := _whole_path(directory)):
+        _check_ours(whole)
+        if whole == building_path(directory):
             _rename_build(directory)
         else:
-            os.rename(old, directory)
-    if old.exists():
-        shutil.rmtree(old)
+            os.rename(whole, directory)
+    if _is_ours(_old_path(directory)):
+        remove_tree(_old_path(directory))
+
+
+def make_room(directory: Path) -> None:
+    """Check, before a store is built, that nothing of others is in its way.
+
+    Raises:
+        StoreError: A build, an old store, or the store to be replaced is not ours.
+    """
+    for path in (building_path(directory), _old_path(directory)):
+        if os.path.lexists(path):
+            _check_ours(path)
+    if os.geteuid() and os.path.lexists(directory):
+        _check_ours(directory)
+
+
+def discard_build(directory: Path) -> None:
+    """Remove a build that nobody goes on with, if it is ours. The lock must be held."""
+    if _is_ours(building_path(directory)):
+        remove_tree(building_path(directory))
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory, and follow no link.
+    """Remove a directory of ours. No link in it is followed.
 
     Raises:
-        StoreError: There is something else.
+        StoreError: It is not ours, or cannot be removed.
     """
-    if path.is_symlink() or not path.is_dir():
-        raise StoreError(f"{path} is in the way of a store, and is no directory: remove it")
-    shutil.rmtree(path)
+    _check_ours(path)
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be removed: {error}: remove it by hand") from error
+
+
+def _check_ours(path: Path) -> None:
+    if not _is_ours(path):
+        raise StoreError(
+            f"{path} is in the way of a store, and is no directory of this user: remove it, let its"
+            " owner open the store once, or choose another directory"
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether there is a directory that belongs to this user, or to the owner of the directory
+    above it, who could put anything there."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    owners = (os.geteuid(), os.stat(path.parent).st_uid)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid in owners
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def _rename_build(directory: Path) -> None:

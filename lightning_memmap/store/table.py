@@ -33,10 +33,17 @@ from lightning_memmap.store.files import (
     make_files,
     write_all,
 )
-from lightning_memmap.store.manifest import Manifest, field_path
+from lightning_memmap.store.manifest import Manifest, check_layout, field_path
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.reader import Store, open_store
-from lightning_memmap.store.recovery import building_path, is_store, locked, recover
+from lightning_memmap.store.recovery import (
+    building_path,
+    is_store,
+    locked,
+    make_room,
+    recover,
+    remove_tree,
+)
 
 #: A byte for each row, set when it is written.
 _WRITTEN = "written"
@@ -97,20 +104,23 @@ class TableBuild:
         token: What `TableWriter` must be given to write into these files and no others.
 
     Raises:
-        StoreError: The path is taken, or another process writes to it.
+        StoreError: The path is taken, another process writes to it, or what others have put beside
+            it is in the way; or the table would have too many fields or shards.
         OSError: The disk is too small.
     """
 
     def __init__(self, plan: TablePlan, *, overwrite: bool = False) -> None:
         self._plan = plan
         self.token = uuid.uuid4().hex
+        check_layout(plan.num_rows, plan.num_shards, plan.schema)
         plan.path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            stack.enter_context(locked(plan.path, wait=False))
+            stack.enter_context(locked(plan.path, timeout_s=0))
             recover(plan.path)
             check_place(plan.path, overwrite=overwrite)
+            make_room(plan.path)
             if os.path.lexists(plan.building):
-                shutil.rmtree(plan.building)
+                remove_tree(plan.building)
             make_files(plan.path, plan.schema, plan.num_rows)
             stack.callback(shutil.rmtree, plan.building, ignore_errors=True)
             with open(plan.building / _WRITTEN, "wb") as file:
@@ -200,10 +210,11 @@ class TableWriter:
         # must not write into the files of the next one.
         with ExitStack() as stack:
             try:
-                directory = os.open(plan.building, os.O_RDONLY | os.O_DIRECTORY)
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+                directory = os.open(plan.building, flags)
                 stack.callback(os.close, directory)
                 found = _read_token(directory)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 found = ""
             if found != token:
                 raise StoreError(
@@ -211,7 +222,8 @@ class TableWriter:
                     " must share one file system there, those of other machines too"
                 )
             for name in [_WRITTEN, *(str(field_path(Path(), field)) for field in self._fields)]:
-                descriptor = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
+                flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+                descriptor = os.open(name, flags, dir_fd=directory)
                 self._descriptors.append(descriptor)
 
     @property
@@ -261,7 +273,7 @@ class TableWriter:
 
 
 def _read_token(directory: int) -> str:
-    descriptor = os.open(_TOKEN, os.O_RDONLY, dir_fd=directory)
+    descriptor = os.open(_TOKEN, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
     try:
         return os.read(descriptor, 64).decode("ascii")
     finally:

@@ -1,11 +1,12 @@
 """Verify a store: read every byte and compare it with the checksums."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_memmap.store.checksums import compute_checksums
-from lightning_memmap.store.manifest import Manifest, check_files, field_path
+from lightning_memmap.store.manifest import MANIFEST, Manifest, check_files, field_path
 from lightning_memmap.store.recovery import finish_interrupted
 
 
@@ -45,10 +46,10 @@ def verify_store(
 
     Raises:
         StoreNotFoundError: There is no store at this path.
-        StoreError: The manifest is damaged, or a file is missing or has the wrong size.
+        StoreError: The manifest is damaged, or a file is missing, has the wrong size, or cannot
+            be read.
     """
-    directory = Path(path).resolve()
-    finish_interrupted(directory)
+    directory = finish_interrupted(Path(os.path.realpath(path)))
     manifest = Manifest.read(directory)
     check_files(directory, manifest)
     found = compute_checksums(
@@ -65,3 +66,9 @@ def verify_store(
         for shard, expected in enumerate(manifest.checksums[field.name])
         if found[field.name][shard] != expected
     ]
+
+
+def unknown_files(directory: Path, manifest: Manifest) -> list[str]:
+    """Names of what lies in a store and is no part of it. This package reads none of it."""
+    known = {MANIFEST, *(field_path(Path(), field).name for field in manifest.schema.fields)}
+    return sorted(set(os.listdir(directory)) - known)

@@ -35,13 +35,22 @@ from lightning_memmap.store.files import (
 )
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
 from lightning_memmap.store.journal import BuildPlan, Journal
-from lightning_memmap.store.manifest import Manifest, field_path
+from lightning_memmap.store.manifest import Manifest, check_layout, check_num_shards, field_path
 from lightning_memmap.store.probes import random_dataset_error, read_row, take_probes
 from lightning_memmap.store.progress import Advance, ShowProgress, no_progress, show_progress
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.reader import Store, open_store
 from lightning_memmap.store.recognition import check_choice, recognise
-from lightning_memmap.store.recovery import building_path, is_store, locked, recover, remove_tree
+from lightning_memmap.store.recovery import (
+    building_path,
+    can_use_unlocked,
+    discard_build,
+    is_store,
+    locked,
+    make_room,
+    recover,
+    remove_tree,
+)
 from lightning_memmap.store.workers import exit_if_orphaned, run_tasks
 
 _RANGE_BYTES = 32 * 2**20
@@ -77,7 +86,7 @@ def build_store(
         dataset: Map-style: ``dataset[i]`` for ``i`` in ``range(len(dataset))``.
         path: Directory of the store. Its parent is made where it is missing.
         num_shards: Shards that the rows are dealt to. A number with many divisors serves many
-            device counts; 24 serves 1, 2, 3, 4, 6, 8, 12 and 24.
+            device counts; 24 serves 1, 2, 3, 4, 6, 8, 12 and 24. At most 65,536.
         num_workers: Processes that read the dataset and write their rows straight into the
             files; with 0, this process does it, and otherwise it reads no row.
         overwrite: Replace a store of another dataset. The old store stays until the new one is
@@ -101,30 +110,41 @@ def build_store(
             row and field.
         DatasetError: The dataset raised, is random, is not the one that was stored here, or a
             worker process died.
-        StoreError: A store is there already and damaged, or the path holds something else.
+        StoreError: A store is there already and damaged, the path holds something else, a store
+            has to be built and this process may not write there, or what others have put beside it
+            is in the way; or the store would have more fields or shards than can be opened.
         OSError: The disk is full, or the files cannot be written.
     """
-    if num_shards < 1:
-        raise ValueError(f"num_shards={num_shards}: at least 1 is needed")
+    check_num_shards(num_shards)
     if num_workers < 0:
         raise ValueError(f"num_workers={num_workers}: 0 or more processes")
     check_given(fingerprint)
     check_choice(check)
     show = show_progress if progress else no_progress
-    directory = Path(path).resolve()
+    directory = Path(os.path.realpath(path))
+
+    def use_what_is_there() -> tuple[Store, Fingerprint | None]:
+        store = _reopen(directory, num_shards)
+        return store, recognise(
+            store, dataset, fingerprint, check=check, num_workers=num_workers, progress=show
+        )
+
+    if not overwrite and can_use_unlocked(directory):
+        store, found = use_what_is_there()
+        if found is not None and os.access(directory, os.W_OK):
+            with suppress(StoreError), locked(directory):
+                _record(store, found)
+        return store
     directory.parent.mkdir(parents=True, exist_ok=True)
     with locked(directory):
         recover(directory)
         if os.path.lexists(directory) and not (overwrite and is_store(directory)):
-            store = _reopen(directory, num_shards)
-            found = recognise(
-                store, dataset, fingerprint, check=check, num_workers=num_workers, progress=show
-            )
+            store, found = use_what_is_there()
             if found is not None:
                 _record(store, found)
-            if os.path.lexists(building_path(directory)):
-                remove_tree(building_path(directory))
+            discard_build(directory)
             return store
+        make_room(directory)
         _check_length(dataset)
         # Before a row is read: a dataset may keep what it has read.
         identity = Fingerprint.of(dataset, fingerprint)
@@ -162,8 +182,10 @@ def _reopen(directory: Path, num_shards: int) -> Store:
 def _record(store: Store, fingerprint: Fingerprint) -> None:
     """Let the store know a dataset whose rows were all found equal. The lock must be held."""
     # Who may read the store alone compares all rows again.
+    # Another process may have replaced the store since this one opened it.
     with suppress(OSError):
-        replace(store.manifest, fingerprint=fingerprint).write(store.path)
+        if Manifest.read(store.path) == store.manifest:
+            replace(store.manifest, fingerprint=fingerprint).write(store.path)
 
 
 @dataclass(frozen=True)
@@ -190,6 +212,7 @@ class _Build:
     ) -> "_Build":
         num_rows = len(dataset)
         probes = take_probes(dataset, num_rows, num_workers)
+        check_layout(num_rows, num_shards, probes[0].schema)
         return cls(
             dataset,
             directory,

@@ -58,7 +58,7 @@ def one_wrong_row(dataset: Any, path: Path, **options: Any) -> Any:
     return build_store(Replaced(dataset, {77: dataset[78]}), path, **options)
 
 
-def committed_before_its_rows(dataset: Any, path: Path, **options: Any) -> None:
+def committed_before_its_rows(dataset: Any, path: Path, **options: Any) -> Any:
     """Makes the whole of a store, and writes its rows last."""
     elsewhere = path.with_name("elsewhere")
     build_store(dataset, elsewhere, **options)
@@ -106,11 +106,11 @@ def workers_left_behind(dataset: Any, path: Path, **options: Any) -> Any:
     return build_store(dataset, path, **options)
 
 
-def never_ending(dataset: Any, path: Path, **options: Any) -> None:
+def never_ending(dataset: Any, path: Path, **options: Any) -> Any:
     time.sleep(1000)
 
 
-def foreign(*arguments: Any, **options: Any) -> None:
+def foreign(*arguments: Any, **options: Any) -> Any:
     raise KeyError("num_rows")
 
 
@@ -120,7 +120,7 @@ def untidy(dataset: Any, path: Path, **options: Any) -> Any:
     return store
 
 
-def refusing(path: Path) -> None:
+def refusing(path: Path) -> Any:
     raise StoreError("half of it is missing")
 
 
@@ -162,9 +162,8 @@ def test_check_of_something_faulty_finds_it(
 ) -> None:
     found: set[Fault] = set()
     for case in cases(SCALE, 0, beginnings, [kind]):
-        found |= {
-            fault for fault, _ in pool.submit(run_case, subject, beginnings, case).result().faults
-        }
+        outcome = pool.submit(run_case, subject, beginnings, case).result()
+        found |= {seen for seen, _ in outcome.faults}
         if fault in found:
             return
     pytest.fail(f"only {found}")

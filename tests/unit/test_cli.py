@@ -81,7 +81,7 @@ class TestBuild:
 
     def test_build_without_shards_says_so(self, command: Command, tmp_path: Path) -> None:
         assert command("build", tmp_path / "made", *POINTS, "--num_shards", 0) == 2
-        assert command.err.strip() == "error: num_shards=0: at least 1 is needed"
+        assert command.err.strip() == "error: num_shards=0: at least 1 is needed, and at most 65536"
 
     @pytest.mark.parametrize(
         "arguments",

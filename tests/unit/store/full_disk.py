@@ -72,8 +72,7 @@ def main(way: str, mount_point: Path) -> None:
     outcomes["larger than the disk"] = attempt(
         mount_point, [torch.zeros(MIB // 4, dtype=torch.uint8)] * 5
     )
-    # As many bytes as are free. What the file system and tensordict need besides fits no more,
-    # so it is the kernel that refuses.
+    # As many bytes as are free: what a build needs besides fits no more.
     free = shutil.disk_usage(mount_point).free
     outcomes["exactly what is free"] = attempt(
         mount_point, [torch.zeros(free // 4, dtype=torch.uint8)] * 4

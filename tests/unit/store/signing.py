@@ -13,10 +13,15 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return body
 
 
+def encode_signed(body: dict[str, Any]) -> bytes:
+    """A manifest's bytes, with the digest of its content."""
+    body.pop("digest", None)
+    body["digest"] = _digest(body)
+    return json.dumps(body).encode()
+
+
 def sign_manifest(directory: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     """Edit a store's manifest in place and give it the digest of its new content."""
     body = read_manifest(directory)
-    body.pop("digest", None)
     edit(body)
-    body["digest"] = _digest(body)
-    (directory / MANIFEST).write_text(json.dumps(body), encoding="utf-8")
+    (directory / MANIFEST).write_bytes(encode_signed(body))

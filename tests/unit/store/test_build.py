@@ -79,10 +79,9 @@ def test_store_shards_hold_every_cth_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_shards", [1, 3, 24])
-def test_store_opened_by_tensordict_holds_the_same_rows(tmp_path: Path, num_shards: int) -> None:
+def test_store_as_tensordict_holds_the_same_rows(tmp_path: Path, num_shards: int) -> None:
     dataset = Numbered(50)
-    build(dataset, tmp_path / "s", num_shards=num_shards)
-    stored = TensorDict.load_memmap(str(tmp_path / "s"))
+    stored = build(dataset, tmp_path / "s", num_shards=num_shards).as_tensordict()
     assert stored.batch_size == (50,)
     assert set(stored.keys()) == {"x", "label"}
     starts = shard_starts(50, num_shards)
@@ -241,10 +240,9 @@ def test_build_nested_samples_come_back_nested(tmp_path: Path) -> None:
     assert [leaf.item() for leaf in sample[""].label] == [False]
     assert sample["two words/é"][".."].item() == 7
     names = {field.name for field in store.schema.fields}
-    assert set(TensorDict.load_memmap(str(tmp_path / "s")).keys()) == names
+    assert set(store.as_tensordict().keys()) == names
     assert {path.name for path in (tmp_path / "s").iterdir()} == {
         "manifest.json",
-        "meta.json",
         *(f"{name}.memmap" for name in names),
     }
 
@@ -343,7 +341,6 @@ def test_rebuild_with_overwrite_replaces_the_store(tmp_path: Path) -> None:
     assert left == {"s", ".s.lock"}
     assert contents(tmp_path / "s").keys() == {
         "manifest.json",
-        "meta.json",
         "x.memmap",
         "label.memmap",
     }

@@ -82,7 +82,7 @@ def assert_finishes(server: BuildServer, directory: Path, kind: str = "new") -> 
     left = {path.name for path in directory.iterdir()}
     assert left == {"s", ".s.lock"}
     files = {path.name for path in (directory / "s").iterdir()}
-    assert files <= {"manifest.json", "meta.json", "x.memmap", "label.memmap"}
+    assert files <= {"manifest.json", "x.memmap", "label.memmap"}
 
 
 # Kills

@@ -63,7 +63,7 @@ def test_rows_of_several_writers_in_any_order_are_in_dataset_order(
     assert verify_store(plan.path) == []
     assert store.manifest.source["predictions"] == "a test"
     left = sorted(path.name for path in plan.path.iterdir())
-    assert left == ["manifest.json", "meta.json", "row.memmap", "x.memmap"]
+    assert left == ["manifest.json", "row.memmap", "x.memmap"]
 
 
 def test_files_are_those_of_a_build_of_the_same_rows(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_files_are_those_of_a_build_of_the_same_rows(tmp_path: Path) -> None:
     writer.write(range(37), list(dataset.expected().values()))
     writer.close()
     table = build.finish(37)
-    for name in ("x.memmap", "label.memmap", "meta.json"):
+    for name in ("x.memmap", "label.memmap"):
         assert (table.path / name).read_bytes() == (built.path / name).read_bytes()
     assert table.manifest.checksums == built.manifest.checksums
     assert table.manifest.probes == built.manifest.probes

@@ -1,0 +1,70 @@
+"""JSON from a stranger: small values only, each key once, no numbers but integers.
+
+What a text would cost is counted before it is parsed: a few megabytes of brackets make gigabytes
+of Python objects.
+"""
+
+import json
+from itertools import accumulate
+from typing import Any
+
+#: The largest integer has 63 bits: 19 digits and a sign.
+_MAX_DIGITS = 20
+_BRACKETS = b"[]{}"
+_OTHERS = bytes(set(range(256)) - set(_BRACKETS))
+
+
+def parse_json(text: bytes, *, max_values: int, max_containers: int, max_depth: int) -> Any:
+    """Parse a text that nobody has checked.
+
+    Args:
+        text: JSON in UTF-8.
+        max_values: Values of all kinds that it may have.
+        max_containers: Lists and objects that it may have.
+        max_depth: Lists and objects that may lie in each other.
+
+    Returns:
+        Its value: dicts, lists, strings, integers, bools and None.
+
+    Raises:
+        ValueError: It is no JSON, is larger than allowed, names a key of an object twice, or holds
+            a fraction or an integer of more than 20 characters.
+    """
+    unescaped = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    # Of the pieces between quotes, every other one is outside of strings. A key and its value may
+    # both be strings.
+    if unescaped.count(b'"') > 4 * max_values:
+        raise ValueError(f"it has more than {2 * max_values} strings")
+    outside = b"".join(unescaped.split(b'"')[::2])
+    if outside.count(b",") > max_values:
+        raise ValueError(f"it has more than {max_values} values")
+    brackets = outside.translate(None, _OTHERS)
+    if len(brackets) > 2 * max_containers:
+        raise ValueError(f"it has more than {max_containers} lists and objects")
+    steps = (1 if bracket in b"[{" else -1 for bracket in brackets)
+    if max(accumulate(steps), default=0) > max_depth:
+        raise ValueError(f"it is nested deeper than {max_depth} lists and objects")
+    return json.loads(
+        text.decode("utf-8"),
+        object_pairs_hook=_make_dict,
+        parse_int=_parse_int,
+        parse_float=_refuse_number,
+        parse_constant=_refuse_number,
+    )
+
+
+def _make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("it names a key of an object twice")
+    return made
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"it holds an integer of {len(digits)} characters")
+    return int(digits)
+
+
+def _refuse_number(digits: str) -> None:
+    raise ValueError(f"it holds {digits[:_MAX_DIGITS]}, which is no integer")

@@ -1,0 +1,342 @@
+"""Stores in directories that this user may not write to, or that others write to as well."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memmap.errors import StoreError
+from lightning_memmap.schema import Schema
+from lightning_memmap.store import build_store, open_store, verify_store
+from lightning_memmap.store.manifest import MANIFEST
+from lightning_memmap.store.table import TableBuild, TablePlan
+from tests.datasets import Numbered, holds
+from tests.unit.store.signing import sign_manifest
+
+OLD, NEW = Numbered(100, 1), Numbered(100, 2)
+OWNER, OTHER = 65533, 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory that other users reach; pytest's own are for one user alone."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+def build(path: Path, dataset: Any = NEW, **options: Any) -> Any:
+    return build_store(dataset, path, num_shards=3, progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Whole stores by the version of their dataset, to be copied."""
+    directory = tmp_path_factory.mktemp("pristine")
+    return {data.version: build(directory / str(data.version), data).path for data in (OLD, NEW)}
+
+
+def run_as(user: int, action: Callable[[], Any]) -> list[str]:
+    """Act as another user, in a process of its own. Where this user is not root, as this one: then
+    only the modes of files and directories stand in the way.
+
+    Returns:
+        The name of the error's class and its text, ``["done"]`` where there was none.
+    """
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if not pid:
+        signal.alarm(60)
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(user)
+                os.setuid(user)
+            os.umask(0o022)
+            action()
+            outcome = ["done"]
+        except BaseException as error:
+            outcome = [type(error).__name__, str(error)]
+        finally:
+            os.write(theirs, json.dumps(outcome).encode())
+            os._exit(0)
+    os.close(theirs)
+    with open(ours, "rb") as file:
+        data = file.read()
+    assert os.waitpid(pid, 0)[1] == 0, "it hung"
+    outcome = json.loads(data)
+    assert isinstance(outcome, list)
+    return outcome
+
+
+def everything(directory: Path) -> dict[str, tuple[int, int, int]]:
+    """What lies below a directory: mode, owner and time of the last change."""
+    states = {str(path): path.lstat() for path in [directory, *directory.rglob("*")]}
+    return {
+        path: (state.st_mode, state.st_uid, state.st_mtime_ns) for path, state in states.items()
+    }
+
+
+def lock_out(directory: Path, mode: int = 0o555) -> None:
+    for path in [directory, *directory.rglob("*")]:
+        if path.is_dir():
+            path.chmod(mode)
+
+
+# Who may not write
+
+
+@pytest.fixture
+def locked_out(shared: Path, pristine: dict[int, Path]) -> Iterator[Path]:
+    """A store whose directory can be read alone."""
+    shutil.copytree(pristine[NEW.version], shared / "s")
+    lock_out(shared)
+    yield shared / "s"
+    lock_out(shared, 0o755)
+
+
+def test_build_of_a_store_that_may_only_be_read_uses_it_and_writes_nothing(
+    locked_out: Path,
+) -> None:
+    before = everything(locked_out.parent)
+
+    def use() -> None:
+        assert holds(build(locked_out), NEW)
+        assert holds(open_store(locked_out), NEW)
+        assert verify_store(locked_out) == []
+
+    assert run_as(OTHER, use) == ["done"]
+    assert everything(locked_out.parent) == before
+
+
+def test_build_of_another_dataset_over_a_store_that_may_only_be_read_is_refused(
+    locked_out: Path,
+) -> None:
+    before = everything(locked_out.parent)
+    name, text = run_as(OTHER, lambda: build(locked_out, OLD))
+    assert name == "DatasetError"
+    assert "row 0 of the dataset differs" in text
+    name, text = run_as(OTHER, lambda: build(locked_out, OLD, overwrite=True))
+    assert name == "StoreError"
+    assert "cannot be locked" in text
+    assert "choose another directory" in text
+    name, _ = run_as(OTHER, lambda: build(locked_out.with_name("new")))
+    assert name == "StoreError"
+    assert everything(locked_out.parent) == before
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_replacement_interrupted_is_read_where_it_is_by_who_may_not_finish_it(
+    shared: Path, pristine: dict[int, Path], unfinished: bool
+) -> None:
+    shutil.copytree(pristine[OLD.version], shared / ".s.old")
+    shutil.copytree(pristine[NEW.version], shared / ".s.building")
+    if unfinished:
+        (shared / ".s.building" / MANIFEST).unlink()
+    lock_out(shared)
+    before = everything(shared)
+
+    def use() -> None:
+        assert holds(open_store(shared / "s"), OLD if unfinished else NEW)
+        assert verify_store(shared / "s") == []
+
+    try:
+        assert run_as(OTHER, use) == ["done"]
+        assert everything(shared) == before
+    finally:
+        lock_out(shared, 0o755)
+
+
+@pytest.mark.parametrize("name", ["s", f"s/{MANIFEST}", "s/x.memmap"])
+def test_open_what_may_not_be_read_says_so(
+    shared: Path, pristine: dict[int, Path], name: str
+) -> None:
+    shutil.copytree(pristine[NEW.version], shared / "s")
+    (shared / name).chmod(0)
+    try:
+        for action in (lambda: open_store(shared / "s"), lambda: build(shared / "s")):
+            kind, text = run_as(OTHER, action)
+            assert kind == "StoreError"
+            assert "ermission denied" in text
+            assert "right to read it" in text
+    finally:
+        (shared / name).chmod(0o755)
+
+
+# Who writes to the same directory
+
+
+@needs_root
+def test_two_users_of_one_directory_build_in_turn(shared: Path) -> None:
+    shared.chmod(0o1777)
+    assert run_as(OWNER, lambda: build(shared / "s")) == ["done"]
+    # The other one's lock can be used; his store can be read, and not replaced.
+    assert run_as(OTHER, lambda: build(shared / "s")) == ["done"]
+    assert run_as(OTHER, lambda: build(shared / "t")) == ["done"]
+    kind, text = run_as(OTHER, lambda: build(shared / "s", OLD, overwrite=True))
+    assert kind == "StoreError"
+    assert f"{shared / 's'} is in the way" in text
+    assert run_as(OWNER, lambda: build(shared / "s", OLD, overwrite=True)) == ["done"]
+    assert holds(open_store(shared / "s"), OLD)
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o755, 0o1777])
+def test_lock_is_open_to_those_who_may_write_beside_the_store(shared: Path, mode: int) -> None:
+    shared.chmod(mode)
+    os.chown(shared, OWNER, OWNER)
+    assert run_as(OWNER, lambda: build(shared / "s")) == ["done"]
+    assert stat.S_IMODE((shared / ".s.lock").stat().st_mode) == mode & 0o666
+
+
+def plant_link(path: Path, outside: Path) -> None:
+    path.symlink_to(outside)
+
+
+def plant_dangling_link(path: Path, outside: Path) -> None:
+    path.symlink_to(outside.with_name("nowhere"))
+
+
+def plant_fifo(path: Path, outside: Path) -> None:
+    os.mkfifo(path)
+
+
+def plant_file(path: Path, outside: Path) -> None:
+    path.write_bytes(b"planted")
+
+
+def plant_directory(path: Path, outside: Path) -> None:
+    shutil.copytree(outside, path)
+
+
+def plant_closed_file(path: Path, outside: Path) -> None:
+    path.touch()
+    path.chmod(0o600)
+
+
+Plant = Callable[[Path, Path], None]
+
+
+@pytest.fixture
+def outside(tmp_path: Path, pristine: dict[int, Path]) -> Path:
+    """A store that something planted leads to."""
+    return Path(shutil.copytree(pristine[OLD.version], tmp_path / "outside"))
+
+
+def table(path: Path) -> Callable[[], Any]:
+    schema = Schema.from_batch(torch.zeros(4))
+    return lambda: TableBuild(TablePlan(path, 4, 1, schema)).abandon()
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        plant_link,
+        plant_dangling_link,
+        plant_fifo,
+        plant_directory,
+        pytest.param(plant_closed_file, marks=needs_root),
+    ],
+)
+def test_lock_that_others_have_planted_is_refused_and_not_followed(
+    shared: Path, outside: Path, plant: Plant
+) -> None:
+    if os.geteuid() == 0:
+        os.chown(shared, OTHER, OTHER)
+    plant(shared / ".s.lock", outside)
+    before = everything(shared), everything(outside)
+    for action in (lambda: build(shared / "s"), table(shared / "s")):
+        kind, text = run_as(OTHER, action)
+        assert kind == "StoreError"
+        assert str(shared / ".s.lock") in text
+    assert (everything(shared), everything(outside)) == before
+    assert not (outside.parent / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        plant_link,
+        plant_dangling_link,
+        plant_fifo,
+        plant_file,
+        pytest.param(plant_directory, marks=needs_root),
+    ],
+)
+@pytest.mark.parametrize("name", [".s.building", ".s.old"])
+def test_what_others_have_planted_beside_a_store_is_neither_followed_nor_removed(
+    shared: Path, outside: Path, pristine: dict[int, Path], name: str, plant: Plant
+) -> None:
+    shared.chmod(0o1777)
+    plant(shared / name, outside)
+    if os.geteuid() == 0:
+        # Neither this user's nor that of the owner of the directory.
+        os.chown(shared / name, OWNER, OWNER, follow_symlinks=False)
+    planted = everything(shared / name), everything(outside)
+    for action in (lambda: build(shared / "s"), table(shared / "s")):
+        kind, text = run_as(OTHER, action)
+        assert kind == "StoreError"
+        assert f"{shared / name} is in the way" in text
+    if plant is not plant_directory:
+        assert run_as(OTHER, lambda: open_store(shared / "s"))[0] == "StoreNotFoundError"
+    assert not os.path.lexists(shared / "s")
+    # A store that is there can be used all the same.
+    shutil.copytree(pristine[NEW.version], shared / "s")
+    assert run_as(OTHER, lambda: build(shared / "s")) == ["done"]
+    assert (everything(shared / name), everything(outside)) == planted
+
+
+# What the system refuses
+
+
+def test_open_beyond_the_address_space_says_so(shared: Path, pristine: dict[int, Path]) -> None:
+    shutil.copytree(pristine[NEW.version], shared / "s")
+    sign_manifest(shared / "s", lambda body: body.update(num_rows=2**32))
+    for file, row_bytes in (("x.memmap", 32), ("label.memmap", 8)):
+        os.truncate(shared / "s" / file, 2**32 * row_bytes)
+
+    def open_limited() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))
+        open_store(shared / "s")
+
+    kind, text = run_as(OTHER, open_limited)
+    assert kind == "StoreError"
+    assert "x.memmap cannot be mapped" in text
+    assert "ulimit -v" in text
+
+
+def test_build_beyond_the_size_of_a_file_says_so_and_leaves_nothing(shared: Path) -> None:
+    shared.chmod(0o777)
+
+    def build_limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        build(shared / "s")
+
+    kind, text = run_as(OTHER, build_limited)
+    assert kind == "OSError"
+    assert f"[Errno {errno.EFBIG}] field 'x' needs a file of 3200 bytes" in text
+    assert "ulimit -f" in text
+    assert os.listdir(shared) == [".s.lock"]
+
+
+def test_verify_unreadable_disk_says_so(
+    pristine: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def fail(*arguments: Any) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(StoreError, match=r"x\.memmap cannot be read: Input/output error"):
+        verify_store(pristine[NEW.version])
