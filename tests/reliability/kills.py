@@ -143,7 +143,7 @@ def kill_at_random_moment(
             killed = not under_way.ended_within(rng.uniform(0.0, 0.6))
             if killed:
                 under_way.kill()
-        ending = under_way.end()
+        ending = under_way.end(subject.limit_s)
         if victim == "worker" or not killed:
             outcome.add_ending(ending, "the build", allowed=killed)
         if killed:
@@ -201,7 +201,12 @@ def go_wrong_at_call(
     """Kill a build at one of its calls to the file system, or let the call fail."""
     outcome = Outcome()
     build = _build_for_calls(_begin(beginnings, scratch, beginning), beginning, victim)
-    ending = call(build.run, subject, Calls(build.path.parent, number, mode, victim))
+    ending = call(
+        build.run,
+        subject,
+        Calls(build.path.parent, number, mode, victim),
+        limit_s=subject.limit_s,
+    )
     finished = False
     if victim == "worker" or not ending.crashed:
         # A failure may be survived, where the call was not needed.
@@ -252,12 +257,12 @@ def _look_after(
     elif what == "changed fingerprint":
         later = replace(later, files=Files(edition=CHANGED - NEW), fingerprint="changed")
     outcome.notes[f"next: {what}"] += 1
-    ending = call(later.run, subject)
+    ending = call(later.run, subject, limit_s=subject.limit_s)
     in_the_way = isinstance(ending.value, Raised) and ending.value.name == "DatasetError"
     if in_the_way and found is not None and not later.overwrite:
         # A whole store of the other dataset is there: it is not to be replaced unasked.
         later = replace(later, overwrite=True)
-        ending = call(later.run, subject)
+        ending = call(later.run, subject, limit_s=subject.limit_s)
     where = f"the next build ({what})"
     if outcome.add_ending(ending, where):
         look(outcome, subject, later.path, [later.dataset_edition], must_exist=True, where=where)

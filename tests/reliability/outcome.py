@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memmap.store import Store, build_store, open_store, verify_store
-from tests.reliability.forks import Ending, Raised
+from tests.reliability.forks import LIMIT_S, Ending, Raised
 
 
 class Fault(enum.Enum):
@@ -30,11 +30,13 @@ class Subject:
         build: `build_store`.
         open: `open_store`.
         verify: `verify_store`.
+        limit_s: A build that takes longer hangs.
     """
 
     build: Callable[..., Store] = build_store
     open: Callable[[Path], Store] = open_store
     verify: Callable[[Path], list[Any]] = verify_store
+    limit_s: float = LIMIT_S
 
 
 @dataclass

@@ -147,7 +147,7 @@ def running_code(path: Path) -> Any:
         ("calls-new-parent", Subject(build=committed_before_its_rows), Fault.WRONG_ROWS),
         ("calls-resumed-parent", Subject(build=resumed_from_another_dataset), Fault.WRONG_ROWS),
         ("kill-new-parent", Subject(build=workers_left_behind), Fault.ORPHAN),
-        ("errors-new", Subject(build=never_ending), Fault.HANG),
+        ("errors-new", Subject(build=never_ending, limit_s=1.0), Fault.HANG),
         ("errors-new", Subject(build=foreign), Fault.FOREIGN_ERROR),
         ("errors-new", Subject(build=untidy), Fault.LEFTOVER),
         ("kill-overwrite-parent", Subject(open=refusing), Fault.HALF_STORE),
