@@ -151,12 +151,22 @@ class Journal:
             raise
 
     def note(self, written: Iterable[range]) -> None:
-        """Note rows that have been brought to the disk."""
+        """Note rows that have been brought to the disk.
+
+        Raises:
+            OSError: They could not be noted. The journal is as it was.
+        """
         ranges = merge_ranges(written)
         data = b"".join(b"%d %d\n" % (rows.start, len(rows)) for rows in ranges)
-        while data:
-            data = data[os.write(self.descriptor, data) :]
-        os.fsync(self.descriptor)
+        num_bytes = os.fstat(self.descriptor).st_size
+        try:
+            while data:
+                data = data[os.write(self.descriptor, data) :]
+            os.fsync(self.descriptor)
+        except OSError:
+            # Half a line must not become one of other rows with what is noted next.
+            os.ftruncate(self.descriptor, num_bytes)
+            raise
         self.done = merge_ranges((*self.done, *ranges))
 
     def close(self) -> None:

@@ -8,6 +8,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from threading import Thread
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -93,6 +95,13 @@ def end_with_starter(worker_id: int) -> None:
     if _starter != parent.pid and multiprocessing.get_start_method() != "forkserver":
         os.kill(os.getpid(), signal.SIGKILL)
     exit_if_orphaned()
+    # A worker that comes from a fork server is no child of its starter, and may be idle.
+    Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_after(sentinel: int) -> None:
+    wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def exit_if_orphaned() -> None:

@@ -123,23 +123,23 @@ def build_store(
     show = show_progress if progress else no_progress
     directory = Path(os.path.realpath(path))
 
-    def use() -> tuple[Store, Fingerprint | None]:
+    def use_what_is_there() -> tuple[Store, Fingerprint | None]:
         store = _reopen(directory, num_shards)
-        found = recognise(
+        return store, recognise(
             store, dataset, fingerprint, check=check, num_workers=num_workers, progress=show
         )
-        return store, found
 
     if not overwrite and can_use_unlocked(directory):
-        store, found = use()
-        if found is not None:
-            _record_locked(store, found)
+        store, found = use_what_is_there()
+        if found is not None and os.access(directory, os.W_OK):
+            with suppress(StoreError), locked(directory):
+                _record(store, found)
         return store
     directory.parent.mkdir(parents=True, exist_ok=True)
     with locked(directory):
         recover(directory)
         if os.path.lexists(directory) and not (overwrite and is_store(directory)):
-            store, found = use()
+            store, found = use_what_is_there()
             if found is not None:
                 _record(store, found)
             discard_build(directory)
@@ -181,18 +181,11 @@ def _reopen(directory: Path, num_shards: int) -> Store:
 
 def _record(store: Store, fingerprint: Fingerprint) -> None:
     """Let the store know a dataset whose rows were all found equal. The lock must be held."""
-    # Who may only read the store compares all rows again.
+    # Who may only read the store compares all rows again. Another process may have replaced the
+    # store since this one opened it.
     with suppress(OSError):
-        replace(store.manifest, fingerprint=fingerprint).write(store.path)
-
-
-def _record_locked(store: Store, fingerprint: Fingerprint) -> None:
-    """The same without the lock held, unless the store was replaced since it was opened."""
-    if not all(os.access(path, os.W_OK) for path in (store.path, store.path.parent)):
-        return
-    with locked(store.path):
         if Manifest.read(store.path) == store.manifest:
-            _record(store, fingerprint)
+            replace(store.manifest, fingerprint=fingerprint).write(store.path)
 
 
 @dataclass(frozen=True)
@@ -327,10 +320,12 @@ class _Build:
         assert not missing_ranges(journal.done, self.num_rows)
 
     def _note(self, journal: Journal, written: list[range]) -> None:
-        # Rows are noted only once they are on the disk.
-        sync_files(self.building, self.schema)
-        journal.note(written)
+        # Rows are noted only once they are on the disk. Where that fails they are never noted: the
+        # next time that a file system is asked, it may no longer know of it.
+        rows = written.copy()
         written.clear()
+        sync_files(self.building, self.schema)
+        journal.note(rows)
 
     def _check_written_probes(self) -> None:
         for row, expected in self.probes:

@@ -1,18 +1,17 @@
 """Real processes that build stores, to be killed.
 
-`BuildServer` starts one process, which imports everything once and then forks a builder for each
-request. It speaks in lines: ``start <json>`` answers the builder's process id, ``wait <id>`` its
-exit status (negative: the signal). A builder is not reaped before it is waited for, so that its
-id cannot come to mean another process.
+`BuildServer` starts one process, which forks a builder for each request: ``start`` answers the
+builder's process id, ``wait`` its exit status (negative: the signal). A builder is not reaped
+before it is waited for, so that its id cannot come to mean another process.
 """
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import sleep
 from types import TracebackType
@@ -20,9 +19,7 @@ from typing import Any
 
 from lightning_memmap.store import build_store, ranges, workers, writer
 from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
-from tests.preloaded import python
-
-REPOSITORY = Path(__file__).parents[3]
+from tests.reliability.runner import fork_from_here, fork_server
 
 
 @dataclass(frozen=True)
@@ -73,14 +70,11 @@ class BuildServer:
     """The test's end of the line."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [python(), "-m", "tests.unit.store.build_server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            cwd=REPOSITORY,
-        )
+        context = fork_server()
+        self._connection, far = context.Pipe()
+        self._process = context.Process(target=serve, args=(far,))
+        self._process.start()
+        far.close()
         self._running: set[int] = set()
 
     def start(self, build: Build) -> int:
@@ -89,13 +83,13 @@ class BuildServer:
         Returns:
             The id of its process.
         """
-        pid = self._ask(f"start {json.dumps(asdict(build))}")
+        pid = self._ask("start", build)
         self._running.add(pid)
         return pid
 
     def wait(self, pid: int) -> int:
         """Wait for a builder's end and return its exit status, or minus the signal."""
-        status = self._ask(f"wait {pid}")
+        status = self._ask("wait", pid)
         self._running.discard(pid)
         return status
 
@@ -103,14 +97,9 @@ class BuildServer:
         """Start a builder and wait for its end."""
         return self.wait(self.start(build))
 
-    def _ask(self, line: str) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the build server ended: {self._process.wait()}")
-        return int(answer)
+    def _ask(self, command: str, value: Build | int) -> int:
+        self._connection.send((command, value))
+        return int(self._connection.recv())
 
     def __enter__(self) -> "BuildServer":
         return self
@@ -121,11 +110,12 @@ class BuildServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._process.poll() is None:
+        if self._process.is_alive():
             for pid in list(self._running):
                 os.kill(pid, signal.SIGKILL)
                 self.wait(pid)
-        self._process.communicate()
+        self._connection.close()
+        self._process.join()
 
 
 def killed(status: int) -> bool:
@@ -135,14 +125,15 @@ def killed(status: int) -> bool:
 # The server's end
 
 
-def serve() -> None:
-    for line in sys.stdin:
-        command, _, text = line.partition(" ")
-        if command == "start":
-            answer = fork(Build(**json.loads(text)))
-        else:
-            answer = os.waitstatus_to_exitcode(os.waitpid(int(text), 0)[1])
-        print(answer, flush=True)
+def serve(connection: Connection) -> None:
+    fork_from_here()
+    with suppress(EOFError):
+        while True:
+            command, value = connection.recv()
+            if command == "start":
+                connection.send(fork(value))
+            else:
+                connection.send(os.waitstatus_to_exitcode(os.waitpid(value, 0)[1]))
 
 
 def fork(build: Build) -> int:
@@ -152,8 +143,6 @@ def fork(build: Build) -> int:
     status = 1
     try:
         os.setsid()
-        # What a builder prints must not be read as an answer.
-        os.dup2(2, 1)
         build_and_check(build)
         status = 0
     except BaseException:
@@ -163,10 +152,7 @@ def fork(build: Build) -> int:
 
 
 def build_and_check(build: Build) -> None:
-    # A short build shall have many ranges of one size, each noted as soon as it is written.
-    writer._MAX_RANGE_ROWS = build.range_rows
-    ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
-    writer._JOURNAL_INTERVAL_S = -1.0
+    write_ranges_of(build.range_rows)
     if build.outlived:
         workers.end_with_starter = let_go
     numbered = Numbered(build.num_rows, build.version)
@@ -195,6 +181,14 @@ def build_and_check(build: Build) -> None:
         )
         if not holds(store, numbered):
             raise RuntimeError(f"{store} does not hold the rows that were stored")
+
+
+def write_ranges_of(num_rows: int) -> None:
+    """Let builds of this process write ranges of one size, each noted as soon as it is written, so
+    that a short build has many of them."""
+    writer._MAX_RANGE_ROWS = num_rows
+    ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
+    writer._JOURNAL_INTERVAL_S = -1.0
 
 
 def let_go(worker_id: int) -> None:
@@ -256,7 +250,3 @@ def kill_before_change(event: int) -> None:
 
 
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link"}
-
-
-if __name__ == "__main__":
-    serve()

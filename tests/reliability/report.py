@@ -1,0 +1,161 @@
+"""The table: counted, printed, noted case by case, and written into the page of the docs."""
+
+import json
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.table import Table
+
+from tests.reliability.kinds import KINDS, Case
+from tests.reliability.outcome import Fault, Outcome
+
+BEGIN = "<!-- the table of python -m tests.reliability begins -->"
+END = "<!-- the table of python -m tests.reliability ends -->"
+_HEADER = ["kind", "runs", *(fault.value for fault in Fault), "time (s)"]
+
+
+class Report:
+    """What came of all cases.
+
+    Args:
+        outcomes: The cases that an earlier run has finished.
+    """
+
+    def __init__(self, outcomes: Iterable[tuple[Case, Outcome]] = ()) -> None:
+        self._outcomes = dict(outcomes)
+
+    def __contains__(self, case: Case) -> bool:
+        return case in self._outcomes
+
+    def add(self, case: Case, outcome: Outcome) -> None:
+        """Count a case."""
+        self._outcomes[case] = outcome
+
+    @property
+    def num_faults(self) -> int:
+        """Whatever went wrong."""
+        return sum(len(outcome.faults) for outcome in self._outcomes.values())
+
+    def rows(self) -> list[list[str]]:
+        """The rows of the table: kind, runs, one count of each fault, seconds."""
+        rows = []
+        for kind in KINDS.values():
+            outcomes = [
+                outcome for case, outcome in self._outcomes.items() if case.kind == kind.name
+            ]
+            if not outcomes:
+                continue
+            faults = Counter(fault for outcome in outcomes for fault, _ in outcome.faults)
+            runs = sum(outcome.runs for outcome in outcomes)
+            seconds = sum(outcome.seconds for outcome in outcomes)
+            counts = [f"{faults[fault]:,}" for fault in Fault]
+            rows.append([kind.title, f"{runs:,}", *counts, f"{seconds:,.0f}"])
+        return rows
+
+    def notes(self) -> Counter[str]:
+        """What else was counted."""
+        notes: Counter[str] = Counter()
+        for outcome in self._outcomes.values():
+            notes.update(outcome.notes)
+        return notes
+
+    def table(self) -> Table:
+        """The table for a terminal."""
+        table = Table(*_HEADER[:1])
+        for name in _HEADER[1:]:
+            table.add_column(name, justify="right")
+        for row in self.rows():
+            table.add_row(*row)
+        return table
+
+    def write(self, page: Path, command: str) -> None:
+        """Put the table into a page, between two marks.
+
+        Raises:
+            ValueError: The page has no such marks.
+        """
+        text = page.read_text(encoding="utf-8")
+        if BEGIN not in text or END not in text:
+            raise ValueError(f"{page} has no place for the table: {BEGIN!r} and {END!r}")
+        before, rest = text.split(BEGIN)
+        _, after = rest.split(END)
+        lines = [_line(_HEADER), _line(["---", *["---:"] * (len(_HEADER) - 1)])]
+        lines += [_line(row) for row in self.rows()]
+        body = "\n\n".join([_circumstances(command), "\n".join(lines), *self._remarks()])
+        page.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
+
+    def _remarks(self) -> list[str]:
+        notes = self.notes()
+        remarks = [f"{count:,} x {name}" for name, count in sorted(notes.items())]
+        return ["Counted besides: " + "; ".join(remarks) + "."] if remarks else []
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _circumstances(command: str) -> str:
+    packages = ("lightning_memmap", "torch", "lightning", "tensordict", "numpy")
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    memory = psutil.virtual_memory().total / 2**30
+    return (
+        f"`{command}`, {datetime.now(timezone.utc):%Y-%m-%d}: {_processor()}, {psutil.cpu_count()}"
+        f" cores, {memory:.0f} GiB; Linux {platform.release()}, Python"
+        f" {platform.python_version()}, {versions}. Times are those of all cases of a row, added"
+        " up."
+    )
+
+
+def _processor() -> str:
+    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return found[1] if found else platform.machine()
+
+
+class Log:
+    """Finished cases, a line each, so that a run that was interrupted can go on.
+
+    Args:
+        path: The file; None: nothing is noted.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def outcomes(self, cases: Sequence[Case]) -> list[tuple[Case, Outcome]]:
+        """Those of some cases that are noted."""
+        if self._path is None or not self._path.exists():
+            return []
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        noted = (json.loads(line) for line in lines)
+        wanted = set(cases)
+        return [
+            (case, _from_json(body))
+            for body in noted
+            if (case := Case.parse(body["case"])) in wanted
+        ]
+
+    def add(self, case: Case, outcome: Outcome) -> None:
+        """Note a case."""
+        if self._path is None:
+            return
+        body = {
+            "case": str(case),
+            "runs": outcome.runs,
+            "seconds": round(outcome.seconds, 3),
+            "faults": [[fault.name, text] for fault, text in outcome.faults],
+            "notes": outcome.notes,
+        }
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(body) + "\n")
+
+
+def _from_json(body: dict[str, Any]) -> Outcome:
+    faults = [(Fault[name], text) for name, text in body["faults"]]
+    return Outcome(faults, Counter(body["notes"]), body["runs"], body["seconds"])
