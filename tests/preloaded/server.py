@@ -78,9 +78,13 @@ def supervise(client: socket.socket) -> dict[str, Any]:
     for number, stream in enumerate(streams):
         os.close(stream)
         os.close(number)
-    client.sendall(f"{program}\n".encode())
     watched = os.pidfd_open(program)
-    ready, _, _ = select.select([client, watched], [], [])
+    try:
+        client.sendall(f"{program}\n".encode())
+        ready, _, _ = select.select([client, watched], [], [])
+    except BrokenPipeError:
+        # The client was killed before it was answered.
+        ready = []
     if watched not in ready:
         for end in (os.killpg, os.kill):
             try:
@@ -98,7 +102,10 @@ def supervise(client: socket.socket) -> dict[str, Any]:
 def _receive(client: socket.socket, num_bytes: int) -> bytes:
     data = b""
     while len(data) < num_bytes:
-        data += client.recv(num_bytes - len(data))
+        received = client.recv(num_bytes - len(data))
+        if not received:  # Killed while it asked.
+            os._exit(1)
+        data += received
     return data
 
 
