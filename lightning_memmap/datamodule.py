@@ -22,7 +22,7 @@ from lightning_memmap._compat.loops import (
     validate_anew,
 )
 from lightning_memmap.agreement import agree
-from lightning_memmap.errors import MemmapError, StoreNotFoundError
+from lightning_memmap.errors import MemmapError, StoreNotFoundError, check_integer
 from lightning_memmap.loading import (
     AssembledLoader,
     BatchLoader,
@@ -51,6 +51,7 @@ from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.probes import first_sample
 from lightning_memmap.store.recognition import check_choice
 from lightning_memmap.store.recovery import is_store
+from lightning_memmap.store.workers import check_num_workers
 
 if TYPE_CHECKING:
     MapDataset: TypeAlias = Dataset[Any]
@@ -154,9 +155,20 @@ class MemmapDataModule(L.LightningDataModule):
         shuffle_window: int | None = None,
     ) -> None:
         super().__init__()
+        counts = {"batch_size": batch_size, "seed": seed}
+        optional = {
+            "num_folds": num_folds,
+            "num_parts": num_parts,
+            "member": member,
+            "shuffle_window": shuffle_window,
+        }
+        counts.update((name, value) for name, value in optional.items() if value is not None)
+        for name, value in counts.items():
+            check_integer(name, value)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least 1 row per data device and step")
         check_num_shards(num_shards)
+        check_num_workers(num_workers)
         if residency not in RESIDENCIES:
             raise ValueError(f"residency={residency!r}: choose one of {', '.join(RESIDENCIES)}")
         if not 0 < memory_fraction <= 1:

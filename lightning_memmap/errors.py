@@ -4,6 +4,18 @@ A wrong argument raises ValueError or TypeError. These say that something outsid
 not fit: the dataset, the store on disk, or the memory of the devices.
 """
 
+from numbers import Integral
+
+
+def check_integer(name: str, value: object) -> None:
+    """Check an argument that counts something.
+
+    Raises:
+        TypeError: It is no integer.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: give an integer")
+
 
 class MemmapError(Exception):
     """Base of all errors of this package."""

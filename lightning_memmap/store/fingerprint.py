@@ -1,13 +1,16 @@
 """What a dataset is known by without reading a row of it."""
 
-import dataclasses
 import enum
 import inspect
 import json
 import os
 import sys
+import types
+from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+_PLAIN_TYPES = {int, float, str, bool, type(None)}
 #: Classes of these are known by their name alone: they change with a release, not with a dataset.
 _KNOWN_MODULES = {*sys.stdlib_module_names, "torch", "numpy", "lightning"}
 _MAX_DEPTH = 8
@@ -27,8 +31,23 @@ _MAX_ITEMS = 2**20
 #: Arrays are hashed whole up to so many bytes of all of them, and then in pieces.
 _MAX_HASHED_BYTES = 2**30
 _NUM_PIECES, _PIECE_BYTES = 64, 2**20
-#: Private attributes of other types are caches and open files as often as not.
-_SETTLED_TYPES = (str, bytes, int, float, tuple, os.PathLike, np.ndarray, Tensor, Dataset)
+#: Private attributes of other types are open files and what else is made as it is needed.
+_SETTLED_TYPES = (
+    *(
+        str,
+        bytes,
+        bytearray,
+        int,
+        float,
+        complex,
+        os.PathLike,
+        memoryview,
+        array,
+        types.FunctionType,
+    ),
+    *(tuple, list, dict, set, frozenset, deque, np.ndarray),
+    *(np.generic, Tensor, Dataset),
+)
 
 
 @dataclass(frozen=True)
@@ -36,9 +55,11 @@ class Fingerprint:
     """The identity of a dataset, in parts with names, so that a difference can be named.
 
     The default parts are the class, the length, the source text of the class, and the attributes:
-    values and containers of values by content, datasets within by their own parts, anything else
-    by its type. An attribute that is the path of a file stands for its size and time as well. No
-    part sees what lies below a directory, nor the functions that the class calls.
+    values and containers of values by content, functions by what they compute with, datasets and
+    other objects within by their own attributes. An attribute that is the path of a file stands for
+    its size and time as well. No part sees what lies below a directory, the content of files that
+    are open or listed, what objects of compiled classes hold, nor the functions that the class
+    calls.
 
     Args:
         parts: Text or digest by name of the part.
@@ -125,6 +146,7 @@ class _Reader:
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
         self._seen: set[int] = set()
+        self._objects: dict[int, Any] = {}
         self._bytes_left = _MAX_HASHED_BYTES
         self._encoder = json.JSONEncoder(default=self._describe)
 
@@ -139,11 +161,9 @@ class _Reader:
         for base in kind.__mro__:
             if (source := _source(base)) is not None:
                 self._add(f"source of class {base.__qualname__}", _digest(source))
-        if isinstance(dataset, (list, tuple, dict)):
+        if isinstance(dataset, (list, tuple, dict, deque, array, Tensor, np.ndarray)):
             self._add("its items", self._encode(dataset))
-        for name, value in islice(getattr(dataset, "__dict__", {}).items(), _MAX_PARTS):
-            if name.startswith("_") and not isinstance(value, _SETTLED_TYPES):
-                continue
+        for name, value in islice(_settled_attributes(dataset).items(), _MAX_PARTS):
             self._read_attribute(f"{prefix}{name}", value, depth)
 
     def _read_attribute(self, name: str, value: Any, depth: int) -> None:
@@ -170,8 +190,8 @@ class _Reader:
             step = -(-len(value) // _MAX_ITEMS)
             value = [len(value), list(islice(value, 0, None, step))]
         try:
-            text = self._encoder.encode(value)
-        except (TypeError, ValueError, RecursionError):  # Keys of other types, circles, depth.
+            text = self._encoder.encode(_with_text_keys(value, 0))
+        except (TypeError, ValueError, RecursionError):  # Circles, depth.
             text = f"type {type(value).__qualname__}"
         return _digest(text)
 
@@ -180,16 +200,22 @@ class _Reader:
         if isinstance(value, Tensor):
             what = [str(value.dtype), list(value.shape)]
             if value.device.type == "cpu" and value.layout == torch.strided:
-                plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-                what.append(self._hash(plain.view(torch.uint8).numpy()))
+                plain = value.detach().resolve_conj().resolve_neg().contiguous()
+                # A single element counts as contiguous, whatever its stride is.
+                flat = plain.as_strided((plain.numel(),), (1,))
+                what.append(self._hash(flat.view(torch.uint8).numpy()))
             return what
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject:
                 return [list(value.shape), value.reshape(-1).tolist()]
             flat = np.ascontiguousarray(value).reshape(-1)
             return [value.dtype.str, list(value.shape), self._hash(flat.view(np.uint8))]
-        if isinstance(value, (bytes, bytearray)):
+        if isinstance(value, (bytes, bytearray, array)):
             return self._hash(np.frombuffer(value, np.uint8))
+        if isinstance(value, memoryview):
+            return self._hash(np.frombuffer(value.tobytes(), np.uint8))
+        if isinstance(value, deque):
+            return _with_text_keys(list(value), 0)
         if isinstance(value, (set, frozenset)):
             return sorted(self._encoder.encode(item) for item in value)
         if isinstance(value, os.PathLike):
@@ -200,13 +226,35 @@ class _Reader:
             within = _Reader()
             within.read(value, "", _MAX_DEPTH)
             return within.parts
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = dataclasses.fields(value)
-            return {field.name: getattr(value, field.name, None) for field in fields}
         if callable(getattr(value, "close", None)):
             return None  # An open file is as good as one that is yet to be opened.
+        return self._describe_object(value)
+
+    def _describe_object(self, value: Any) -> Any:
+        """A function by its code and what it holds, another object by its attributes."""
         named = value if hasattr(value, "__qualname__") else type(value)
-        return f"type {named.__qualname__}"
+        name = f"type {named.__qualname__}"
+        if id(value) in self._objects or isinstance(value, (type, types.ModuleType)):
+            return name
+        # Kept, so that no other object is given the same number.
+        self._objects[id(value)] = value
+        if isinstance(value, types.CodeType):
+            constants = _with_text_keys(list(value.co_consts), 0)
+            return [self._hash(np.frombuffer(value.co_code, np.uint8)), value.co_names, constants]
+        if isinstance(value, types.MethodType):
+            return [name, value.__func__, value.__self__]
+        if isinstance(value, types.FunctionType):
+            if value.__module__.partition(".")[0] in _KNOWN_MODULES:
+                return name
+            cells = [_content(cell) for cell in value.__closure__ or ()]
+            held = [value.__defaults__, value.__kwdefaults__, cells]
+            return [name, value.__code__, _with_text_keys(held, 0)]
+        if isinstance(value, partial):
+            return _with_text_keys([name, value.func, value.args, value.keywords], 0)
+        is_known = type(value).__module__.partition(".")[0] in _KNOWN_MODULES
+        if is_known and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)):
+            return name
+        return [name, _with_text_keys(_settled_attributes(value), 0)]
 
     def _hash(self, data: NDArray[np.uint8]) -> str:
         digest = xxhash.xxh3_64()
@@ -217,6 +265,50 @@ class _Reader:
             for piece in _pieces(data):
                 digest.update(np.ascontiguousarray(piece).data)
         return digest.hexdigest()
+
+
+def _settled_attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, but for private ones that may be made as they are needed."""
+    names = dict.fromkeys(getattr(value, "__dict__", ()))
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
+    found = {name: inspect.getattr_static(value, name, None) for name in names}
+    for name, kept in found.items():
+        if isinstance(kept, types.MemberDescriptorType):
+            found[name] = getattr(value, name, None)
+    return {
+        name: kept
+        for name, kept in found.items()
+        if not name.startswith("_") or (isinstance(kept, _SETTLED_TYPES) and not _is_empty(kept))
+    }
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a private container may be a cache that is yet to be filled."""
+    return isinstance(value, (list, dict, set, deque)) and not value
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # It is set later.
+        return None
+
+
+def _with_text_keys(value: Any, depth: int) -> Any:
+    """A container in which dicts with other keys than text, which JSON has none of, are pairs."""
+    if depth > _MAX_DEPTH:
+        return value
+    if isinstance(value, dict):
+        pairs = [
+            (_with_text_keys(key, depth + 1), _with_text_keys(item, depth + 1))
+            for key, item in value.items()
+        ]
+        return dict(pairs) if all(type(key) is str for key in value) else pairs
+    if isinstance(value, (list, tuple)) and not set(map(type, value)) <= _PLAIN_TYPES:
+        return [_with_text_keys(item, depth + 1) for item in value]
+    return value
 
 
 def _pieces(data: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
@@ -240,8 +332,6 @@ def _source(kind: type) -> str | None:
 
 def _file_state(path: str | os.PathLike[Any]) -> str | None:
     """Size and time of a file; None for what is no path of one."""
-    if not os.path.isabs(path) and not os.path.dirname(path) and isinstance(path, str):
-        return None  # A word, not a path.
     try:
         state = os.stat(path)
     except (OSError, ValueError):

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
+from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
 from lightning_memmap.order import shard_rows
 from lightning_memmap.schema import Field, Schema
 from lightning_memmap.store.fingerprint import Fingerprint
@@ -280,8 +280,10 @@ def check_num_shards(num_shards: int) -> None:
     """Check a number of shards that a user gives.
 
     Raises:
+        TypeError: It is no integer.
         ValueError: It is out of range.
     """
+    check_integer("num_shards", num_shards)
     if not 1 <= num_shards <= MAX_SHARDS:
         raise ValueError(f"num_shards={num_shards}: at least 1 is needed, and at most {MAX_SHARDS}")
 

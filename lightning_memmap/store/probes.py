@@ -59,7 +59,9 @@ def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray
 def leaf_bytes(leaf: Tensor | np.ndarray) -> np.ndarray:
     """The bytes of one leaf as a flat uint8 array, in the byte order of this machine."""
     if isinstance(leaf, Tensor):
-        return leaf.contiguous().reshape(-1).view(torch.uint8).numpy()
+        # A single element counts as contiguous, whatever its stride is.
+        flat = leaf.contiguous().as_strided((leaf.numel(),), (1,))
+        return flat.view(torch.uint8).numpy()
     native = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
     return np.ascontiguousarray(native).reshape(-1).view(np.uint8)
 

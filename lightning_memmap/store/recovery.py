@@ -82,6 +82,8 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
         try:
             lock.acquire(timeout=min(timeout_s, 0.1))
         except Timeout:
+            # To filelock a directory that takes no files looks like a lock that somebody has.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600))
             if timeout_s:
                 _log.warning(
                     "another process builds the store at %s: waiting for it (it has %s)",
@@ -106,12 +108,15 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
 
 
 def put_in_place(directory: Path) -> None:
-    """Make the finished build the store, in place of an old one. The lock must be held."""
+    """Make the finished build the store, in place of an old one, which `make_room` has found to be
+    replaceable. The lock must be held."""
+    old = _old_path(directory)
     if os.path.lexists(directory):
-        os.rename(directory, _old_path(directory))
+        os.rename(directory, old)
     _rename(building_path(directory), directory)
     sync_directory(directory.parent)
-    recover(directory)
+    if os.path.lexists(old):
+        _remove(old)
 
 
 def is_interrupted(directory: Path) -> bool:
@@ -162,13 +167,19 @@ def make_room(directory: Path) -> None:
     """Check, before a store is built, that nothing of others is in its way.
 
     Raises:
-        StoreError: A build, an old store, or the store to be replaced is not ours.
+        StoreError: A build, an old store, or the store to be replaced is not ours, or this process
+            may not remove it.
     """
     for path in (building_path(directory), _old_path(directory)):
         if os.path.lexists(path):
             _check_ours(path)
     if os.geteuid() and os.path.lexists(directory):
         _check_ours(directory)
+        if not _may_remove(directory):
+            raise StoreError(
+                f"the store at {directory} belongs to another user, and this one may not replace"
+                " it: let its owner do it, or choose another directory"
+            )
 
 
 def discard_build(directory: Path) -> None:
@@ -184,6 +195,10 @@ def remove_tree(path: Path) -> None:
         StoreError: It is not ours, or cannot be removed.
     """
     _check_ours(path)
+    _remove(path)
+
+
+def _remove(path: Path) -> None:
     try:
         shutil.rmtree(path)
     except OSError as error:
@@ -207,6 +222,15 @@ def _is_ours(path: Path) -> bool:
         return False
     owners = (os.geteuid(), os.stat(path.parent).st_uid)
     return stat.S_ISDIR(status.st_mode) and status.st_uid in owners
+
+
+def _may_remove(directory: Path) -> bool:
+    """Whether this process may rename a directory and remove the files in it."""
+    status, above = os.lstat(directory), os.stat(directory.parent)
+    is_sticky = bool(above.st_mode & stat.S_ISVTX)
+    if is_sticky and os.geteuid() not in (status.st_uid, above.st_uid):
+        return False
+    return os.access(directory, os.W_OK | os.X_OK)
 
 
 def _is_directory(path: Path) -> bool:

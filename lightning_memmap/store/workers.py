@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_memmap.errors import DatasetError, MemmapError
+from lightning_memmap.errors import DatasetError, MemmapError, check_integer
 
 Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
@@ -72,6 +72,18 @@ def run_tasks(
             f" smaller num_workers than {num_workers}; num_workers=0 reads in this process and"
             " shows where it dies. What was stored is kept"
         ) from error
+
+
+def check_num_workers(num_workers: int) -> None:
+    """Check a number of processes that a user gives.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is below 0.
+    """
+    check_integer("num_workers", num_workers)
+    if num_workers < 0:
+        raise ValueError(f"num_workers={num_workers}: 0 or more processes")
 
 
 def describe_error(error: Exception) -> str:

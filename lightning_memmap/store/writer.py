@@ -51,7 +51,7 @@ from lightning_memmap.store.recovery import (
     recover,
     remove_tree,
 )
-from lightning_memmap.store.workers import exit_if_orphaned, run_tasks
+from lightning_memmap.store.workers import check_num_workers, exit_if_orphaned, run_tasks
 
 _RANGE_BYTES = 32 * 2**20
 _MAX_RANGE_ROWS = 1024
@@ -116,12 +116,12 @@ def build_store(
         OSError: The disk is full, or the files cannot be written.
     """
     check_num_shards(num_shards)
-    if num_workers < 0:
-        raise ValueError(f"num_workers={num_workers}: 0 or more processes")
+    num_shards = int(num_shards)
+    check_num_workers(num_workers)
     check_given(fingerprint)
     check_choice(check)
     show = show_progress if progress else no_progress
-    directory = Path(os.path.realpath(path))
+    directory = _directory(path)
 
     def use_what_is_there() -> tuple[Store, Fingerprint | None]:
         store = _reopen(directory, num_shards)
@@ -135,7 +135,13 @@ def build_store(
             with suppress(StoreError), locked(directory):
                 _record(store, found)
         return store
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise StoreError(
+            f"no store can be made at {directory}: {error.filename} is no directory; choose another"
+            " one"
+        ) from error
     with locked(directory):
         recover(directory)
         if os.path.lexists(directory) and not (overwrite and is_store(directory)):
@@ -151,6 +157,22 @@ def build_store(
         build = _Build.plan(dataset, directory, num_shards, num_workers, identity)
         build.run(num_workers, show, resume=not (overwrite or fresh))
     return open_store(directory)
+
+
+def _directory(path: str | Path) -> Path:
+    """The directory of a store, from what a user gives.
+
+    Raises:
+        ValueError: It names none.
+    """
+    if not os.fspath(path):
+        raise ValueError(f"path={path!r}: name the directory of the store")
+    directory = Path(os.path.realpath(path))
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"path={path!r}: torch maps files with names in UTF-8 only") from error
+    return directory
 
 
 def _check_length(dataset: Any) -> None:

@@ -143,6 +143,7 @@ def told(command: Command) -> str:
     return command.err.splitlines()[-1]
 
 
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
 def test_mistake_that_training_finds_is_told_without_a_traceback(
     command: Command, tmp_path: Path
 ) -> None:

@@ -262,7 +262,7 @@ class AskParentToStop(L.Callback):
         if not self.asked and read_results(self.out).members[0].status == "done":
             # It waits a moment after it has recorded that.
             sleep(1)
-            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(int((self.out / "first.pid").read_text()), signal.SIGTERM)
             self.asked = True
 
 
@@ -270,6 +270,8 @@ def stopped(out: Path) -> dict[str, Any]:
     """Train two members, of which the second one would never end."""
     strategy = IndependentStrategy()
     first = strategy.member == 0
+    if first:
+        (out / "first.pid").write_text(str(os.getpid()))
     trainer = make_trainer(
         out,
         strategy=strategy,

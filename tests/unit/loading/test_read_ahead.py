@@ -337,18 +337,6 @@ class TestResume:
             with pytest.raises(ValueError, match=f"=2, .* shuffle_window={window}, .* resume with"):
                 next(iter(loader))
 
-    def test_state_of_before_there_were_windows_is_that_of_none(
-        self, numbered_store: Stores
-    ) -> None:
-        saved = make_loader(numbered_store(97, 24), shuffle=True)
-        first = [rows_of(batch.to(CPU)) for batch in take_steps(saved, 2)]
-        state = saved.state_dict()
-        del state["shuffle_window"]
-        loader = make_loader(numbered_store(97, 24), shuffle=True)
-        loader.load_state_dict(state)
-        whole = epoch_rows(make_loader(numbered_store(97, 24), shuffle=True))
-        assert first + epoch_rows(loader) == whole
-
 
 class TestMemory:
     def test_two_windows_are_all_there_is(self, numbered_store: Stores) -> None:

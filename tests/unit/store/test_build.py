@@ -189,7 +189,7 @@ def test_build_leaf_of_any_layout_is_stored_right(tmp_path: Path, kind: str) -> 
         assert label.item() == row
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "I;16", "RGBA"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "I;16", "RGBA"])
 def test_build_images_of_any_mode_come_back(tmp_path: Path, mode: str) -> None:
     images = []
     for row in range(5):
@@ -467,6 +467,40 @@ def test_build_with_many_more_shards_than_rows_holds_the_rows(tmp_path: Path) ->
     store = build(Numbered(300), tmp_path / "s", num_shards=2**16)
     assert torch.equal(store[299]["x"], Numbered(300)[299]["x"])
     assert verify_store(tmp_path / "s") == []
+
+
+@pytest.mark.parametrize("sample", [torch.arange(9.0)[::3][:1], torch.fft.fft(torch.ones(1)).real])
+def test_build_of_one_strided_element_holds_it(tmp_path: Path, sample: torch.Tensor) -> None:
+    assert torch.equal(build([sample] * 3, tmp_path / "s")[2], sample)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_shards": 2.0}, TypeError, r"num_shards=2\.0: give an integer"),
+        ({"num_workers": "2"}, TypeError, "num_workers='2': give an integer"),
+        ({"num_workers": True}, TypeError, "num_workers=True: give an integer"),
+    ],
+)
+def test_build_argument_of_another_type_is_named(
+    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        build(Numbered(10), tmp_path / "s", **arguments)
+    assert_nothing_built(tmp_path / "s")
+
+
+def test_build_at_what_is_no_place_for_a_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file is no directory"):
+        build(Numbered(10), tmp_path / "file" / "s")
+    with pytest.raises(ValueError, match="path='': name the directory"):
+        build(Numbered(10), "")
+    with pytest.raises(ValueError, match="UTF-8"):
+        build(Numbered(10), f"{tmp_path}/\udc80")
+    # Nobody has the lock: it cannot be made.
+    with pytest.raises(StoreError, match="cannot be locked"):
+        build(Numbered(10), "/proc/s")
 
 
 MISFITS: dict[str, tuple[Any, list[str]]] = {

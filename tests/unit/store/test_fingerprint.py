@@ -2,7 +2,12 @@
 
 import os
 import pickle
+import threading
+from array import array
+from collections import deque
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +37,30 @@ class Holder(Dataset[int]):
 
 def change(one: Any, other: Any) -> str | None:
     return Fingerprint.of(one).difference(Fingerprint.of(other))
+
+
+class Slotted:
+    """A dataset whose attributes are in slots."""
+
+    __slots__ = ("_labels", "labels")
+
+    def __init__(self, labels: Any) -> None:
+        self.labels = labels
+        self._labels = labels
+
+    def __len__(self) -> int:
+        return 3
+
+
+def weights(value: float) -> torch.nn.Module:
+    layer = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(layer.weight, value)
+    torch.nn.init.zeros_(layer.bias)
+    return layer
+
+
+def adding(number: int) -> Any:
+    return lambda row: row + number
 
 
 CHANGED: dict[str, tuple[Any, Any, str]] = {
@@ -66,8 +95,53 @@ CHANGED: dict[str, tuple[Any, Any, str]] = {
     ),
     "bytes": (Holder(key=b"a"), Holder(key=b"b"), "attribute key"),
     "type": (Holder(transform=None), Holder(transform=torch.nn.ReLU()), "attribute transform"),
+    "private list": (Holder(_labels=[1, 2]), Holder(_labels=[1, 3]), "attribute _labels"),
+    "private dict": (Holder(_a={(0, 0): 1}), Holder(_a={(0, 0): 2}), "attribute _a"),
+    "keys": (Holder(a={np.int64(1): 1}), Holder(a={np.int64(2): 1}), "attribute a"),
+    "deque": (Holder(a=deque([1, {2: 3}])), Holder(a=deque([1, {2: 4}])), "attribute a"),
+    "packed": (Holder(a=array("q", [1])), Holder(a=array("q", [2])), "attribute a"),
+    "object": (
+        Holder(a=SimpleNamespace(b=[1])),
+        Holder(a=SimpleNamespace(b=[2])),
+        "attribute a",
+    ),
+    "weights": (Holder(a=weights(1)), Holder(a=weights(2)), "attribute a"),
+    "function of the class": (Holder(a=partial(max, 1)), Holder(a=partial(max, 2)), "attribute a"),
+    "slots": (Slotted([1]), Slotted([2]), "attribute labels"),
+    "bare tensor": (torch.zeros(3), torch.tensor([0, 0, 1.0]), "its items"),
     "list": ([{"x": torch.zeros(2)}], [{"x": torch.ones(2)}], "its items"),
 }
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda row: row, lambda row: -row),
+        (lambda row, by=1: row * by, lambda row, by=2: row * by),
+        (adding(1), adding(2)),
+        (memoryview(b"ab"), memoryview(b"ac")),
+    ],
+)
+def test_fingerprint_of_another_function_or_memory_differs(one: Any, other: Any) -> None:
+    assert change(Holder(a=one), Holder(a=other)) == "attribute a changed"
+    assert change(Holder(a=one), Holder(a=one)) is None
+
+
+def test_fingerprint_of_a_file_named_from_the_working_directory_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("labels.npy").write_bytes(b"one")
+    one = Fingerprint.of(Holder(path="labels.npy"))
+    Path("labels.npy").write_bytes(b"three")
+    changed = one.difference(Fingerprint.of(Holder(path="labels.npy")))
+    assert changed == "the file of attribute path changed"
+
+
+def test_fingerprint_of_objects_that_hold_each_other_ends() -> None:
+    one, other = SimpleNamespace(), SimpleNamespace()
+    one.other, other.other, one.threads = other, one, threading.Lock()
+    assert change(Holder(a=one), Holder(a=one)) is None
 
 
 @pytest.mark.parametrize("kind", CHANGED)
