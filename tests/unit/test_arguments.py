@@ -66,6 +66,7 @@ def command(
     monkeypatch.setattr(sys, "path", list(sys.path))
     # LightningCLI warns where there are other arguments as well.
     monkeypatch.setattr(sys, "argv", ["lightning-memmap"])
+    monkeypatch.chdir(tmp_path)
     return Command(capsys, tmp_path)
 
 

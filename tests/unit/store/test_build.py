@@ -23,6 +23,7 @@ from lightning_memmap.schema import DTYPES
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store.probes import probe_rows
 from tests.datasets import Counting, Numbered, Replaced, Wrapped, holds, in_dataset_order
+from tests.preloaded import python
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -624,12 +625,12 @@ def test_build_on_full_disk_raises_enospc_with_both_numbers_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
     # On a disk that is pretended, and where this user may mount one, on a real one too.
-    program = [sys.executable, "-m", "tests.unit.store.full_disk"]
-    commands = [[*program, "pretended"]]
+    program = ["-m", "tests.unit.store.full_disk"]
+    commands = [[python(), *program, "pretended"]]
     namespace = ["unshare", "--mount", "--map-root-user"]
     mount = [*namespace, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
     if shutil.which("unshare") and not subprocess.run(mount, capture_output=True).returncode:
-        commands.append([*namespace, *program, "mounted"])
+        commands.append([*namespace, sys.executable, *program, "mounted"])
     for command in commands:
         directory = tmp_path / command[-1]
         directory.mkdir()
