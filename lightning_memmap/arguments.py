@@ -4,9 +4,10 @@ import re
 import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 #: How jsonargparse and Python say that a name is wrong, and which name it is.
@@ -34,10 +35,37 @@ class BriefParser(ArgumentParser):
         message = with_suggestion(message, parser)
         if not self.exit_on_error:
             super().error(message, ex)
-        print(f"error: {_shortened(message)}", file=sys.stderr)
+        print(f"error: {shortened(message)}", file=sys.stderr)
         help_of = parser.prog.replace(" [options]", "")
         print(f"{help_of} --help lists what there is", file=sys.stderr)
         sys.exit(2)
+
+    @override
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
+        """Parse a file, which has to be UTF-8."""
+        try:
+            parsed: Namespace = super().parse_path(path, *args, **kwargs)
+        except UnicodeDecodeError as error:
+            raise TypeError(f"{str(path)!r} is no text file in UTF-8: {error}") from error
+        return parsed
+
+
+class TrainingParser(BriefParser, LightningArgumentParser):
+    """LightningCLI's parser, with errors of a line or two."""
+
+
+def refuse_several_configs(args: Iterable[str]) -> None:
+    """See that ``--config`` is given once, to a command that would use the last one alone.
+
+    Raises:
+        ValueError: It is given more often.
+    """
+    count = sum(arg.partition("=")[0] == "--config" for arg in args)
+    if count > 1:
+        raise ValueError(
+            f"--config is given {count} times, and one file is read here: merge them with"
+            " lightning-memmap fit --config ONE --config OTHER --print_config > merged.yaml"
+        )
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -56,6 +84,10 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
     if "did you mean" in message:
         # A parser within this one has said it.
         return message
+    if message.startswith("Unexpected config:"):
+        found = message.partition(":")[2].strip()
+        what = f"holds no options but {found!r:.80}" if found else "is empty"
+        return f"a config {what}: write names of options and their values"
     if match := _WRONG_OPTION.search(message):
         options = set(parser.get_defaults(skip_validation=True).keys())
         return message + nearest(match[1] or match[2], options)
@@ -69,12 +101,15 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
     return message
 
 
-def _shortened(message: str, length: int = 600) -> str:
-    """One line: where, and the reasons."""
+def shortened(message: str, length: int = 600) -> str:
+    """One line of a message of jsonargparse: where, and the reasons."""
+    # Where a member of a union has a problem, what the members beside it expect is no reason.
+    # Within the problem, which is indented further, it is.
+    problem = re.search(r"^( *)- Problem with", message, re.MULTILINE)
+    if problem is not None:
+        message = re.sub(rf"^{problem[1]}- Expected a.*$", "", message, flags=re.MULTILINE)
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     told = [line for line in lines if line and not _NOISE.match(line)]
-    if any(line.startswith("Problem with") for line in told):
-        told = [line for line in told if not line.startswith("Expected a")]
     # A value that fits no type of a union without a reason: say what was given.
     if len(told) == 1 and told[0].endswith(":"):
         told += [line for line in lines if line.startswith("Given value:")]

@@ -13,17 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import lightning as L
 import torch
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap.arguments import BriefParser, nearest
+from lightning_memmap.arguments import BriefParser, TrainingParser, nearest
 from lightning_memmap.compare import advise, compare
 from lightning_memmap.errors import DatasetError, MemmapError, StoreNotFoundError
 from lightning_memmap.order import shard_rows
@@ -50,8 +51,25 @@ _DESCRIPTION = """Train with data that stays resident on every device.
 _MOST_DEVICES = 4096
 
 
-class TrainingParser(BriefParser, LightningArgumentParser):
-    """LightningCLI's parser, with errors of a line or two."""
+class SaveConfig(SaveConfigCallback):
+    """Lightning's, with a way out that a command line has where the file is there.
+
+    It is not overwritten: without a logger it is a file of the folder that the user stands in, and
+    may be the very config that was given.
+    """
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        try:
+            super().setup(trainer, pl_module, stage)
+        except RuntimeError as error:
+            if "to NOT exist" not in str(error):
+                raise
+            path = Path(trainer.log_dir or "") / self.config_filename
+            raise MisconfigurationException(
+                f"the config of this run would be saved as {path}, which is there already:\n"
+                "name another folder with --trainer.default_root_dir, or move that file"
+            ) from error
 
 
 class TrainingCLI(LightningCLI):
@@ -64,8 +82,8 @@ class TrainingCLI(LightningCLI):
         if isinstance(strategy, str) and strategy.lower() not in names:
             ours = ", ".join(name for name, *_ in STRATEGIES)
             self.parser.error(
-                f"trainer.strategy: {strategy!r} is no strategy{nearest(strategy, names)}. Those of"
-                f" this pack are {ours}"
+                f"trainer.strategy: {strategy!r} is no strategy{nearest(strategy, names) or '.'}"
+                f" Those of this pack are {ours}"
             )
 
 
@@ -111,6 +129,7 @@ def _run(args: Sequence[str] | None) -> None:
     TrainingCLI(
         args=None if args is None else given,
         parser_class=TrainingParser,
+        save_config_callback=SaveConfig,
         parser_kwargs={"description": _DESCRIPTION},
     )
 
@@ -154,8 +173,12 @@ def _store_command(args: list[str]) -> int:
         # Without markup: the names of files and fields may look like it.
         return run(options, Console(markup=False))
     except (MemmapError, OSError, ValueError, TypeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(error)
         return 2
+
+
+def _print_error(error: Exception) -> None:
+    print("error: " + "\n".join(map(_printable, str(error).splitlines())), file=sys.stderr)
 
 
 def _build_parser() -> BriefParser:
@@ -204,19 +227,36 @@ def _plan_parser() -> BriefParser:
 
 
 def _stores(path: str) -> dict[str, Store]:
-    """The store at a path, or those one level below it, by name."""
+    """The store at a path, or those one level below it, by name.
+
+    Raises:
+        MemmapError: One of them cannot be read, or there is none.
+    """
+    stores = {}
+    for name, found in _stores_or_errors(path).items():
+        if isinstance(found, Exception):
+            raise found
+        stores[name] = found
+    return stores
+
+
+def _stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
+    """As `_stores`, with the reason in place of a store below the path that cannot be read."""
     # Resolved, so that "." has a name.
     directory = Path(os.path.realpath(path))
     try:
         return {directory.name: open_store(directory)}
     except StoreNotFoundError:
-        found, others = {}, []
+        found: dict[str, Store | MemmapError | OSError] = {}
+        others = []
         for child in sorted(directory.iterdir()) if directory.is_dir() else []:
             if child.is_dir() and not child.name.startswith("."):
                 try:
                     found[child.name] = open_store(child)
                 except StoreNotFoundError:
                     others.append(child)
+                except (MemmapError, OSError) as error:
+                    found[child.name] = error
         if not found:
             raise
         for other in others:
@@ -245,9 +285,14 @@ def _build(options: Namespace, console: Console) -> int:
 
 
 def _info(options: Namespace, console: Console) -> int:
-    for store in _stores(options.path).values():
-        _print_info(store, console)
-    return 0
+    code = 0
+    for store in _stores_or_errors(options.path).values():
+        if isinstance(store, Exception):
+            _print_error(store)
+            code = 2
+        else:
+            _print_info(store, console)
+    return code
 
 
 def _print_info(store: Store, console: Console) -> None:
@@ -258,7 +303,8 @@ def _print_info(store: Store, console: Console) -> None:
         f" {store.num_shards} shards of {format_bytes(min(manifest.shard_bytes))} to"
         f" {format_bytes(max(manifest.shard_bytes))}"
     )
-    console.print("from " + ", ".join(f"{key} {value}" for key, value in manifest.source.items()))
+    source = ", ".join(f"{key} {value}" for key, value in manifest.source.items())
+    console.print(_printable(f"from {source}"))
     table = Table()
     for name in ("field", "dtype", "shape", "given as"):
         table.add_column(name)
@@ -266,7 +312,7 @@ def _print_info(store: Store, console: Console) -> None:
         table.add_column(name, justify="right")
     for field in store.schema.fields:
         table.add_row(
-            field.name,
+            _printable(field.name),
             str(field.dtype).removeprefix("torch."),
             str(tuple(field.shape)),
             field.kind,
@@ -279,9 +325,16 @@ def _print_info(store: Store, console: Console) -> None:
 
 def _verify(options: Namespace, console: Console) -> int:
     damaged = False
-    for store in _stores(options.path).values():
-        with show_progress("verifying", store.manifest.num_bytes, 1) as advance:
-            damages = verify_store(store.path, advance=advance)
+    for store in _stores_or_errors(options.path).values():
+        try:
+            if isinstance(store, Exception):
+                raise store
+            with show_progress("verifying", store.manifest.num_bytes, 1) as advance:
+                damages = verify_store(store.path, advance=advance)
+        except (MemmapError, OSError) as error:
+            _print_error(error)
+            damaged = True
+            continue
         for damage in damages:
             console.print(_printable(damage), style="red", soft_wrap=True)
         where = _printable(store.path)
@@ -308,8 +361,8 @@ def _plan(options: Namespace, console: Console) -> int:
         raise ValueError(f"memory_fraction={options.memory_fraction}: more than 0 and at most 1")
     budget = int(memory * options.memory_fraction)
     table = Table(
-        title=f"{format_bytes(total)} of {', '.join(stores)} on devices of {format_bytes(memory)},"
-        f" {format_bytes(budget)} of each for shards",
+        title=f"{format_bytes(total)} of {_printable(', '.join(stores))} on devices of"
+        f" {format_bytes(memory)}, {format_bytes(budget)} of each for shards",
         title_justify="left",
     )
     for name in ("devices", "on devices", "in host memory", "fullest device", "fits", "rows"):
@@ -341,8 +394,8 @@ def _plan_windows(
         raise ValueError(f"shuffle_window={window}: at least 1 row of a shard")
     total = sum(manifest.num_bytes for manifest in stores.values())
     table = Table(
-        title=f"{format_bytes(total)} of {', '.join(stores)} read window by window: host memory for"
-        " two windows",
+        title=f"{format_bytes(total)} of {_printable(', '.join(stores))} read window by window:"
+        " host memory for two windows",
         title_justify="left",
     )
     names = ("devices", "store", "rows a shard", "rows mixed", "one process", "each of as many")
@@ -355,7 +408,7 @@ def _plan_windows(
             anew = split.num_shards != stores[split.split].num_shards
             table.add_row(
                 str(count),
-                split.split,
+                _printable(split.split),
                 f"{split.window:,}",
                 f"{min(split.num_rows, split.window * split.num_shards):,}",
                 format_bytes(2 * split.window_bytes(split.num_shards)),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -11,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memmap.arguments import BriefParser
+from lightning_memmap.arguments import BriefParser, refuse_several_configs
 from lightning_memmap.callbacks.memory_trace import KINDS
 from lightning_memmap.compare.advise import (
     Cluster,
@@ -89,6 +90,15 @@ class Question:
                 raise ValueError(f"{name}={value}: more than 0, and finite")
         if self.latency_s is not None and not 0 <= self.latency_s < math.inf:
             raise ValueError(f"latency_s={self.latency_s}: 0 or more, and finite")
+        sizes = {"memory": 1, "bandwidth": 1, "node_bandwidth": 1}
+        for name, least in (sizes | {"activation_bytes_per_row": 0, "dataset": 0}).items():
+            text = getattr(self, name)
+            try:
+                is_enough = text is None or least <= parse_bytes(text) < math.inf
+            except (ValueError, OverflowError) as error:
+                raise ValueError(f"{name}={text!r:.50}: {error}") from error
+            if not is_enough:
+                raise ValueError(f"{name}={text!r}: at least {least} B is needed")
 
 
 def advise(args: list[str]) -> int:
@@ -102,7 +112,10 @@ def advise(args: list[str]) -> int:
     given = parser.parse_args(args).as_dict()
     console = Console()
     try:
+        refuse_several_configs(args)
         question = Question(**given)
+        if question.json is not None:
+            _check_writable(Path(question.json))
         report = _report(question, console)
         work, cluster, rows = _situation(question, report)
         predictions = predict(work, cluster, rows)
@@ -130,6 +143,13 @@ def advise(args: list[str]) -> int:
     return 0 if chosen is not None else 1
 
 
+def _check_writable(path: Path) -> None:
+    """See that an answer can be written there, before minutes of measuring."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"json={str(path)!r} cannot be written: name a file of your own")
+
+
 def _report(question: Question, console: Console) -> dict[str, Any]:
     if (question.report is None) == (question.config is None):
         raise ValueError("give --report, the report.json of a comparison, or --config to measure")
@@ -147,6 +167,13 @@ def _report(question: Question, console: Console) -> dict[str, Any]:
 def _situation(question: Question, report: Mapping[str, Any]) -> tuple[Workload, Cluster, int]:
     """Model, devices and rows per device that a question is about."""
     try:
+        for arm in report["arms"]:
+            rate = arm["cost"]["samples_per_s"]["median"] if arm["status"] == "ok" else 1
+            if not rate > 0:
+                raise ValueError(
+                    f"the report tells of {rate} samples/s of {arm['arm']!r}, which were never"
+                    " measured: run the comparison again"
+                )
         work, cluster = _workload(question, report), _cluster(question, report)
         return work, cluster, question.rows_per_device or int(report["data"]["batch_size"])
     except (LookupError, TypeError, ArithmeticError) as error:

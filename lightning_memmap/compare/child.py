@@ -13,13 +13,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from typing_extensions import override
 
+from lightning_memmap.arguments import TrainingParser, shortened
 from lightning_memmap.callbacks import MemoryTrace
 from lightning_memmap.compare.arms import parse_arms
 from lightning_memmap.compare.clock import StepClock
@@ -56,22 +57,45 @@ _PROBE_ROWS = 8
 
 
 class RunCLI(LightningCLI):
-    """LightningCLI that is given its config, and leaves the running to others."""
+    """LightningCLI that is given its config, and leaves the running to others.
+
+    Raises:
+        ValueError: The config has a name or a value that the classes do not take.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(
             args=config,
             run=False,
             save_config_callback=None,
+            seed_everything_default=False,
             # No checkpoint is written.
             load_from_checkpoint_support=False,
+            parser_class=TrainingParser,
+            parser_kwargs={"exit_on_error": False},
         )
 
     @override
     def parse_arguments(self, parser: Any, args: Any) -> None:
         # Lightning's own would warn that this process has arguments too.
         assert isinstance(parser, ArgumentParser)
-        self.config = parser.parse_object(args)
+        try:
+            self.config = parser.parse_object(args)
+        except ArgumentError as error:
+            raise ValueError(f"config: {shortened(str(error))}") from error
+
+
+class ConfigCheck(RunCLI):
+    """Parses the config of a run, as the run will, and makes nothing of it."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        # A seed would be set here, in a process that trains nothing.
+        config = {key: value for key, value in spec.config.items() if key != "seed_everything"}
+        super().__init__({**config, "trainer": trainer_options(spec)})
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Leave that to the run."""
 
 
 def main() -> None:

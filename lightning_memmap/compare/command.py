@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_memmap.arguments import BriefParser
+from lightning_memmap.arguments import BriefParser, refuse_several_configs
 from lightning_memmap.compare.against import compare_reports
 from lightning_memmap.compare.comparison import Comparison, Settings
 from lightning_memmap.compare.report import Report, read_report
@@ -38,6 +38,7 @@ def compare(args: list[str]) -> int:
     against, finished = given.pop("against"), given.pop("report")
     console = Console()
     try:
+        refuse_several_configs(args)
         old = read_report(against) if against is not None else None
         if finished is not None:
             if old is None:

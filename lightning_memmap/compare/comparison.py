@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from lightning_memmap.compare.arms import Arm, Machine, ModelFacts, parse_arms
+from lightning_memmap.compare.child import ConfigCheck
 from lightning_memmap.compare.launch import RunResult, run
 from lightning_memmap.compare.measure import LEAST_CHECK_STEPS
 from lightning_memmap.compare.parity import TOLERANCES, Check, global_losses, judge
@@ -180,7 +181,10 @@ class Comparison:
 
         Raises:
             ComparisonError: Model or data cannot be made, or the store not built.
+            ValueError: The config has a name or a value that the classes do not take, or ``out``
+                holds something else.
         """
+        ConfigCheck(self._spec("prepare", None, "prepare"))
         self._clear()
         try:
             self._prepare()

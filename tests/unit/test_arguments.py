@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,8 @@ class Command:
         """A config that is right, but for what is changed at a path."""
         config = copy.deepcopy(CONFIG)
         config["data"]["init_args"]["store_dir"] = str(self._folder / "stores")
+        # Where the config of a run is saved.
+        config["trainer"]["default_root_dir"] = str(self._folder / "run")
         place = config
         for key in path:
             place = place[key]
@@ -97,6 +100,7 @@ def test_misspelt_name_in_a_config_is_told_with_the_nearest(
     assert command("fit", "--config", command.config(*path, **values)) == 2
     assert f"did you mean {words}?" in command.err
     assert command.err.startswith("error: ")
+    assert "?." not in command.err
     assert command.err.count("\n") == 2
     assert command.out == ""
 
@@ -128,6 +132,97 @@ def test_value_of_another_type_is_told(command: Command) -> None:
     assert command.err.count("\n") == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "words"),
+    [
+        (DATA, "batch_size", "int"),
+        (("model", "init_args"), "lr", "float"),
+        ((*DATA, "train_dataset", "init_args"), "num_rows", "int"),
+    ],
+)
+def test_value_of_another_type_within_a_class_is_told(
+    command: Command, path: tuple[str, ...], name: str, words: str
+) -> None:
+    assert command("fit", "--config", command.config(*path, **{name: "six"})) == 2
+    assert f"\"{name}\": Expected a <class '{words}'>. Got value: six\n" in command.err
+    # What the other member of the union would have been is no reason.
+    assert "NoneType" not in command.err
+
+
+def test_value_of_another_type_of_a_dataset_to_build_is_told(
+    command: Command, tmp_path: Path
+) -> None:
+    dataset = ("--dataset", "tests.models.Points", "--dataset.num_rows", "ok")
+    assert command("store", "build", tmp_path / "made", *dataset) == 2
+    assert "\"num_rows\": Expected a <class 'int'>. Got value: ok\n" in command.err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "a config is empty"),
+        (b"words\n", "a config holds no options but 'words'"),
+        (b"\xff\xfe", "strange.yaml' is no text file in UTF-8"),
+    ],
+)
+def test_config_without_options_is_told(
+    command: Command, tmp_path: Path, content: bytes, words: str
+) -> None:
+    (tmp_path / "strange.yaml").write_bytes(content)
+    assert command("fit", "--config", tmp_path / "strange.yaml") == 2
+    assert words in command.err
+    assert command.err.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "words"),
+    [
+        (("model",), {"class_path": "tests.models.Regresion"}, "did you mean 'Regression'?"),
+        (DATA, {"batchsize": 2}, "did you mean 'batch_size'?"),
+        (DATA, {"batch_size": "six"}, "Got value: six"),
+    ],
+)
+def test_mistake_in_the_config_of_a_comparison_is_told_before_anything_runs(
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: tuple[str, ...],
+    values: dict[str, Any],
+    words: str,
+) -> None:
+    monkeypatch.setattr("lightning_memmap.compare.comparison.run", raising(AssertionError("ran")))
+    out = ("--out", tmp_path / "out")
+    for task in ("compare", "advise"):
+        assert command(task, "--config", command.config(*path, **values), *out) == 2
+        assert words in command.err
+        assert command.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("task", ["compare", "advise"])
+def test_second_config_of_a_comparison_is_refused(command: Command, task: str) -> None:
+    assert command(task, "--config", command.config(), "--config=other.yaml") == 2
+    assert command.err.startswith("error: --config is given 2 times")
+    assert "--print_config" in command.err
+
+
+def test_config_of_a_run_before_is_not_overwritten(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Without a logger, the config would be saved in this folder, over the very file that is read.
+    config = command.config("trainer", default_root_dir=None)
+    before = config.read_bytes()
+    assert command("fit", "--config", config) == 1
+    *_, first, second = command.err.splitlines()
+    assert first == (
+        f"error: the config of this run would be saved as {config}, which is there already:"
+    )
+    assert "--trainer.default_root_dir" in second
+    assert "Traceback" not in command.err
+    assert config.read_bytes() == before
+
+
 def test_config_that_cannot_be_read_is_told(command: Command, tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("a: [1\nb: }")
     for name in ("nowhere.yaml", "broken.yaml"):
@@ -152,6 +247,7 @@ def test_mistake_that_training_finds_is_told_without_a_traceback(
     assert told(command).startswith("error: batch_size=0")
     assert command("fit", "--config", command.config(*DATA, train_dataset=None)) == 1
     assert told(command).startswith("error: ")
+    shutil.rmtree(tmp_path / "run")
     (tmp_path / "stores" / "train").mkdir(parents=True)
     (tmp_path / "stores" / "train" / "manifest.json").write_text("{}")
     assert command("fit", "--config", command.config(*DATA, train_dataset=None)) == 1
@@ -165,8 +261,8 @@ def test_help_is_still_there(command: Command, arguments: list[str]) -> None:
     assert command.err == ""
 
 
-def raising(error: BaseException) -> Callable[[list[str]], int]:
-    def run(args: list[str]) -> int:
+def raising(error: BaseException) -> Callable[..., int]:
+    def run(*args: object) -> int:
         raise error
 
     return run

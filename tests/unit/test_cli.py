@@ -213,6 +213,53 @@ def flip_byte(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+@pytest.fixture
+def splits(tmp_path: Path) -> Path:
+    """A folder of three stores, of which the one in the middle cannot be read."""
+    for name in ("test", "train", "val"):
+        build_store(Points(60), tmp_path / "splits" / name, progress=False)
+    (tmp_path / "splits" / "train" / "manifest.json").write_text("{")
+    return tmp_path / "splits"
+
+
+class TestFolder:
+    def test_verify_goes_on_after_a_store_that_cannot_be_read(
+        self, command: Command, splits: Path
+    ) -> None:
+        assert command("verify", splits) == 1
+        (line,) = [line for line in command.err.splitlines() if line.startswith("error: ")]
+        assert str(splits / "train") in line
+        for name in ("test", "val"):
+            assert f"{splits / name}: all 72 checksums match" in command.out
+
+    def test_info_goes_on_after_a_store_that_cannot_be_read(
+        self, command: Command, splits: Path
+    ) -> None:
+        assert command("info", splits) == 2
+        assert str(splits / "train") in command.err
+        assert command.out.count("60 rows") == 2
+
+    def test_plan_of_a_store_that_cannot_be_read_is_refused(
+        self, command: Command, splits: Path
+    ) -> None:
+        assert command("plan", splits) == 2
+        assert str(splits / "train") in command.err
+        assert command.table() == []
+
+    @pytest.mark.parametrize("task", ["info", "verify", "plan"])
+    @pytest.mark.parametrize("arguments", [(), ("--residency", "stream")], ids=["auto", "stream"])
+    def test_name_with_codes_of_a_terminal_is_printed_without_them(
+        self, command: Command, store_path: Path, task: str, arguments: tuple[str, ...]
+    ) -> None:
+        path = store_path.rename(store_path.parent / "a\x1b[2J\nb")
+        given = (*arguments, "--devices", "1") if task == "plan" else ()
+        assert command(task, path, *given) == 0
+        assert "a?[2J?b" in command.out
+        (path / "manifest.json").write_text("{")
+        assert command(task, path, *given) == 2
+        assert "\x1b" not in command.out + command.err
+
+
 class TestPlan:
     def test_plan_shows_what_fits_where(self, command: Command, store_path: Path) -> None:
         arguments = ("--devices", "1..5", "--memory", "1000", "--memory_fraction", "0.7")

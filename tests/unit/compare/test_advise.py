@@ -217,6 +217,51 @@ def test_impossible_options_are_refused(
     assert printed == ""
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--memory", "much"),
+        ("--node_bandwidth", "0"),
+        ("--dataset", "-1"),
+        ("--activation_bytes_per_row", "some"),
+        ("--json", "{tmp}"),
+        ("--json", "{tmp}/file/answer.json"),
+    ],
+)
+def test_options_are_checked_before_anything_is_measured(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, str],
+) -> None:
+    (tmp_path / "file").touch()
+    name, value = arguments
+    monkeypatch.setattr("lightning_memmap.compare.advise_command._report", pytest.fail)
+    assert advise(["--config", "any.yaml", name, value.format(tmp=tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1
+    if name != "--json":
+        assert name.removeprefix("--") in told
+
+
+def test_answer_is_written_into_a_folder_that_is_made(report: Path, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "answer.json"
+    assert advise(["--report", str(report), "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["recommended"]
+
+
+@pytest.mark.parametrize("rate", [-1000.0, 0.0])
+def test_report_of_an_impossible_rate_is_refused(
+    report: Path, capsys: pytest.CaptureFixture[str], rate: float
+) -> None:
+    values = json.loads(report.read_text())
+    values["arms"][1]["cost"]["samples_per_s"]["median"] = rate
+    report.write_text(json.dumps(values))
+    assert advise(["--report", str(report)]) == 2
+    assert f"{rate} samples/s of 'ddp'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("section", ["data", "settings", "environment"])
 def test_report_that_lacks_what_is_needed_is_refused(
     report: Path, capsys: pytest.CaptureFixture[str], section: str
