@@ -100,13 +100,11 @@ class SuperBatch:
                 leaves = [
                     send(leaf, target) if non_blocking else leaf.to(target) for leaf in leaves
                 ]
-            return self._finished(self._assembler.build(leaves), target)
+            batch = self._assembler.build(leaves)
+            return self._assembler.finish(batch, self.num_rows, target, self.seed)
         assert self._parts is not None
         batch = self._assembler.interleave(self._parts, self.first, self.num_rows, target)
-        return self._finished(batch, target)
-
-    def _finished(self, batch: Any, device: torch.device) -> Any:
-        return self._assembler.finish(batch, self.num_rows, device, self.seed)
+        return self._assembler.finish(batch, self.num_rows, target, self.seed)
 
     def __len__(self) -> int:
         return self.num_rows
