@@ -31,6 +31,7 @@ from lightning_memmap.loading import (
     load_split,
 )
 from lightning_memmap.loading.state import StreamState
+from lightning_memmap.loading.transform import check_callable
 from lightning_memmap.order import RowSubset, Stream, default_window
 from lightning_memmap.placement import (
     RESIDENCIES,
@@ -125,6 +126,7 @@ class MemmapDataModule(L.LightningDataModule):
             is the same everywhere, and is resumed with that number.
 
     Raises:
+        TypeError: A transform cannot be called.
         ValueError: An argument is out of range.
     """
 
@@ -190,6 +192,10 @@ class MemmapDataModule(L.LightningDataModule):
             raise ValueError(f"member={member}: members are counted from 0")
         if shuffle_window is not None and shuffle_window < 1:
             raise ValueError(f"shuffle_window={shuffle_window}: at least 1 row of a shard")
+        if transform is not None:
+            check_callable("transform", transform)
+        if eval_transform is not None:
+            check_callable("eval_transform", eval_transform)
         check_choice(check)
         by_split = (
             fingerprint if isinstance(fingerprint, dict) else dict.fromkeys(_SPLITS, fingerprint)

@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 
 from lightning_memmap.loading import OnSuperBatch
 from lightning_memmap.loading.super_batch import named_leaves
+from lightning_memmap.loading.transform import check_callable
 
 __all__ = ["OnSuperBatch", "PerSample"]
 
@@ -42,6 +43,9 @@ class PerSample:
             position in the batch, levels joined by dots, such as ``{"image": "image", "mask":
             "target.mask"}``. The batch must be of dicts and lists along these names.
 
+    Raises:
+        TypeError: The function cannot be called.
+
     Example:
         >>> halve = PerSample(lambda sample: [sample[0] / 2, sample[1]])
         >>> halve([torch.tensor([2.0, 4.0]), torch.tensor([0, 1])])
@@ -51,6 +55,7 @@ class PerSample:
     def __init__(
         self, function: Callable[..., Any], keywords: Mapping[str, str] | None = None
     ) -> None:
+        check_callable("function", function)
         self.function = function
         self.keywords = dict(keywords) if keywords is not None else None
 
@@ -59,6 +64,7 @@ class PerSample:
 
         Raises:
             KeyError: A field that ``keywords`` names is not in the batch, or not in a result.
+            TypeError: A result is None, or has None in it.
             ValueError: The results of two rows differ in structure, shape or dtype, or a result
                 is a tensor with channels last.
         """
@@ -72,7 +78,7 @@ class PerSample:
             self.function(apply_to_collection(batch, Tensor, lambda leaf, row=row: leaf[row]))
             for row in range(rows)
         ]
-        _check_alike(samples)
+        _check_alike(samples, self.function)
         return default_collate(samples)
 
     def _call_with_keywords(self, batch: Any, keywords: dict[str, str]) -> Any:
@@ -81,13 +87,15 @@ class PerSample:
         results = []
         for row in range(_num_rows(batch)):
             result = self.function(**{key: array[row] for key, array in arrays.items()})
+            if result is None:
+                raise _none_error(self.function, row)
             if missing := [keyword for keyword in keywords if keyword not in result]:
                 raise KeyError(
                     f"keywords: the result of row {row} has no {missing[0]!r}: it must have every"
                     " key that it was called with"
                 )
             results.append({keyword: _tensor_or_array(result[keyword]) for keyword in keywords})
-        _check_alike(results)
+        _check_alike(results, self.function)
         for keyword, name in keywords.items():
             field = fields[keyword]
             rows: list[Any] = [result[keyword] for result in results]
@@ -99,12 +107,17 @@ class PerSample:
         return batch
 
 
-def _check_alike(results: Sequence[Any]) -> None:
+def _check_alike(results: Sequence[Any], function: Callable[..., Any]) -> None:
     """Check that the results of all rows can be collated without losing anything.
 
     Raises:
+        TypeError: One is None, or has None in it.
         ValueError: Two differ. The message names the row and the field.
     """
+    for row, result in enumerate(results):
+        for name, leaf in named_leaves(result):
+            if leaf is None:
+                raise _none_error(function, row, name)
     first = {name: _description(leaf) for name, leaf in named_leaves(results[0])}
     for row, result in enumerate(results):
         found = {name: _description(leaf) for name, leaf in named_leaves(result)}
@@ -122,6 +135,15 @@ def _check_alike(results: Sequence[Any]) -> None:
                 )
 
 
+def _none_error(function: Callable[..., Any], row: int, name: str = "") -> TypeError:
+    called = getattr(function, "__qualname__", type(function).__name__)
+    where = f" at {name}" if name else ""
+    return TypeError(
+        f"the per-sample callable {called} returned None{where} for row {row} of the batch:"
+        " let it return the transformed sample (is its return statement missing?)"
+    )
+
+
 def _description(leaf: Any) -> str:
     if isinstance(leaf, (Tensor, np.ndarray, np.generic)):
         kind = "tensor" if isinstance(leaf, Tensor) else "array"
@@ -130,8 +152,8 @@ def _description(leaf: Any) -> str:
     return f"a {type(leaf).__name__}"
 
 
-def _tensor_or_array(value: Any) -> Tensor | np.ndarray:
-    return value if isinstance(value, Tensor) else np.asarray(value)
+def _tensor_or_array(value: Any) -> Tensor | np.ndarray | None:
+    return value if value is None or isinstance(value, Tensor) else np.asarray(value)
 
 
 def _num_rows(batch: Any) -> int:

@@ -100,10 +100,11 @@ class SuperBatch:
                 leaves = [
                     send(leaf, target) if non_blocking else leaf.to(target) for leaf in leaves
                 ]
-            return self._assembler.finish(self._assembler.build(leaves), target, self.seed)
+            batch = self._assembler.build(leaves)
+            return self._assembler.finish(batch, self.num_rows, target, self.seed)
         assert self._parts is not None
         batch = self._assembler.interleave(self._parts, self.first, self.num_rows, target)
-        return self._assembler.finish(batch, target, self.seed)
+        return self._assembler.finish(batch, self.num_rows, target, self.seed)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -132,13 +133,16 @@ class Assembler:
         self._pool: BufferPool | None = None
         self._pool_key: Any = None
 
-    def finish(self, batch: Any, device: torch.device, seed: int) -> Any:
+    def finish(self, batch: Any, num_rows: int, device: torch.device, seed: int) -> Any:
         """What the transform on the assembled batch, if there is one, makes of it."""
         if self._transform is None:
             return batch
         if device not in self._transforms:
             self._transforms[device] = DeviceTransform(self._transform, device)
-        return self._transforms[device](batch, seed)
+        batch = self._transforms[device](batch, seed)
+        for name, leaf in named_leaves(batch):
+            _check_leaf(name, leaf, num_rows, "all data devices")
+        return batch
 
     def interleave(self, parts: list[Any], first: int, num_rows: int, device: torch.device) -> Any:
         """One batch from one part per data device; see `SuperBatch` for the order of rows."""
@@ -178,18 +182,8 @@ def _checked_leaves(parts: list[Any], first: int, num_rows: int) -> list[list[Te
                 f" {list(named[0])} on data device 0; it must return the same structure on all"
             )
         for name, leaf in part.items():
-            if not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"transform: it returned a {type(leaf).__name__} at batch{name}; return"
-                    " tensors, in any nesting of dicts, lists, tuples and dataclasses"
-                )
+            _check_leaf(name, leaf, rows, f"data device {index}")
             other = named[0][name]
-            if leaf.ndim == 0 or len(leaf) != rows:
-                raise ValueError(
-                    f"transform: it returned a tensor of shape {tuple(leaf.shape)} for a batch of"
-                    f" {rows} rows on data device {index}; the first dimension of every tensor"
-                    " must be the rows of the batch"
-                )
             if leaf.shape[1:] != other.shape[1:]:
                 raise ValueError(
                     f"transform: it returned rows of shape {tuple(leaf.shape[1:])} at batch{name}"
@@ -204,6 +198,21 @@ def _checked_leaves(parts: list[Any], first: int, num_rows: int) -> list[list[Te
                     f" and {other.dtype} on data device 0; it must return one dtype on all"
                 )
     return [list(part.values()) for part in named]
+
+
+def _check_leaf(name: str, leaf: Any, num_rows: int, place: str) -> None:
+    """Check that what a transform returned is a tensor with a row for each row of its batch."""
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"transform: it returned a {type(leaf).__name__} at batch{name}; return"
+            " tensors, in any nesting of dicts, lists, tuples and dataclasses"
+        )
+    if leaf.ndim == 0 or len(leaf) != num_rows:
+        raise ValueError(
+            f"transform: it returned a tensor of shape {tuple(leaf.shape)} for a batch of"
+            f" {num_rows} rows on {place}; the first dimension of every tensor must be the rows of"
+            " the batch"
+        )
 
 
 def named_leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,6 +5,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from reprlib import repr as short_repr
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,19 @@ import torch
 from torch import nn
 
 BatchTransform = Callable[..., Any]
+
+
+def check_callable(argument: str, given: object) -> None:
+    """Check what is to be called on batches or samples.
+
+    Raises:
+        TypeError: It cannot be called.
+    """
+    if not callable(given):
+        raise TypeError(
+            f"{argument}={short_repr(given)}: a {type(given).__name__} cannot be called; give a"
+            " function, an nn.Module or an object with __call__"
+        )
 
 
 class OnSuperBatch:
@@ -27,6 +41,9 @@ class OnSuperBatch:
         transform: A callable or module that maps a batch to a batch; may have a parameter
             ``generator``, as any batch transform.
 
+    Raises:
+        TypeError: The transform cannot be called.
+
     Example:
         >>> def trim(batch):
         ...     return {**batch, "tokens": batch["tokens"][:, : int(batch["length"].max())]}
@@ -36,6 +53,7 @@ class OnSuperBatch:
     """
 
     def __init__(self, transform: BatchTransform) -> None:
+        check_callable("transform", transform)
         self.transform = transform
 
     def __call__(self, batch: Any, **keywords: Any) -> Any:

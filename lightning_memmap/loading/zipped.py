@@ -191,6 +191,29 @@ class ZippedLoader:
         loader._serve(replace(self._split, consumers=consumers))
         return loader
 
+    def __copy__(self) -> "ZippedLoader":
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Never: the rows would go with it.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "a loader is neither pickled nor deep-copied, as all its resident rows would be: pickle"
+            " the data module instead, and there call setup() and make the loader anew"
+        )
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.data_devices))
+        return (
+            f"{type(self).__name__}({self.stream.num_rows} rows on {devices},"
+            f" batch_size={self.batch_size}, shuffle={self.stream.shuffle})"
+        )
+
     def _start(self) -> StreamState:
         """Where the epoch begins: at its first row, or where a saved stream stood.
 
@@ -410,6 +433,9 @@ class AssembledLoader:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.loader!r}, device={str(self.device)!r})"
 
     def __iter__(self) -> Iterator[Any]:
         if self._prefetch:

@@ -136,6 +136,15 @@ class TestArguments:
         with pytest.raises(ValueError, match=message):
             make_data(tmp_path, **options)
 
+    @pytest.mark.parametrize("name", ["transform", "eval_transform"])
+    def test_transform_that_cannot_be_called_raises_at_once(
+        self, tmp_path: Path, name: str
+    ) -> None:
+        arguments: Any = {name: "flip"}
+        with pytest.raises(TypeError, match=rf"^{name}='flip': a str cannot be called; give a"):
+            MemmapDataModule(Points(8), store_dir=tmp_path, **arguments)
+        MemmapDataModule(Points(8), store_dir=tmp_path, **{name: torch.nn.Identity()})
+
     @pytest.mark.parametrize("options", [{"num_shards": 0}, {"num_workers": -1}])
     def test_argument_for_the_store_out_of_range_raises_in_prepare(
         self, tmp_path: Path, options: dict[str, Any]

@@ -198,6 +198,36 @@ class TestKeywords:
             transform({"image": images(), "mask": masks()})
 
 
+class TestWithoutReturn:
+    """A forgotten return statement is an error that names the callable and the row."""
+
+    @pytest.mark.parametrize("keywords", [None, {"image": "image"}], ids=["sample", "keywords"])
+    def test_result_of_none_raises_and_names_callable_and_row(
+        self, keywords: dict[str, str] | None
+    ) -> None:
+        rows = iter(range(2))
+
+        def forgetful(sample: Any = None, image: Any = None) -> Any:
+            return None if next(rows) else {"image": sample if image is None else image}
+
+        message = r"callable .*forgetful returned None for row 1 of the batch: .* return statement"
+        with pytest.raises(TypeError, match=message):
+            PerSample(forgetful, keywords)({"image": images()})
+
+    @pytest.mark.parametrize("keywords", [None, {"image": "image"}], ids=["sample", "keywords"])
+    def test_field_of_none_raises_and_names_the_field(
+        self, keywords: dict[str, str] | None
+    ) -> None:
+        transform = PerSample(lambda *_, **__: {"image": None}, keywords)
+        with pytest.raises(TypeError, match=r"<lambda> returned None at \['image'\] for row 0"):
+            transform({"image": images()})
+
+    def test_function_that_cannot_be_called_raises(self) -> None:
+        made: Any = PerSample
+        with pytest.raises(TypeError, match=r"function=3: a int cannot be called; give"):
+            made(3)
+
+
 class TestRowsThatDiffer:
     """What one row becomes and another does not is an error that names the row and the field."""
 

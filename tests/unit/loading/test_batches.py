@@ -1,5 +1,7 @@
 """A loader without a Trainer is used as torch's own are, and by Fabric."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -87,6 +89,22 @@ def test_batches_of_a_data_module_unpack_in_a_plain_loop(tmp_path: Path) -> None
     assert [len(rows) for rows in epochs[0]] == [8, 12]
     # 20 rows in 24 shards have one order: what is new are epochs, not orders.
     assert loader.state_dict()["epoch"] == 1
+
+
+def test_loaders_say_what_they_load(numbered_store: Stores) -> None:
+    loader = make_batches(numbered_store(97, 24))
+    text = "ZippedLoader(97 rows on cpu, cpu, batch_size=4, shuffle=True)"
+    assert repr(loader) == f"BatchLoader({text}, device='cpu')"
+    assert repr(loader.loader) == text
+
+
+def test_loaders_that_are_pickled_or_deep_copied_name_the_way_out(numbered_store: Stores) -> None:
+    loader = make_batches(numbered_store(97, 24))
+    for duplicate in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"pickle the data module instead"):
+            duplicate(loader)
+    # One that shares the rows is made.
+    assert joined(epoch_rows(copy.copy(loader.loader))) == order(0)
 
 
 class TestFabric:

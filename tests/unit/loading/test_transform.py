@@ -361,6 +361,39 @@ class TestOnSuperBatch:
         assert all("wide" not in batch for batch in super_batch.batches)
         assert "wide" in super_batch.to(CPU)
 
+    @pytest.mark.parametrize("num_devices", [1, 4])
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda batch: {key: value[:2] for key, value in batch.items()}, r"\(2,.*\)"),
+            (lambda batch: {key: value.repeat_interleave(2, 0) for key, value in batch.items()},
+             r"\(16,.*\)"),
+            (lambda batch: {**batch, "row": batch["row"][1:]}, r"\(7,\)"),
+            (lambda batch: batch["row"].sum(), r"\(\)"),
+        ],
+        ids=["fewer", "more", "uneven", "scalar"],
+    )  # fmt: skip
+    def test_transform_on_super_batches_that_returns_other_rows_raises(
+        self, numbered_store: Stores, num_devices: int, change: Any, message: str
+    ) -> None:
+        loader = make_loader(
+            numbered_store(97, 24), num_devices, 8 // num_devices, transform=OnSuperBatch(change)
+        )
+        with pytest.raises(
+            ValueError, match=rf"transform: .* shape {message}.* for a batch of 8 rows on all"
+        ):
+            next(iter(loader)).to(CPU)
+
+    def test_transform_on_super_batches_without_return_raises(self, numbered_store: Stores) -> None:
+        loader = make_loader(numbered_store(97, 24), transform=OnSuperBatch(lambda batch: None))
+        with pytest.raises(TypeError, match=r"transform: it returned a NoneType at batch"):
+            next(iter(loader)).to(CPU)
+
+    def test_on_super_batch_of_what_cannot_be_called_raises(self) -> None:
+        made: Any = OnSuperBatch
+        with pytest.raises(TypeError, match=r"transform='flip': a str cannot be called; give"):
+            made("flip")
+
     @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
     def test_strategies_train_on_the_same_batches(self, tmp_path: Path) -> None:
         seen = []
