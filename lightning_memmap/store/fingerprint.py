@@ -202,8 +202,8 @@ class _Reader:
             if value.device.type == "cpu" and value.layout == torch.strided:
                 plain = value.detach().resolve_conj().resolve_neg().contiguous()
                 # A single element counts as contiguous, whatever its stride is.
-                flat = plain.as_strided((plain.numel(),), (1,))
-                what.append(self._hash(flat.view(torch.uint8).numpy()))
+                line = plain.as_strided((plain.numel(),), (1,))
+                what.append(self._hash(line.view(torch.uint8).numpy()))
             return what
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject:
