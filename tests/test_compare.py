@@ -141,7 +141,7 @@ def test_failed_arm_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path: Pa
         (["--repeats", "0"], "repeats=0"),
         (["--steps", "1"], "steps=1"),
         (["--scaling", "a"], "scaling='a'"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--config", "other.yaml"], "--config is given 2 times"),
         (["--out", "tests"], "holds something else"),
     ],
 )
@@ -150,7 +150,8 @@ def test_wrong_argument_is_told_before_anything_runs(
 ) -> None:
     from lightning_memmap.compare import compare
 
-    config = write_config(tmp_path, {"class_path": "tests.models.Points"})
+    rows = {"class_path": "tests.models.Points", "init_args": {"num_rows": 40}}
+    config = write_config(tmp_path, rows)
     given = ["--config", str(config), "--out", str(tmp_path / "out"), *arguments]
     assert compare(given) == 2
     assert words in capsys.readouterr().err
