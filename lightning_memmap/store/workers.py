@@ -63,15 +63,28 @@ def run_tasks(
             if isinstance(outcome, _Failure):
                 outcome.reraise()
             receive(outcome)
-    except RuntimeError as error:
-        # torch has no class for it. It is raised by a signal handler, anywhere in the loop.
-        if not str(error).startswith("DataLoader worker"):
+    except Exception as error:
+        death = _worker_death(error)
+        if death is None:
             raise
         raise DatasetError(
-            f"a worker process that read the dataset has died ({error}). If memory ran out, use a"
+            f"a worker process that read the dataset has died ({death}). If memory ran out, use a"
             f" smaller num_workers than {num_workers}; num_workers=0 reads in this process and"
             " shows where it dies. What was stored is kept"
         ) from error
+
+
+def _worker_death(error: BaseException | None) -> RuntimeError | None:
+    """What torch says of a worker that was killed, if that is where an error comes from.
+
+    torch has no class for it, and raises it in a signal handler: anywhere in the loop, also in the
+    middle of what then fails in another way.
+    """
+    while error is not None:
+        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def check_num_workers(num_workers: int) -> None:

@@ -17,6 +17,7 @@ from lightning_memmap.errors import DatasetError, StoreError
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.recovery import building_path
+from lightning_memmap.store.workers import run_tasks
 from tests.datasets import Counting
 from tests.unit.store.build_server import Deadly
 from tests.unit.store.signing import sign_manifest
@@ -341,3 +342,17 @@ def test_build_of_many_fields_keeps_few_files_open(tmp_path: Path) -> None:
         assert verify_store(tmp_path / "s") == []
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_death_of_a_worker_is_told_also_where_it_made_something_else_fail() -> None:
+    def receive(outcome: int) -> None:
+        try:
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+        finally:
+            # As a thread that is being started does.
+            del {}[outcome]
+
+    with pytest.raises(DatasetError, match="pid 7.*smaller num_workers"):
+        run_tasks(abs, [3], 0, receive)
+    with pytest.raises(KeyError):
+        run_tasks(abs, [3], 0, {}.__getitem__)
