@@ -352,7 +352,7 @@ def test_death_of_a_worker_is_told_also_where_it_made_something_else_fail() -> N
             # As a thread that is being started does.
             del {}[outcome]
 
-    with pytest.raises(DatasetError, match="pid 7.*smaller num_workers"):
+    with pytest.raises(DatasetError, match=r"pid 7.*smaller num_workers"):
         run_tasks(abs, [3], 0, receive)
     with pytest.raises(KeyError):
         run_tasks(abs, [3], 0, {}.__getitem__)
