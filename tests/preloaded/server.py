@@ -4,6 +4,7 @@ Arguments: the socket to listen at, and the command that programs see as ``sys.e
 a line when it listens, and ends when its standard input does.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -30,6 +31,7 @@ _MODULES = (
     "torchmetrics",
     "xxhash",
 )
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -69,6 +71,8 @@ def supervise(client: socket.socket) -> dict[str, Any]:
     program = os.fork()
     if program == 0:
         os.setsid()
+        # With whoever would end it: a test may take that one for the program's parent.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         client.close()
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
