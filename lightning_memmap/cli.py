@@ -27,15 +27,15 @@ from typing_extensions import override
 from lightning_memmap.arguments import BriefParser, TrainingParser, nearest
 from lightning_memmap.compare import advise, compare
 from lightning_memmap.errors import DatasetError, MemmapError, StoreNotFoundError
-from lightning_memmap.order import shard_rows
 from lightning_memmap.placement import (
-    Consumers,
+    DataTopology,
     Placement,
     Residency,
     format_bytes,
     parse_bytes,
     plan_placement,
 )
+from lightning_memmap.sampling import shard_rows
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
@@ -402,8 +402,8 @@ def _plan_windows(
     for name in (*names, "rows"):
         table.add_column(name, justify="left" if name == "store" else "right")
     for count in counts:
-        consumers = Consumers((torch.device("cpu"),) * count)
-        for split in _placed(stores, consumers, "stream", 0, window).splits.values():
+        topology = DataTopology((torch.device("cpu"),) * count)
+        for split in _placed(stores, topology, "stream", 0, window).splits.values():
             assert split.window is not None
             anew = split.num_shards != stores[split.split].num_shards
             table.add_row(
@@ -421,7 +421,7 @@ def _plan_windows(
 
 def _placed(
     stores: dict[str, Manifest],
-    consumers: Consumers,
+    topology: DataTopology,
     residency: str,
     budget: int,
     window: int | None = None,
@@ -431,9 +431,9 @@ def _placed(
         warnings.simplefilter("ignore")
         return plan_placement(
             stores,
-            consumers,
+            topology,
             residency,
-            budget_bytes=dict.fromkeys(consumers.data_devices, budget),
+            budget_bytes=dict.fromkeys(topology.data_devices, budget),
             pinned_budget_bytes=0,
             window=window,
         )
@@ -442,13 +442,13 @@ def _placed(
 def _held_bytes(stores: dict[str, Manifest], count: int, budget: int) -> list[int]:
     """Bytes of shards on each of ``count`` devices under ``residency="auto"``."""
     devices = tuple(torch.device("cuda", index) for index in range(count))
-    consumers = Consumers(devices)
-    placement = _placed(stores, consumers, "auto", budget)
+    topology = DataTopology(devices)
+    placement = _placed(stores, topology, "auto", budget)
     held = [0] * count
     for split in placement.splits.values():
         sizes = shard_rows(split.num_rows, split.num_shards) * split.row_bytes
         for shard, residency in enumerate(split.residency):
-            owner = consumers.owner(shard)
+            owner = topology.owner(shard)
             if residency is Residency.DEVICE and owner is not None:
                 held[owner] += int(sizes[shard])
     return held

@@ -21,21 +21,19 @@ from lightning_memmap._compat.loops import (
     renew_train_loader_after_epoch,
     validate_anew,
 )
-from lightning_memmap.agreement import agree
 from lightning_memmap.errors import MemmapError, StoreNotFoundError, check_integer
 from lightning_memmap.loading import (
-    AssembledLoader,
     BatchLoader,
+    DeviceLoader,
     ResidentSplit,
-    ZippedLoader,
+    SuperBatchLoader,
     load_split,
 )
-from lightning_memmap.loading.state import StreamState
+from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.loading.transform import check_callable
-from lightning_memmap.order import RowSubset, Stream, default_window
 from lightning_memmap.placement import (
     RESIDENCIES,
-    Consumers,
+    DataTopology,
     Placement,
     Residency,
     Sized,
@@ -46,6 +44,8 @@ from lightning_memmap.placement import (
     plan_placement,
 )
 from lightning_memmap.process_group import leave_gloo_at_exit
+from lightning_memmap.ranks import check_ranks_match
+from lightning_memmap.sampling import RowSubset, Stream, default_window
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
@@ -233,13 +233,13 @@ class MemmapDataModule(L.LightningDataModule):
         self.stores: dict[str, Store] = {}
         #: Where the shards live, from `setup` on.
         self.placement: Placement | None = None
-        self._printed: dict[str, tuple[Consumers, SplitPlacement]] = {}
+        self._printed: dict[str, tuple[DataTopology, SplitPlacement]] = {}
         self._resident: dict[str, ResidentSplit] = {}
         #: By split, the dataset that this data module has stored or recognised, and the content of
         #: the store.
         self._built: dict[str, tuple[Any, str]] = {}
         self._has_warned = False
-        self._train_loader: ZippedLoader | AssembledLoader | None = None
+        self._train_loader: SuperBatchLoader | DeviceLoader | None = None
         self._train_state: dict[str, Any] | None = None
         self._num_trained: int | None = None
 
@@ -358,7 +358,7 @@ class MemmapDataModule(L.LightningDataModule):
             StoreNotFoundError: A dataset is given, and its store was not built.
             DatasetError: A store was built from another dataset than the one given.
             PlacementError: The shards do not fit.
-            AgreementError: Another rank failed, or has other stores, another seed, batch size,
+            RankMismatchError: Another rank failed, or has other stores, another seed, batch size,
                 shuffle, shuffle_window, drop_last or number of data devices.
         """
         leave_gloo_at_exit()
@@ -368,7 +368,7 @@ class MemmapDataModule(L.LightningDataModule):
         except Exception as caught:
             error = caught
         if self.trainer is not None and self.trainer.world_size > 1:
-            agree({} if error is not None else self._facts(), error)
+            check_ranks_match({} if error is not None else self._facts(), error)
         elif error is not None:
             raise error
 
@@ -379,12 +379,12 @@ class MemmapDataModule(L.LightningDataModule):
         for split in _SPLITS_OF_STAGE[stage] if stage is not None else self._splits():
             if (store := self._open(split)) is not None:
                 self.stores[split] = store
-        consumers, host = self._consumers(), torch.device("cpu")
+        topology, host = self._topology(), torch.device("cpu")
         self.placement = plan_placement(
             {split: self._sized(split, store) for split, store in self.stores.items()},
-            consumers,
+            topology,
             self.residency,
-            budget_bytes=device_budgets(consumers.data_devices, self.memory_fraction),
+            budget_bytes=device_budgets(topology.data_devices, self.memory_fraction),
             pinned_budget_bytes=int(free_bytes(host) * _PINNED_FRACTION),
             window=self.shuffle_window,
             window_budget_bytes=int(free_bytes(host) * self.memory_fraction),
@@ -392,7 +392,7 @@ class MemmapDataModule(L.LightningDataModule):
         self._print_placement(self.placement)
         self._warn_of_random_reads(self.placement, free_bytes(host))
         self._resident = {
-            split: load_split(store, consumers, self.placement.splits[split], self._subset(split))
+            split: load_split(store, topology, self.placement.splits[split], self._subset(split))
             for split, store in self.stores.items()
         }
 
@@ -403,7 +403,7 @@ class MemmapDataModule(L.LightningDataModule):
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
-            "data devices per process": len(self._consumers().data_devices),
+            "data devices per process": len(self._topology().data_devices),
         }
         if self.placement is not None and (train := self.placement.splits.get("train")):
             facts["shuffle_window"] = self.train_stream(train, train.num_shards).shuffle_window
@@ -433,8 +433,8 @@ class MemmapDataModule(L.LightningDataModule):
             split.release()
         self._resident = {}
 
-    def train_dataloader(self) -> ZippedLoader | AssembledLoader:
-        """The training rows in the order of `lightning_memmap.order`.
+    def train_dataloader(self) -> SuperBatchLoader | DeviceLoader:
+        """The training rows in the order of `lightning_memmap.sampling`.
 
         Without a Trainer, this and the other loaders are `lightning_memmap.loading.BatchLoader`.
         """
@@ -498,7 +498,7 @@ class MemmapDataModule(L.LightningDataModule):
             self._train_state = state_dict.get("train")
             self._num_trained = state_dict.get("num_trained")
 
-    def val_dataloader(self) -> ZippedLoader | AssembledLoader | list[Any]:
+    def val_dataloader(self) -> SuperBatchLoader | DeviceLoader | list[Any]:
         """The validation rows in dataset order; nothing where there are none."""
         if "val" not in self._resident and self._running is not TrainerFn.VALIDATING:
             return []
@@ -506,16 +506,16 @@ class MemmapDataModule(L.LightningDataModule):
             validate_anew(self.trainer)
         return self._loader("val", self.eval_transform)
 
-    def test_dataloader(self) -> ZippedLoader | AssembledLoader:
+    def test_dataloader(self) -> SuperBatchLoader | DeviceLoader:
         """The test rows in dataset order."""
         return self._loader("test", self.eval_transform)
 
-    def predict_dataloader(self) -> ZippedLoader | AssembledLoader:
+    def predict_dataloader(self) -> SuperBatchLoader | DeviceLoader:
         """The rows to predict on in dataset order, in which the predictions come back."""
         return self._loader("predict", self.eval_transform)
 
     def _print_placement(self, placement: Placement) -> None:
-        found = {split: (placement.consumers, plan) for split, plan in placement.splits.items()}
+        found = {split: (placement.topology, plan) for split, plan in placement.splits.items()}
         # A stage whose splits lie where the last one that had them left them says nothing new.
         if found.items() - self._printed.items():
             _print_table(placement)
@@ -627,13 +627,13 @@ class MemmapDataModule(L.LightningDataModule):
             )
         return store
 
-    def _consumers(self) -> Consumers:
+    def _topology(self) -> DataTopology:
         if self.trainer is None:
-            return Consumers((torch.device("cpu"),))
+            return DataTopology((torch.device("cpu"),))
         strategy = self.trainer.strategy
         sharding = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         devices = getattr(strategy, "data_devices", None) or (strategy.root_device,)
-        return Consumers(tuple(devices), sharding["rank"], sharding["num_replicas"])
+        return DataTopology(tuple(devices), sharding["rank"], sharding["num_replicas"])
 
     def _loader(
         self,
@@ -644,10 +644,10 @@ class MemmapDataModule(L.LightningDataModule):
         drop_last: bool = False,
         shuffle_window: int | None = None,
         progress: TrainerProgress | None = None,
-    ) -> ZippedLoader | AssembledLoader:
+    ) -> SuperBatchLoader | DeviceLoader:
         if split not in self._resident:
             raise self._missing(split)
-        loader = ZippedLoader(
+        loader = SuperBatchLoader(
             self._resident[split],
             self.batch_size,
             build=self._builder(split),
@@ -706,7 +706,7 @@ def _check_state(state: object) -> None:
             " dict that state_dict has returned"
         )
     if (train := state.get("train")) is not None:
-        StreamState.read(train)
+        LoaderState.read(train)
     rows, num_trained = state.get("rows"), state.get("num_trained")
     try:
         is_subset = rows is None or asdict(RowSubset(**rows)) == rows

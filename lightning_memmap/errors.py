@@ -45,7 +45,7 @@ class UnsuitableModuleError(MemmapError, TypeError):
     """A module cannot be trained under a strategy as it is."""
 
 
-class AgreementError(MemmapError):
+class RankMismatchError(MemmapError):
     """The processes of a run differ in what must be the same on all of them."""
 
 

@@ -1,8 +1,8 @@
 """Placement: which shard lives where. The plan is made, and refused, before anything is allocated.
 
-Consumers are the data devices of all data-parallel processes: rank ``r`` of ``R`` with ``D`` data
-devices is the consumers ``r, r + R, r + 2R, ...``, ``W = R * D`` in all. Consumer ``w`` owns the
-shards ``c`` with ``c % W == w``.
+The data devices of all data-parallel processes are numbered: rank ``r`` of ``R`` with ``D`` data
+devices has ``r, r + R, r + 2R, ...``, ``W = R * D`` in all. Data device ``w`` owns the shards ``c``
+with ``c % W == w``.
 """
 
 import re
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.host_memory import available_bytes
-from lightning_memmap.order import default_window, shard_rows, striping
+from lightning_memmap.sampling import default_window, shard_rows, striping
 
 
 class Residency(str, Enum):
@@ -54,7 +54,7 @@ class Sized(Protocol):
 
 
 @dataclass(frozen=True)
-class Consumers:
+class DataTopology:
     """The data devices of this process, and its place among the data-parallel processes.
 
     Args:
@@ -75,7 +75,7 @@ class Consumers:
             raise ValueError(f"rank={self.rank}: outside the {self.size} processes")
 
     @property
-    def num_consumers(self) -> int:
+    def num_data_devices(self) -> int:
         """Data devices of all processes, ``W``."""
         return self.size * len(self.data_devices)
 
@@ -93,7 +93,7 @@ class SplitPlacement:
     Args:
         split: Name of the split.
         num_rows: Rows of the split.
-        num_shards: Shards of the stream, a multiple of the number of consumers.
+        num_shards: Shards of the stream, a multiple of the number of data devices.
         row_bytes: Bytes of one row over all fields.
         residency: One entry per shard; None for a shard of another process.
         window: Rows of a shard in a window, where the split is read window by window.
@@ -124,12 +124,12 @@ class Placement:
     """The plan: for every split, where each shard of this process lives.
 
     Args:
-        consumers: The data devices and this process's place.
+        topology: The data devices and this process's place.
         splits: By name.
         budget_bytes: By device, the bytes that shards may take there.
     """
 
-    consumers: Consumers
+    topology: DataTopology
     splits: Mapping[str, SplitPlacement]
     budget_bytes: Mapping[torch.device, int] = field(default_factory=dict)
 
@@ -142,11 +142,11 @@ class Placement:
         is_streamed = any(split.window is not None for split in self.splits.values())
         for name in (*names, "in host memory") if is_streamed else names:
             table.add_column(name, justify="right")
-        for index, device in enumerate(self.consumers.data_devices):
+        for index, device in enumerate(self.topology.data_devices):
             for split in self.splits.values():
                 groups: dict[Residency, list[int]] = defaultdict(list)
                 for shard, residency in enumerate(split.residency):
-                    if residency is not None and self.consumers.owner(shard) == index:
+                    if residency is not None and self.topology.owner(shard) == index:
                         groups[residency].append(shard)
                 rows = shard_rows(split.num_rows, split.num_shards)
                 for residency, shards in groups.items():
@@ -167,7 +167,7 @@ class Placement:
 
 def plan_placement(
     stores: Mapping[str, Sized],
-    consumers: Consumers,
+    topology: DataTopology,
     residency: str = "auto",
     *,
     budget_bytes: Mapping[torch.device, int],
@@ -183,19 +183,19 @@ def plan_placement(
 
     Args:
         stores: The stores by split, the most important first.
-        consumers: The data devices and this process's place.
+        topology: The data devices and this process's place.
         residency: ``auto``, ``device``, ``pinned``, ``mmap`` or ``stream``.
         budget_bytes: By device, the bytes that shards may take there.
         pinned_budget_bytes: Bytes that may be page-locked on this host.
         window: For ``stream``, rows of a shard in a window; by default, what
-            `lightning_memmap.order.default_window` says of each store.
+            `lightning_memmap.sampling.default_window` says of each store.
         window_budget_bytes: For ``stream``, bytes of host memory that all windows of this process
             may take; None for as many as they need.
 
     Raises:
         ValueError: An unknown residency.
         PlacementError: The data does not fit, or a split has fewer rows than there are
-            consumers. The message gives both numbers and the ways out.
+            data devices. The message gives both numbers and the ways out.
     """
     if residency not in RESIDENCIES:
         raise ValueError(f"residency={residency!r}: choose one of {', '.join(RESIDENCIES)}")
@@ -203,15 +203,15 @@ def plan_placement(
     pinned = 0
     splits = {}
     for name, store in stores.items():
-        num_shards = _stream_shards(name, store, consumers)
+        num_shards = _stream_shards(name, store, topology)
         sizes = (shard_rows(store.num_rows, num_shards) * store.row_bytes).tolist()
         chosen: list[Residency | None] = []
         for shard, size in enumerate(sizes):
-            owner = consumers.owner(shard)
+            owner = topology.owner(shard)
             if owner is None:
                 chosen.append(None)
                 continue
-            device = consumers.data_devices[owner]
+            device = topology.data_devices[owner]
             choice = _choose(
                 residency,
                 device,
@@ -246,7 +246,7 @@ def plan_placement(
             f" page-locked memory, and {pinned_budget_bytes} bytes"
             f" ({format_bytes(pinned_budget_bytes)}) may be used. Use residency='auto' or 'mmap'"
         )
-    return Placement(consumers, splits, dict(budget_bytes))
+    return Placement(topology, splits, dict(budget_bytes))
 
 
 def _check_windows(splits: Iterable[SplitPlacement], budget_bytes: int | None) -> None:
@@ -297,8 +297,8 @@ def _choose(
     return Residency.PINNED if fits_pinned and device.type == "cuda" else Residency.MMAP
 
 
-def _stream_shards(split: str, store: Sized, consumers: Consumers) -> int:
-    total = consumers.num_consumers
+def _stream_shards(split: str, store: Sized, topology: DataTopology) -> int:
+    total = topology.num_data_devices
     if store.num_rows < total:
         raise PlacementError(
             f"the {split} split has {store.num_rows} rows for {total} data devices, so that some"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_memmap.order import shard_starts
+from lightning_memmap.sampling import shard_starts
 from lightning_memmap.store import Store
 
 

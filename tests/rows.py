@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.loading import (
-    AssembledLoader,
+    DeviceLoader,
     ResidentSplit,
     SuperBatch,
-    ZippedLoader,
+    SuperBatchLoader,
     load_split,
 )
-from lightning_memmap.order import RowSubset, Stream
-from lightning_memmap.placement import Consumers, plan_placement
+from lightning_memmap.placement import DataTopology, plan_placement
+from lightning_memmap.sampling import RowSubset, Stream
 from lightning_memmap.store import Store
 
 CPU = torch.device("cpu")
 
-Loader: TypeAlias = ZippedLoader | AssembledLoader
+Loader: TypeAlias = SuperBatchLoader | DeviceLoader
 
 
 class NumberedRows(Dataset[dict[str, Any]]):
@@ -65,7 +65,7 @@ def make_split(
     subset: RowSubset | None = None,
 ) -> ResidentSplit:
     """The shards of one process on logical CPU devices."""
-    consumers = Consumers((CPU,) * num_devices, rank, size)
+    topology = DataTopology((CPU,) * num_devices, rank, size)
     with warnings.catch_warnings():
         # Which device counts are warned of is a matter of test_placement.
         warnings.filterwarnings("ignore", "the train store has .* shards, which")
@@ -73,13 +73,13 @@ def make_split(
         warnings.filterwarnings("ignore", "residency='stream': .* bytes of the train store")
         placement = plan_placement(
             {"train": Part(store, subset)},
-            consumers,
+            topology,
             residency,
             budget_bytes={CPU: 2**40},
             pinned_budget_bytes=0,
             window=window,
         )
-        return load_split(store, consumers, placement.splits["train"], subset)
+        return load_split(store, topology, placement.splits["train"], subset)
 
 
 class Part:
@@ -102,7 +102,7 @@ def make_loader(
     window: int | None = None,
     subset: RowSubset | None = None,
     **options: Any,
-) -> ZippedLoader:
+) -> SuperBatchLoader:
     """A loader of one process over logical CPU devices."""
     split = make_split(
         store,
@@ -115,7 +115,7 @@ def make_loader(
     )
     if options.get("shuffle"):
         options.setdefault("shuffle_window", window)
-    return ZippedLoader(split, batch_size, build=store.schema.builder(), **options)
+    return SuperBatchLoader(split, batch_size, build=store.schema.builder(), **options)
 
 
 def rows_of(batch: Any) -> list[int]:

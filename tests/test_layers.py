@@ -18,10 +18,10 @@ COMPAT = "_compat"
 #: From the lowest layer to the highest; a module imports from lower layers and from its own.
 #: What stands side by side in a layer knows nothing of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    (COMPAT, "arguments", "errors", "order", "host_memory", "process_group"),
+    (COMPAT, "arguments", "errors", "sampling", "host_memory", "process_group"),
     ("schema",),
     ("store",),
-    ("placement", "agreement"),
+    ("placement", "ranks"),
     ("loading",),
     ("transforms",),
     ("datamodule", "strategies"),
@@ -35,12 +35,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 WITHOUT_LIGHTNING = (
     *(
         "errors",
-        "order",
+        "sampling",
         "schema",
         "store",
         "host_memory",
         "placement",
-        "agreement",
+        "ranks",
         "process_group",
     ),
 )
@@ -106,7 +106,7 @@ def layer(part: str) -> int:
 
 def test_modules_are_all_in_a_layer() -> None:
     parts = {module.part for module in MODULES.values()}
-    assert {"order", "store", "loading", "datamodule", "strategies", "cli"} <= parts
+    assert {"sampling", "store", "loading", "datamodule", "strategies", "cli"} <= parts
     assert parts <= {part for parts in LAYERS for part in parts}
 
 

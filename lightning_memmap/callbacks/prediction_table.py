@@ -13,9 +13,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_memmap.agreement import agree
 from lightning_memmap.errors import MemmapError, SchemaError
-from lightning_memmap.loading import ZippedLoader
+from lightning_memmap.loading import SuperBatchLoader
+from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.table import TableBuild, TablePlan, TableWriter, check_place
 
@@ -45,7 +45,7 @@ class PredictionTable(BasePredictionWriter):
 
     Raises:
         StoreError: ``path`` is taken; a row was not predicted, or predicted twice.
-        AgreementError: Another rank failed, or predicts other rows than this one.
+        RankMismatchError: Another rank failed, or predicts other rows than this one.
         SchemaError: ``predict_step`` returned what cannot be stored, or rows of another shape or
             dtype than before.
         ValueError: Not all batches are predicted, there are several loaders, batches whose rows
@@ -158,7 +158,7 @@ class PredictionTable(BasePredictionWriter):
     def _open(self, trainer: L.Trainer, schema: Schema) -> None:
         """Make the files, on rank zero, and open them on all ranks, or raise on all."""
         plan = TablePlan(self.path, self._num_rows, self._num_shards, schema)
-        agree({"the table": plan})
+        check_ranks_match({"the table": plan})
         writes = _is_first_of_its_rank(trainer)
         with _all_or_none():
             if trainer.is_global_zero:
@@ -191,7 +191,7 @@ def _path_of_member(path: Path, trainer: L.Trainer) -> Path:
 def _rows_and_shards(loader: Any) -> tuple[int, int]:
     """Rows that a loader's dataset has, and the shards that they are dealt to."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if isinstance(sampler, ZippedLoader):
+    if isinstance(sampler, SuperBatchLoader):
         return sampler.stream.num_rows, sampler.stream.num_shards
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         return len(loader.dataset), _NUM_SHARDS  # type: ignore[arg-type]
@@ -230,4 +230,4 @@ def _all_or_none() -> Iterator[None]:
         yield
     except (MemmapError, OSError) as caught:
         error = caught
-    agree({}, error)
+    check_ranks_match({}, error)

@@ -17,8 +17,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.datamodule import MemmapDataModule
-from lightning_memmap.order import shard_rows
-from lightning_memmap.placement import Consumers, Residency, SplitPlacement, format_bytes
+from lightning_memmap.placement import DataTopology, Residency, SplitPlacement, format_bytes
+from lightning_memmap.sampling import shard_rows
 from lightning_memmap.store.manifest import Manifest
 
 
@@ -63,7 +63,7 @@ class RunSummary(L.Callback):
             self._splits, self._rates = {}, []
         for name, store in data.stores.items():
             self._splits[name] = _Split(
-                store.manifest, data.placement.splits[name], data.placement.consumers
+                store.manifest, data.placement.splits[name], data.placement.topology
             )
 
     @override
@@ -95,7 +95,7 @@ class RunSummary(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         train = self._splits["train"]
         # Rank 0 of R has the positions p with p % R == 0: at most R - 1 rows more than others.
-        rows = min(self._rows * train.consumers.size, train.manifest.num_rows)
+        rows = min(self._rows * train.topology.size, train.manifest.num_rows)
         self._rates.append(rows / (_now_s(trainer) - self._epoch_start_s))
 
     @override
@@ -145,9 +145,9 @@ class RunSummary(L.Callback):
                 * split.placement.row_bytes
             )
             for shard, residency in enumerate(split.placement.residency):
-                index = split.consumers.owner(shard)
+                index = split.topology.owner(shard)
                 if index is not None and residency is not None:
-                    device = f"{index}: {split.consumers.data_devices[index]}"
+                    device = f"{index}: {split.topology.data_devices[index]}"
                     held[device][residency].add(name, int(shard_bytes[shard]))
         return {
             device: "; ".join(f"{residency.value}: {holding}" for residency, holding in by.items())
@@ -172,7 +172,7 @@ class _Split:
 
     manifest: Manifest
     placement: SplitPlacement
-    consumers: Consumers
+    topology: DataTopology
 
 
 class _Holding:

@@ -39,7 +39,7 @@ from lightning_memmap.compare.spec import RunSpec
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.loading.transform import DeviceTransform
-from lightning_memmap.order import StepPlan
+from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import Store, open_store
 
 #: Errors by which a strategy, a store or the Trainer says that it cannot do what it is asked for.
@@ -217,7 +217,7 @@ def prepare(spec: RunSpec) -> None:
     built_s = perf_counter() - started_s
     store = open_store(path)
     global_batch = data.batch_size * spec.devices
-    plan = StepPlan(store.num_rows, global_batch, store.num_shards, drop_last=True)
+    plan = BatchSchedule(store.num_rows, global_batch, store.num_shards, drop_last=True)
     if not len(plan):
         raise ValueError(
             f"batch_size={data.batch_size} on {spec.devices} devices makes steps of {global_batch}"

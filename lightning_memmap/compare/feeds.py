@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_memmap.compare.arms import Feed
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.loading.transform import DeviceTransform
-from lightning_memmap.order import StepPlan, Stream, striping
+from lightning_memmap.sampling import BatchSchedule, Stream, striping
 from lightning_memmap.schema import Schema
 from lightning_memmap.store import open_store
 
@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 
 class StreamBatches(Sampler[list[int]]):
-    """The dataset rows of each step of one process, in the order of `lightning_memmap.order`.
+    """The dataset rows of each step of one process, in the order of `lightning_memmap.sampling`.
 
     Args:
         stream: The order.
@@ -30,7 +30,7 @@ class StreamBatches(Sampler[list[int]]):
         size: Data-parallel processes.
     """
 
-    def __init__(self, stream: Stream, plan: StepPlan, rank: int, size: int) -> None:
+    def __init__(self, stream: Stream, plan: BatchSchedule, rank: int, size: int) -> None:
         self.stream = stream
         self.plan = plan
         self.rank = rank
@@ -143,7 +143,7 @@ class PlainData(L.LightningDataModule):
         store = open_store(self.data.store_dir / "train")
         num_shards = striping(store.num_shards, size)
         stream = self.data.train_stream(store.manifest, num_shards)
-        plan = StepPlan(store.num_rows, self.global_batch, num_shards, drop_last=True)
+        plan = BatchSchedule(store.num_rows, self.global_batch, num_shards, drop_last=True)
         dataset: Dataset[Any] | None = self.data.datasets["train"]
         transform = self.data.transform
         loader: DataLoader[Any] = DataLoader(

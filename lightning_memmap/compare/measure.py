@@ -62,15 +62,15 @@ class RunCallback(L.Callback):
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # After the data module has set itself up, and before it is asked for a loader: by now the
-        # consumers of the global batch are known.
-        consumers = self.data.placement.consumers.num_consumers if self.data.placement else None
-        if consumers is not None:
-            if self.spec.global_batch % consumers:
+        # data devices of the global batch are known.
+        num_devices = self.data.placement.topology.num_data_devices if self.data.placement else None
+        if num_devices is not None:
+            if self.spec.global_batch % num_devices:
                 raise ValueError(
-                    f"{consumers} data devices do not divide a global batch of"
+                    f"{num_devices} data devices do not divide a global batch of"
                     f" {self.spec.global_batch} rows: choose another batch_size or --devices"
                 )
-            self.data.batch_size = self.spec.global_batch // consumers
+            self.data.batch_size = self.spec.global_batch // num_devices
         sharding = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         self.result |= {
             "pid": os.getpid(),
@@ -78,7 +78,7 @@ class RunCallback(L.Callback):
             "world_size": trainer.world_size,
             "data_rank": sharding["rank"],
             "data_size": sharding["num_replicas"],
-            "num_consumers": consumers or sharding["num_replicas"],
+            "num_data_devices": num_devices or sharding["num_replicas"],
             "root_device": str(trainer.strategy.root_device),
             "threads": torch.get_num_threads(),
             "data_devices": [str(device) for device in self._data_devices()],
@@ -123,7 +123,7 @@ class RunCallback(L.Callback):
         """Complete the result, on every rank."""
 
     def _data_devices(self) -> tuple[torch.device, ...]:
-        return self.data.placement.consumers.data_devices if self.data.placement else ()
+        return self.data.placement.topology.data_devices if self.data.placement else ()
 
 
 class TimedRun(RunCallback):

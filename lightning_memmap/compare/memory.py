@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_memmap._compat.tensors import dense_parts, storage_key
 from lightning_memmap.callbacks.memory_trace import live_parameters
-from lightning_memmap.order import shard_rows
 from lightning_memmap.placement import Placement
+from lightning_memmap.sampling import shard_rows
 
 
 def process_memory(excluded: Iterable[int] = ()) -> list[dict[str, int]]:
@@ -122,13 +122,13 @@ def resident_bytes(placement: Placement | None) -> dict[str, dict[str, int]]:
     held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     if placement is None:
         return {}
-    consumers = placement.consumers
+    topology = placement.topology
     for split in placement.splits.values():
         sizes = shard_rows(split.num_rows, split.num_shards) * split.row_bytes
         for shard, residency in enumerate(split.residency):
-            owner = consumers.owner(shard)
+            owner = topology.owner(shard)
             if residency is not None and owner is not None:
-                device = f"{owner}: {consumers.data_devices[owner]}"
+                device = f"{owner}: {topology.data_devices[owner]}"
                 held[device][residency.value] += int(sizes[shard])
     return {device: dict(sizes) for device, sizes in held.items()}
 

@@ -11,7 +11,7 @@ from lightning_memmap.compare.arms import Arm
 from lightning_memmap.compare.clock import PARTS
 from lightning_memmap.compare.launch import RunResult
 from lightning_memmap.compare.parity import Parity, parts_of
-from lightning_memmap.order import shard_rows
+from lightning_memmap.sampling import shard_rows
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Holding:
         rows: By process and data device, shards by residency.
         edges: What moves in a step.
         num_processes: Training processes.
-        num_consumers: Data devices of all processes.
+        num_data_devices: Data devices of all processes.
         flops_per_step: Floating point operations of a step in all processes, as far as torch
             counts them.
         batch_bytes: Bytes of a global batch after the transform.
@@ -115,7 +115,7 @@ class Holding:
     rows: Mapping[str, Mapping[str, int]]
     edges: tuple[Edge, ...]
     num_processes: int
-    num_consumers: int
+    num_data_devices: int
     flops_per_step: int
     batch_bytes: int
 
@@ -275,7 +275,7 @@ def holding_of(result: RunResult, arm: Arm, facts: Mapping[str, Any]) -> Holding
         },
         edges=tuple(_edges(ranks, arm, facts)),
         num_processes=len(ranks),
-        num_consumers=int(ranks[0]["num_consumers"]),
+        num_data_devices=int(ranks[0]["num_data_devices"]),
         flops_per_step=sum(int(rank["flops"]) for rank in ranks),
         batch_bytes=sum(int(part[0].get("batch_bytes", 0)) for part in parts_of(ranks)),
     )

@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor, nn
 
 from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
-from lightning_memmap.order import StepPlan, Stream, shard_starts
+from lightning_memmap.sampling import BatchSchedule, Stream, shard_starts
 from lightning_memmap.store import Store
 
 _MODULUS = 2**64
@@ -52,7 +52,7 @@ def hash_batch(batch: Any) -> int:
     return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % _MODULUS
 
 
-def expected_hashes(store: Store, stream: Stream, plan: StepPlan, num_steps: int) -> list[int]:
+def expected_hashes(store: Store, stream: Stream, plan: BatchSchedule, num_steps: int) -> list[int]:
     """The hash of each global batch from the first epoch on, read from the store by the order.
 
     Nothing here has passed a loader: this is what every arm is held to.
@@ -63,7 +63,7 @@ def expected_hashes(store: Store, stream: Stream, plan: StepPlan, num_steps: int
     ]
 
 
-def _places(store: Store, stream: Stream, plan: StepPlan, num_steps: int) -> Iterator[Tensor]:
+def _places(store: Store, stream: Stream, plan: BatchSchedule, num_steps: int) -> Iterator[Tensor]:
     starts = shard_starts(store.num_rows, store.num_shards)
     for index in range(num_steps):
         epoch, step = divmod(index, len(plan))

@@ -1,20 +1,20 @@
 """From resident shards to super-batches: take, transform, zip, assemble."""
 
 from lightning_memmap.loading.batches import BatchLoader
+from lightning_memmap.loading.loader import DeviceLoader, SuperBatchLoader
 from lightning_memmap.loading.shard import ResidentShards, ResidentSplit, load_split
 from lightning_memmap.loading.streams import has_streams
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import OnSuperBatch
-from lightning_memmap.loading.zipped import AssembledLoader, ZippedLoader
 
 __all__ = [
-    "AssembledLoader",
     "BatchLoader",
+    "DeviceLoader",
     "OnSuperBatch",
     "ResidentShards",
     "ResidentSplit",
     "SuperBatch",
-    "ZippedLoader",
+    "SuperBatchLoader",
     "has_streams",
     "load_split",
 ]

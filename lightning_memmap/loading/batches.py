@@ -7,10 +7,10 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
-from lightning_memmap.loading.zipped import AssembledLoader, ZippedLoader
+from lightning_memmap.loading.loader import DeviceLoader, SuperBatchLoader
 
 
-class BatchLoader(AssembledLoader, DataLoader[Any]):
+class BatchLoader(DeviceLoader, DataLoader[Any]):
     """Yields assembled batches, those of another epoch in each iteration.
 
     It is a ``DataLoader`` to Fabric's ``setup_dataloaders``, which gives each of several processes
@@ -36,11 +36,11 @@ class BatchLoader(AssembledLoader, DataLoader[Any]):
     dataset: Any = None
 
     def __init__(
-        self, loader: ZippedLoader, device: torch.device, sampler: Any = None, **_: Any
+        self, loader: SuperBatchLoader, device: torch.device, sampler: Any = None, **_: Any
     ) -> None:
         if isinstance(sampler, DistributedSampler):
             loader = loader.of_process(sampler.rank, sampler.num_replicas)
-        AssembledLoader.__init__(self, loader, device)
+        DeviceLoader.__init__(self, loader, device)
         rows: Any = range(loader.stream.num_rows)
         DataLoader.__init__(
             self, rows, batch_size=None, sampler=_EpochNote(rows) if sampler is None else sampler
@@ -56,7 +56,7 @@ class BatchLoader(AssembledLoader, DataLoader[Any]):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved stream stood; see `ZippedLoader.load_state_dict`."""
+        """Go on where a saved stream stood; see `SuperBatchLoader.load_state_dict`."""
         super().load_state_dict(state)
         self.set_epoch(state["epoch"] + self.loader.is_at_end(state["position"]))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.layout import Layout
-from lightning_memmap.order import Integers, shard_rows, shard_starts
+from lightning_memmap.sampling import Integers, shard_rows, shard_starts
 from lightning_memmap.schema import Field
 from lightning_memmap.store.row_file import MAX_BLOCK_BYTES, RowFile, aligned_memory
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_memmap.order import Integers, RowSubset, shard_starts
+from lightning_memmap.sampling import Integers, RowSubset, shard_starts
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_memmap.loading.buffers import Buffers, copy_rows
 from lightning_memmap.loading.lanes import Lanes
 from lightning_memmap.loading.reading import Reading, released_error
-from lightning_memmap.order import Integers, Stream, Windows
+from lightning_memmap.sampling import Integers, Stream, Windows
 
 #: Windows in memory: one that is taken from, and one that is read.
 NUM_BUFFERS = 2

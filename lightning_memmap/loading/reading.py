@@ -9,7 +9,7 @@ from time import monotonic
 
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.lanes import Lanes, Piece
-from lightning_memmap.order import Windows
+from lightning_memmap.sampling import Windows
 
 #: While one thread copies what it has read, or waits for a short read, others read on.
 _NUM_THREADS = 4

@@ -16,8 +16,8 @@ from lightning_memmap.loading.layout import Layout
 from lightning_memmap.loading.read_ahead import ReadAhead, StreamedShards
 from lightning_memmap.loading.staging import Staging
 from lightning_memmap.loading.streams import has_streams
-from lightning_memmap.order import Integers, RowSubset, Stream, shard_rows, shard_starts
-from lightning_memmap.placement import Consumers, Residency, SplitPlacement
+from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
+from lightning_memmap.sampling import Integers, RowSubset, Stream, shard_rows, shard_starts
 from lightning_memmap.store import Store
 from lightning_memmap.store.row_file import open_row_files
 
@@ -111,7 +111,7 @@ class ResidentSplit:
     """All shards of one split that this process holds.
 
     Args:
-        consumers: The data devices and this process's place.
+        topology: The data devices and this process's place.
         num_rows: Rows of the split.
         num_shards: Shards of the stream.
         sources: The places that rows are taken from.
@@ -121,7 +121,7 @@ class ResidentSplit:
             instead; there are no other sources then.
     """
 
-    consumers: Consumers
+    topology: DataTopology
     num_rows: int
     num_shards: int
     sources: list[ResidentShards]
@@ -157,7 +157,7 @@ class ResidentSplit:
 
 
 def load_split(
-    store: Store, consumers: Consumers, plan: SplitPlacement, subset: RowSubset | None = None
+    store: Store, topology: DataTopology, plan: SplitPlacement, subset: RowSubset | None = None
 ) -> ResidentSplit:
     """Bring the shards of a split to where the plan wants them.
 
@@ -166,7 +166,7 @@ def load_split(
 
     Args:
         store: The open store.
-        consumers: The data devices and this process's place.
+        topology: The data devices and this process's place.
         plan: Where each shard goes.
         subset: The rows of the store that the split is; all of them where it is None.
 
@@ -175,16 +175,16 @@ def load_split(
     """
     layout = Layout(store.num_rows, store.num_shards, subset)
     if plan.window is not None:
-        streamed = _streamed(store, layout, consumers, plan, plan.window)
+        streamed = _streamed(store, layout, topology, plan, plan.window)
         nowhere = np.full(plan.num_shards, -1, np.int64)
-        return ResidentSplit(consumers, plan.num_rows, plan.num_shards, [], nowhere, streamed)
+        return ResidentSplit(topology, plan.num_rows, plan.num_shards, [], nowhere, streamed)
     groups: dict[tuple[Residency, torch.device], list[int]] = {}
     for shard, residency in enumerate(plan.residency):
-        owner = consumers.owner(shard)
+        owner = topology.owner(shard)
         if residency is None or owner is None:
             continue
         on_device = residency is Residency.DEVICE
-        place = consumers.data_devices[owner] if on_device else torch.device("cpu")
+        place = topology.data_devices[owner] if on_device else torch.device("cpu")
         groups.setdefault((residency, place), []).append(shard)
     sources: list[ResidentShards] = []
     source_of_shard = np.full(plan.num_shards, -1, np.int64)
@@ -195,11 +195,11 @@ def load_split(
         else:
             pin = residency is Residency.PINNED
             sources.append(_copied(store, layout, shards, plan, device, pin=pin))
-    return ResidentSplit(consumers, plan.num_rows, plan.num_shards, sources, source_of_shard)
+    return ResidentSplit(topology, plan.num_rows, plan.num_shards, sources, source_of_shard)
 
 
 def _streamed(
-    store: Store, layout: Layout, consumers: Consumers, plan: SplitPlacement, window: int
+    store: Store, layout: Layout, topology: DataTopology, plan: SplitPlacement, window: int
 ) -> StreamedShards:
     lane_rows = min(window, int(shard_rows(plan.num_rows, plan.num_shards)[0]))
     lanes = Lanes(
@@ -210,7 +210,7 @@ def _streamed(
         num_shards=plan.num_shards,
         shards=[shard for shard, residency in enumerate(plan.residency) if residency is not None],
         lane_rows=lane_rows,
-        pin=any(device.type == "cuda" for device in consumers.data_devices),
+        pin=any(device.type == "cuda" for device in topology.data_devices),
     )
     if (share := lanes.share_used([range(lane_rows)])) < _LEAST_SHARE:
         warnings.warn(

@@ -18,7 +18,7 @@ _LEAST = {
 
 
 @dataclass(frozen=True)
-class StreamState:
+class LoaderState:
     """Where a stream stands, the same on every rank.
 
     Args:
@@ -42,7 +42,7 @@ class StreamState:
     steps: int = 0
 
     @classmethod
-    def read(cls, state: object) -> "StreamState":
+    def read(cls, state: object) -> "LoaderState":
         """A state as ``dataclasses.asdict`` has written it, checked.
 
         Raises:

@@ -47,7 +47,7 @@ class SuperBatch:
         *,
         whole: list[Tensor] | None = None,
         parts: list[Any] | None = None,
-        assembler: "Assembler",
+        assembler: "Collator",
     ) -> None:
         self.data_devices = data_devices
         self.num_rows = num_rows
@@ -114,7 +114,7 @@ class SuperBatch:
         return f"SuperBatch({self.num_rows} rows on {devices})"
 
 
-class Assembler:
+class Collator:
     """Puts the parts of super-batches together, into buffers that it uses again.
 
     Args:

@@ -12,9 +12,9 @@ from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.read_ahead import ReadAhead
 from lightning_memmap.loading.shard import ResidentShards, ResidentSplit
 from lightning_memmap.loading.streams import has_streams, send
-from lightning_memmap.loading.super_batch import Assembler, SuperBatch
+from lightning_memmap.loading.super_batch import Collator, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform, DeviceTransform, OnSuperBatch
-from lightning_memmap.order import Integers, Stream, derive_seed
+from lightning_memmap.sampling import Integers, Stream, derive_seed
 
 #: Small steps are taken several at once, up to so many bytes and steps.
 _TAKE_BYTES, _TAKE_STEPS = 2**22, 64
@@ -40,9 +40,9 @@ class Takes:
     ) -> None:
         self._split = split
         self._stream = stream
-        self._devices = split.consumers.data_devices
+        self._devices = split.topology.data_devices
         on_all = transform if isinstance(transform, OnSuperBatch) else None
-        self._assembler = Assembler(build, on_all)
+        self._assembler = Collator(build, on_all)
         self._transforms = (
             [DeviceTransform(transform, device) for device in self._devices]
             if transform is not None and on_all is None
@@ -220,7 +220,7 @@ class Takes:
     def _transformed(self, index: int, leaves: list[Tensor], epoch: int, step: int) -> Any:
         batch = self._assembler.build(leaves)
         if self._transforms:
-            rank = self._split.consumers.rank + self._split.consumers.size * index
+            rank = self._split.topology.rank + self._split.topology.size * index
             return self._transforms[index](batch, derive_seed(self._stream.seed, epoch, step, rank))
         return batch
 

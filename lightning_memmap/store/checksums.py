@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from lightning_memmap.order import shard_rows, shard_starts
+from lightning_memmap.sampling import shard_rows, shard_starts
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.manifest import field_path, open_plain, unreadable
 

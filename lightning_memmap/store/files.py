@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_memmap.order import shard_starts
+from lightning_memmap.sampling import shard_starts
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.manifest import Manifest, field_path
 from lightning_memmap.store.probes import hash_row

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
-from lightning_memmap.order import shard_rows
+from lightning_memmap.sampling import shard_rows
 from lightning_memmap.schema import Field, Schema
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.strict_json import parse_json

@@ -11,7 +11,7 @@ from tensordict import MemoryMappedTensor, TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import MemmapError, StoreError
-from lightning_memmap.order import shard_rows, shard_starts
+from lightning_memmap.sampling import shard_rows, shard_starts
 from lightning_memmap.schema import Field, Schema
 from lightning_memmap.store.manifest import Manifest, check_files, field_path, manifest_mark
 from lightning_memmap.store.recognition import check_briefly

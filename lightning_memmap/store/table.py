@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.order import Integers, shard_starts
+from lightning_memmap.sampling import Integers, shard_starts
 from lightning_memmap.schema import Field, Schema
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.files import (

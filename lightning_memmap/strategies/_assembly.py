@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap.loading import AssembledLoader, SuperBatch, ZippedLoader, has_streams
+from lightning_memmap.loading import DeviceLoader, SuperBatch, SuperBatchLoader, has_streams
 
 #: Steps made ready ahead on a device that works beside the program.
 _PREFETCH = 2
@@ -45,9 +45,9 @@ class SuperBatchAssembly(Strategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         self._has_transfer_hooks = self._find_transfer_hooks()
-        if isinstance(dataloader, AssembledLoader):
+        if isinstance(dataloader, DeviceLoader):
             dataloader = dataloader.loader
-        if isinstance(dataloader, ZippedLoader):
+        if isinstance(dataloader, SuperBatchLoader):
             return dataloader.to(self.root_device, self.on_super_batch, self.prefetch)
         return super().process_dataloader(dataloader)
 

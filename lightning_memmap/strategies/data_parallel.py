@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memmap._compat.modules import before_transfer, divert_batches, end_diversion
-from lightning_memmap.loading import AssembledLoader, SuperBatch, ZippedLoader
+from lightning_memmap.loading import DeviceLoader, SuperBatch, SuperBatchLoader
 from lightning_memmap.strategies._devices import LocalDevices
 from lightning_memmap.strategies.in_parts.manual import ActsOnce, StandIns
 from lightning_memmap.strategies.in_parts.records import StepLog, StepMetrics
@@ -118,9 +118,9 @@ class DataParallelStrategy(StepsInParts):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if isinstance(dataloader, AssembledLoader):
+        if isinstance(dataloader, DeviceLoader):
             dataloader = dataloader.loader
-        if isinstance(dataloader, ZippedLoader) and dataloader.transforms_super_batches:
+        if isinstance(dataloader, SuperBatchLoader) and dataloader.transforms_super_batches:
             # Its batches are dealt to the replicas, as those of any other loader.
             return dataloader.to(self.root_device)
         return super().process_dataloader(dataloader)

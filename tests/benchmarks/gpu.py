@@ -30,8 +30,8 @@ import torch
 from timing import in_turn, machine, pairwise_ratios, spread
 from torch import Tensor, nn
 
-from lightning_memmap.loading import ZippedLoader, has_streams, load_split
-from lightning_memmap.placement import Consumers, plan_placement
+from lightning_memmap.loading import SuperBatchLoader, has_streams, load_split
+from lightning_memmap.placement import DataTopology, plan_placement
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.strategies import SuperBatchStrategy
 
@@ -168,18 +168,18 @@ class Bench:
 
     def loader(
         self, store: Store, residency: str, batch_size: int = 1, **options: Any
-    ) -> ZippedLoader:
+    ) -> SuperBatchLoader:
         """A shuffled loader, once its rows are where they belong."""
-        consumers = Consumers(tuple(self.data_devices))
+        topology = DataTopology(tuple(self.data_devices))
         plan = plan_placement(
             {"train": store.manifest},
-            consumers,
+            topology,
             residency,
             budget_bytes=dict.fromkeys(self.data_devices, 2**60),
             pinned_budget_bytes=2**60,
         ).splits["train"]
-        split = load_split(store, consumers, plan)
-        return ZippedLoader(
+        split = load_split(store, topology, plan)
+        return SuperBatchLoader(
             split, batch_size, build=store.schema.builder(), shuffle=True, **options
         )
 

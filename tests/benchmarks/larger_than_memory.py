@@ -32,8 +32,8 @@ import torch
 from timing import machine, pairwise_ratios, spread
 from torch import Tensor
 
-from lightning_memmap.loading import ZippedLoader, load_split
-from lightning_memmap.placement import Consumers, format_bytes, parse_bytes, plan_placement
+from lightning_memmap.loading import SuperBatchLoader, load_split
+from lightning_memmap.placement import DataTopology, format_bytes, parse_bytes, plan_placement
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.row_file import aligned_memory
 
@@ -107,27 +107,27 @@ def plain_read(paths: list[Path], buffer: memoryview, lets_go: bool, flags: int 
     return total
 
 
-def make_loader(store: Store, residency: str, args: argparse.Namespace) -> ZippedLoader:
+def make_loader(store: Store, residency: str, args: argparse.Namespace) -> SuperBatchLoader:
     """A shuffled loader."""
-    consumers = Consumers((CPU,) * args.devices)
+    topology = DataTopology((CPU,) * args.devices)
     window = max(1, parse_bytes(args.window) // (store.num_shards * store.manifest.row_bytes))
     plan = plan_placement(
         {"train": store.manifest},
-        consumers,
+        topology,
         residency,
         budget_bytes={CPU: 2**40},
         pinned_budget_bytes=0,
         window=window,
     ).splits["train"]
-    return ZippedLoader(
-        load_split(store, consumers, plan),
+    return SuperBatchLoader(
+        load_split(store, topology, plan),
         args.batch // args.devices,
         build=store.schema.builder(),
         shuffle=True,
     )
 
 
-def epoch_of(loader: ZippedLoader, row_bytes: int, most_s: float) -> Callable[[], int]:
+def epoch_of(loader: SuperBatchLoader, row_bytes: int, most_s: float) -> Callable[[], int]:
     """An epoch, or some seconds of it; the bytes of the rows that were taken."""
     epochs = count()
 

@@ -23,8 +23,8 @@ from timing import CLOCKS, in_turn, machine, pairwise_ratios, spread
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_memmap.loading import ZippedLoader, load_split
-from lightning_memmap.placement import Consumers, plan_placement
+from lightning_memmap.loading import SuperBatchLoader, load_split
+from lightning_memmap.placement import DataTopology, plan_placement
 from lightning_memmap.store import Store, build_store
 
 #: An epoch that is over sooner is repeated.
@@ -77,24 +77,24 @@ class RowsAtOnce(RandomRows):
         return [rows, chosen % 10] if self.label else rows
 
 
-def make_loader(store: Store, case: Case, num_devices: int, residency: str) -> ZippedLoader:
+def make_loader(store: Store, case: Case, num_devices: int, residency: str) -> SuperBatchLoader:
     """A shuffled loader over logical CPU devices whose global batch is the case's."""
     devices = (torch.device("cpu"),) * num_devices
-    consumers = Consumers(devices)
+    topology = DataTopology(devices)
     plan = plan_placement(
         {"train": store.manifest},
-        consumers,
+        topology,
         residency,
         budget_bytes={devices[0]: 2**40},
         pinned_budget_bytes=0,
     ).splits["train"]
-    split = load_split(store, consumers, plan)
-    return ZippedLoader(
+    split = load_split(store, topology, plan)
+    return SuperBatchLoader(
         split, case.batch // num_devices, build=store.schema.builder(), shuffle=True
     )
 
 
-def loader_epoch(loader: ZippedLoader) -> int:
+def loader_epoch(loader: SuperBatchLoader) -> int:
     """All steps of one epoch, each assembled; the number of rows.
 
     A batch is let go of before the next one is asked for, as the Trainer does.
@@ -115,7 +115,7 @@ def bare_epoch(tensors: list[Tensor], places: Tensor, batch: int) -> int:
     return len(places)
 
 
-def bare_epochs_of(loader: ZippedLoader, batch: int) -> Callable[[], int]:
+def bare_epochs_of(loader: SuperBatchLoader, batch: int) -> Callable[[], int]:
     """The takes of an epoch of which the loader takes the rows in the same order."""
     source, stream = loader._split.sources[0], loader.stream
     places = torch.from_numpy(stream.places(0, range(stream.num_rows), source.starts))
@@ -158,7 +158,7 @@ def batches(loader: DataLoader[Any]) -> None:
         del batch
 
 
-def epochs_of(loader: ZippedLoader) -> Callable[[], int]:
+def epochs_of(loader: SuperBatchLoader) -> Callable[[], int]:
     """One epoch after the other."""
     epochs = count()
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from timing import CLOCKS, machine, spread
 
-from lightning_memmap.order import Stream
+from lightning_memmap.sampling import Stream
 
 
 def measure(num_rows: int, num_shards: int, block: int, rounds: int, clock: str) -> str:

@@ -14,8 +14,8 @@ from time import perf_counter
 import torch
 from timing import CLOCKS, in_turn, machine, spread
 
-from lightning_memmap.loading import ZippedLoader, load_split
-from lightning_memmap.placement import Consumers, plan_placement
+from lightning_memmap.loading import SuperBatchLoader, load_split
+from lightning_memmap.placement import DataTopology, plan_placement
 from lightning_memmap.store import build_store, open_store
 
 
@@ -36,16 +36,16 @@ def first_batch(path: Path) -> None:
     """From nothing to the first shuffled batch."""
     store = open_store(path)
     cpu = torch.device("cpu")
-    consumers = Consumers((cpu,))
+    topology = DataTopology((cpu,))
     plan = plan_placement(
         {"train": store.manifest},
-        consumers,
+        topology,
         "mmap",
         budget_bytes={cpu: 2**40},
         pinned_budget_bytes=0,
     )
-    split = load_split(store, consumers, plan.splits["train"])
-    next(iter(ZippedLoader(split, 1024, build=store.schema.builder(), shuffle=True)))
+    split = load_split(store, topology, plan.splits["train"])
+    next(iter(SuperBatchLoader(split, 1024, build=store.schema.builder(), shuffle=True)))
 
 
 def main() -> None:

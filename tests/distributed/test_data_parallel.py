@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.order import StepPlan, Stream
+from lightning_memmap.sampling import BatchSchedule, Stream
 from tests.distributed.harness import global_batches, launch, mean_losses
 
 GLOBAL_BATCH = 16
@@ -17,7 +17,7 @@ FIT = "training.fit_and_test"
 
 def expected_batches(rows: int, epochs: int) -> list[list[int]]:
     stream = Stream(rows, 24, 0, shuffle=True)
-    plan = StepPlan(rows, GLOBAL_BATCH, 24)
+    plan = BatchSchedule(rows, GLOBAL_BATCH, 24)
     batches = []
     for epoch in range(epochs):
         shards, offsets = stream.at(epoch, range(rows))

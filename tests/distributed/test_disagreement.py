@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lightning_memmap.order import default_window
+from lightning_memmap.sampling import default_window
 from tests.distributed.harness import launch
 
 
@@ -22,10 +22,10 @@ def test_ranks_that_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
         "store": "the train store: 60 rows in 24 shards, content ",
     }.items():
         for told in (first, second):
-            assert told[case].startswith("AgreementError: "), case
+            assert told[case].startswith("RankMismatchError: "), case
             assert words in told[case], case
     for told in (first, second):
-        assert told["missing store"].startswith("AgreementError: ")
+        assert told["missing store"].startswith("RankMismatchError: ")
         words = r"the train store: 60 rows in 24 shards, content \w+ on rank 0; missing on rank 1"
         assert re.search(words, told["missing store"])
     # Who failed says why, and the others are told who it was.

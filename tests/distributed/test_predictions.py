@@ -33,13 +33,13 @@ def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> 
             assert rank[name] == "", name
         assert "202 rows were written, and the table has 101" in rank["twice"]
         for name, difference in (("dtype", "row int32"), ("apart", str(tmp_path / "1" / "apart"))):
-            assert rank[name].startswith("AgreementError: ")
+            assert rank[name].startswith("RankMismatchError: ")
             assert difference in rank[name]
             assert "on rank 0; 101 rows of " in rank[name]
     held = f"StoreError: another process writes the store at {tmp_path / 'held'}: it has "
     held += str(tmp_path / ".held.lock")
     assert ranks[0]["held"] == held
-    assert ranks[1]["held"] == f"AgreementError: another process failed. rank 0: {held}"
+    assert ranks[1]["held"] == f"RankMismatchError: another process failed. rank 0: {held}"
     for name in WHOLE:
         assert_holds_predictions(tmp_path / name)
     assert open_store(tmp_path / "data module").num_shards == 6

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.order import StepPlan, Stream
+from lightning_memmap.sampling import BatchSchedule, Stream
 from tests.distributed.harness import launch
 from tests.distributed.scenarios import resume
 
@@ -29,7 +29,7 @@ SUPERBATCH = {"strategy": "memmap_superbatch", "devices": 2, "batch_size": 8}
 
 def epochs(window: int | None = None) -> list[list[list[int]]]:
     """The rows of each step of each epoch, sorted."""
-    stream, plan = Stream(ROWS, 24, 0, True, window), StepPlan(ROWS, GLOBAL_BATCH, 24)
+    stream, plan = Stream(ROWS, 24, 0, True, window), BatchSchedule(ROWS, GLOBAL_BATCH, 24)
     found = []
     for epoch in range(resume.EPOCHS):
         shards, offsets = stream.at(epoch, range(ROWS))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.order import StepPlan, Stream
+from lightning_memmap.sampling import BatchSchedule, Stream
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import stream_rows
 
@@ -53,7 +53,7 @@ class StockData(L.LightningDataModule):
     def __init__(self, global_batch: int) -> None:
         super().__init__()
         self.stream = Stream(NUM_ROWS, NUM_SHARDS, SEED, shuffle=True)
-        self.plan = StepPlan(NUM_ROWS, global_batch, NUM_SHARDS)
+        self.plan = BatchSchedule(NUM_ROWS, global_batch, NUM_SHARDS)
 
     def train_dataloader(self) -> Any:
         assert self.trainer is not None

@@ -46,7 +46,7 @@ class TestDevices:
         strategy = SuperBatchStrategy(data_devices=["cpu", CPU, "cpu"])
         module, data, trainer = fit(tmp_path, strategy, 3)
         assert data.placement is not None
-        assert data.placement.consumers.data_devices == strategy.data_devices == (CPU,) * 3
+        assert data.placement.topology.data_devices == strategy.data_devices == (CPU,) * 3
         assert [len(rows) for rows in module.seen["train"]] == [9] * 7
         assert trainer.global_step == 7
 

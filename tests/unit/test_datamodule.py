@@ -14,7 +14,7 @@ import torch
 from lightning_memmap import MemmapDataModule, build_store, host_memory, open_store
 from lightning_memmap.errors import DatasetError, PlacementError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import SuperBatch
-from lightning_memmap.order import default_window
+from lightning_memmap.sampling import default_window
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import CPU, joined, take_steps
@@ -389,8 +389,8 @@ class TestWithTrainer:
         trainer = make_trainer(tmp_path, strategy=SuperBatchStrategy(), devices=3)
         trainer.fit(Regression(), datamodule=data)
         assert data.placement is not None
-        assert data.placement.consumers.data_devices == (CPU,) * 3
-        assert data.placement.consumers.num_consumers == 3
+        assert data.placement.topology.data_devices == (CPU,) * 3
+        assert data.placement.topology.num_data_devices == 3
 
     def test_placement_is_printed_where_it_is_new(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

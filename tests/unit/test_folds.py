@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import ZippedLoader, load_split
-from lightning_memmap.order import RowSubset
-from lightning_memmap.placement import Consumers, plan_placement
+from lightning_memmap.loading import SuperBatchLoader, load_split
+from lightning_memmap.placement import DataTopology, plan_placement
+from lightning_memmap.sampling import RowSubset
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
 from tests.rows import CPU, check_save_and_resume, epoch_rows, joined
@@ -23,16 +23,16 @@ EPOCH = 1
 
 def make_loader(
     store: Store, subset: RowSubset | None, num_devices: int, residency: str
-) -> ZippedLoader:
+) -> SuperBatchLoader:
     """A loader over some rows of a store, on logical CPU devices."""
-    consumers = Consumers((CPU,) * num_devices)
+    topology = DataTopology((CPU,) * num_devices)
     num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
     sized = SimpleNamespace(num_rows=num_rows, num_shards=12, row_bytes=14)
     placement = plan_placement(
-        {"train": sized}, consumers, residency, budget_bytes={CPU: 2**40}, pinned_budget_bytes=0
+        {"train": sized}, topology, residency, budget_bytes={CPU: 2**40}, pinned_budget_bytes=0
     )
-    split = load_split(store, consumers, placement.splits["train"], subset)
-    loader = ZippedLoader(split, 4, build=store.schema.builder(), shuffle=True, seed=5)
+    split = load_split(store, topology, placement.splits["train"], subset)
+    loader = SuperBatchLoader(split, 4, build=store.schema.builder(), shuffle=True, seed=5)
     loader.set_epoch(EPOCH)
     return loader
 

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_memmap.order import (
+from lightning_memmap.sampling import (
+    BatchSchedule,
     RowSubset,
-    StepPlan,
     Stream,
     derive_seed,
     shard_rows,
     shard_starts,
     striping,
 )
-from lightning_memmap.order import permutations as constructions
-from lightning_memmap.order import stream as stream_module
+from lightning_memmap.sampling import permutations as constructions
+from lightning_memmap.sampling import stream as stream_module
 
 SEEDS = st.integers(0, 2**63 - 1)
 EPOCHS = st.integers(0, 2**32)
@@ -63,13 +63,13 @@ def test_shard_rows_any_counts_match_dealing_row_by_row(num_rows: int, num_shard
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "num_consumers", "expected"),
+    ("num_shards", "num_data_devices", "expected"),
     [(24, 1, 24), (24, 8, 24), (24, 24, 24), (24, 5, 25), (24, 7, 28), (24, 48, 48), (1, 3, 3)],
 )
 def test_striping_consumers_gives_next_multiple(
-    num_shards: int, num_consumers: int, expected: int
+    num_shards: int, num_data_devices: int, expected: int
 ) -> None:
-    assert striping(num_shards, num_consumers) == expected
+    assert striping(num_shards, num_data_devices) == expected
 
 
 # The stream
@@ -162,11 +162,11 @@ def test_stream_consumers_together_take_each_row_of_their_own_shards_once(
 ) -> None:
     num_shards, num_rows = stream.num_shards, stream.num_rows
     divisors = [count for count in range(1, num_shards + 1) if num_shards % count == 0]
-    consumers = data.draw(st.sampled_from(divisors))
+    num_devices = data.draw(st.sampled_from(divisors))
     taken = []
-    for consumer in range(consumers):
-        rows = rows_at(stream, epoch, range(consumer, num_rows, consumers))
-        assert all(row % num_shards % consumers == consumer for row in rows)
+    for device in range(num_devices):
+        rows = rows_at(stream, epoch, range(device, num_rows, num_devices))
+        assert all(row % num_shards % num_devices == device for row in rows)
         taken += rows
     assert sorted(taken) == list(range(num_rows))
 
@@ -528,7 +528,7 @@ def test_derive_seed_order_of_words_matters() -> None:
 # Steps
 
 
-def sizes_of(plan: StepPlan) -> list[int]:
+def sizes_of(plan: BatchSchedule) -> list[int]:
     return [stop - start for start, stop in map(plan.bounds, range(len(plan)))]
 
 
@@ -547,7 +547,7 @@ def sizes_of(plan: StepPlan) -> list[int]:
         (100, 48, 24, False, 0, [48, 26, 26]),
         (71, 48, 24, False, 0, [36, 35]),
         (10, 8, 12, False, 0, [5, 5]),
-        # Too few for two steps of gcd(G, C) consumers: one step.
+        # Too few for two steps of gcd(G, C) data devices: one step.
         (9, 4, 4, False, 0, [4, 5]),
         (11, 4, 4, False, 0, [4, 7]),
         (7, 3, 24, False, 0, [3, 4]),
@@ -578,13 +578,13 @@ def test_step_plan_tail_matches_hand_computed_sizes(
     start: int,
     expected: list[int],
 ) -> None:
-    plan = StepPlan(num_rows, global_batch, num_shards, drop_last, start)
+    plan = BatchSchedule(num_rows, global_batch, num_shards, drop_last, start)
     assert sizes_of(plan) == expected
     assert len(plan) == len(expected)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> StepPlan:
+def plans(draw: st.DrawFn) -> BatchSchedule:
     num_rows = draw(st.integers(0, 300))
     global_batch = draw(st.integers(1, 60))
     # Often related to G: the rule's edges lie where they share a divisor.
@@ -596,12 +596,12 @@ def plans(draw: st.DrawFn) -> StepPlan:
         )
     )
     start = draw(st.one_of(st.just(0), st.integers(0, num_rows)))
-    return StepPlan(num_rows, global_batch, num_shards, draw(st.booleans()), start)
+    return BatchSchedule(num_rows, global_batch, num_shards, draw(st.booleans()), start)
 
 
 @given(plans())
 @settings(deadline=None, max_examples=300)
-def test_step_plan_any_counts_covers_the_rest_of_the_epoch_in_order(plan: StepPlan) -> None:
+def test_step_plan_any_counts_covers_the_rest_of_the_epoch_in_order(plan: BatchSchedule) -> None:
     position = plan.start
     for step in range(len(plan)):
         first, last = plan.bounds(step)
@@ -615,7 +615,7 @@ def test_step_plan_any_counts_covers_the_rest_of_the_epoch_in_order(plan: StepPl
 
 @given(plans())
 @settings(deadline=None, max_examples=300)
-def test_step_plan_any_counts_bounds_the_size_of_each_step(plan: StepPlan) -> None:
+def test_step_plan_any_counts_bounds_the_size_of_each_step(plan: BatchSchedule) -> None:
     sizes = sizes_of(plan)
     assert all(size == plan.global_batch for size in sizes[:-2])
     assert all(size < 2 * plan.global_batch for size in sizes)
@@ -625,30 +625,32 @@ def test_step_plan_any_counts_bounds_the_size_of_each_step(plan: StepPlan) -> No
 
 @given(plans())
 @settings(deadline=None, max_examples=300)
-def test_step_plan_any_counts_gives_every_consumer_a_row_in_every_step(plan: StepPlan) -> None:
+def test_step_plan_any_counts_gives_every_consumer_a_row_in_every_step(plan: BatchSchedule) -> None:
     common = math.gcd(plan.global_batch, plan.num_shards)
-    for consumers in (count for count in range(1, common + 1) if common % count == 0):
-        if plan.num_rows - plan.start < consumers:
+    for num_devices in (count for count in range(1, common + 1) if common % count == 0):
+        if plan.num_rows - plan.start < num_devices:
             continue
         for step in range(len(plan)):
-            served = {position % consumers for position in range(*plan.bounds(step))}
-            assert served == set(range(consumers))
+            served = {position % num_devices for position in range(*plan.bounds(step))}
+            assert served == set(range(num_devices))
 
 
 @given(plans())
 @settings(deadline=None, max_examples=200)
-def test_step_plan_resumed_at_any_step_has_the_same_steps_left(plan: StepPlan) -> None:
+def test_step_plan_resumed_at_any_step_has_the_same_steps_left(plan: BatchSchedule) -> None:
     bounds = [plan.bounds(step) for step in range(len(plan))]
     starts = [first for first, _ in bounds] + [last for _, last in bounds[-1:]]
     for step, start in enumerate(starts):
-        resumed = StepPlan(plan.num_rows, plan.global_batch, plan.num_shards, plan.drop_last, start)
+        resumed = BatchSchedule(
+            plan.num_rows, plan.global_batch, plan.num_shards, plan.drop_last, start
+        )
         assert [resumed.bounds(k) for k in range(len(resumed))] == bounds[step:]
 
 
 @pytest.mark.parametrize("step", [-1, 3, 100])
 def test_step_plan_step_outside_raises_index_error(step: int) -> None:
     with pytest.raises(IndexError, match=f"step={step}: the plan has 3 steps"):
-        StepPlan(12, 4, 4).bounds(step)
+        BatchSchedule(12, 4, 4).bounds(step)
 
 
 @pytest.mark.parametrize(
@@ -661,4 +663,4 @@ def test_step_plan_step_outside_raises_index_error(step: int) -> None:
 )
 def test_step_plan_bad_argument_is_named(arguments: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        StepPlan(num_rows=12, num_shards=4, **arguments)
+        BatchSchedule(num_rows=12, num_shards=4, **arguments)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.order import shard_rows
 from lightning_memmap.placement import (
-    Consumers,
+    DataTopology,
     Placement,
     Residency,
     check_device,
@@ -24,6 +23,7 @@ from lightning_memmap.placement import (
     parse_bytes,
     plan_placement,
 )
+from lightning_memmap.sampling import shard_rows
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(8))
@@ -52,7 +52,7 @@ def plan(
 ) -> Placement:
     return plan_placement(
         stores,
-        Consumers(devices, rank, size),
+        DataTopology(devices, rank, size),
         residency,
         budget_bytes=dict.fromkeys(devices, budget),
         pinned_budget_bytes=pinned,
@@ -75,27 +75,27 @@ class TestConsumers:
     def test_owner_over_all_ranks_is_one(
         self, num_devices: int, size: int, num_shards: int
     ) -> None:
-        ranks = [Consumers((CPU,) * num_devices, rank, size) for rank in range(size)]
+        ranks = [DataTopology((CPU,) * num_devices, rank, size) for rank in range(size)]
         for shard in range(num_shards):
             owners = [
                 rank + size * index
-                for rank, consumers in enumerate(ranks)
-                if (index := consumers.owner(shard)) is not None
+                for rank, topology in enumerate(ranks)
+                if (index := topology.owner(shard)) is not None
             ]
             # Consumer w owns the shards c with c % W == w.
             assert owners == [shard % (size * num_devices)]
 
     def test_num_consumers_of_several_processes_counts_all_devices(self) -> None:
-        assert Consumers((CPU,) * 3, rank=1, size=4).num_consumers == 12
+        assert DataTopology((CPU,) * 3, rank=1, size=4).num_data_devices == 12
 
     def test_consumers_without_device_raises(self) -> None:
         with pytest.raises(ValueError, match=r"data_devices=\(\): at least one device"):
-            Consumers(())
+            DataTopology(())
 
     @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
     def test_consumers_with_rank_outside_processes_raises(self, rank: int, size: int) -> None:
         with pytest.raises(ValueError, match=f"rank={rank}: outside the {size} processes"):
-            Consumers((CPU,), rank, size)
+            DataTopology((CPU,), rank, size)
 
 
 class TestAuto:
@@ -120,7 +120,7 @@ class TestAuto:
     def test_plan_on_unequal_gpus_fills_each_up_to_its_budget(self) -> None:
         placement = plan_placement(
             {"train": Size(240)},
-            Consumers(GPUS[:2]),
+            DataTopology(GPUS[:2]),
             budget_bytes={GPUS[0]: 0, GPUS[1]: 2**20},
             pinned_budget_bytes=0,
         )
@@ -260,7 +260,7 @@ class TestStriping:
     def test_plan_with_as_many_rows_as_devices_gives_each_a_row(self) -> None:
         placement = plan({"train": Size(8, 24)}, GPUS)
         rows = shard_rows(8, placement.splits["train"].num_shards)
-        owner = placement.consumers.owner
+        owner = placement.topology.owner
         assert [sum(rows[c] for c in range(24) if owner(c) == d) for d in range(8)] == [1] * 8
 
     def test_plan_with_devices_that_do_not_divide_warns_and_names_a_good_count(self) -> None:

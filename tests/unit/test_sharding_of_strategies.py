@@ -10,7 +10,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_memmap.order import StepPlan
+from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import Store
 from tests.rows import epoch_rows, joined, make_loader, stream_rows
 
@@ -68,7 +68,7 @@ def test_ranks_of_two_nodes_have_the_global_batches_of_one_process(
         sorted(joined(parts))
         for parts in zip(*(epoch_rows(loader) for loader in loaders), strict=True)
     ]
-    plan = StepPlan(num_rows, 4 * NUM_NODES * DEVICES, 24)
+    plan = BatchSchedule(num_rows, 4 * NUM_NODES * DEVICES, 24)
     stream = loaders[0].stream
     bounds = [plan.bounds(step) for step in range(len(plan))]
     assert steps == [sorted(stream_rows(stream, 0, first, last)) for first, last in bounds]

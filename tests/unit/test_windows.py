@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memmap.order import Stream, Windows, default_window, shard_rows
-from lightning_memmap.order.windows import DEFAULT_WINDOW_BYTES
+from lightning_memmap.sampling import Stream, Windows, default_window, shard_rows
+from lightning_memmap.sampling.windows import DEFAULT_WINDOW_BYTES
 
 SEEDS = st.integers(0, 2**63 - 1)
 

@@ -23,7 +23,7 @@ def make_rank(rank: int = 0, size: int = 1, rate: float = 1000.0, **values: Any)
         "world_size": size,
         "data_rank": rank,
         "data_size": size,
-        "num_consumers": size,
+        "num_data_devices": size,
         "root_device": "cpu",
         "threads": 1,
         "data_devices": ["cpu"],

@@ -16,7 +16,7 @@ from lightning_memmap.compare.launch import RunResult
 from lightning_memmap.compare.parity import Check, Parity, judge
 from lightning_memmap.compare.rows import expected_hashes
 from lightning_memmap.compare.spec import RunKind, RunSpec
-from lightning_memmap.order import StepPlan
+from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import open_store
 from tests.models import Points, Regression
 
@@ -148,7 +148,7 @@ def judge_runs(path: Path, runs: dict[str, RunResult]) -> dict[str, Parity]:
     """The parity of runs with the first of them, whose store is the right one."""
     store = open_store(path / "stores" / "train")
     data = MemmapDataModule(store_dir=path / "stores")
-    plan = StepPlan(store.num_rows, DEVICES * BATCH_SIZE, store.num_shards, drop_last=True)
+    plan = BatchSchedule(store.num_rows, DEVICES * BATCH_SIZE, store.num_shards, drop_last=True)
     stream = data.train_stream(store.manifest, store.num_shards)
     facts = {
         "expected": expected_hashes(store, stream, plan, STEPS),

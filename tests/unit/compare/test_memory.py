@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_memmap.compare.memory import model_bytes, process_memory, resident_bytes
 from lightning_memmap.compare.movement import Movement, MovementRecorder, sent_bytes
-from lightning_memmap.placement import Consumers, plan_placement
+from lightning_memmap.placement import DataTopology, plan_placement
 from lightning_memmap.store import Store
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_resident_bytes_are_those_of_the_plan(numbered_store: Callable[..., Stor
     manifest = numbered_store(70, 6).manifest
     placement = plan_placement(
         {"train": manifest},
-        Consumers((CPU, CPU)),
+        DataTopology((CPU, CPU)),
         budget_bytes={CPU: 2**40},
         pinned_budget_bytes=0,
     )

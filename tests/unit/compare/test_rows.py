@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap.compare.rows import Tap, expected_hashes, hash_batch, hash_rows
-from lightning_memmap.order import StepPlan, Stream
+from lightning_memmap.sampling import BatchSchedule, Stream
 from lightning_memmap.store import Store
 from lightning_memmap.strategies.in_parts.shares import deal
 from tests.rows import CPU, make_loader
@@ -60,7 +60,7 @@ def test_expected_hashes_are_those_of_a_loader(
         loader.set_epoch(epoch)
         found += [hash_batch(super_batch) for super_batch in loader]
     stream = Stream(70, 6, 3, shuffle)
-    plan = StepPlan(70, 12, 6, drop_last=True)
+    plan = BatchSchedule(70, 12, 6, drop_last=True)
     assert len(plan) == 5
     assert expected_hashes(store, stream, plan, 10) == found
     assert len(set(found)) == (10 if shuffle else 5)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import BatchLoader
-from lightning_memmap.order import Stream
+from lightning_memmap.sampling import Stream
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
 from tests.rows import (
@@ -93,7 +93,7 @@ def test_batches_of_a_data_module_unpack_in_a_plain_loop(tmp_path: Path) -> None
 
 def test_loaders_say_what_they_load(numbered_store: Stores) -> None:
     loader = make_batches(numbered_store(97, 24))
-    text = "ZippedLoader(97 rows on cpu, cpu, batch_size=4, shuffle=True)"
+    text = "SuperBatchLoader(97 rows on cpu, cpu, batch_size=4, shuffle=True)"
     assert repr(loader) == f"BatchLoader({text}, device='cpu')"
     assert repr(loader.loader) == text
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.loading import ZippedLoader, load_split
+from lightning_memmap.loading import SuperBatchLoader, load_split
 from lightning_memmap.loading.staging import Staging
-from lightning_memmap.placement import Consumers, plan_placement
+from lightning_memmap.placement import DataTopology, plan_placement
 from lightning_memmap.store import Store
 from tests.rows import make_loader
 
@@ -32,18 +32,18 @@ def scaled(batch: Any, generator: torch.Generator) -> Any:
     return {**batch, "noise": noise, "image": image.round().to(torch.uint8)}
 
 
-def gpu_loader(store: Store, residency: str, **options: Any) -> ZippedLoader:
+def gpu_loader(store: Store, residency: str, **options: Any) -> SuperBatchLoader:
     devices = (torch.device("cuda", 0), torch.device("cuda", torch.cuda.device_count() - 1))
-    consumers = Consumers(devices)
+    topology = DataTopology(devices)
     plan = plan_placement(
         {"train": store.manifest},
-        consumers,
+        topology,
         residency,
         budget_bytes=dict.fromkeys(devices, 2**40),
         pinned_budget_bytes=2**40,
     )
-    split = load_split(store, consumers, plan.splits["train"])
-    return ZippedLoader(split, 2, build=store.schema.builder(), shuffle=True, **options)
+    split = load_split(store, topology, plan.splits["train"])
+    return SuperBatchLoader(split, 2, build=store.schema.builder(), shuffle=True, **options)
 
 
 @pytest.mark.parametrize("residency", ["device", "pinned", "mmap"])

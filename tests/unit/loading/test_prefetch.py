@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_memmap.loading import AssembledLoader, SuperBatch
+from lightning_memmap.loading import DeviceLoader, SuperBatch
 from lightning_memmap.loading.streams import SideStreams, has_streams
 from lightning_memmap.store import Store
 from tests.rows import (
@@ -40,7 +40,7 @@ def noisy_by_the_global_generator(batch: Any) -> Any:
     return {**batch, "noise": torch.rand(len(batch["row"]))}
 
 
-def heavy_loader(stores: Stores, prefetch: int, **options: Any) -> AssembledLoader:
+def heavy_loader(stores: Stores, prefetch: int, **options: Any) -> DeviceLoader:
     """Nine steps of four rows on two logical data devices."""
     return make_loader(stores(36, 4, HEAVY), 2, 2, **options).to(CPU, prefetch=prefetch)
 
@@ -82,7 +82,7 @@ class TestBatches:
     def test_prefetched_epoch_resumes_after_each_step(
         self, numbered_store: Stores, depth: int, **layout: Any
     ) -> None:
-        def make() -> AssembledLoader:
+        def make() -> DeviceLoader:
             loader = make_loader(numbered_store(37, 24), 2, shuffle=True, **layout)
             return loader.to(CPU, prefetch=depth)
 
@@ -91,7 +91,7 @@ class TestBatches:
     def test_random_numbers_of_a_resumed_epoch_are_those_of_a_whole_one(
         self, numbered_store: Stores
     ) -> None:
-        def make() -> AssembledLoader:
+        def make() -> DeviceLoader:
             return make_loader(numbered_store(37, 24), 2, 4, transform=noisy).to(CPU, prefetch=2)
 
         whole = [batch["noise"] for batch in make()]
@@ -194,7 +194,7 @@ class TestOrder:
             gc.enable()
 
 
-def uses(loader: AssembledLoader, operators: Operators) -> Iterator[Any]:
+def uses(loader: DeviceLoader, operators: Operators) -> Iterator[Any]:
     """Computes on each batch, on the current stream. Nothing of the test itself is noted."""
     steps = iter(loader)
     while True:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lightning_memmap._compat.tensors import storage_key
 from lightning_memmap.errors import StoreError
-from lightning_memmap.loading import SuperBatch, ZippedLoader, lanes, load_split
-from lightning_memmap.order import RowSubset
-from lightning_memmap.placement import Consumers, plan_placement
+from lightning_memmap.loading import SuperBatch, SuperBatchLoader, lanes, load_split
+from lightning_memmap.placement import DataTopology, plan_placement
+from lightning_memmap.sampling import RowSubset
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.row_file import RowFile
 from tests.preloaded import python
@@ -90,8 +90,8 @@ class TestRows:
         size, batch_size, options = setup["size"], setup["batch_size"], setup["options"]
         subset = setup["subset"]
         num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
-        consumers = setup["num_devices"] * size
-        assume(num_rows >= consumers * (batch_size if options["drop_last"] else 1))
+        topology = setup["num_devices"] * size
+        assume(num_rows >= topology * (batch_size if options["drop_last"] else 1))
         for rank in range(size):
             streamed, mapped = (
                 make_loader(
@@ -235,11 +235,11 @@ class TestRows:
     ) -> None:
         split = make_split(numbered_store(181, 24), residency="stream", window=3)
         build = numbered_store(181, 24).schema.builder()
-        loader = ZippedLoader(split, 4, build=build, shuffle=True)
+        loader = SuperBatchLoader(split, 4, build=build, shuffle=True)
         assert loader.stream.shuffle_window == 3
         assert sorted(joined(epoch_rows(loader))) == list(range(181))
         with pytest.raises(ValueError, match=r"shuffle_window=5: .* windows of 3 rows"):
-            ZippedLoader(split, 4, build=build, shuffle=True, shuffle_window=5)
+            SuperBatchLoader(split, 4, build=build, shuffle=True, shuffle_window=5)
 
     def test_files_are_read_where_direct_reads_cannot_be(
         self, numbered_store: Stores, monkeypatch: pytest.MonkeyPatch
@@ -303,7 +303,7 @@ class TestResume:
     def test_resume_after_any_step_goes_on_with_the_next_row(
         self, numbered_store: Stores, shuffle: bool, transform: Any
     ) -> None:
-        def make(num_devices: int = 2, batch_size: int = 6, **options: Any) -> ZippedLoader:
+        def make(num_devices: int = 2, batch_size: int = 6, **options: Any) -> SuperBatchLoader:
             return make_loader(
                 numbered_store(97, 24),
                 num_devices,
@@ -314,7 +314,7 @@ class TestResume:
                 **options,
             )
 
-        def streamed() -> ZippedLoader:
+        def streamed() -> SuperBatchLoader:
             return make(residency="stream")
 
         check_save_and_resume(streamed, 1)
@@ -323,7 +323,7 @@ class TestResume:
         check_save_and_resume(lambda: make(1, 7), 0, lambda: make(3, 2, residency="stream"))
 
     def test_state_of_another_window_is_refused(self, numbered_store: Stores) -> None:
-        def make(window: int | None, residency: str = "stream") -> ZippedLoader:
+        def make(window: int | None, residency: str = "stream") -> SuperBatchLoader:
             store = numbered_store(97, 24)
             return make_loader(store, residency=residency, window=window, shuffle=True)
 
@@ -390,7 +390,7 @@ def large_tensors() -> Counter[int]:
 
 
 class TestThread:
-    def make(self, stores: Stores, **options: Any) -> ZippedLoader:
+    def make(self, stores: Stores, **options: Any) -> SuperBatchLoader:
         return make_loader(stores(400, 7), residency="stream", window=5, shuffle=True, **options)
 
     def test_epoch_that_is_left_early_leaves_no_thread(self, numbered_store: Stores) -> None:
@@ -527,16 +527,16 @@ class TestFailures:
             make_split(store, residency="stream")
 
     def test_rows_that_lie_apart_are_warned_of(self, numbered_store: Stores) -> None:
-        store, subset, consumers = numbered_store(400, 24), RowSubset(1, 3), Consumers((CPU,))
+        store, subset, topology = numbered_store(400, 24), RowSubset(1, 3), DataTopology((CPU,))
         plan = plan_placement(
             {"train": Part(store, subset)},
-            consumers,
+            topology,
             "stream",
             budget_bytes={CPU: 0},
             pinned_budget_bytes=0,
         ).splits["train"]
         with pytest.warns(UserWarning, match=r"residency='stream': 3 bytes of the train store"):
-            load_split(store, consumers, plan, subset)
+            load_split(store, topology, plan, subset)
 
 
 def link_of(name: str) -> str:

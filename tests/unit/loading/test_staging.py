@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_memmap.loading import SuperBatch, ZippedLoader, load_split
+from lightning_memmap.loading import SuperBatch, SuperBatchLoader, load_split
 from lightning_memmap.loading.staging import Staging
 from lightning_memmap.loading.streams import send
-from lightning_memmap.order import RowSubset, Stream
-from lightning_memmap.placement import Consumers, Residency, SplitPlacement
+from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
+from lightning_memmap.sampling import RowSubset, Stream
 from lightning_memmap.store import Store
 from tests.rows import CPU, epoch_rows, joined, make_loader, stream_rows
 from tests.streams import Device, Operators
@@ -134,13 +134,13 @@ class TestLoading:
         if has_streams:
             request.getfixturevalue("device")
         monkeypatch.setattr("lightning_memmap.loading.shard._READ_ROWS", 3)
-        store, consumers = numbered_store(181, 24), Consumers((CPU,) * 2)
+        store, topology = numbered_store(181, 24), DataTopology((CPU,) * 2)
         subset = RowSubset(1, 3, excluded=True)
         rows = subset.num_rows(181)
         residency = (Residency.DEVICE,) * 24
         plan = SplitPlacement("train", rows, 24, store.manifest.row_bytes, residency)
-        split = load_split(store, consumers, plan, subset)
-        loader = ZippedLoader(split, 4, build=store.schema.builder())
+        split = load_split(store, topology, plan, subset)
+        loader = SuperBatchLoader(split, 4, build=store.schema.builder())
         assert joined(epoch_rows(loader)) == [row for row in range(181) if row % 3 != 1]
 
 
@@ -183,11 +183,11 @@ class TestHostToDevice:
             assert {len(tensor) for tensor in device.page_locked} == {2 if transform else 4}
 
 
-def meta_loader(store: Store, num_devices: int) -> ZippedLoader:
+def meta_loader(store: Store, num_devices: int) -> SuperBatchLoader:
     """A loader whose shards are in the file mapping, for data devices without memory."""
-    consumers = Consumers((META,) * num_devices)
+    topology = DataTopology((META,) * num_devices)
     residency = (Residency.MMAP,) * 24
     plan = SplitPlacement("train", store.num_rows, 24, store.manifest.row_bytes, residency)
     with warnings.catch_warnings():
-        split: Any = load_split(store, consumers, plan)
-    return ZippedLoader(split, 4, build=store.schema.builder())
+        split: Any = load_split(store, topology, plan)
+    return SuperBatchLoader(split, 4, build=store.schema.builder())

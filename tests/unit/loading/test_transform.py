@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import OnSuperBatch, ZippedLoader
+from lightning_memmap.loading import OnSuperBatch, SuperBatchLoader
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
@@ -67,7 +67,7 @@ NOISES: dict[str, Callable[..., Any]] = {
 }
 
 
-def noises(loader: ZippedLoader, epoch: int = 0) -> list[list[list[float]]]:
+def noises(loader: SuperBatchLoader, epoch: int = 0) -> list[list[list[float]]]:
     """The noise of each step and data device."""
     loader.set_epoch(epoch)
     return [[batch["noise"].tolist() for batch in super_batch.batches] for super_batch in loader]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
-from lightning_memmap.order import shard_rows, shard_starts
+from lightning_memmap.sampling import shard_rows, shard_starts
 from lightning_memmap.schema import DTYPES
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store.probes import probe_rows

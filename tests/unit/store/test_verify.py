@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.order import shard_starts
+from lightning_memmap.sampling import shard_starts
 from lightning_memmap.store import Damage, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.datasets import Numbered

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_memmap.order.shards import Integers
+from lightning_memmap.sampling.shards import Integers
 
 
 @dataclass(frozen=True)

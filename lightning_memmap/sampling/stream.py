@@ -10,9 +10,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_memmap.order.permutations import Permutation, permuted, random_bits
-from lightning_memmap.order.shards import Integers, shard_rows
-from lightning_memmap.order.windowed import WindowedPermutation
+from lightning_memmap.sampling.permutations import Permutation, permuted, random_bits
+from lightning_memmap.sampling.shards import Integers, shard_rows
+from lightning_memmap.sampling.windowed import WindowedPermutation
 
 _MAX_SEED = 2**63 - 1
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from lightning_memmap.errors import AgreementError
+from lightning_memmap.errors import RankMismatchError
 
 
-def agree(facts: Mapping[str, object], error: BaseException | None = None) -> None:
+def check_ranks_match(facts: Mapping[str, object], error: BaseException | None = None) -> None:
     """Compare facts over all processes. All ranks of the default process group must call it.
 
     Without a process group there is nothing to compare.
@@ -22,8 +22,8 @@ def agree(facts: Mapping[str, object], error: BaseException | None = None) -> No
 
     Raises:
         BaseException: ``error``, on the rank that has one.
-        AgreementError: On all other ranks then, and on all ranks where facts differ. It says which
-            ranks failed, and with what, or which facts differ.
+        RankMismatchError: On all other ranks then, and on all ranks where facts differ. It says
+            which ranks failed, and with what, or which facts differ.
     """
     ours = ({name: str(value) for name, value in facts.items()}, _described(error))
     ranks = [ours]
@@ -33,7 +33,7 @@ def agree(facts: Mapping[str, object], error: BaseException | None = None) -> No
     if error is not None:
         raise error
     if failed := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(ranks) if text]:
-        raise AgreementError("another process failed. " + "; ".join(failed))
+        raise RankMismatchError("another process failed. " + "; ".join(failed))
     differing = []
     for name in dict.fromkeys(name for known, _ in ranks for name in known):
         by_value = defaultdict(list)
@@ -46,7 +46,7 @@ def agree(facts: Mapping[str, object], error: BaseException | None = None) -> No
             )
             differing.append(f"{name}: {'; '.join(values)}")
     if differing:
-        raise AgreementError(
+        raise RankMismatchError(
             "the processes must have the same data in the same order, and they differ in "
             + " | ".join(differing)
             + ": start all of them with the same arguments and the same stores"

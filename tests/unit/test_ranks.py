@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_memmap.agreement import agree
-from lightning_memmap.errors import AgreementError
+from lightning_memmap.errors import RankMismatchError
+from lightning_memmap.ranks import check_ranks_match
 
 
 @pytest.mark.parametrize(
@@ -22,5 +22,5 @@ def test_fact_that_one_rank_alone_has_is_a_difference_on_both(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    with pytest.raises(AgreementError, match=r"store: .*missing on rank"):
-        agree(ours)
+    with pytest.raises(RankMismatchError, match=r"store: .*missing on rank"):
+        check_ranks_match(ours)

@@ -13,12 +13,12 @@ from lightning_memmap._compat.loops import BatchIndices, TrainerProgress
 from lightning_memmap.loading.prefetch import prefetched
 from lightning_memmap.loading.reading import released_error
 from lightning_memmap.loading.shard import ResidentSplit
-from lightning_memmap.loading.state import StreamState
+from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.takes import Takes
 from lightning_memmap.loading.transform import BatchTransform, OnSuperBatch
-from lightning_memmap.order import StepPlan, Stream, Windows, derive_seed
-from lightning_memmap.placement import Consumers
+from lightning_memmap.placement import DataTopology
+from lightning_memmap.sampling import BatchSchedule, Stream, Windows, derive_seed
 
 #: Positions and steps whose order is worked out at once.
 _ORDER_BLOCK, _BLOCK_STEPS = 2**18, 1024
@@ -33,11 +33,12 @@ class _Block(NamedTuple):
     """Rows of each step, over all processes."""
 
 
-class ZippedLoader:
+class SuperBatchLoader:
     """Iterates over the super-batches of one epoch.
 
-    The rows of each step, and their order, are those of `lightning_memmap.order`. Each iteration is
-    of the epoch that was set last. `BatchLoader` counts epochs by itself, and gives plain batches.
+    The rows of each step, and their order, are those of `lightning_memmap.sampling`. Each iteration
+    is of the epoch that was set last. `BatchLoader` counts epochs by itself, and gives plain
+    batches.
 
     Args:
         split: The resident shards.
@@ -89,10 +90,10 @@ class ZippedLoader:
         self._transform = transform
         self._progress = progress
         self._epoch = 0
-        self._began = StreamState(**vars(self.stream))
+        self._began = LoaderState(**vars(self.stream))
         #: Steps of the epoch that were delivered, and what a Trainer had counted at the last one.
         self._delivered: tuple[int, Any] = 0, None
-        self._resume: StreamState | None = None
+        self._resume: LoaderState | None = None
         self._serve(split)
 
     def _serve(self, split: ResidentSplit) -> None:
@@ -108,7 +109,7 @@ class ZippedLoader:
     @property
     def global_batch(self) -> int:
         """Rows of a step over all processes, ``G``."""
-        return self.batch_size * self._split.consumers.num_consumers
+        return self.batch_size * self._split.topology.num_data_devices
 
     @property
     def batch_sampler(self) -> Any:
@@ -143,9 +144,9 @@ class ZippedLoader:
         The number of data devices and the batch size may be others than before.
 
         Raises:
-            ValueError: It is not such a state: see `StreamState.read`.
+            ValueError: It is not such a state: see `LoaderState.read`.
         """
-        self._began = self._resume = StreamState.read(state)
+        self._began = self._resume = LoaderState.read(state)
         self._delivered = self._began.steps, None
 
     @property
@@ -161,15 +162,15 @@ class ZippedLoader:
     def batch_sizes(self) -> range:
         """As long as the batch size from which on twice as many rows are of no use: since a step
         has all rows, or, under ``drop_last``, since they would not fill one."""
-        rows, consumers = self.stream.num_rows, self._split.consumers.num_consumers
-        return range(rows // (2 * consumers) + 1 if self.drop_last else -(-rows // consumers))
+        rows, num_devices = self.stream.num_rows, self._split.topology.num_data_devices
+        return range(rows // (2 * num_devices) + 1 if self.drop_last else -(-rows // num_devices))
 
     @property
     def transforms_super_batches(self) -> bool:
         """Whether the transform runs on assembled batches."""
         return isinstance(self._transform, OnSuperBatch)
 
-    def of_process(self, rank: int, size: int) -> "ZippedLoader":
+    def of_process(self, rank: int, size: int) -> "SuperBatchLoader":
         """A loader over the same shards that serves the rows of one of several processes.
 
         Args:
@@ -179,8 +180,8 @@ class ZippedLoader:
         Raises:
             ValueError: They do not divide the shards, or some would have no row.
         """
-        consumers = Consumers(self.data_devices, rank, size)
-        count, stream = consumers.num_consumers, self.stream
+        topology = DataTopology(self.data_devices, rank, size)
+        count, stream = topology.num_data_devices, self.stream
         if stream.num_shards % count or stream.num_rows < count:
             raise ValueError(
                 f"{size} processes for a store of {stream.num_rows} rows in"
@@ -188,10 +189,10 @@ class ZippedLoader:
                 " shards, and each must have a row; build the store with another num_shards"
             )
         loader = copy.copy(self)
-        loader._serve(replace(self._split, consumers=consumers))
+        loader._serve(replace(self._split, topology=topology))
         return loader
 
-    def __copy__(self) -> "ZippedLoader":
+    def __copy__(self) -> "SuperBatchLoader":
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied
@@ -214,7 +215,7 @@ class ZippedLoader:
             f" batch_size={self.batch_size}, shuffle={self.stream.shuffle})"
         )
 
-    def _start(self) -> StreamState:
+    def _start(self) -> LoaderState:
         """Where the epoch begins: at its first row, or where a saved stream stood.
 
         Raises:
@@ -223,7 +224,7 @@ class ZippedLoader:
         """
         stream, saved = self.stream, self._resume
         if saved is None or saved.epoch != self._epoch:
-            return StreamState(**vars(stream), epoch=self._epoch)
+            return LoaderState(**vars(stream), epoch=self._epoch)
         for name, now in vars(stream).items():
             if (then := getattr(saved, name)) != now:
                 raise ValueError(
@@ -232,10 +233,10 @@ class ZippedLoader:
                     " (for shards: with a number of data devices that divides it), or from a"
                     " checkpoint of the end of an epoch"
                 )
-        left, consumers = stream.num_rows - saved.position, self._split.consumers.num_consumers
-        if 0 < left < consumers and not self.drop_last:
+        left, num_devices = stream.num_rows - saved.position, self._split.topology.num_data_devices
+        if 0 < left < num_devices and not self.drop_last:
             raise ValueError(
-                f"the checkpoint leaves {left} rows of its epoch for {consumers} data devices, so"
+                f"the checkpoint leaves {left} rows of its epoch for {num_devices} data devices, so"
                 f" that some would have none: resume with at most {left} data devices, or from"
                 " another checkpoint"
             )
@@ -259,17 +260,17 @@ class ZippedLoader:
     @property
     def data_devices(self) -> tuple[torch.device, ...]:
         """The devices that take batches."""
-        return self._split.consumers.data_devices
+        return self._split.topology.data_devices
 
     def to(
         self,
         device: torch.device,
         on_step: Callable[[SuperBatch], None] | None = None,
         prefetch: int = 0,
-    ) -> "AssembledLoader":
+    ) -> "DeviceLoader":
         """A loader that assembles each super-batch on a device and yields plain batches; see
-        `AssembledLoader`."""
-        return AssembledLoader(self, device, on_step, prefetch)
+        `DeviceLoader`."""
+        return DeviceLoader(self, device, on_step, prefetch)
 
     def is_at_end(self, position: int) -> bool:
         """Whether no step is left of an epoch from a position on."""
@@ -285,12 +286,12 @@ class ZippedLoader:
 
     def positions(self, first: int, last: int) -> range:
         """The positions in ``[first, last)`` that this process serves: ``p % size == rank``."""
-        rank, size = self._split.consumers.rank, self._split.consumers.size
+        rank, size = self._split.topology.rank, self._split.topology.size
         return range(first + (rank - first) % size, last, size)
 
-    def _plan(self, start: int) -> StepPlan:
+    def _plan(self, start: int) -> BatchSchedule:
         stream = self.stream
-        return StepPlan(
+        return BatchSchedule(
             stream.num_rows, self.global_batch, stream.num_shards, self.drop_last, start
         )
 
@@ -310,7 +311,7 @@ class ZippedLoader:
             raise released_error()
         self._began = start = self._start()
         self._delivered, self._resume = (start.steps, None), None
-        rank, has_seeds = self._split.consumers.rank, self.transforms_super_batches
+        rank, has_seeds = self._split.topology.rank, self.transforms_super_batches
         step = start.steps
         with self._split.read_ahead(self.stream, start.epoch, start.position) as ahead:
             for block in self._blocks(self._plan(start.position)):
@@ -328,7 +329,7 @@ class ZippedLoader:
                     # Not held while the next one is taken: its memory may be free by then.
                     del super_batch
 
-    def _blocks(self, plan: StepPlan) -> Iterator["_Block"]:
+    def _blocks(self, plan: BatchSchedule) -> Iterator["_Block"]:
         """The steps of a plan, cut into blocks. Those of other sizes are the last of a block."""
         per_block = min(max(1, _ORDER_BLOCK // self.global_batch), _BLOCK_STEPS)
         for step in range(0, max(1, plan.num_full), per_block):
@@ -345,7 +346,7 @@ class ZippedLoader:
         """How many positions of each step this process serves."""
         first, lengths = block.first, list[int]()
         for rows in block.step_rows:
-            # Alike in every full step: consumers divide its rows.
+            # The same in every full step: the data devices divide its rows.
             is_full = rows == self.global_batch and bool(lengths)
             lengths.append(lengths[0] if is_full else len(self.positions(first, first + rows)))
             first += rows
@@ -355,7 +356,7 @@ class ZippedLoader:
 class StepRows(Sequence[list[int]]):
     """The dataset rows of each step of this process, for a loader that does not shuffle."""
 
-    def __init__(self, loader: ZippedLoader) -> None:
+    def __init__(self, loader: SuperBatchLoader) -> None:
         self._loader = loader
 
     def __len__(self) -> int:
@@ -367,7 +368,7 @@ class StepRows(Sequence[list[int]]):
         return list(self._loader.positions(*self._loader.bounds(step)))
 
 
-class AssembledLoader:
+class DeviceLoader:
     """A zipped loader whose super-batches are assembled on one device: it yields plain batches.
 
     Args:
@@ -383,7 +384,7 @@ class AssembledLoader:
 
     def __init__(
         self,
-        loader: ZippedLoader,
+        loader: SuperBatchLoader,
         device: torch.device,
         on_step: Callable[[SuperBatch], None] | None = None,
         prefetch: int = 0,
@@ -397,7 +398,7 @@ class AssembledLoader:
 
     @property
     def batch_sampler(self) -> Any:
-        """Where Lightning looks for a sampler; see `ZippedLoader.batch_sampler`."""
+        """Where Lightning looks for a sampler; see `SuperBatchLoader.batch_sampler`."""
         return self.loader.batch_sampler
 
     @property
@@ -407,12 +408,12 @@ class AssembledLoader:
 
     @property
     def num_trained(self) -> int | None:
-        """Batches that a Trainer has trained on; see `ZippedLoader.num_trained`."""
+        """Batches that a Trainer has trained on; see `SuperBatchLoader.num_trained`."""
         return self.loader.num_trained
 
     @property
     def dataset(self) -> range:
-        """What Lightning's ``BatchSizeFinder`` measures; see `ZippedLoader.batch_sizes`.
+        """What Lightning's ``BatchSizeFinder`` measures; see `SuperBatchLoader.batch_sizes`.
 
         Raises:
             AttributeError: The zipped loader was given none.
@@ -424,11 +425,11 @@ class AssembledLoader:
         self.loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands; see `ZippedLoader.state_dict`."""
+        """Where the stream stands; see `SuperBatchLoader.state_dict`."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved stream stood; see `ZippedLoader.load_state_dict`."""
+        """Go on where a saved stream stood; see `SuperBatchLoader.load_state_dict`."""
         self.loader.load_state_dict(state)
 
     def __len__(self) -> int:

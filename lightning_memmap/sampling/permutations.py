@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.order.shards import Integers
+from lightning_memmap.sampling.shards import Integers
 
 Digits = NDArray[np.uint32]
 

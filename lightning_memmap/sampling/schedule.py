@@ -6,7 +6,7 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class BatchSchedule:
     """How the positions from ``start`` to the end of an epoch are cut into steps.
 
     Every step but the last two takes ``G`` positions. The last ones follow a rule that
@@ -17,7 +17,7 @@ class StepPlan:
     - otherwise a last step of ``C`` rows or more is taken as it is, and one of fewer rows
       shares evenly with the step before it;
     - where even the shared steps would be too short for the largest possible number of
-      consumers, ``gcd(G, C)``, both become one step of less than ``2 * G`` rows. That happens
+      data devices, ``gcd(G, C)``, both become one step of less than ``2 * G`` rows. That happens
       only where ``G`` divides ``C``: one row per consumer and step leaves nothing to share.
 
     Args:

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_memmap.loading import SuperBatch, ZippedLoader, load_split
-from lightning_memmap.order import StepPlan, Stream, striping
-from lightning_memmap.placement import Consumers, Residency, SplitPlacement
+from lightning_memmap.loading import SuperBatch, SuperBatchLoader, load_split
+from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
+from lightning_memmap.sampling import BatchSchedule, Stream, striping
 from lightning_memmap.store import Store, build_store
 from tests.rows import (
     CPU,
@@ -63,19 +63,19 @@ class Layout:
     options: dict[str, Any]
 
     @property
-    def num_consumers(self) -> int:
+    def num_data_devices(self) -> int:
         return self.num_devices * self.size
 
     @property
     def global_batch(self) -> int:
-        return self.batch_size * self.num_consumers
+        return self.batch_size * self.num_data_devices
 
     @property
     def stream(self) -> Stream:
-        shards = striping(self.num_shards, self.num_consumers)
+        shards = striping(self.num_shards, self.num_data_devices)
         return Stream(self.num_rows, shards, self.options["seed"], self.options["shuffle"])
 
-    def loaders(self, stores: Stores) -> list[ZippedLoader]:
+    def loaders(self, stores: Stores) -> list[SuperBatchLoader]:
         """One loader for each process."""
         return [
             make_loader(
@@ -91,7 +91,7 @@ class Layout:
         ]
 
     def steps(self) -> list[tuple[int, int]]:
-        plan = StepPlan(
+        plan = BatchSchedule(
             self.num_rows, self.global_batch, self.stream.num_shards, self.options["drop_last"]
         )
         return [plan.bounds(step) for step in range(len(plan))]
@@ -105,8 +105,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     # From a few stores, so that not each example builds its own.
     num_rows = draw(st.sampled_from([1, 5, 24, 37, 97, 100, 181]))
     drop_last = draw(st.booleans())
-    consumers = num_devices * size
-    assume(num_rows >= consumers * (batch_size if drop_last else 1))
+    topology = num_devices * size
+    assume(num_rows >= topology * (batch_size if drop_last else 1))
     options = {
         "drop_last": drop_last,
         "shuffle": draw(st.booleans()),
@@ -149,7 +149,7 @@ class TestRows:
     def test_batches_of_devices_are_rows_of_their_own_shards(
         self, numbered_store: Stores, layout: Layout
     ) -> None:
-        total, shards = layout.num_consumers, layout.stream.num_shards
+        total, shards = layout.num_data_devices, layout.stream.num_shards
         for rank, loader in enumerate(layout.loaders(numbered_store)):
             for super_batch in loader:
                 whole = rows_of(super_batch.to(CPU))
@@ -221,31 +221,31 @@ class TestRows:
     def test_residency_mixed_within_devices_is_the_stream(
         self, numbered_store: Stores, num_devices: int
     ) -> None:
-        store, consumers = numbered_store(181, 24), Consumers((CPU,) * num_devices)
+        store, topology = numbered_store(181, 24), DataTopology((CPU,) * num_devices)
         residency = tuple(
             Residency.DEVICE if shard % 5 in (0, 3) else Residency.MMAP for shard in range(24)
         )
         plan = SplitPlacement("train", store.num_rows, 24, store.manifest.row_bytes, residency)
-        split = load_split(store, consumers, plan)
+        split = load_split(store, topology, plan)
         for transform in (None, untouched):
-            loader = ZippedLoader(
+            loader = SuperBatchLoader(
                 split, 7, build=store.schema.builder(), shuffle=True, seed=5, transform=transform
             )
             assert joined(epoch_rows(loader)) == stream_rows(Stream(181, 24, 5, True), 0, 0, 181)
 
     def test_residency_mixed_and_restriped_is_the_stream(self, numbered_store: Stores) -> None:
-        store, consumers = numbered_store(181, 24), Consumers((CPU,) * 5)
+        store, topology = numbered_store(181, 24), DataTopology((CPU,) * 5)
         residency = tuple(Residency.DEVICE if shard % 3 else Residency.MMAP for shard in range(25))
         plan = SplitPlacement("train", store.num_rows, 25, store.manifest.row_bytes, residency)
-        loader = ZippedLoader(
-            load_split(store, consumers, plan), 4, build=store.schema.builder(), shuffle=True
+        loader = SuperBatchLoader(
+            load_split(store, topology, plan), 4, build=store.schema.builder(), shuffle=True
         )
         assert joined(epoch_rows(loader)) == stream_rows(Stream(181, 25, 0, True), 0, 0, 181)
 
     def test_device_residency_reads_no_file_any_more(self, tmp_path: Path) -> None:
         store = build_store(Pairs(), tmp_path / "store", num_shards=4, progress=False)
         split = make_split(store, 2, residency="device")
-        loader = ZippedLoader(split, 4, build=store.schema.builder())
+        loader = SuperBatchLoader(split, 4, build=store.schema.builder())
         for file in (tmp_path / "store").glob("*.memmap"):
             file.write_bytes(b"\xff" * file.stat().st_size)
         rows = [row for super_batch in loader for row in super_batch.to(CPU)[1].tolist()]
@@ -339,7 +339,7 @@ class TestResume:
         def noise(batch: Any, generator: torch.Generator) -> Any:
             return {**batch, "noise": torch.rand(len(batch["row"]), generator=generator)}
 
-        def steps(loader: ZippedLoader) -> list[list[float]]:
+        def steps(loader: SuperBatchLoader) -> list[list[float]]:
             return [super_batch.to(CPU)["noise"].tolist() for super_batch in loader]
 
         make = functools.partial(make_loader, numbered_store(97, 24), 4, 3, transform=noise)
@@ -435,7 +435,7 @@ class TestResume:
         assert sorted(joined(rows)) == list(range(89, 97))
 
 
-def _with_state(loader: ZippedLoader, saved: ZippedLoader) -> ZippedLoader:
+def _with_state(loader: SuperBatchLoader, saved: SuperBatchLoader) -> SuperBatchLoader:
     loader.load_state_dict(saved.state_dict())
     return loader
 
@@ -579,8 +579,8 @@ def load_pairs(dataset: Pairs, path: Path, num_devices: int, transform: Any) -> 
 
 def make_builder_loader(
     store: Store, dataset: Pairs, num_devices: int, transform: Any
-) -> ZippedLoader:
-    return ZippedLoader(
+) -> SuperBatchLoader:
+    return SuperBatchLoader(
         make_split(store, num_devices),
         8 // num_devices,
         build=store.schema.builder(dataset[0]),
@@ -817,7 +817,7 @@ class TestInferenceMode:
         train(steps)
 
 
-def train(steps: Iterator[SuperBatch] | ZippedLoader) -> None:
+def train(steps: Iterator[SuperBatch] | SuperBatchLoader) -> None:
     """What training does with a batch and inference tensors forbid: save it, change it."""
     for super_batch in steps:
         batch = super_batch.to(CPU)

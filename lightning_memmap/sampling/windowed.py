@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_memmap.order.permutations import Permutation, permuted, random_bits
-from lightning_memmap.order.shards import Integers
+from lightning_memmap.sampling.permutations import Permutation, permuted, random_bits
+from lightning_memmap.sampling.shards import Integers
 
 #: Windows of an epoch whose order is kept: a step may reach from one into the next.
 _KEPT_WINDOWS = 4

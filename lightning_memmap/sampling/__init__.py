@@ -11,16 +11,16 @@ Integers only: no file, no tensor, no device.
     windows       how an epoch is cut into what is read from disk at once
 """
 
-from lightning_memmap.order.shards import Integers, shard_rows, shard_starts, striping
-from lightning_memmap.order.steps import StepPlan
-from lightning_memmap.order.stream import Stream, derive_seed
-from lightning_memmap.order.subset import RowSubset
-from lightning_memmap.order.windows import Windows, default_window
+from lightning_memmap.sampling.schedule import BatchSchedule
+from lightning_memmap.sampling.shards import Integers, shard_rows, shard_starts, striping
+from lightning_memmap.sampling.stream import Stream, derive_seed
+from lightning_memmap.sampling.subset import RowSubset
+from lightning_memmap.sampling.windows import Windows, default_window
 
 __all__ = [
+    "BatchSchedule",
     "Integers",
     "RowSubset",
-    "StepPlan",
     "Stream",
     "Windows",
     "default_window",

@@ -26,12 +26,12 @@ def shard_starts(num_rows: int, num_shards: int) -> Integers:
     return np.cumsum(rows) - rows
 
 
-def striping(num_shards: int, num_consumers: int) -> int:
-    """The number of shards to stream over so that the consumers divide it.
+def striping(num_shards: int, num_data_devices: int) -> int:
+    """The number of shards to stream over so that the data devices divide it.
 
     Returns:
-        ``num_shards`` where ``num_consumers`` divides it, else the next multiple of
-        ``num_consumers``: rows are then dealt anew, and the order differs from that of the
+        ``num_shards`` where ``num_data_devices`` divides it, else the next multiple of
+        ``num_data_devices``: rows are then dealt anew, and the order differs from that of the
         store's own shards.
     """
-    return -(-num_shards // num_consumers) * num_consumers
+    return -(-num_shards // num_data_devices) * num_data_devices

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_memmap.order.shards import Integers
-from lightning_memmap.order.stream import Stream
+from lightning_memmap.sampling.shards import Integers
+from lightning_memmap.sampling.stream import Stream
 
 #: What a window of all shards takes if nobody says otherwise: with 24 shards, lanes of 21 MiB.
 DEFAULT_WINDOW_BYTES = 512 * 2**20
