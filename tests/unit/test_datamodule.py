@@ -183,8 +183,8 @@ class TestLargerThanMemory:
         data = set_up(make_data(tmp_path, residency="stream"), "fit")
         manifest = data.stores["train"].manifest
         expected = default_window(24, manifest.row_bytes)
-        assert data.train_dataloader().state_dict()["shuffle_window"] == expected
-        assert data.train_stream(manifest, 24).shuffle_window == expected
+        assert data.train_dataloader().state_dict()["sampler"]["shuffle_window"] == expected
+        assert data.train_sampler(manifest).window_rows == expected
         data.teardown()
 
     def test_windows_that_do_not_fit_raise_in_setup(self, tmp_path: Path) -> None:
