@@ -218,8 +218,7 @@ class SuperBatchLoader:
             return now
         differing = _differences({"seed": saved.seed}, {"seed": now.seed})
         if differing := differing + _differences(saved.sampler, now.sampler):
-            # An option of the sampler says more than its name.
-            name, was, found = differing[-1]
+            name, was, found = min(differing, key=_vagueness)
             remedy = f"{name}={was}"
             if name == "sampler":
                 remedy = "the shuffle, shuffle_window and sampler of the checkpoint"
@@ -363,3 +362,10 @@ def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, 
         elif a != b:
             found.append((name, a, b))
     return found
+
+
+def _vagueness(difference: tuple[str, Any, Any]) -> tuple[bool, bool]:
+    """A key by which the difference comes first that says most to the user: an option that both
+    samplers have, or the window, before the name of the sampler."""
+    name, one, other = difference
+    return None in (one, other) and name != "shuffle_window", name == "sampler"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap.loading import DeviceLoader, SuperBatch, has_streams
+from lightning_memmap.loading import BatchLoader, DeviceLoader, SuperBatch, has_streams
 from lightning_memmap.placement import DataTopology, data_parallel_rank
 
 #: Steps made ready ahead on a device that works beside the program.
@@ -60,6 +60,8 @@ class SuperBatchAssembly(Strategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         self._has_transfer_hooks = self._find_transfer_hooks()
+        if isinstance(dataloader, BatchLoader):
+            dataloader = dataloader.assembled_on(self.root_device, self.prefetch)
         if isinstance(dataloader, DeviceLoader):
             dataloader.subscribe(self.on_super_batch)
         return super().process_dataloader(dataloader)

@@ -328,7 +328,7 @@ class TestResume:
         saved = make(2)
         next(iter(saved))
         state = saved.state_dict()
-        assert state["shuffle_window"] == 2
+        assert state["sampler"]["shuffle_window"] == 2
         for window, residency in ((3, "stream"), (None, "mmap")):
             loader = make(window, residency)
             loader.load_state_dict(state)
@@ -421,10 +421,10 @@ class TestThread:
         next(steps)
         loader._rows.release()
         assert not reading_threads()
-        with pytest.raises(RuntimeError, match=r"let go of by teardown\(\)"):
+        with pytest.raises(RuntimeError, match=r"freed by teardown\(\)"):
             # Small steps that were taken before may still come.
             list(steps)
-        with pytest.raises(RuntimeError, match=r"let go of by teardown\(\)"):
+        with pytest.raises(RuntimeError, match=r"freed by teardown\(\)"):
             next(iter(loader))
 
     def test_release_wakes_a_consumer_that_waits(self, tmp_path: Path) -> None:
@@ -449,7 +449,7 @@ class TestThread:
         go_on.set()
         consumer.join(60)
         assert not consumer.is_alive()
-        assert "let go of by teardown()" in str(failed[0])
+        assert "freed by teardown()" in str(failed[0])
 
     def test_several_iterations_at_once_do_not_disturb_each_other(
         self, numbered_store: Stores
