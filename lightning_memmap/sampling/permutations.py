@@ -1,7 +1,7 @@
-"""Permutations of shards, from random bits: computed, never stored, but for short shards.
+"""Permutations of shards, from random bits: computed, and stored for short shards only.
 
 Set-up time and memory do not grow with the number of rows, or grow with its square root, and any
-position can be asked for at any time. Integers only.
+position can be looked up at any time. Integers only.
 """
 
 from typing import Protocol
@@ -13,13 +13,13 @@ from lightning_memmap.sampling.shards import Integers
 
 Digits = NDArray[np.uint32]
 
-#: Shards of fewer rows are each permuted by sorting: as evenly as a shuffle can be.
+#: Shorter shards are permuted by sorting random numbers, so that every order is equally likely.
 _LONG_SHARD = 1024
-#: Shards of fewer rows have two sorted tables in common. Those of more have a cipher.
+#: Shorter shards share two sorted tables. Longer ones are permuted by a cipher.
 _VERY_LONG_SHARD = 65536
-#: Rounds of the cipher that all shards share. Three more are each shard's own.
+#: Rounds of the cipher that all shards share. Each shard has three more of its own.
 _COMMON_ROUNDS = 5
-#: Offsets that are worked on at a time, which stay in the processor's cache.
+#: Offsets that are computed at a time, which stay in the processor's cache.
 _CACHED = 16384
 
 
@@ -33,10 +33,10 @@ class Permutation(Protocol):
             first: The first offset.
             last: The last offset.
             columns: Shards, int64 of shape (S,).
-            begins: What is added to the offsets of each of these shards, int64 of shape (S,).
+            begins: Added to the offsets of each of these shards, int64 of shape (S,).
 
         Returns:
-            int64 of shape ((last + 1 - first) * S,). What a short shard has not is undefined.
+            int64 of shape ((last + 1 - first) * S,). Undefined where a shard has no such offset.
         """
 
 
@@ -44,9 +44,9 @@ def random_bits(seed: int, epoch: int, part: int = 0) -> np.random.Philox:
     """Random bits of an epoch.
 
     Args:
-        seed: Seed of the stream.
+        seed: Seed of the order.
         epoch: Epoch.
-        part: What they are for: parts of one sequence, of which no two have a bit in common.
+        part: A number for each use: parts of one sequence, no two of which share a bit.
     """
     key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, part], np.uint64)
     return np.random.Philox(key=key, counter=counter)
@@ -56,8 +56,8 @@ def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
     """The permutations of sets of rows.
 
     Args:
-        sizes: Rows of each set, int64 of shape (C,), which differ by one at most, none smaller
-            than one behind it.
+        sizes: Rows of each set, int64 of shape (C,), in descending order, which differ by one at
+            most.
         bits: Random bits.
     """
     if sizes[0] < _LONG_SHARD:
@@ -66,7 +66,7 @@ def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
 
 
 class _Sorted:
-    """Permutations of short shards, each of its own.
+    """Permutations of short shards, independent of each other.
 
     Args:
         sizes: Rows of each shard, int64 of shape (C,), which differ by one at most.
@@ -76,7 +76,7 @@ class _Sorted:
     def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
         num_shards, largest = len(sizes), int(sizes[0])
         keys = _random_keys(bits, num_shards, largest)
-        # What a shard has not sorts last.
+        # Offsets that a shard lacks sort last.
         keys[sizes < largest, -1] = np.iinfo(np.uint64).max
         self._offsets = np.ascontiguousarray(_sorted_offsets(keys).T)
 
@@ -88,12 +88,12 @@ class _Sorted:
 
 
 class _Rotated:
-    """Permutations of shards that two tables have in common, and a rotation of each shard between.
+    """Permutations by two tables that all shards share, with a rotation of each shard in between.
 
     With random permutations ``X`` and ``T`` of the largest shard's ``n`` offsets, the offset ``j``
     of shard ``c`` becomes ``T[(X[j] + r[c]) % n]``. Every shard's order is as random as a shuffle,
-    and so is which rows of two shards come at the same place of their orders, but for those of
-    the same offset: these never do, since no two rotations are the same.
+    and so is which rows of two shards share a place in their orders, except rows of the same
+    offset: these never do, since no two rotations are the same.
 
     Args:
         sizes: Rows of each shard, int64 of shape (C,), which differ by one at most.
@@ -105,13 +105,13 @@ class _Rotated:
         self._first, last = _sorted_offsets(_random_keys(bits, 2, largest)).astype(np.uint32)
         # Twice, so that nothing wraps around.
         self._last = np.concatenate([last, last])
-        # One rotation from each of as many equal ranges, dealt at random.
+        # One rotation from each of ``num_shards`` equal ranges, assigned at random.
         ranges = _sorted_offsets(_random_keys(bits, 1, num_shards))[0]
         bounds = np.arange(num_shards + 1) * largest // num_shards
         inside = _random_table(bits, 1, num_shards, 2**31)[0] % np.maximum(1, np.diff(bounds))
         self._rotations = (bounds[:-1] + inside)[ranges].astype(np.uint32)
-        # A shard that is one row shorter has no last offset. Where that would come, there comes
-        # what the last offset would become.
+        # A shard that is one row shorter has no last offset. In its place comes what the last
+        # offset would become.
         short = np.flatnonzero(sizes < largest)
         turned = (np.flatnonzero(last == largest - 1) - self._rotations[short]) % largest
         self._short = np.full(num_shards, -1, np.int64)
@@ -138,16 +138,16 @@ class _Rotated:
 
 
 class _Cipher:
-    """Permutations of long shards: computed for any offset, with tables of random integers that
+    """Permutations of long shards, computed for any offset from tables of random integers, which
     grow with the square root of the rows.
 
     A number is two digits, and each round adds to one of them, modulo its radix, a random function
     of the other: the generalised Feistel cipher of Black and Rogaway, "Ciphers with Arbitrary
-    Finite Domains", 2002. The radix of the lower digit is a power of two, and what is added there
-    is added bit by bit.
+    Finite Domains", 2002. The radix of the lower digit is a power of two, and addition there is
+    exclusive or.
 
-    The first rounds are common to all shards: an offset, which all shards have at about the same
-    time, goes through those only once.
+    The first rounds are common to all shards: an offset, which all shards need at about the same
+    time, goes through them only once.
 
     Args:
         sizes: Rows of each shard, int64 of shape (C,), which differ by one at most.
@@ -163,9 +163,9 @@ class _Cipher:
             _random_table(bits, 1, *((self._high, low) if index % 2 else (low, self._high)))[0]
             for index in range(_COMMON_ROUNDS)
         ]
-        # In the second of its three rounds, a shard's lower digit comes with the number of the
-        # shard above it, and so is a place in a table: the first table brings that number in,
-        # and the last one takes it out.
+        # In the second of its three rounds, a shard's lower digit has the number of the shard in
+        # the bits above it, and so is an index into a table: the first table puts that number in,
+        # and the last one removes it.
         number = np.arange(num_shards, dtype=np.uint32)[:, None] << np.uint32(self._bits)
         self._own = [
             (_random_table(bits, num_shards, self._high, low) | number).ravel(),
@@ -204,17 +204,17 @@ class _Cipher:
         return upper, lower
 
     def _finish(self, upper: Digits, lower: Digits, tables: Digits, out: Integers) -> None:
-        """Offsets after the rounds of their shards; the digits are overwritten.
+        """Offsets after the rounds of their own shards; the digits are overwritten.
 
         Args:
             upper: Upper digits.
             lower: Lower digits.
-            tables: Where the tables begin that are of an upper digit and of the digits' shard.
-            out: For the offsets.
+            tables: Where the tables of each digit's shard begin, which are indexed by upper digits.
+            out: The offsets are written here.
         """
         tables = tables[: len(upper)]
         places, found = np.empty_like(upper), np.empty_like(upper)
-        # No place is outside a table: "wrap" is the fastest mode.
+        # No index is outside a table: "wrap" is the fastest mode.
         np.add(upper, tables, out=places)
         lower ^= self._own[0].take(places, out=found, mode="wrap")
         self._add(upper, self._own[1].take(lower, out=found, mode="wrap"))
@@ -230,17 +230,17 @@ class _Cipher:
             out |= lower
 
     def _add(self, upper: Digits, other: Digits) -> None:
-        """Add to upper digits; what is added is overwritten."""
+        """Add to upper digits; ``other`` is overwritten."""
         upper += other
         # Unsigned: where nothing wrapped around, subtracting the radix gives a huge number.
         np.subtract(upper, np.uint32(self._high), out=other)
         np.minimum(upper, other, out=upper)
 
     def _walk(self, sizes: Integers) -> Integers:
-        """What to take instead of an offset outside its shard.
+        """What replaces an offset outside its shard.
 
-        That is the cipher applied again until it falls inside ("cycle walking"), which makes a
-        bijection of the shard.
+        The cipher is applied again until the offset falls inside ("cycle walking"), which makes it
+        a bijection of the shard.
 
         Returns:
             int64 of shape (numbers of two digits from the smallest size on, C).
@@ -256,7 +256,7 @@ class _Cipher:
             tables = (where * self._high).astype(np.uint32)
             self._finish(*self._begin(inside[left]), tables, again)
             inside[left] = again
-            # No offset inside leads to what comes back to where it began.
+            # No offset inside leads to one that comes back to where it began.
             left = left[(again >= sizes[where]) & (again != start[left])]
         return inside.reshape(len(numbers), len(sizes))
 

@@ -14,14 +14,14 @@ _KEPT_WINDOWS = 4
 class WindowPermutation:
     """Permutations of shards window by window.
 
-    The rows that all shards have make a circle of offsets, and the windows are cut off it from
-    somewhere on: in another epoch, other rows share a window. The row that some shards have more
-    is in the last window.
+    The offsets that all shards have form a circle, which is cut into windows from a random offset
+    on: in another epoch, other rows share a window. The extra row of the longer shards is in the
+    last window.
 
     Args:
         sizes: Rows of each shard, int64 of shape (C,), as for `permuted`.
         window: Rows of a shard in a window.
-        seed: Seed of the stream.
+        seed: Seed of the order.
         epoch: Epoch.
     """
 
@@ -29,7 +29,7 @@ class WindowPermutation:
         self._sizes = sizes
         self._window = window
         self._words = seed, epoch
-        # What all shards have, and what the longest of them have.
+        # Rows that all shards have, and rows of the longest of them.
         self._round, self._longest = int(sizes[-1]), int(sizes[0])
         self._num_full = self._round // window
         bits = random_bits(seed, epoch, 1)
@@ -78,11 +78,11 @@ class WindowPermutation:
 
 
 def spread(numbers: Integers, runs: Sequence[range]) -> Integers:
-    """What stands at these places of the runs, one after the other.
+    """The integers at these indices of the runs, one run after the other.
 
     Args:
-        numbers: Places, int64 of shape (B,).
-        runs: Runs of integers, at least one. What lies behind the last one is undefined.
+        numbers: Indices, int64 of shape (B,).
+        runs: Runs of integers, at least one. Undefined behind the last one.
 
     Returns:
         int64 of shape (B,).

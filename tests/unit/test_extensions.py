@@ -1,0 +1,213 @@
+"""Extensions: a sampler, a row source and a strategy that the package does not know."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from torch import Tensor
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.loading import EpochRows, SplitRows
+from lightning_memmap.loading.buffers import Buffers
+from lightning_memmap.placement import DataTopology
+from lightning_memmap.sampling import Integers, Sampler, Shards
+from lightning_memmap.store import Store
+from tests.models import Points, Regression, make_trainer
+from tests.rows import CPU, check_save_and_resume, epoch_rows, joined, loader_over, make_loader
+
+NUM_ROWS = 60
+
+
+# A sampler: rows of the later half of each shard come twice as often as the others
+
+
+@dataclass(frozen=True)
+class TwiceSampler(Sampler):
+    """Each shard's rows in order, those of its second half twice; the epochs take turns."""
+
+    start: int = 0
+
+    @property
+    def num_positions(self) -> int:
+        return int(min(self._lengths()) * self.num_shards)
+
+    def _lengths(self) -> list[int]:
+        return [size + (size - size // 2) for size in self.shards.sizes.tolist()]
+
+    def grid(
+        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
+    ) -> Integers:
+        sizes = self.shards.sizes[shards]
+        places = np.arange(first, last + 1)[:, None] + (epoch + self.start) % 2
+        places = places % (sizes + sizes - sizes // 2)
+        offsets = np.where(places < sizes, places, places - sizes + sizes // 2)
+        return (offsets + starts).ravel()
+
+
+def twice(shards: Shards, seed: int) -> Sampler:
+    return TwiceSampler(shards, seed % 2)
+
+
+def trained_rows(path: Path, strategy: str, devices: int, batch: int, **options: Any) -> list[int]:
+    """The rows that a fit of two epochs sees, in their order."""
+    module = Regression()
+    data = MemmapDataModule(
+        Points(NUM_ROWS), store_dir=path / "stores", batch_size=batch, **options
+    )
+    make_trainer(path, strategy=strategy, devices=devices, max_epochs=2, limit_val_batches=0).fit(
+        module, data
+    )
+    return joined(module.seen["train"])
+
+
+def test_sampler_of_a_test_gives_its_rows_under_any_number_of_devices(tmp_path: Path) -> None:
+    order = TwiceSampler(Shards(NUM_ROWS, 24))
+    expected = [
+        row
+        for epoch in range(2)
+        for row in order.dataset_rows(epoch, range(order.num_positions)).tolist()
+    ]
+    assert len(expected) > 2 * NUM_ROWS
+    for devices in (1, 2, 4):
+        rows = trained_rows(tmp_path, "memmap_superbatch", devices, 12 // devices, sampler=twice)
+        assert rows == expected
+
+
+def test_sampler_of_a_test_is_saved_and_resumed(numbered_store: Any) -> None:
+    store = numbered_store(NUM_ROWS, 12)
+
+    def make() -> Any:
+        loader = make_loader(store, 2, 3)
+        loader.order = order = twice(loader.order.shards, 1)
+        return type(loader)(
+            loader._rows, order, 3, collate=store.schema.builder(), transform=lambda batch: batch
+        )
+
+    check_save_and_resume(make, epoch=1)
+    state = make().state_dict()
+    assert state["sampler"]["sampler"] == "TwiceSampler"
+    other = make_loader(store, 2, 3)
+    other.load_state_dict({**state, "position": 6, "steps": 1})
+    with pytest.raises(ValueError, match="sampler=TwiceSampler"):
+        next(iter(other))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sampler": 3}, "sampler=3: a int cannot be called"),
+        ({"sampler": twice, "shuffle_window": 2}, "shuffle_window=2 with a sampler"),
+        ({"sampler": twice, "shuffle": False}, "shuffle=False with a sampler"),
+    ],
+)
+def test_sampler_with_options_that_it_excludes_is_refused(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        MemmapDataModule(Points(4), store_dir=tmp_path, **options)
+
+
+# A row source: rows that are made when they are asked for, as a remote one would fetch them
+
+
+class MadeRows:
+    """Rows that a function makes from their number in the dataset."""
+
+    device = CPU
+    is_released = False
+
+    def __init__(self, fields: list[tuple[tuple[int, ...], torch.dtype]], store: Store) -> None:
+        self.fields = fields
+        self.row_bytes = store.manifest.row_bytes
+        self._store = store
+        self.fetched: list[int] = []
+
+    def check_sampler(self, sampler: Sampler) -> None:
+        """Any order will do."""
+
+    def release(self) -> None:
+        self.is_released = True
+
+    def epoch(
+        self, sampler: Sampler, epoch: int, position: int
+    ) -> AbstractContextManager[EpochRows]:
+        return nullcontext(_MadeEpoch(self, sampler, epoch))
+
+
+@dataclass(frozen=True)
+class _MadeEpoch:
+    rows: MadeRows
+    sampler: Sampler
+    number: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    @property
+    def fields(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return self.rows.fields
+
+    @property
+    def row_bytes(self) -> int:
+        return self.rows.row_bytes
+
+    def locate(self, positions: range) -> Integers:
+        return self.sampler.dataset_rows(self.number, positions)
+
+    def fetch(
+        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+    ) -> list[Tensor]:
+        self.rows.fetched += locations.tolist()
+        samples = [self.rows._store[row] for row in locations.tolist()]
+        return [torch.stack([sample[name] for sample in samples]) for name in ("row", "image")]
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_row_source_of_a_test_serves_a_loader(
+    numbered_store: Any, num_devices: int, transform: Any
+) -> None:
+    store = numbered_store(NUM_ROWS, 12)
+    fields = [(field.shape, field.dtype) for field in store.schema.fields]
+    source = MadeRows(fields, store)
+    topology = DataTopology((CPU,) * num_devices)
+    rows = SplitRows(topology, Shards(NUM_ROWS, 12), (source,), np.zeros(12, np.int64))
+    loader = loader_over(store, rows, 4, shuffle=True, seed=3, transform=transform)
+    expected = make_loader(store, num_devices, 4, shuffle=True, seed=3)
+    assert epoch_rows(loader) == epoch_rows(expected)
+    assert sorted(source.fetched) == list(range(NUM_ROWS))
+    rows.release()
+    with pytest.raises(RuntimeError, match="call setup"):
+        next(iter(loader))
+
+
+# A strategy: it declares its topology, and nothing else
+
+
+class ThreeHolders(SingleDeviceStrategy):
+    """Three logical data devices, whose batches are assembled on the one that trains."""
+
+    strategy_name = "three_holders"
+
+    @property
+    def data_topology(self) -> DataTopology:
+        return DataTopology((self.root_device,) * 3, assemble_on=self.root_device)
+
+
+@pytest.fixture
+def three_holders() -> Iterator[str]:
+    StrategyRegistry.register("three_holders", ThreeHolders, description="of a test", device="cpu")
+    yield "three_holders"
+    StrategyRegistry.remove("three_holders")
+
+
+def test_strategy_of_a_test_declares_its_topology(tmp_path: Path, three_holders: str) -> None:
+    expected = trained_rows(tmp_path, "memmap_superbatch", 1, 12)
+    assert trained_rows(tmp_path, three_holders, 1, 4) == expected
