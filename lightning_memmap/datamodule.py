@@ -25,10 +25,10 @@ from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
-    OnSuperBatch,
     SplitRows,
     SuperBatchLoader,
     load_split,
+    loader_for,
 )
 from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.state import LoaderState
@@ -710,11 +710,7 @@ class MemmapDataModule(L.LightningDataModule):
             return BatchLoader(loader, loader.data_devices[0])
         if not getattr(self.trainer, "overfit_batches", 0):
             loader.dataset = loader.batch_sizes
-        device = rows.topology.assemble_on
-        if device is None and isinstance(transform, OnSuperBatch):
-            # The transform needs all rows together, whoever separates them afterwards.
-            device = loader.data_devices[0]
-        return loader if device is None else DeviceLoader(loader, device, rows.topology.prefetch)
+        return loader_for(loader, rows.topology)
 
     def _missing(self, split: str) -> StoreNotFoundError:
         stored = self._stored_split(split)

@@ -13,7 +13,7 @@ batches          the same without a Trainer
 """
 
 from lightning_memmap.loading.batches import BatchLoader
-from lightning_memmap.loading.device_loader import DeviceLoader
+from lightning_memmap.loading.device_loader import DeviceLoader, loader_for
 from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.row_source import EpochRows, RowSource
@@ -32,4 +32,5 @@ __all__ = [
     "SuperBatchLoader",
     "has_streams",
     "load_split",
+    "loader_for",
 ]

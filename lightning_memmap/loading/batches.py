@@ -60,10 +60,6 @@ class BatchLoader(DeviceLoader, DataLoader[Any]):
         super().load_state_dict(state)
         self.set_epoch(state["epoch"] + self.loader.is_at_end(state["position"]))
 
-    def assembled_on(self, device: torch.device, prefetch: int) -> DeviceLoader:
-        """The same batches on another device, for a Trainer, which counts epochs itself."""
-        return DeviceLoader(self.loader, device, prefetch)
-
     @override
     def __iter__(self) -> Any:
         return self._epoch()

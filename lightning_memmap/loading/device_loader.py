@@ -8,6 +8,7 @@ import torch
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.prefetch import prefetched
 from lightning_memmap.loading.super_batch import SuperBatch
+from lightning_memmap.placement import DataTopology
 
 
 class DeviceLoader:
@@ -94,3 +95,16 @@ class DeviceLoader:
             del super_batch
             yield batch
             del batch
+
+
+def loader_for(
+    loader: SuperBatchLoader, topology: DataTopology
+) -> "SuperBatchLoader | DeviceLoader":
+    """A loader whose batches are where a topology wants them: assembled, or apart.
+
+    A transform of the assembled batch needs all rows together, whatever separates them afterwards.
+    """
+    device = topology.assemble_on
+    if device is None and loader.transforms_super_batches:
+        device = topology.data_devices[0]
+    return loader if device is None else DeviceLoader(loader, device, topology.prefetch)

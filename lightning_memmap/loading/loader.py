@@ -156,6 +156,11 @@ class SuperBatchLoader:
         """The devices that serve batches."""
         return self._rows.topology.data_devices
 
+    @property
+    def transforms_super_batches(self) -> bool:
+        """Whether the transform runs on assembled batches."""
+        return isinstance(self._transform, OnSuperBatch)
+
     def of_process(self, rank: int, size: int) -> "SuperBatchLoader":
         """A loader over the same shards that serves the rows of one of several processes.
 
@@ -292,7 +297,7 @@ class SuperBatchLoader:
             raise released_error()
         self._began = start = self._start()
         self._delivered, self._resume = (start.steps, None), None
-        rank, needs_seed = self._rows.topology.rank, isinstance(self._transform, OnSuperBatch)
+        rank, needs_seed = self._rows.topology.rank, self.transforms_super_batches
         step = start.steps
         with self._fetcher.epoch(start.epoch, start.position) as sources:
             for first, step_rows in self._blocks(self._schedule(start.position)):

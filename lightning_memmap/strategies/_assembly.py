@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap.loading import BatchLoader, DeviceLoader, SuperBatch, has_streams
+from lightning_memmap.loading import (
+    BatchLoader,
+    DeviceLoader,
+    SuperBatch,
+    SuperBatchLoader,
+    has_streams,
+    loader_for,
+)
 from lightning_memmap.placement import DataTopology, data_parallel_rank
 
 #: Steps made ready ahead on a device that works beside the program.
@@ -60,8 +67,11 @@ class SuperBatchAssembly(Strategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         self._has_transfer_hooks = self._find_transfer_hooks()
+        # Loaders that were made without a data module, or without a Trainer.
         if isinstance(dataloader, BatchLoader):
-            dataloader = dataloader.assembled_on(self.root_device, self.prefetch)
+            dataloader = dataloader.loader
+        if isinstance(dataloader, SuperBatchLoader):
+            dataloader = loader_for(dataloader, self.data_topology)
         if isinstance(dataloader, DeviceLoader):
             dataloader.subscribe(self.on_super_batch)
         return super().process_dataloader(dataloader)

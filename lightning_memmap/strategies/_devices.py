@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
+from lightning_memmap.loading import SuperBatchLoader, loader_for
 from lightning_memmap.placement import DataTopology, check_device
 
 
@@ -86,6 +87,13 @@ class LocalDevices(SingleDeviceStrategy):
     def data_topology(self) -> DataTopology:
         """Which devices hold the data; their batches stay apart."""
         return DataTopology(self.data_devices)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # A loader that was made without a data module.
+        if isinstance(dataloader, SuperBatchLoader):
+            dataloader = loader_for(dataloader, self.data_topology)
+        return super().process_dataloader(dataloader)
 
     @property
     def num_nodes(self) -> int:
