@@ -12,7 +12,7 @@ Integers only: no file, no tensor, no device.
 """
 
 from lightning_memmap.sampling.schedule import BatchSchedule
-from lightning_memmap.sampling.shards import Integers, shard_rows, shard_starts, striping
+from lightning_memmap.sampling.shards import Integers, Shards, shard_rows, shard_starts, striping
 from lightning_memmap.sampling.stream import Stream, derive_seed
 from lightning_memmap.sampling.subset import RowSubset
 from lightning_memmap.sampling.windows import Windows, default_window
@@ -21,6 +21,7 @@ __all__ = [
     "BatchSchedule",
     "Integers",
     "RowSubset",
+    "Shards",
     "Stream",
     "Windows",
     "default_window",

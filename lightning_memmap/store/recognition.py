@@ -8,9 +8,9 @@ from time import perf_counter
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
-from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
+from lightning_memmap.store.columns import OpenColumn
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import hash_row, leaf_bytes, read_row
@@ -31,13 +31,7 @@ class StoredRows(Protocol):
 
     path: Path
     manifest: Manifest
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """One mapped tensor per field."""
-
-    def place(self, row: int) -> int:
-        """Where a row lies in them."""
+    columns: list[OpenColumn]
 
 
 def check_choice(check: str) -> None:
@@ -210,12 +204,11 @@ class _RowCheck:
         start = perf_counter()
         store, (first, count) = self.store, task
         for row in range(first, first + count):
-            place = store.place(row)
             found = _read_bytes(self.dataset, row, store)
-            for field, tensor, leaf in zip(
-                store.manifest.schema.fields, store.tensors, found, strict=True
+            for field, column, leaf in zip(
+                store.manifest.schema.fields, store.columns, found, strict=True
             ):
-                if not np.array_equal(leaf, leaf_bytes(tensor[place])):
+                if not np.array_equal(leaf, leaf_bytes(column.row(row))):
                     raise _other_dataset(
                         store,
                         f"row {row} of the dataset differs from the stored row, in field"

@@ -10,14 +10,15 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.store.files import TEMPORARY, check_plain, sync_path
 from lightning_memmap.store.journal import JOURNAL, PLAN
-from lightning_memmap.store.manifest import MANIFEST, check_regular
+from lightning_memmap.store.manifest import MANIFEST
 
 _log = logging.getLogger(__name__)
 
@@ -52,13 +53,17 @@ def _old_path(directory: Path) -> Path:
     return directory.parent / f".{directory.name}.old"
 
 
+def _unfinished_manifest(directory: Path) -> Path:
+    return directory / (MANIFEST + TEMPORARY)
+
+
 def can_use_unlocked(directory: Path) -> bool:
-    """Whether a store can be used as it is, with nothing written beside it: nothing there has to be
-    waited for or cleared away, or this process may not do it."""
+    """Whether a store can be used without its lock: a killed process has left nothing that must be
+    cleared away, or this process may not do it."""
     if not is_store(directory):
         return False
-    beside = (building_path(directory), _old_path(directory))
-    return not any(map(os.path.lexists, beside)) or not os.access(directory.parent, os.W_OK)
+    left = (building_path(directory), _old_path(directory), _unfinished_manifest(directory))
+    return not any(map(os.path.lexists, left)) or not os.access(directory.parent, os.W_OK)
 
 
 @contextmanager
@@ -77,7 +82,7 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
     path = directory.parent / f".{directory.name}.lock"
     try:
         if os.path.lexists(path):
-            check_regular(path)
+            check_plain(path)
         lock = FileLock(path, mode=0o600 | os.stat(directory.parent).st_mode & 0o066)
         try:
             lock.acquire(timeout=min(timeout_s, 0.1))
@@ -114,7 +119,7 @@ def put_in_place(directory: Path) -> None:
     if os.path.lexists(directory):
         os.rename(directory, old)
     _rename(building_path(directory), directory)
-    sync_directory(directory.parent)
+    sync_path(directory.parent)
     if os.path.lexists(old):
         _remove(old)
 
@@ -151,7 +156,7 @@ def finish_interrupted(directory: Path) -> Path:
 
 
 def recover(directory: Path) -> None:
-    """Finish, or else undo, a replacement that was interrupted. The lock must be held.
+    """Finish, or else undo, what an interrupted process has begun. The lock must be held.
 
     Raises:
         StoreError: What is to take the place of the store is not ours.
@@ -161,6 +166,8 @@ def recover(directory: Path) -> None:
         _rename(whole, directory)
     if _is_ours(_old_path(directory)):
         remove_tree(_old_path(directory))
+    with suppress(OSError):  # It is not there, or this process may not remove it.
+        _unfinished_manifest(directory).unlink()
 
 
 def make_room(directory: Path) -> None:
@@ -242,15 +249,6 @@ def _is_directory(path: Path) -> bool:
 
 def _rename(whole: Path, directory: Path) -> None:
     # A build keeps these until its manifest is written, so that a kill before that costs no row.
-    for name in (PLAN, JOURNAL):
-        (whole / name).unlink(missing_ok=True)
+    for path in (whole / PLAN, whole / JOURNAL, *whole.glob(f"*{TEMPORARY}")):
+        path.unlink(missing_ok=True)
     os.rename(whole, directory)
-
-
-def sync_directory(directory: Path) -> None:
-    """Bring a directory's entries to the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

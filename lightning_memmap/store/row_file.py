@@ -10,12 +10,13 @@ import os
 import sys
 import weakref
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.schema import Field
-from lightning_memmap.store.manifest import Manifest, field_path
+from lightning_memmap.store.columns.fixed import FixedColumn
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.reader import Store
 
 #: What direct reads are aligned to: the smaller one, or the larger one where a disk asks for it.
@@ -26,23 +27,23 @@ _MADV_WIPEONFORK = 18 if sys.platform == "linux" else None
 
 
 class RowFile:
-    """The file of one field. It is closed when nobody has this any more.
+    """The file of a fixed column. It is closed when nothing refers to it any more.
 
     It is read without the page cache where the file system can do that: making pages, and letting
     go of them, costs several times what the copy out of them costs. Where it cannot, the page cache
     is let go of what was read.
 
     Args:
-        store: The open store.
-        field: A field of it with at least one byte in a row.
+        path: The file.
+        row_bytes: Bytes of a row, at least 1.
 
     Raises:
         OSError: The file cannot be opened.
     """
 
-    def __init__(self, store: Store, field: Field) -> None:
-        self.path = field_path(store.path, field)
-        self.row_bytes = field.row_bytes
+    def __init__(self, path: Path, row_bytes: int) -> None:
+        self.path = path
+        self.row_bytes = row_bytes
         #: Reads begin at a multiple of it, in the file and in memory.
         self.block_bytes = 1
         try:
@@ -159,9 +160,19 @@ def open_row_files(store: Store) -> list[RowFile | None]:
 
     Raises:
         OSError: A file cannot be opened.
-        StoreError: Another store has taken the place of this one since it was opened.
+        StoreError: Another store has taken the place of this one since it was opened, or the rows
+            of a field have no common size.
     """
-    files = [RowFile(store, field) if field.row_bytes else None for field in store.schema.fields]
+    files: list[RowFile | None] = []
+    for column in store.manifest.columns:
+        if column.kind != FixedColumn.kind:
+            raise StoreError(
+                f"field {column.field.name!r} is kept as {column.kind!r} columns, which cannot be"
+                " streamed: choose another residency"
+            )
+        name = next(iter(column.file_bytes), None)
+        row_file = RowFile(store.path / name, column.field.row_bytes) if name else None
+        files.append(row_file)
     if Manifest.read(store.path).content != store.manifest.content:
         raise StoreError(f"the store at {store.path} was replaced meanwhile: open it again")
     return files

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -554,7 +555,10 @@ def test_manifest_sizes_agree_with_the_files(path: Path) -> None:
     manifest = open_store(path).manifest
     assert manifest.row_bytes == 40
     assert manifest.num_bytes == sum(file.stat().st_size for file in path.glob("*.memmap"))
-    assert manifest.shard_bytes == (34 * 40, 33 * 40, 33 * 40)
+    assert manifest.shard_bytes().tolist() == [34 * 40, 33 * 40, 33 * 40]
+    assert manifest.shard_bytes(6).tolist() == [17 * 40] * 4 + [16 * 40] * 2
+    fold = np.arange(1, 100, 3)
+    assert manifest.shard_bytes(2, fold).tolist() == [17 * 40, 16 * 40]
     assert manifest.source["dataset"] == "tests.datasets.Numbered"
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.schema import DTYPES, Schema
 from lightning_memmap.store import build_store, open_store, verify_store
-from lightning_memmap.store.table import TableBuild, TablePlan, TableWriter
+from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import Numbered, in_dataset_order
 from tests.preloaded import python
 
@@ -21,8 +22,8 @@ REPOSITORY = Path(__file__).parents[3]
 OLD, NEW = 1, 2
 
 
-def make_plan(path: Path, batch: Any, num_rows: int, num_shards: int = 4) -> TablePlan:
-    return TablePlan(path / "table", num_rows, num_shards, Schema.from_batch(batch))
+def make_plan(path: Path, batch: Any, num_rows: int, num_shards: int = 4) -> StorePlan:
+    return StorePlan(path / "table", num_rows, num_shards, Schema.from_batch(batch))
 
 
 def numbers(num_rows: int, offset: int = 0) -> Tensor:
