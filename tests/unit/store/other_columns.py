@@ -4,6 +4,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -132,9 +133,7 @@ class Compressed:
     @classmethod
     def from_json(cls, field: Field, shards: Shards, entry: Mapping[str, Any]) -> "Compressed":
         sizes = entry.get("shard_bytes")
-        if not isinstance(sizes, list) or not all(
-            type(size) is int and size >= 0 for size in sizes
-        ):
+        if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
             raise ValueError("its compressed shards have no sizes")
         if sizes and len(sizes) != shards.num_shards:
             raise ValueError("its compressed shards have not a size each")
@@ -188,10 +187,8 @@ class Compressed:
         for name in (self.ends, self.values):
             sync_path(directory / name)
         bounds = (*self.shards.starts.tolist(), self.shards.num_rows)
-        pairs = zip(bounds, bounds[1:], strict=False)
-        return replace(
-            self, shard_bytes=tuple(int(index[first:end, 2].sum()) for first, end in pairs)
-        )
+        sizes = (int(index[first:end, 2].sum()) for first, end in pairwise(bounds))
+        return replace(self, shard_bytes=tuple(sizes))
 
     def read(self, directory: Path, row: int) -> NDArray[np.uint8]:
         location = int(self.shards.locate(np.array(row)))

@@ -171,7 +171,9 @@ def test_store_of_an_unknown_kind_of_column_is_refused(tmp_path: Path) -> None:
     path = build(tmp_path / "s").path
     for kind in ("another", "", 3, None, [], "fixed"):
         sign_manifest(path, lambda body, kind=kind: body["columns"]["mask"].update(kind=kind))
-        with pytest.raises(StoreError, match="'mask' is kept in a way|mask.memmap has 6000 bytes"):
+        with pytest.raises(
+            StoreError, match=r"'mask' is kept in a way|mask\.memmap has 6000 bytes"
+        ):
             open_store(path)
 
 
@@ -201,7 +203,7 @@ def test_rows_that_do_not_lie_in_one_tensor_are_refused_where_one_is_asked_for(
     for ask in (lambda: store.tensors, lambda: store.shard(0), store.as_tensordict):
         with pytest.raises(StoreError, match="does not lie in one tensor"):
             ask()
-    with pytest.raises(StoreError, match="'mask' is kept as 'bits' columns, .* another residency"):
+    with pytest.raises(StoreError, match=r"'mask' is kept as 'bits' columns, .* another residency"):
         open_row_files(store)
 
 
