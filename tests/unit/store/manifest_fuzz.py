@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.schema import _field_name
+from lightning_memmap.schema.fields import field_name
 from lightning_memmap.store import open_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.unit.store.signing import encode_signed
@@ -151,7 +151,7 @@ def _rename(random_state: random.Random, body: dict[str, Any]) -> None:
     """Other names of the fields, alike in the structure, the fields and the checksums, half of the
     time for fields that need no file."""
     keys = random_state.sample(_NAMES, 2)
-    names = [_field_name((key,)) for key in keys]
+    names = [field_name((key,)) for key in keys]
     shape = random_state.choice(([4], [0]))
     body["structure"] = {
         "kind": random_state.choice(("dict", "namedtuple", "dataclass")),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.schema import _field_name
+from lightning_memmap.schema.fields import field_name
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.datasets import Numbered, holds
@@ -224,7 +224,7 @@ def rename_class(kind: str, *keys: Any) -> Callable[[dict[str, Any]], None]:
 
     def edit(body: dict[str, Any]) -> None:
         body["structure"] = structure(kind, "Sample", *keys)
-        replace_fields(body, [_field_name((key,)) for key in keys])
+        replace_fields(body, [field_name((key,)) for key in keys])
 
     return edit
 
