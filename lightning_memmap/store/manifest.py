@@ -145,9 +145,8 @@ class Manifest:
             "probes": [list(probe) for probe in self.probes],
             "checksums": {name: list(sums) for name, sums in self.checksums.items()},
             "source": dict(self.source),
+            **columns_to_json(self.columns),
         }
-        if columns := columns_to_json(self.columns):
-            body["columns"] = columns
         if self.fingerprint is not None:
             body["fingerprint"] = self.fingerprint.to_json()
         body["digest"] = _digest(body)

@@ -75,12 +75,11 @@ class StorePlan:
 
     def to_json(self) -> dict[str, Any]:
         """What makes one plan another than the next one in the same place, as JSON values."""
-        columns = columns_to_json(self.columns)
         return {
             "num_rows": self.num_rows,
             "num_shards": self.num_shards,
             **self.schema.to_json(),
-            **({"columns": columns} if columns else {}),
+            **columns_to_json(self.columns),
         }
 
     def check(self) -> None:

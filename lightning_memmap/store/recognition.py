@@ -14,7 +14,7 @@ from lightning_memmap.store.columns import OpenColumn
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import hash_row, leaf_bytes, read_row
-from lightning_memmap.store.progress import ShowProgress, no_progress
+from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import RowRanges
 from lightning_memmap.store.workers import run_tasks
 
@@ -93,7 +93,7 @@ def recognise(
     *,
     check: str = "probes",
     num_workers: int = 0,
-    progress: ShowProgress = no_progress,
+    progress: ShowProgress,
 ) -> Fingerprint | None:
     """Check that a store was built from a dataset, and compare as few rows as that takes.
 

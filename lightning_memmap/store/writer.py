@@ -10,6 +10,7 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from statistics import median
@@ -25,7 +26,7 @@ from lightning_memmap.store.journal import BuildPlan, Journal
 from lightning_memmap.store.manifest import Manifest, check_num_shards
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import random_dataset_error, read_row, take_probes
-from lightning_memmap.store.progress import Advance, ShowProgress, no_progress, show_progress
+from lightning_memmap.store.progress import Advance, ShowProgress, show_progress
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.reader import Store, open_store
 from lightning_memmap.store.recognition import check_choice, recognise
@@ -107,7 +108,7 @@ def build_store(
     check_num_workers(num_workers)
     check_given(fingerprint)
     check_choice(check)
-    show = show_progress if progress else no_progress
+    show = partial(show_progress, hidden=not progress)
     directory = _directory(path)
 
     def use_what_is_there() -> tuple[Store, Fingerprint | None]:
@@ -333,7 +334,7 @@ class _RangeWriter:
         start = perf_counter()
         build, (first, num_rows) = self._build, task
         if not self._blocks:
-            self._blocks = [column.block(build.max_range_rows) for column in build.plan.columns]
+            self._blocks = [Block(column, build.max_range_rows) for column in build.plan.columns]
         for index in range(num_rows):
             leaves = read_row(build.dataset, first + index, build.plan.schema)
             for block, leaf in zip(self._blocks, leaves, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns import Block, OpenColumn
+from lightning_memmap.store.columns import Column, OpenColumn
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.files import OpenFiles, sync_path, write_all
 
@@ -82,11 +82,11 @@ class OpenBits:
 
 
 @dataclass(frozen=True)
-class Compressed:
+class Compressed(Column):
     """Rows that are compressed one by one, so that each has a size of its own.
 
-    While it grows, each block writes its rows into a piece, and into an index where each row is:
-    the first row of the block, the offset in its piece, and the length. Pieces that a killed build
+    While it grows, rows that are written together go to a piece, and an index says where each is:
+    the first row of its piece, the offset in it, and the length. Pieces that a killed build
     has left are written anew with their rows. In the end the rows are joined, shard after shard.
 
     Args:
@@ -96,8 +96,6 @@ class Compressed:
     """
 
     kind: ClassVar[str] = "compressed"
-    field: Field
-    shards: Shards
     shard_bytes: tuple[int, ...] = ()
 
     @property
@@ -125,10 +123,6 @@ class Compressed:
     @classmethod
     def takes(cls, field: Field) -> bool:
         return field.dtype == torch.int64
-
-    @classmethod
-    def grow(cls, field: Field, shards: Shards) -> "Compressed":
-        return cls(field, shards)
 
     @classmethod
     def from_json(cls, field: Field, shards: Shards, entry: Mapping[str, Any]) -> "Compressed":
@@ -160,13 +154,8 @@ class Compressed:
             )
         ]
 
-    def block(self, max_rows: int) -> Block:
-        return CompressedBlock(self, max_rows)
-
     def write(self, files: OpenFiles, rows: Integers, values: Tensor) -> None:
-        self.write_piece(files, rows, values, int(rows[0]))
-
-    def write_piece(self, files: OpenFiles, rows: Integers, values: Tensor, first: int) -> None:
+        first = int(rows[0])
         data = [zlib.compress(value.numpy().tobytes()) for value in values]
         piece = files.open(self.piece(first), os.O_CREAT | os.O_TRUNC)
         write_all(piece, memoryview(b"".join(data)), 0)
@@ -200,19 +189,6 @@ class Compressed:
 
     def open(self, directory: Path) -> "OpenCompressed":
         return OpenCompressed(self, directory)
-
-
-class CompressedBlock:
-    def __init__(self, column: Compressed, max_rows: int) -> None:
-        self._column = column
-        self._rows = torch.empty(max_rows, *column.field.shape, dtype=column.field.dtype)
-
-    def put(self, index: int, leaf: Tensor | np.ndarray) -> None:
-        self._rows[index] = torch.as_tensor(leaf)
-
-    def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
-        rows = np.arange(first, first + num_rows)
-        self._column.write_piece(files, rows, self._rows[:num_rows], first)
 
 
 @dataclass(frozen=True)
