@@ -1,7 +1,7 @@
-"""The manifest of a store: what is in it, checked value by value when it is read.
+"""The manifest of a store: what the store holds, checked value by value when it is read.
 
-A manifest may come from a stranger. Reading it runs no code of its author's choice, and every
-size and name in it is checked before a file is touched.
+A manifest may come from a stranger. Reading it runs no code from it, and every size and name in it
+is checked before a file is touched.
 """
 
 import json
@@ -30,17 +30,17 @@ VERSION = 1
 
 #: The most shards of a store.
 MAX_SHARDS = 2**16
-# What a manifest may hold, which bounds what reading it costs: about a second, some tens of MB.
+# Limits of a manifest, so that reading one takes about a second and some tens of MB at most.
 _MAX_MANIFEST_BYTES = 8 * 2**20
 _MAX_CHECKSUMS = 2**17
 _MAX_VALUES = 2**18
 _MAX_CONTAINERS = 2**16
-_MAX_JSON_DEPTH = 72  # Two for each level of a sample, and those around them.
+_MAX_JSON_DEPTH = 72  # Two for each level of a sample, and those around it.
 _MAX_PROBES = 64
 _MAX_SOURCE = 64
 _MAX_TEXT = 4096
 _MAX_ROWS = 2**48
-#: Where no field has a byte, no file vouches for the rows.
+#: Where no field has a byte, no file shows that the rows are there.
 _MAX_EMPTY_ROWS = 2**20
 _HEX = re.compile(r"[0-9a-f]{16}")
 
@@ -108,8 +108,8 @@ class Manifest:
 
     @property
     def content(self) -> str:
-        """What the store holds in one line, the same for stores with the same rows, wherever and
-        whenever they were built."""
+        """The contents of the store in one line, the same for all stores with the same rows, no
+        matter where and when they were built."""
         sums = {name: list(sums) for name, sums in self.checksums.items()}
         digest = _digest({**self.schema.to_json(), "checksums": sums})
         return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
@@ -245,7 +245,7 @@ class Manifest:
             and _is_hex_list(probe[1:])
             for probe in probes
         ):
-            raise ValueError("its probes are not rows with a hash")
+            raise ValueError("its probes are not rows with a hash each")
         source = body.get("source")
         if not isinstance(source, dict) or len(source) > _MAX_SOURCE:
             raise ValueError(f"its source is not a table of at most {_MAX_SOURCE} texts")
@@ -291,7 +291,8 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def manifest_mark(directory: Path) -> tuple[int, int] | None:
-    """What changes when another store takes the place of this one; None without a manifest."""
+    """A value that changes when another store takes the place of this one; None without a
+    manifest."""
     try:
         status = os.lstat(directory / MANIFEST)
     except OSError:
@@ -312,7 +313,7 @@ def check_num_shards(num_shards: int) -> None:
 
 
 class _OtherVersionError(ValueError):
-    """The manifest is of this version of the format."""
+    """The manifest is of another version of the format, which the message names."""
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -334,5 +335,6 @@ def _is_hex_list(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it can be shown: what controls a terminal is not printable."""
+    """Whether a value is a short text that can be shown. Codes that control a terminal are not
+    printable."""
     return isinstance(value, str) and len(value) <= _MAX_TEXT and value.isprintable()

@@ -37,7 +37,7 @@ def show_progress(
         TextColumn("ETA"),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=hidden)
     with Progress(*columns, console=console, disable=hidden) as progress:
         task = progress.add_task(what, total=total, completed=done, speed="", gigabytes="")
 

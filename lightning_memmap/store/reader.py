@@ -52,7 +52,7 @@ class Store:
     @property
     def tensors(self) -> list[Tensor]:
         """One mapped tensor per field, of shape (num_rows, *field shape), on the CPU: shard 0's
-        rows, then shard 1's, and so on. What is written into one stays in this process.
+        rows, then shard 1's, and so on. Writing into one changes it in this process alone.
 
         Raises:
             StoreError: The rows of a field do not lie in one tensor.
@@ -75,9 +75,9 @@ class Store:
     def as_tensordict(self) -> TensorDict:
         """All rows as a TensorDict of batch size (num_rows,), one mapped tensor per field.
 
-        The rows lie as in `tensors`, shard after shard, not in dataset order. The keys are the
-        names of the fields. Nothing but the checked manifest says what is mapped, whereas
-        ``TensorDict.load_memmap`` believes what it finds in a directory.
+        The rows are in the order of `tensors`, shard after shard, not in dataset order. The keys
+        are the names of the fields. Only the checked manifest decides what is mapped, whereas
+        ``TensorDict.load_memmap`` trusts what it finds in a directory.
         """
         return TensorDict(self._by_name(), [self.num_rows])
 
@@ -93,12 +93,12 @@ class Store:
         check: str = "probes",
         num_workers: int = 0,
     ) -> None:
-        """Check that this store was built from a dataset: by its length, and by the fingerprint
-        where one is given and was given then, else by its schema and probe rows.
+        """Check that this store was built from a dataset: by its length, and by the fingerprint if
+        one is given and was given to the build, else by its schema and probe rows.
 
         Args:
             dataset: The dataset.
-            fingerprint: What you gave to `build_store`.
+            fingerprint: The one that was given to `build_store`.
             check: With ``"off"``, no probe row is compared.
             num_workers: Processes that read the probe rows; with 0, this one.
 
@@ -148,7 +148,7 @@ def open_store(path: str | Path) -> Store:
             if not moved and manifest_mark(place) == before:
                 raise
         else:
-            # Else another process has just replaced the store: its files must not be read by
-            # the manifest of the old one.
+            # Otherwise another process has just replaced the store, and this is the old manifest
+            # with files of the new one.
             if manifest_mark(place) == before:
                 return store

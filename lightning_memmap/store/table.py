@@ -1,12 +1,12 @@
 """A table: a store whose rows several processes write, in any order.
 
-One process makes the files (`TableBuild`), every one writes the rows that it has (`TableWriter`),
-and the first one finishes the table: it sees that each row was written exactly once, and then it
-commits like any build of a store. Whatever ends a process before that leaves no table, or the old
-one.
+One process makes the files (`TableBuild`), each process writes the rows that it has
+(`TableWriter`), and the first one finishes the table: it checks that each row was written exactly
+once, and commits as any build of a store does. If a process ends before that, there is no table, or
+the old one.
 
-Beside the fields there is a byte for each row, set with the row. All rows are there exactly once
-where every byte is set and the processes have written as many rows as there are.
+Beside the fields there is a byte for each row, which is set with the row. Each row was written
+exactly once if every byte is set and the processes have written as many rows as the table has.
 """
 
 import os
@@ -31,7 +31,7 @@ from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.reader import Store, open_store
 from lightning_memmap.store.recovery import is_store, locked, make_room, recover, remove_tree
 
-#: Tells one build from the next one in the same place.
+#: The file with the token, which tells one build from the next one in the same place.
 _TOKEN = "token"
 
 
@@ -57,18 +57,18 @@ def check_place(path: Path, *, overwrite: bool) -> None:
 
 
 class TableBuild:
-    """One process's hold on the place of a table, from the making of its files to the commit.
+    """The build of a table, in one process, which holds the lock until the table is committed.
 
     Args:
         plan: The table.
         overwrite: Replace a store that is there. It stays until the table is whole.
 
     Attributes:
-        token: What `TableWriter` must be given to write into these files and no others.
+        token: `TableWriter` must be given it, so that it writes into these files and no others.
 
     Raises:
-        StoreError: The path is taken, another process writes to it, or what others have put beside
-            it is in the way; or the table would have too many fields or shards.
+        StoreError: The path is taken, another process writes to it, or something that other users
+            have put beside it is in the way; or the table would have too many fields or shards.
         OSError: The disk is too small.
     """
 
@@ -89,13 +89,14 @@ class TableBuild:
             with open(self._marks_path, "wb") as file:
                 file.truncate(plan.num_rows)
             (plan.building / _TOKEN).write_text(self.token, encoding="ascii")
-            self._hold = stack.pop_all()
+            self._cleanup = stack.pop_all()
 
     def finish(self, num_written: int, **source: str) -> Store:
         """Commit the table, once all processes have closed their writers.
 
         Args:
-            num_written: Rows that all processes have written, each counted as often as it was.
+            num_written: Rows that all processes have written. A row that was written twice counts
+                twice.
             source: Where the table came from, for people to read.
 
         Returns:
@@ -106,7 +107,7 @@ class TableBuild:
                 the old one.
         """
         plan = self._plan
-        with self._hold:
+        with self._cleanup:
             self._check_written(num_written)
             self._marks_path.unlink()
             (plan.building / _TOKEN).unlink()
@@ -118,8 +119,8 @@ class TableBuild:
         return open_store(plan.path)
 
     def abandon(self) -> None:
-        """Let go of the place, and of what was written."""
-        self._hold.close()
+        """Remove what was written, and release the lock."""
+        self._cleanup.close()
 
     @property
     def _marks_path(self) -> Path:
@@ -144,12 +145,12 @@ class TableBuild:
 class TableWriter:
     """Writes rows into the files of a table that a `TableBuild` has made.
 
-    Rows go to the files by ``pwrite``, not through a mapping: two machines that share a file
-    system would else overwrite each other's rows where these share a page.
+    Rows are written with ``pwrite``, not through a mapping: otherwise two machines that share a
+    file system would overwrite each other's rows where these share a page.
 
     Args:
         plan: The table, the same in all processes.
-        token: That of the build.
+        token: The token of the build.
 
     Attributes:
         num_written: Rows written so far.
@@ -170,10 +171,10 @@ class TableWriter:
                 found = _read_token(self._files.directory)
             if found != token:
                 raise StoreError(
-                    f"the files of the table at {plan.path} are not to be seen here: all processes"
-                    " must share one file system there, those of other machines too"
+                    f"this process does not see the files of the table at {plan.path}: all"
+                    " processes must share one file system there, also those of other machines"
                 )
-            # From here on, what takes the place of these files is not written to.
+            # Opened now: a writer that outlives its build must not find the files of the next one.
             for column in self._columns:
                 for name in column.file_bytes:
                     self._files.open(name)
@@ -183,8 +184,8 @@ class TableWriter:
         """Write some rows.
 
         Args:
-            rows: Which ones, in any order.
-            leaves: One tensor of shape (len(rows), *field shape) per field, on any device.
+            rows: Which rows, int64 of shape (B,), in any order.
+            leaves: One tensor of shape (B, *field shape) per field, on any device.
 
         Raises:
             IndexError: A row is outside the table.

@@ -1,9 +1,9 @@
 """Build a store: all of it or nothing, in parallel, and resumed where it was interrupted.
 
 The rows are written into a sibling directory. The manifest is written last, after everything
-else is on the disk, and then one rename puts the store in place. Whatever ends the process
-before that leaves no store, or the old one. What a killed build has finished is kept in a
-journal and not read again by the next one.
+else is on the disk, and then one rename puts the store in place. A build that ends before that,
+for whatever reason, leaves no store, or the old one. Its journal lists the rows that it has
+written; the next build does not read them again.
 """
 
 import logging
@@ -44,7 +44,7 @@ from lightning_memmap.store.workers import check_num_workers, exit_if_orphaned, 
 _RANGE_BYTES = 32 * 2**20
 _MAX_RANGE_ROWS = 1024
 _JOURNAL_INTERVAL_S = 5.0
-#: Files that a worker keeps open; with more fields than that, they are opened as they are needed.
+#: Files that a worker keeps open. With more fields than that, it opens them again when needed.
 _MAX_OPEN_FILES = 64
 _log = logging.getLogger(__name__)
 
@@ -67,21 +67,21 @@ def build_store(
     the result. A build that was interrupted is resumed by the next one of the same dataset.
 
     A dataset is recognised by its identity: its class, length, attributes and the source text of
-    its class, and by some rows. What none of these shows, such as another file below the directory
-    that it reads, shows in a ``fingerprint`` that you choose.
+    its class, and by some rows. For changes that none of these shows, such as another file in the
+    directory that it reads, choose a ``fingerprint`` of your own.
 
     Args:
         dataset: Map-style: ``dataset[i]`` for ``i`` in ``range(len(dataset))``.
         path: Directory of the store. Its parent is made where it is missing.
         num_shards: Shards that the rows are dealt to. A number with many divisors serves many
             device counts; 24 serves 1, 2, 3, 4, 6, 8, 12 and 24. At most 65,536.
-        num_workers: Processes that read the dataset and write their rows straight into the
-            files; with 0, this process does it, and otherwise it reads no row.
+        num_workers: Worker processes that read the dataset and write its rows straight into the
+            files. With 0, this process does both; otherwise it reads no row.
         overwrite: Replace a store of another dataset. The old store stays until the new one is
             whole. An interrupted build is not resumed.
         progress: Show a progress bar.
         fingerprint: The identity of the dataset in your own words, such as a version or a hash: a
-            string that changes whenever the rows do. It then decides alone whether a store, or an
+            string that changes whenever the rows do. It alone then decides whether a store, or an
             interrupted build, is of this dataset, and no row is read to find out.
         check: How a dataset without a ``fingerprint`` is compared with the store that is there.
             ``"probes"``: eight rows, and all rows once where its identity has changed. ``"full"``:
@@ -96,11 +96,11 @@ def build_store(
         ValueError: The dataset is empty, or an argument is out of range.
         SchemaError: A sample cannot be stored, or does not fit the first one; the message names
             row and field.
-        DatasetError: The dataset raised, is random, is not the one that was stored here, or a
-            worker process died.
-        StoreError: A store is there already and damaged, the path holds something else, a store
-            has to be built and this process may not write there, or what others have put beside it
-            is in the way; or the store would have more fields or shards than can be opened.
+        DatasetError: The dataset raised an error, is random, is not the one that was stored here,
+            or a worker process died.
+        StoreError: The store that is there is damaged, the path holds something else, this process
+            may not write there, or something that other users have put beside the store is in the
+            way; or the store would have more fields or shards than can be opened.
         OSError: The disk is full, or the files cannot be written.
     """
     check_num_shards(num_shards)
@@ -190,9 +190,9 @@ def _reopen(directory: Path, num_shards: int) -> Store:
 
 
 def _record(store: Store, fingerprint: Fingerprint) -> None:
-    """Let the store know a dataset whose rows were all found equal. The lock must be held."""
-    # Who may only read the store compares all rows again. Another process may have replaced the
-    # store since this one opened it.
+    """Record the identity of a dataset whose rows were all equal. The lock must be held."""
+    # A process that may not write compares all rows again each time. Another process may have
+    # replaced the store since this one opened it.
     with suppress(OSError):
         if Manifest.read(store.path) == store.manifest:
             replace(store.manifest, fingerprint=fingerprint).write(store.path)
@@ -200,7 +200,7 @@ def _record(store: Store, fingerprint: Fingerprint) -> None:
 
 @dataclass(frozen=True)
 class _Build:
-    """One build of one dataset: what is known of it before the first row is written."""
+    """One build of one dataset, as planned before the first row is written."""
 
     dataset: Any
     plan: StorePlan
@@ -241,7 +241,7 @@ class _Build:
                     plan.building, columns, num_threads=max(2, num_workers), advance=advance
                 )
         except KeyboardInterrupt:
-            self._say_what_is_kept(journal, resume)
+            self._log_what_is_kept(journal, resume)
             raise
         finally:
             journal.close()
@@ -250,7 +250,7 @@ class _Build:
         source = {"dataset": f"{kind.__module__}.{kind.__qualname__}"}
         plan.commit(columns, self.probes, checksums, source, self.fingerprint)
 
-    def _say_what_is_kept(self, journal: Journal, resume: bool) -> None:
+    def _log_what_is_kept(self, journal: Journal, resume: bool) -> None:
         path = self.plan.path
         kept = f"{journal.num_done:,} of {self.plan.num_rows:,} rows are kept beside {path}"
         then = "the same build goes on with them"
@@ -303,8 +303,8 @@ class _Build:
         assert not missing_ranges(journal.done, self.plan.num_rows)
 
     def _note(self, journal: Journal, written: list[range]) -> None:
-        # Rows are noted only once they are on the disk. Where that fails they are never noted: the
-        # next time that a file system is asked, it may no longer know of the failure.
+        # Rows are listed only once they are on the disk. If that fails, they are never listed: when
+        # asked again, the file system may no longer report the failure.
         rows = written.copy()
         written.clear()
         self.plan.sync()
@@ -319,9 +319,9 @@ class _Build:
 
 
 class _RangeWriter:
-    """Reads the rows of a range, checks them and writes them; gives the rows and the seconds.
+    """Reads the rows of a range, checks and writes them. Returns the rows, and the seconds.
 
-    It holds the lock of the journal, by which the next build sees that this worker lives.
+    It holds the lock of the journal, which tells the next build that this worker is alive.
     """
 
     def __init__(self, build: _Build, journal: Journal) -> None:

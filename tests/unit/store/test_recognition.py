@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import stat
 import zipfile
 from collections.abc import Callable
@@ -213,6 +214,35 @@ def test_rebuild_of_another_identity_with_the_same_rows_compares_them_once(
     assert "All 3,000 rows are compared" in line
     assert "fingerprint=" in line
     assert verify_store(tmp_path / "s") == []
+
+
+def test_identity_whose_recording_was_killed_leaves_no_file_behind(tmp_path: Path) -> None:
+    build(OLD, tmp_path)
+    pid = os.fork()
+    if not pid:
+        os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            build(Counting(OLD), tmp_path)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    store = tmp_path / "s"
+    assert "manifest.json.tmp" in os.listdir(store)
+    assert labels(tmp_path) == [0, UNPROBED, NUM_ROWS - 1]
+    # Of the same dataset as before, which has nothing to record.
+    build(OLD, tmp_path)
+    assert "manifest.json.tmp" not in os.listdir(store)
+
+
+def test_identity_is_not_recorded_through_a_planted_link(tmp_path: Path) -> None:
+    build(OLD, tmp_path)
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / "s" / "manifest.json.tmp").symlink_to(mine)
+    build(Counting(OLD), tmp_path)
+    assert mine.read_text() == "mine"
+    assert verify_store(tmp_path / "s") == []
+    assert sorted(os.listdir(tmp_path / "s")) == ["manifest.json", "value.memmap"]
 
 
 def test_rebuild_check_says_which_rows_are_compared(tmp_path: Path) -> None:
