@@ -101,17 +101,16 @@ def entry(value: Any, key: str, kind: type) -> Any:
     return value[key]
 
 
-def key_name(key: str | int) -> str:
-    """A key of a sample as it stands in the names of fields, and of files."""
+def field_name(path: Iterable[str | int]) -> str:
+    """The name of the field at a path of keys, which is safe as the name of a file."""
+    return ".".join(map(_encode, path)) or "value"
+
+
+def _encode(key: str | int) -> str:
     # Percent-encoding, with "~" for "%", keeps names unique and safe as file names; tensordict
     # encodes a "%" once more. A dot separates levels.
     encoded = quote(str(key), safe="", errors="surrogatepass")
     return encoded.replace(".", "%2E").replace("~", "%7E").replace("%", "~") or "~"
-
-
-def field_name(path: Iterable[str | int]) -> str:
-    """The name of the field at a path of keys."""
-    return ".".join(map(key_name, path)) or "value"
 
 
 def check_name_length(name: str) -> None:

@@ -13,13 +13,7 @@ from unicodedata import normalize
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import (
-    MAX_NAME_LENGTH,
-    check_name_length,
-    entry,
-    field_name,
-    key_name,
-)
+from lightning_memmap.schema.fields import MAX_NAME_LENGTH, check_name_length, entry, field_name
 from lightning_memmap.schema.leaves import MIN_NUMBERS, number_dtype, stack_numbers
 
 _MAX_DEPTH = 32
@@ -135,7 +129,7 @@ def describe(value: Any, leaves: list[tuple[str, Any]], number_ndim: int, path: 
     return Node(kind, tuple(keys), children, name)
 
 
-def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, name: str = "") -> None:
+def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: Path = ()) -> None:
     """Take a sample, or a batch, apart as a structure says.
 
     Args:
@@ -143,7 +137,7 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, name: s
         node: Its structure.
         leaves: The leaves are appended here.
         number_ndim: Dimensions of a tensor that is a number: 0 in a sample, 1 in a batch.
-        name: The name of the field that is being taken apart.
+        path: Where the value is in the sample.
 
     Raises:
         SchemaError: It has another structure. The message names the field.
@@ -155,27 +149,26 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, name: s
     if node.kind == "numbers":
         if found is None or found[0] not in ("tuple", "list"):
             raise SchemaError(
-                f"field {name or 'value'!r}: found {type(value).__name__}, expected a list or"
+                f"field {field_name(path)!r}: found {type(value).__name__}, expected a list or"
                 " tuple of numbers"
             )
-        leaves.append(stack_numbers(name or "value", found[2], number_ndim))
+        leaves.append(stack_numbers(field_name(path), found[2], number_ndim))
         return
     if found is None or found[0] != node.kind:
         raise SchemaError(
-            f"field {name or 'value'!r}: found {type(value).__name__}, expected {node.kind}"
+            f"field {field_name(path)!r}: found {type(value).__name__}, expected {node.kind}"
             f" of {short_repr(list(node.keys))}"
         )
     _, keys, values = found
     if tuple(keys) != node.keys:
         if node.kind != "dict" or set(keys) != set(node.keys):
             raise SchemaError(
-                f"field {name or 'value'!r}: found {node.kind} of {short_repr(keys)}, expected"
+                f"field {field_name(path)!r}: found {node.kind} of {short_repr(keys)}, expected"
                 f" {short_repr(list(node.keys))}"
             )
         values = [value[key] for key in node.keys]
     for key, child, child_node in zip(node.keys, values, node.children, strict=True):
-        child_name = f"{name}.{key_name(key)}" if name else key_name(key)
-        flatten(child, child_node, leaves, number_ndim, child_name)
+        flatten(child, child_node, leaves, number_ndim, (*path, key))
 
 
 def builder(node: Node, sample: Any, indices: Iterator[int]) -> Build:

@@ -34,21 +34,9 @@ _MAX_HASHED_BYTES = 2**30
 _NUM_PIECES, _PIECE_BYTES = 64, 2**20
 #: Private attributes of other types, such as open files, may be made only when they are needed.
 _SETTLED_TYPES = (
-    *(
-        str,
-        bytes,
-        bytearray,
-        int,
-        float,
-        complex,
-        os.PathLike,
-        memoryview,
-        array,
-        types.FunctionType,
-    ),
-    *(tuple, list, dict, set, frozenset, deque, np.ndarray),
-    *(np.generic, Tensor, Dataset),
-)
+    str, bytes, bytearray, int, float, complex, os.PathLike, memoryview, array, types.FunctionType,
+    tuple, list, dict, set, frozenset, deque, np.ndarray, np.generic, Tensor, Dataset,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -222,10 +210,8 @@ class _Reader:
                 return [list(value.shape), value.reshape(-1).tolist()]
             flat = np.ascontiguousarray(value).reshape(-1)
             return [value.dtype.str, list(value.shape), self._hash(flat.view(np.uint8))]
-        if isinstance(value, (bytes, bytearray, array)):
-            return self._hash(np.frombuffer(value, np.uint8))
-        if isinstance(value, memoryview):
-            return self._hash(np.frombuffer(value.tobytes(), np.uint8))
+        if isinstance(value, (bytes, bytearray, array, memoryview)):
+            return self._hash(np.frombuffer(bytes(value), np.uint8))
         if isinstance(value, deque):
             return _with_text_keys(list(value), 0)
         if isinstance(value, (set, frozenset)):

@@ -241,10 +241,7 @@ def _may_remove(directory: Path) -> bool:
 
 
 def _is_directory(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def _rename(whole: Path, directory: Path) -> None:
