@@ -168,5 +168,5 @@ class Schema:
             if node.kind == "numbers" and not (
                 len(field.shape) == 1 and MIN_NUMBERS <= field.shape[0] <= MAX_NUMBERS
             ):
-                raise SchemaError(f"field {name!r}: {field} is no list of numbers")
+                raise SchemaError(f"field {name!r}: {field} is not a list of numbers")
         return schema

@@ -270,9 +270,9 @@ def _node_from_json(value: Any, depth: int) -> Node:
 def _check_class(kind: str, name: str, keys: list[str | int]) -> None:
     """Check that `_look_alike` can make a class: it writes source code with these names."""
     if not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
-        raise SchemaError(f"{short_repr(name)} is no name of a class")
+        raise SchemaError(f"{short_repr(name)} is not a name of a class")
     if kind == "namedtuple" and not _is_identifier(name):
-        raise SchemaError(f"{short_repr(name)} is no name of a named tuple")
+        raise SchemaError(f"{short_repr(name)} is not a name of a named tuple")
     for key in keys:
         if not _is_identifier(key) or (kind == "namedtuple" and str(key).startswith("_")):
             raise SchemaError(f"{kind} {short_repr(name)}: {short_repr(key)} names no field")

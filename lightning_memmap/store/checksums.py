@@ -35,7 +35,7 @@ def compute_checksums(
         By field name, one hexadecimal hash of 64 bits for each shard.
 
     Raises:
-        StoreError: A file is a link or no plain file, or cannot be read.
+        StoreError: A file is a link, is not a plain file, or cannot be read.
     """
     sums = {}
     with ThreadPoolExecutor(num_threads) as pool:

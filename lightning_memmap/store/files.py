@@ -55,7 +55,7 @@ def check_plain(path: Path) -> int:
 
 
 def _not_plain(path: Path) -> StoreError:
-    return StoreError(f"{path} is a link or no plain file, which is never opened")
+    return StoreError(f"{path} is a link, or not a plain file: it is never opened")
 
 
 def unreadable(path: Path, error: OSError) -> StoreError:

@@ -115,7 +115,7 @@ def check_given(given: str | None, name: str = "fingerprint") -> None:
     """Check what a user gives as a fingerprint.
 
     Raises:
-        TypeError: It is no string.
+        TypeError: It is not a string.
         ValueError: It is empty or too long.
     """
     if given is None:

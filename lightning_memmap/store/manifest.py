@@ -304,7 +304,7 @@ def check_num_shards(num_shards: int) -> None:
     """Check a number of shards that a user gives.
 
     Raises:
-        TypeError: It is no integer.
+        TypeError: It is not an integer.
         ValueError: It is out of range.
     """
     check_integer("num_shards", num_shards)

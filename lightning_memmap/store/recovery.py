@@ -216,8 +216,8 @@ def _remove(path: Path) -> None:
 def _check_ours(path: Path) -> None:
     if not _is_ours(path):
         raise StoreError(
-            f"{path} is in the way of a store, and is no directory of this user: remove it, let its"
-            " owner open the store once, or choose another directory"
+            f"{path} is in the way of a store, and is not a directory that belongs to this user:"
+            " remove it, let its owner open the store once, or choose another directory"
         )
 
 

@@ -27,7 +27,7 @@ def parse_json(text: bytes, *, max_values: int, max_containers: int, max_depth: 
         Its value: dicts, lists, strings, integers, bools and None.
 
     Raises:
-        ValueError: It is no JSON, is larger than allowed, has a key of an object twice, or has a
+        ValueError: It is not JSON, is larger than allowed, has a key of an object twice, or has a
             fraction or an integer of more than 20 characters.
     """
     unescaped = text.replace(rb"\\", b"").replace(rb"\"", b"")
@@ -67,4 +67,4 @@ def _parse_int(digits: str) -> int:
 
 
 def _refuse_number(digits: str) -> None:
-    raise ValueError(f"it holds {digits[:_MAX_DIGITS]}, which is no integer")
+    raise ValueError(f"it holds {digits[:_MAX_DIGITS]}, which is not an integer")

@@ -44,12 +44,12 @@ def check_place(path: Path, *, overwrite: bool) -> None:
     """Check that a table may be written to a path.
 
     Raises:
-        StoreError: Something is there that is no store, or a store is and ``overwrite`` is False.
+        StoreError: Something else than a store is there, or a store is and ``overwrite`` is False.
     """
     if not os.path.lexists(path):
         return
     if not is_store(path):
-        raise StoreError(f"{path} exists and is no store: choose another path, or remove it")
+        raise StoreError(f"{path} exists and is not a store: choose another path, or remove it")
     if not overwrite:
         raise StoreError(
             f"{path} exists: choose another path, or replace what is there with overwrite=True"

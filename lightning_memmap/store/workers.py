@@ -91,7 +91,7 @@ def check_num_workers(num_workers: int) -> None:
     """Check a number of processes that a user gives.
 
     Raises:
-        TypeError: It is no integer.
+        TypeError: It is not an integer.
         ValueError: It is below 0.
     """
     check_integer("num_workers", num_workers)

@@ -127,8 +127,8 @@ def build_store(
         directory.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise StoreError(
-            f"no store can be made at {directory}: {error.filename} is no directory; choose another"
-            " one"
+            f"no store can be made at {directory}: {error.filename} is not a directory; choose"
+            " another one"
         ) from error
     with locked(directory):
         recover(directory)
@@ -178,7 +178,7 @@ def _check_length(dataset: Any) -> None:
 def _reopen(directory: Path, num_shards: int) -> Store:
     if not is_store(directory):
         raise StoreError(
-            f"{directory} exists and is no store: choose another `store_dir`, or remove it"
+            f"{directory} exists and is not a store: choose another `store_dir`, or remove it"
         )
     store = open_store(directory)
     if store.num_shards != num_shards:

@@ -493,7 +493,7 @@ def test_build_argument_of_another_type_is_named(
 
 def test_build_at_what_is_no_place_for_a_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="file is no directory"):
+    with pytest.raises(StoreError, match="file is not a directory"):
         build(Numbered(10), tmp_path / "file" / "s")
     with pytest.raises(ValueError, match="path='': name the directory"):
         build(Numbered(10), "")
@@ -616,7 +616,7 @@ def test_build_path_that_is_no_store_is_refused_and_untouched(
         if kind == "directory":
             (path / "mine.txt").write_text("mine")
     before = contents(path) if path.is_dir() else path.read_bytes()
-    with pytest.raises(StoreError, match=r"exists and is no store: choose another `store_dir`"):
+    with pytest.raises(StoreError, match=r"exists and is not a store: choose another `store_dir`"):
         build(Numbered(10), path, overwrite=overwrite)
     assert (contents(path) if path.is_dir() else path.read_bytes()) == before
 

@@ -104,10 +104,10 @@ def directory(file: Path) -> None:
         (grow, r"has \d+ bytes, expected \d+ \(100 rows of int64"),
         (empty, r"has 0 bytes, expected \d+"),
         (Path.unlink, "is missing: build the store again"),
-        (link, "is a link or no plain file"),
-        (dangling_link, "is a link or no plain file"),
-        (fifo, "is a link or no plain file"),
-        (directory, "is a link or no plain file"),
+        (link, "is a link, or not a plain file"),
+        (dangling_link, "is a link, or not a plain file"),
+        (fifo, "is a link, or not a plain file"),
+        (directory, "is a link, or not a plain file"),
     ],
 )
 def test_open_damaged_field_file_is_refused_named_and_left_alone(
@@ -127,7 +127,7 @@ def test_open_manifest_that_is_no_plain_file_is_refused(
 ) -> None:
     damage(path / MANIFEST)
     for read in (open_store, verify_store):
-        with pytest.raises(StoreError, match=r"manifest\.json is a link or no plain file"):
+        with pytest.raises(StoreError, match=r"manifest\.json is a link, or not a plain file"):
             read(path)
 
 
@@ -402,9 +402,9 @@ def test_open_manifest_beyond_the_size_limit_is_not_read(path: Path) -> None:
         (b"[" + b"1," * 300_000, "more than 262144 values"),
         (b'"' * 2_000_000, "more than 524288 strings"),
         (b"[" + b"1" * 5000 + b"]", "an integer of 5000 characters"),
-        (b'{"format": NaN}', "NaN, which is no integer"),
-        (b'{"format": -Infinity}', "-Infinity, which is no integer"),
-        (b"[1e999999999]", "1e999999999, which is no integer"),
+        (b'{"format": NaN}', "NaN, which is not an integer"),
+        (b'{"format": -Infinity}', "-Infinity, which is not an integer"),
+        (b"[1e999999999]", "1e999999999, which is not an integer"),
         (b'{"format": 1, "format": 1}', "names a key of an object twice"),
     ],
 )

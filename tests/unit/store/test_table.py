@@ -144,7 +144,7 @@ def test_row_outside_the_table_raises(tmp_path: Path, row: int) -> None:
 def test_place_that_is_taken_is_refused(tmp_path: Path) -> None:
     (tmp_path / "table").mkdir()
     plan = make_plan(tmp_path, numbers(1), 20)
-    with pytest.raises(StoreError, match="exists and is no store"):
+    with pytest.raises(StoreError, match="exists and is not a store"):
         TableBuild(plan, overwrite=True)
     (tmp_path / "table").rmdir()
     write(tmp_path, list(range(20)))
