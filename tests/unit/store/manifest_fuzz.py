@@ -46,7 +46,7 @@ def mutated_manifests(seed: int, count: int, original: bytes) -> Iterator[bytes]
 
 
 def open_mutated(directory: Path, data: bytes, original: Manifest) -> bool:
-    """Open a store with another manifest, and check what comes of it.
+    """Open a store with another manifest, and check the result.
 
     Args:
         directory: A whole store. Its manifest is overwritten.
@@ -135,7 +135,7 @@ def _double_any(random_state: random.Random, body: dict[str, Any]) -> None:
 
 
 def _resize(random_state: random.Random, body: dict[str, Any]) -> None:
-    """Other sizes with as many checksums as they need."""
+    """Other sizes, with the number of checksums that they need."""
     if not isinstance(body.get("fields"), list) or not isinstance(body.get("checksums"), dict):
         return
     body["num_rows"] = random_state.choice(_NUMBERS)

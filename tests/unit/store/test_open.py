@@ -174,7 +174,7 @@ def test_open_manifest_edited_without_its_digest_is_refused(path: Path, key: str
 
 
 def test_open_manifest_signed_anew_without_a_lie_is_the_same_store(path: Path) -> None:
-    # What the tables of lies rest on: the digest alone refuses none of them.
+    # The table of lies depends on this: none of them is refused for its digest alone.
     before = Manifest.read(path)
     sign_manifest(path, lambda body: None)
     assert Manifest.read(path) == before
@@ -253,7 +253,7 @@ def many_classes(body: dict[str, Any]) -> None:
 
 
 def no_bytes(num_rows: int) -> Callable[[dict[str, Any]], None]:
-    """Rows that no file vouches for."""
+    """Rows for which no file is evidence."""
 
     def edit(body: dict[str, Any]) -> None:
         body["num_rows"] = num_rows
@@ -379,7 +379,7 @@ def test_open_manifest_names_a_file_outside_that_fits_is_refused(path: Path) -> 
 def test_open_manifest_of_more_rows_with_files_that_fit_opens_them_as_they_are(
     path: Path,
 ) -> None:
-    # A manifest that agrees with its files is no lie that opening can find; verifying does.
+    # Opening cannot find a lie that agrees with the files; verifying does.
     sign_manifest(path, put("num_rows", value=102))
     for file, row_bytes in (("x.memmap", 32), ("label.memmap", 8)):
         os.truncate(path / file, 102 * row_bytes)
@@ -417,7 +417,7 @@ def test_open_manifest_that_costs_much_or_is_ambiguous_is_refused_as_text(
 
 
 def test_open_manifest_with_brackets_and_quotes_in_strings_is_read(path: Path) -> None:
-    # What is counted before parsing is what is outside of strings.
+    # Only what is outside of strings is counted before parsing.
     tricky = '"\\' + "[" * 2000 + '\\\\"{},:'
     sign_manifest(path, put("source", value={f"{key} {tricky}": tricky for key in range(60)}))
     assert open_store(path).manifest.source[f"0 {tricky}"] == tricky

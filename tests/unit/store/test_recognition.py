@@ -27,11 +27,11 @@ NUM_ROWS = 3000
 UNPROBED = 1234
 assert UNPROBED not in probe_rows(NUM_ROWS)
 
-#: Labels where no fingerprint looks for them, as in a file below a directory.
+#: Labels where no fingerprint looks for them, as in a file in a directory.
 HIDDEN: dict[int, int] = {}
 
 
-#: Rows that cannot be read: what no identity shows.
+#: Rows that cannot be read, which is not part of any identity.
 BROKEN: set[int] = set()
 
 
@@ -229,7 +229,7 @@ def test_identity_whose_recording_was_killed_leaves_no_file_behind(tmp_path: Pat
     store = tmp_path / "s"
     assert "manifest.json.tmp" in os.listdir(store)
     assert labels(tmp_path) == [0, UNPROBED, NUM_ROWS - 1]
-    # Of the same dataset as before, which has nothing to record.
+    # The dataset that the store was built from, which has nothing to record.
     build(OLD, tmp_path)
     assert "manifest.json.tmp" not in os.listdir(store)
 
@@ -379,7 +379,7 @@ def test_death_of_a_worker_is_told_also_where_it_made_something_else_fail() -> N
         try:
             raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
         finally:
-            # As a thread that is being started does.
+            # As happens while a thread is being started.
             del {}[outcome]
 
     with pytest.raises(DatasetError, match=r"pid 7.*smaller num_workers"):

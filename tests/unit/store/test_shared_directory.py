@@ -31,7 +31,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become 
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A directory that other users reach; pytest's own are for one user alone."""
+    """A directory that other users can reach, unlike those of pytest."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)
@@ -100,7 +100,7 @@ def lock_out(directory: Path, mode: int = 0o555) -> None:
 
 @pytest.fixture
 def locked_out(shared: Path, pristine: dict[int, Path]) -> Iterator[Path]:
-    """A store whose directory can be read alone."""
+    """A store whose directory can only be read."""
     shutil.copytree(pristine[NEW.version], shared / "s")
     lock_out(shared)
     yield shared / "s"
@@ -182,7 +182,7 @@ def test_open_what_may_not_be_read_says_so(
 def test_two_users_of_one_directory_build_in_turn(shared: Path) -> None:
     shared.chmod(0o1777)
     assert run_as(OWNER, lambda: build(shared / "s")) == ["done"]
-    # The other one's lock can be used; his store can be read, and not replaced.
+    # The other user's lock can be used, and the other user's store read, but not replaced.
     assert run_as(OTHER, lambda: build(shared / "s")) == ["done"]
     assert run_as(OTHER, lambda: build(shared / "t")) == ["done"]
     kind, text = run_as(OTHER, lambda: build(shared / "s", OLD, overwrite=True))

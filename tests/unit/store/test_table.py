@@ -31,7 +31,7 @@ def numbers(num_rows: int, offset: int = 0) -> Tensor:
 
 
 def write(path: Path, rows: list[int], num_rows: int = 20, **options: Any) -> None:
-    """A table of numbers to which just these rows are written, each its own number."""
+    """Write these rows of a table of numbers, each with its own number."""
     plan = make_plan(path, numbers(1), num_rows)
     build = TableBuild(plan, **options)
     writer = TableWriter(plan, build.token)
@@ -80,7 +80,7 @@ def test_files_are_those_of_a_build_of_the_same_rows(tmp_path: Path) -> None:
         assert (table.path / name).read_bytes() == (built.path / name).read_bytes()
     assert table.manifest.checksums == built.manifest.checksums
     assert table.manifest.probes == built.manifest.probes
-    # So the dataset of numbers and the table are one to whoever opens it.
+    # So the table passes for a store of the dataset.
     table.check_dataset(built)
 
 
