@@ -210,8 +210,10 @@ class _Reader:
                 return [list(value.shape), value.reshape(-1).tolist()]
             flat = np.ascontiguousarray(value).reshape(-1)
             return [value.dtype.str, list(value.shape), self._hash(flat.view(np.uint8))]
-        if isinstance(value, (bytes, bytearray, array, memoryview)):
-            return self._hash(np.frombuffer(bytes(value), np.uint8))
+        if isinstance(value, (bytes, bytearray, array)):
+            return self._hash(np.frombuffer(value, np.uint8))
+        if isinstance(value, memoryview):
+            return self._hash(np.frombuffer(value.tobytes(), np.uint8))
         if isinstance(value, deque):
             return _with_text_keys(list(value), 0)
         if isinstance(value, (set, frozenset)):

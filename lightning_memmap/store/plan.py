@@ -74,7 +74,7 @@ class StorePlan:
         return rows_bytes(self.columns, range(self.num_rows))
 
     def to_json(self) -> dict[str, Any]:
-        """What makes one plan another than the next one in the same place, as JSON values."""
+        """What must be the same in a build that goes on with this one, as JSON values."""
         return {
             "num_rows": self.num_rows,
             "num_shards": self.num_shards,
@@ -126,7 +126,7 @@ class StorePlan:
     def _disk_full(self, needed: int, free: int) -> OSError:
         return OSError(
             errno.ENOSPC,
-            f"the store needs {needed} bytes and {_ROOM_BYTES} besides, and {free} are free: free"
+            f"the store needs {needed} bytes and {_ROOM_BYTES} besides, and {free} are free: make"
             " some space, or choose a directory on a larger disk",
             str(self.path),
         )
@@ -158,7 +158,7 @@ class StorePlan:
         Args:
             columns: The finished columns.
             probes: Row and hash of the probe rows.
-            checksums: Those of each shard, by field name.
+            checksums: The checksum of each shard, by field name.
             source: Where the rows came from, for people to read. Time and versions are added.
             fingerprint: The identity of the dataset.
         """

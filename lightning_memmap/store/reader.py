@@ -137,18 +137,18 @@ def open_store(path: str | Path) -> Store:
     """
     directory = Path(os.path.realpath(path))
     while True:
-        place = finish_interrupted(directory)
-        before = manifest_mark(place)
+        found = finish_interrupted(directory)
+        before = manifest_mark(found)
         try:
-            manifest = Manifest.read(place)
-            check_files(place, manifest)
-            store = Store(place, manifest)
+            manifest = Manifest.read(found)
+            check_files(found, manifest)
+            store = Store(found, manifest)
         except MemmapError:
-            moved = place == directory and is_interrupted(directory)
-            if not moved and manifest_mark(place) == before:
+            moved = found == directory and is_interrupted(directory)
+            if not moved and manifest_mark(found) == before:
                 raise
         else:
             # Otherwise another process has just replaced the store, and this is the old manifest
             # with files of the new one.
-            if manifest_mark(place) == before:
+            if manifest_mark(found) == before:
                 return store

@@ -334,7 +334,7 @@ class _RangeWriter:
         start = perf_counter()
         build, (first, num_rows) = self._build, task
         if not self._blocks:
-            self._blocks = [Block(column, build.max_range_rows) for column in build.plan.columns]
+            self._blocks = [column.block(build.max_range_rows) for column in build.plan.columns]
         for index in range(num_rows):
             leaves = read_row(build.dataset, first + index, build.plan.schema)
             for block, leaf in zip(self._blocks, leaves, strict=True):

@@ -42,7 +42,8 @@ class OpenColumn(Protocol):
             rows: Rows in dataset order, int64 of shape (B,).
 
         Returns:
-            A tensor of shape (B, *field shape) on the CPU.
+            A tensor of shape (B, *field shape) on the CPU; where rows differ in shape, a jagged
+            one.
         """
 
 
@@ -108,6 +109,11 @@ class Column(ABC):
         """The bytes of each shard, for its checksum. All ranges together are all bytes of all
         files."""
 
+    def block(self, max_rows: int) -> "Block":
+        """Memory for up to ``max_rows`` rows, for one process. A column whose rows differ in shape
+        has a kind of block of its own."""
+        return Block(self, max_rows)
+
     @abstractmethod
     def write(self, files: OpenFiles, rows: Integers, values: Tensor) -> None:
         """Write rows in any order. Several processes may do this at once, each with other rows.
@@ -118,7 +124,8 @@ class Column(ABC):
         Args:
             files: The files of the store that grows.
             rows: Which rows, int64 of shape (B,).
-            values: A tensor of shape (B, *field shape), on any device.
+            values: A tensor of shape (B, *field shape), on any device; where rows differ in shape,
+                a jagged one.
         """
 
     def finish(self, directory: Path) -> "Column":
