@@ -297,11 +297,12 @@ def _info(options: Namespace, console: Console) -> int:
 
 def _print_info(store: Store, console: Console) -> None:
     manifest = store.manifest
+    shard_bytes = manifest.shard_bytes()
     console.print(_printable(store.path), style="bold", soft_wrap=True)
     console.print(
         f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)},"
-        f" {store.num_shards} shards of {format_bytes(min(manifest.shard_bytes))} to"
-        f" {format_bytes(max(manifest.shard_bytes))}"
+        f" {store.num_shards} shards of {format_bytes(shard_bytes.min())} to"
+        f" {format_bytes(shard_bytes.max())}"
     )
     source = ", ".join(f"{key} {value}" for key, value in manifest.source.items())
     console.print(_printable(f"from {source}"))

@@ -18,7 +18,8 @@ from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.schema import Schema
-from lightning_memmap.store.table import TableBuild, TablePlan, TableWriter, check_place
+from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.table import TableBuild, TableWriter, check_place
 
 #: Where the predicted rows lie in no store, and so in no number of shards.
 _NUM_SHARDS = 24
@@ -158,7 +159,7 @@ class PredictionTable(BasePredictionWriter):
 
     def _open(self, trainer: L.Trainer, schema: Schema) -> None:
         """Make the files, on rank zero, and open them on all ranks, or raise on all."""
-        plan = TablePlan(self.path, self._num_rows, self._num_shards, schema)
+        plan = StorePlan(self.path, self._num_rows, self._num_shards, schema)
         check_ranks_match({"the table": plan})
         writes = _is_first_of_its_rank(trainer)
         with _all_or_none():

@@ -111,7 +111,7 @@ class _ResidentEpoch:
 def mapped_rows(store: Store, offsets: StoreOffsets) -> ResidentRows:
     """The rows in the file mapping of a store. Nothing is read yet."""
     tensors = [tensor.as_subclass(Tensor) for tensor in store.tensors]
-    return ResidentRows(tensors, offsets.starts if offsets.is_as_stored else offsets)
+    return ResidentRows(tensors, offsets.stored.starts if offsets.is_as_stored else offsets)
 
 
 def copied_rows(
@@ -161,7 +161,7 @@ def _shard_reader(
     """A function that fills a CPU tensor with the rows of a shard, from a given row on."""
 
     def read(first: int, out: Tensor) -> None:
-        start = int(offsets.starts[shard]) + first
+        start = int(offsets.stored.starts[shard]) + first
         out.copy_(mapped[start : start + len(out)])
 
     def read_apart(first: int, out: Tensor) -> None:

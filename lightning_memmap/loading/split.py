@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lightning_memmap.errors import StoreError
+from lightning_memmap.loading.column_rows import ColumnRows
 from lightning_memmap.loading.resident import copied_rows, mapped_rows
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
@@ -14,6 +16,7 @@ from lightning_memmap.loading.window_layout import WindowLayout
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.store import Store
+from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.row_file import open_row_files
 
 #: A warning tells where a smaller share than this of the bytes read is used.
@@ -61,8 +64,9 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
 
     Raises:
         OSError: A file of a store that is read window by window cannot be opened.
+        StoreError: A column of the store cannot have this residency.
     """
-    offsets = StoreOffsets(store.num_rows, store.num_shards, placement.shards)
+    offsets = StoreOffsets(store.manifest.shards, placement.shards)
     cpu = torch.device("cpu")
     groups: dict[tuple[Residency, torch.device], list[int]] = {}
     for shard, residency in enumerate(placement.residency):
@@ -75,8 +79,14 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
     source_of_shard = np.full(placement.shards.num_shards, -1, np.int64)
     for (residency, device), shards in groups.items():
         source_of_shard[shards] = len(sources)
+        others = [c for c in store.manifest.columns if not isinstance(c, FixedColumn)]
+        if others and residency is not Residency.MMAP:
+            raise StoreError(
+                f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
+                f" {store.path} can be read from the file mapping alone: use residency='mmap'"
+            )
         if residency is Residency.MMAP:
-            sources.append(mapped_rows(store, offsets))
+            sources.append(ColumnRows(store) if others else mapped_rows(store, offsets))
         elif residency is Residency.STREAM:
             sources.append(_streamed_rows(store, offsets, topology, placement, shards))
         else:

@@ -1,11 +1,8 @@
 """Where the rows of a split lie in a store, whose shards may be others than those of the split."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
-import numpy as np
-
-from lightning_memmap.sampling import Integers, Shards, shard_starts
+from lightning_memmap.sampling import Integers, Shards
 
 
 @dataclass(frozen=True)
@@ -13,24 +10,17 @@ class StoreOffsets:
     """Where the rows of a split lie in the files of its store.
 
     Args:
-        num_rows: Rows of the store.
-        num_shards: Shards of the store.
+        stored: The rows of the store and its shards.
         shards: The rows of the split, and the shards that they are divided into.
     """
 
-    num_rows: int
-    num_shards: int
+    stored: Shards
     shards: Shards
 
     @property
     def is_as_stored(self) -> bool:
         """Whether the shards of the split are those of the store."""
-        return self.shards.subset is None and self.shards.num_shards == self.num_shards
-
-    @cached_property
-    def starts(self) -> Integers:
-        """Where each shard of the store starts in its files, in rows, int64 of shape (C,)."""
-        return shard_starts(self.num_rows, self.num_shards)
+        return self.shards == self.stored
 
     def of(self, shards: Integers, offsets: Integers) -> Integers:
         """Where rows lie in the files.
@@ -42,5 +32,4 @@ class StoreOffsets:
         Returns:
             Rows of the files, int64 of shape (B,).
         """
-        stored, home = np.divmod(self.shards.dataset_rows(shards, offsets), self.num_shards)
-        return self.starts[home] + stored
+        return self.stored.locate(self.shards.dataset_rows(shards, offsets))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.store_offsets import StoreOffsets
-from lightning_memmap.sampling import Integers, shard_starts
+from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
 from lightning_memmap.store.row_file import MAX_BLOCK_BYTES, RowFile, aligned_memory
 
@@ -76,7 +76,7 @@ class WindowLayout:
             self._multiple = max((each for each in multiples if each <= limit), default=1)
         free = 2 * _MAX_RUNS * (self._multiple - 1)
         self._slots_per_shard = _round_up(window + free, self._multiple)
-        self._starts = shard_starts(offsets.num_rows, num_shards)
+        self._starts = offsets.shards.starts
         #: By shard of the split, the first of its slots; -1 for shards of other processes.
         self._first_slots = np.full(num_shards, -1, np.int64)
         self._first_slots[self._shards] = np.arange(len(shards)) * self._slots_per_shard

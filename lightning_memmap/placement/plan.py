@@ -12,7 +12,7 @@ import torch
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.placement.sizes import format_bytes
 from lightning_memmap.placement.topology import DataTopology
-from lightning_memmap.sampling import RowSubset, Shards, default_window, striping
+from lightning_memmap.sampling import Integers, RowSubset, Shards, default_window, striping
 
 
 class Residency(str, Enum):
@@ -44,7 +44,14 @@ class Sized(Protocol):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row over all fields."""
+        """Bytes of one row over all fields, on average."""
+
+    def shard_bytes(self, shards: Shards | None = None) -> Integers:
+        """Bytes of each shard over all fields, int64 of shape (C,).
+
+        Args:
+            shards: How the rows, or some of them, are divided into shards; by default as stored.
+        """
 
 
 @dataclass(frozen=True)
@@ -100,10 +107,8 @@ class SplitSize:
                 stacklevel=2,
             )
         shards = Shards(num_rows, num_shards, subset)
-        shard_bytes = (shards.sizes * store.row_bytes).tolist()
-        return cls(
-            shards, tuple(shard_bytes), window or default_window(num_shards, store.row_bytes)
-        )
+        shard_bytes = tuple(store.shard_bytes(shards).tolist())
+        return cls(shards, shard_bytes, window or default_window(num_shards, store.row_bytes))
 
     @property
     def num_rows(self) -> int:
@@ -112,8 +117,8 @@ class SplitSize:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row over all fields, on average."""
-        return sum(self.shard_bytes) // self.num_rows
+        """Bytes of one row over all fields, on average and rounded up."""
+        return -(-sum(self.shard_bytes) // self.num_rows)
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,15 @@ def striping(num_shards: int, num_data_devices: int) -> int:
 
 @dataclass(frozen=True)
 class Shards:
-    """The rows of a split, and the shards that they are divided into.
+    """Rows, and the shards that they are divided into.
+
+    The rows are those of a dataset, or of a subset of it. In files, shard 0's rows come first, then
+    shard 1's, and so on: where a row lies there is its location.
 
     Args:
-        num_rows: Rows of the split, ``N``.
+        num_rows: Rows, ``N``.
         num_shards: Shards, ``C``.
-        subset: Which rows of the dataset the split has; all of them where it is None.
+        subset: Which rows of the dataset these are; all of them where it is None.
 
     Raises:
         ValueError: A count is below 1.
@@ -69,6 +72,11 @@ class Shards:
         """Rows of each shard, int64 of shape (C,)."""
         return shard_rows(self.num_rows, self.num_shards)
 
+    @cached_property
+    def starts(self) -> Integers:
+        """The location of each shard's first row, int64 of shape (C,)."""
+        return shard_starts(self.num_rows, self.num_shards)
+
     @property
     def longest(self) -> int:
         """Rows of the longest shard."""
@@ -86,3 +94,26 @@ class Shards:
         """
         rows = offsets * self.num_shards + shards
         return rows if self.subset is None else self.subset.rows(rows)
+
+    def rows_of(self, shard: int) -> range | Integers:
+        """The dataset rows of one shard, in its order."""
+        numbers = range(shard, self.num_rows, self.num_shards)
+        if self.subset is None:
+            return numbers
+        return self.subset.rows(np.arange(numbers.start, numbers.stop, numbers.step))
+
+    def locate(self, rows: Integers) -> Integers:
+        """Where rows lie, counted in rows from the start of a file.
+
+        Args:
+            rows: Rows in dataset order, int64 of any shape.
+
+        Returns:
+            Their locations, int64 of the same shape.
+        """
+        return self.starts[rows % self.num_shards] + rows // self.num_shards
+
+    def rows_at(self, locations: Integers) -> Integers:
+        """The rows at locations: the inverse of `locate`."""
+        shards = np.searchsorted(self.starts, locations, side="right") - 1
+        return (locations - self.starts[shards]) * self.num_shards + shards

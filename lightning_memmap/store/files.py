@@ -1,118 +1,135 @@
-"""The files of a store while it grows: made, written, brought to the disk, put in place."""
+"""Plain files: opened without following links, written, and brought to the disk."""
 
 import errno
 import os
-import shutil
-from datetime import datetime, timezone
-from importlib.metadata import version
+import stat
+import sys
+from multiprocessing.reduction import DupFd
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from lightning_memmap.errors import StoreError
 
-from lightning_memmap.sampling import shard_starts
-from lightning_memmap.schema import Schema
-from lightning_memmap.store.manifest import Manifest, field_path
-from lightning_memmap.store.probes import hash_row
-from lightning_memmap.store.recovery import building_path, put_in_place, sync_directory
-
-#: What a build needs on the disk beside the rows: its plan, its journal, the manifest.
-_ROOM_BYTES = 64 * 2**10
+#: The end of the names of files that a build needs only until its store is put in place.
+TEMPORARY = ".tmp"
 
 
-def make_files(directory: Path, schema: Schema, num_rows: int) -> None:
-    """Make the field files of the store at ``directory`` where it grows, and claim their space,
-    so that a full disk is an error now and neither a late one nor a SIGBUS.
+def open_plain(path: Path) -> int:
+    """Open a plain file for reading. A link is not followed, and a pipe is not waited for.
+
+    Returns:
+        The descriptor, which the caller closes.
 
     Raises:
-        OSError: The disk is too small. Nothing is left then.
+        FileNotFoundError: There is nothing at the path.
+        StoreError: It is a link, a directory or a device.
+        OSError: It cannot be opened.
     """
-    building = building_path(directory)
-    building.mkdir()
     try:
-        _allocate(building, schema, num_rows, str(directory))
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        # A link, or a socket.
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _not_plain(path) from None
         raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_plain(path)
+    return descriptor
 
 
-def _allocate(building: Path, schema: Schema, num_rows: int, where: str) -> None:
-    needed = num_rows * schema.row_bytes
-    free = shutil.disk_usage(building).free
-    if needed + _ROOM_BYTES > free:
-        raise _disk_full(needed, free, where)
-    for field in schema.fields:
-        num_bytes = num_rows * field.row_bytes
-        if not num_bytes:
-            continue
-        with open(field_path(building, field), "xb") as file:
-            try:
-                file.truncate(num_bytes)
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, num_bytes)
-            except OSError as error:
-                if error.errno == errno.EFBIG:
-                    raise OSError(
-                        errno.EFBIG,
-                        f"field {field.name!r} needs a file of {num_bytes} bytes, more than this"
-                        " process (`ulimit -f`) or the file system allows",
-                        where,
-                    ) from error
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                raise _disk_full(needed, free, where) from error
+def check_plain(path: Path) -> int:
+    """Check that a path leads to a plain file.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        StoreError: It is a link, a directory or a device.
+    """
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise _not_plain(path)
+    return status.st_size
 
 
-def _disk_full(needed: int, free: int, where: str) -> OSError:
-    return OSError(
-        errno.ENOSPC,
-        f"the store needs {needed} bytes and {_ROOM_BYTES} besides, and {free} are free: free some"
-        " space, or choose a directory on a larger disk",
-        where,
+def _not_plain(path: Path) -> StoreError:
+    return StoreError(f"{path} is a link, or not a plain file: it is never opened")
+
+
+def unreadable(path: Path, error: OSError) -> StoreError:
+    """The error for a file of a store that the system does not let this process read."""
+    return StoreError(
+        f"{path} cannot be read: {error.strerror}: see that you have the right to read it and all"
+        " directories above it, that its disk works, and that the process may open more files"
+        " (`ulimit -n`)"
     )
 
 
-def write_all(descriptor: int, data: memoryview, place: int) -> None:
-    """Write bytes to a place in a file, however many calls it takes."""
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write bytes at an offset of a file, in as many calls as it takes."""
     while data:
-        written = os.pwrite(descriptor, data, place)
-        data, place = data[written:], place + written
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
 
 
-def hash_written_row(
-    building: Path, row: int, schema: Schema, num_rows: int, num_shards: int
-) -> str:
-    """The hash of one row as it lies in the files; see `hash_row`."""
-    place = int(shard_starts(num_rows, num_shards)[row % num_shards]) + row // num_shards
-    leaves = []
-    for field in schema.fields:
-        if size := field.row_bytes:
-            with open(field_path(building, field), "rb") as file:
-                data = os.pread(file.fileno(), size, place * size)
-            leaves.append(np.frombuffer(data, np.uint8))
-    return hash_row(leaves)
+def sync_path(path: Path) -> None:
+    """Bring a file, or the entries of a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def sync_files(building: Path, schema: Schema) -> None:
-    """Bring the field files to the disk."""
-    for field in schema.fields:
-        if field.row_bytes:
-            with open(field_path(building, field), "rb") as file:
-                os.fsync(file.fileno())
+class OpenFiles:
+    """Files of one directory, each opened for writing when it is first needed.
 
+    The directory is held open and its files are opened relative to it, not by its name: a process
+    that outlives its build must not write into the files that the next build makes in the same
+    place. It can be sent to a process that is being started.
 
-def describe_source(**what: str) -> dict[str, str]:
-    """Where a store came from, for people to read: this, the time and the versions."""
-    return {
-        **what,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **{name: version(name) for name in ("lightning_memmap", "torch", "tensordict")},
-    }
+    Args:
+        directory: The directory. A link is not followed.
+        max_open: Files that are open at once; beyond that the oldest one is closed.
+    """
 
+    def __init__(self, directory: Path, max_open: int = sys.maxsize) -> None:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.directory = os.open(directory, flags)
+        self._max_open = max_open
+        self._files: dict[str, int] = {}
 
-def commit(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, which makes the files a store, and put the store in place. All rows
-    must be on the disk, and the lock held."""
-    building = building_path(directory)
-    manifest.write(building)
-    sync_directory(building)
-    put_in_place(directory)
+    def open(self, name: str, flags: int = 0) -> int:
+        """The descriptor of a file, valid until the next call.
+
+        Args:
+            name: Its name in the directory.
+            flags: Flags of ``os.open`` beside those for writing, such as ``os.O_CREAT``.
+        """
+        if name not in self._files:
+            if len(self._files) >= self._max_open:
+                os.close(self._files.pop(next(iter(self._files))))
+            flags |= os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._files[name] = os.open(name, flags, 0o666, dir_fd=self.directory)
+        return self._files[name]
+
+    def sync(self) -> None:
+        """Bring the files that are open to the disk."""
+        for descriptor in self._files.values():
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        """Close the files and the directory. Doing it again changes nothing."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+        if self.directory >= 0:
+            os.close(self.directory)
+            self.directory = -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "directory": DupFd(self.directory), "_files": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, directory=state["directory"].detach())

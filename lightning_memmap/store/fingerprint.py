@@ -1,4 +1,4 @@
-"""What a dataset is known by without reading a row of it."""
+"""The identity of a dataset: what tells it from others without reading a row."""
 
 import enum
 import inspect
@@ -22,48 +22,37 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
-#: Classes of these are known by their name alone: they change with a release, not with a dataset.
+#: Classes of these modules are identified by their name: they change with a release, not with a
+#: dataset.
 _KNOWN_MODULES = {*sys.stdlib_module_names, "torch", "numpy", "lightning"}
 _MAX_DEPTH = 8
 _MAX_PARTS = 512
 _MAX_TEXT_LENGTH = 1024
 _MAX_ITEMS = 2**20
-#: Arrays are hashed whole up to so many bytes of all of them, and then in pieces.
+#: Arrays are hashed whole until this many bytes have been hashed, and in pieces from then on.
 _MAX_HASHED_BYTES = 2**30
 _NUM_PIECES, _PIECE_BYTES = 64, 2**20
-#: Private attributes of other types are open files and what else is made as it is needed.
+#: Private attributes of other types, such as open files, may be made only when they are needed.
 _SETTLED_TYPES = (
-    *(
-        str,
-        bytes,
-        bytearray,
-        int,
-        float,
-        complex,
-        os.PathLike,
-        memoryview,
-        array,
-        types.FunctionType,
-    ),
-    *(tuple, list, dict, set, frozenset, deque, np.ndarray),
-    *(np.generic, Tensor, Dataset),
-)
+    str, bytes, bytearray, int, float, complex, os.PathLike, memoryview, array, types.FunctionType,
+    tuple, list, dict, set, frozenset, deque, np.ndarray, np.generic, Tensor, Dataset,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The identity of a dataset, in parts with names, so that a difference can be named.
+    """The identity of a dataset, in named parts, so that a difference can be named.
 
-    The default parts are the class, the length, the source text of the class, and the attributes:
-    values and containers of values by content, functions by what they compute with, datasets and
-    other objects within by their own attributes. An attribute that is the path of a file stands for
-    its size and time as well. No part sees what lies below a directory, the content of files that
-    are open or listed, what objects of compiled classes hold, nor the functions that the class
-    calls.
+    The parts are the class, the length, the source text of the class, and the attributes: values
+    and containers of values by their content, functions by their code and what they refer to,
+    datasets and other objects by their own attributes. For an attribute that is the path of a file,
+    the file's size and time are a part as well. No part covers the files in a directory, the
+    content of files that are open or listed, the contents of objects of compiled classes, nor the
+    functions that the class calls.
 
     Args:
         parts: Text or digest by name of the part.
-        given: What the user has given. It decides alone where both sides have one.
+        given: The fingerprint that the user has given. It decides alone where both sides have one.
     """
 
     parts: Mapping[str, str]
@@ -71,14 +60,19 @@ class Fingerprint:
 
     @classmethod
     def of(cls, dataset: Any, given: str | None = None) -> "Fingerprint":
-        """The identity of a dataset, of which no row is read."""
+        """The identity of a dataset. No row is read.
+
+        Args:
+            dataset: The dataset.
+            given: The fingerprint that the user has given for it.
+        """
         reader = _Reader()
         reader.parts["its length"] = str(len(dataset))
         reader.read(dataset, "", 0)
         return cls(reader.parts, given)
 
     def difference(self, other: "Fingerprint") -> str | None:
-        """What has changed from this identity to another one, in words; None where nothing has."""
+        """The changes from this identity to another one, in words; None where there are none."""
         if other.given is not None:
             if self.given == other.given:
                 return None
@@ -104,16 +98,16 @@ class Fingerprint:
         """Read an identity from JSON values that nobody has checked.
 
         Raises:
-            ValueError: They describe none.
+            ValueError: They describe no identity.
         """
         parts, given = (
             (value.get("parts"), value.get("given")) if isinstance(value, dict) else (0, 0)
         )
         if not isinstance(parts, dict) or not isinstance(given, str | None):
-            raise ValueError("its fingerprint is no table")
+            raise ValueError("its fingerprint is not a JSON object")
         texts = [*parts, *parts.values(), given or ""]
         if not all(isinstance(text, str) and len(text) <= _MAX_TEXT_LENGTH for text in texts):
-            raise ValueError("its fingerprint is not a table of short texts")
+            raise ValueError("its fingerprint holds more than short texts")
         return cls(parts, given)
 
 
@@ -121,7 +115,7 @@ def check_given(given: str | None, name: str = "fingerprint") -> None:
     """Check what a user gives as a fingerprint.
 
     Raises:
-        TypeError: It is no string.
+        TypeError: It is not a string.
         ValueError: It is empty or too long.
     """
     if given is None:
@@ -141,7 +135,7 @@ def _is_private(name: str) -> bool:
 
 
 class _Reader:
-    """Collects the parts of a dataset, and of those within it."""
+    """Collects the parts of a dataset, and of the datasets in it."""
 
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
@@ -151,7 +145,13 @@ class _Reader:
         self._encoder = json.JSONEncoder(default=self._describe)
 
     def read(self, dataset: Any, prefix: str, depth: int) -> None:
-        """Add the parts of a dataset whose attributes are named with this prefix."""
+        """Add the parts of a dataset.
+
+        Args:
+            dataset: The dataset.
+            prefix: What comes before the names of its attributes.
+            depth: Datasets that contain it.
+        """
         if id(dataset) in self._seen:
             return
         self._seen.add(id(dataset))
@@ -196,7 +196,7 @@ class _Reader:
         return _digest(text)
 
     def _describe(self, value: Any) -> Any:
-        """What JSON cannot hold, as something that it can."""
+        """A value that JSON cannot hold, as one that it can."""
         if isinstance(value, Tensor):
             what = [str(value.dtype), list(value.shape)]
             if value.device.type == "cpu" and value.layout == torch.strided:
@@ -227,16 +227,16 @@ class _Reader:
             within.read(value, "", _MAX_DEPTH)
             return within.parts
         if callable(getattr(value, "close", None)):
-            return None  # An open file is as good as one that is yet to be opened.
+            return None  # An open file counts like one that is still to be opened.
         return self._describe_object(value)
 
     def _describe_object(self, value: Any) -> Any:
-        """A function by its code and what it holds, another object by its attributes."""
+        """A function by its code and what it refers to, any other object by its attributes."""
         named = value if hasattr(value, "__qualname__") else type(value)
         name = f"type {named.__qualname__}"
         if id(value) in self._objects or isinstance(value, (type, types.ModuleType)):
             return name
-        # Kept, so that no other object is given the same number.
+        # Kept alive, so that no other object gets the same id.
         self._objects[id(value)] = value
         if isinstance(value, types.CodeType):
             constants = _with_text_keys(list(value.co_consts), 0)
@@ -268,7 +268,7 @@ class _Reader:
 
 
 def _settled_attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, but for private ones that may be made as they are needed."""
+    """The attributes of an object, without private ones that may be made only when needed."""
     names = dict.fromkeys(getattr(value, "__dict__", ()))
     for base in type(value).__mro__:
         slots = base.__dict__.get("__slots__", ())
@@ -285,19 +285,19 @@ def _settled_attributes(value: Any) -> dict[str, Any]:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a private container may be a cache that is yet to be filled."""
+    """Whether a private container may be a cache that is still to be filled."""
     return isinstance(value, (list, dict, set, deque)) and not value
 
 
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # It is set later.
+    except ValueError:  # It is still empty.
         return None
 
 
 def _with_text_keys(value: Any, depth: int) -> Any:
-    """A container in which dicts with other keys than text, which JSON has none of, are pairs."""
+    """A container in which dicts with keys that are not text are pairs, since JSON has none."""
     if depth > _MAX_DEPTH:
         return value
     if isinstance(value, dict):
@@ -326,12 +326,12 @@ def _source(kind: type) -> str | None:
         return None
     try:
         return inspect.getsource(kind)
-    except (OSError, TypeError, SyntaxError):  # Made at a prompt, or by a compiled module.
+    except (OSError, TypeError, SyntaxError):  # Defined at a prompt, or in a compiled module.
         return None
 
 
 def _file_state(path: str | os.PathLike[Any]) -> str | None:
-    """Size and time of a file; None for what is no path of one."""
+    """Size and time of a file; None where the path leads to none."""
     try:
         state = os.stat(path)
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""What a build has finished, noted beside the files that grow, so that the next one can go on.
+"""The journal of a build: which rows are on the disk, so that the next build can go on from there.
 
-``plan.json`` says what is built, ``journal`` which rows are on the disk. The journal is locked by
-the building process and by all workers that it forks: while one of them lives, nobody else writes
-into the same files.
+``plan.json`` says what is built, ``journal`` which rows are on the disk. The building process and
+all workers that it forks hold a lock on the journal: while one of them lives, no other process
+writes into the same files.
 """
 
 import fcntl
@@ -38,29 +38,33 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """What a build is to make; another build goes on with it only if it is to make the same.
+    """What a build makes. An interrupted build is resumed only by one that makes the same.
 
     Args:
         fingerprint: The identity of the dataset.
-        layout: Rows, shards, schema and probes as JSON values.
-        file_bytes: Size of each file that the rows go to, by name.
+        contents: Rows, shards, schema, columns and probes as JSON values.
+        file_bytes: The size of each file that grows, by its name.
     """
 
     fingerprint: Fingerprint
-    layout: Mapping[str, Any]
+    contents: Mapping[str, Any]
     file_bytes: Mapping[str, int]
 
     @property
     def num_rows(self) -> int:
         """Rows of the dataset."""
-        return int(self.layout["num_rows"])
+        return int(self.contents["num_rows"])
 
     def difference(self, found: Mapping[str, Any]) -> str | None:
-        """What is another thing in the plan that was found, in words."""
+        """What differs in the plan of an interrupted build, in words; None where nothing does.
+
+        Raises:
+            ValueError: The plan that was found is no plan.
+        """
         changed = Fingerprint.from_json(found.get("fingerprint")).difference(self.fingerprint)
         if changed is not None:
             return f"since then, {changed}"
-        for key, value in self.layout.items():
+        for key, value in self.contents.items():
             if found.get(key) != value:
                 return f"it has other {key}"
         return None
@@ -70,8 +74,8 @@ class Journal:
     """The rows of a build that are on the disk.
 
     Args:
-        descriptor: The open file, locked. It is inherited by workers, and closed by `close`.
-        done: The rows that are noted in it.
+        descriptor: The open file, locked. Workers inherit it; `close` closes it.
+        done: The rows that it lists.
     """
 
     def __init__(self, descriptor: int, done: Iterable[range] = ()) -> None:
@@ -80,33 +84,33 @@ class Journal:
 
     @property
     def num_done(self) -> int:
-        """Rows that are noted."""
+        """The number of rows that it lists."""
         return sum(map(len, self.done))
 
     @classmethod
     def create(cls, building: Path, plan: BuildPlan) -> "Journal":
-        """Begin the journal of a build whose files have just been made."""
+        """Start the journal of a build whose files have just been made."""
         now = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
         body = {
             "builder": f"process {os.getpid()} on {node()} at {now}",
             "fingerprint": plan.fingerprint.to_json(),
-            **plan.layout,
+            **plan.contents,
         }
         with open(building / PLAN, "x", encoding="utf-8") as file:
             json.dump(body, file)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | _FLAGS
         journal = cls(os.open(building / JOURNAL, flags, 0o666))
-        with suppress(OSError):  # A file system without locks: what is built there is not resumed.
+        with suppress(OSError):  # Without locks on this file system, the build is not resumed.
             fcntl.flock(journal.descriptor, fcntl.LOCK_EX)
         return journal
 
     @classmethod
     def resume(cls, building: Path, plan: BuildPlan) -> "Journal | None":
-        """Go on with the journal of an interrupted build, if it is of the same plan, all of it is
-        this user's own, and no process of that build lives on. Otherwise the log says why not.
+        """Take over the journal of an interrupted build that had the same plan, if all its files
+        belong to this user and none of its processes is alive. Otherwise the log says why not.
 
         Returns:
-            The journal; None where a new build is to start.
+            The journal; None where the build must start anew.
         """
         if not os.path.lexists(building):
             return None
@@ -132,7 +136,7 @@ class Journal:
                 raise StoreError("it belongs to another user")
             found = json.loads(_read_own(PLAN, directory, _MAX_PLAN_BYTES))
             if not isinstance(found, dict):
-                raise ValueError(f"{PLAN} is no table")
+                raise ValueError(f"{PLAN} holds no JSON object")
             if (changed := plan.difference(found)) is not None:
                 raise StoreError(changed)
             for name, num_bytes in plan.file_bytes.items():
@@ -151,10 +155,10 @@ class Journal:
             raise
 
     def note(self, written: Iterable[range]) -> None:
-        """Note rows that have been brought to the disk.
+        """Add rows that have been brought to the disk.
 
         Raises:
-            OSError: They could not be noted. The journal is as it was.
+            OSError: They could not be added. The journal is as it was.
         """
         ranges = merge_ranges(written)
         data = b"".join(b"%d %d\n" % (rows.start, len(rows)) for rows in ranges)
@@ -164,13 +168,13 @@ class Journal:
                 data = data[os.write(self.descriptor, data) :]
             os.fsync(self.descriptor)
         except OSError:
-            # Half a line must not become one of other rows with what is noted next.
+            # Half a line, joined with the next one, would name other rows.
             os.ftruncate(self.descriptor, num_bytes)
             raise
         self.done = merge_ranges((*self.done, *ranges))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file, which releases this process's hold on the lock."""
         os.close(self.descriptor)
 
 
@@ -188,7 +192,7 @@ def _lock(descriptor: int) -> None:
 
 def _check_own(name: str, state: os.stat_result) -> None:
     if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1 or state.st_uid != os.geteuid():
-        raise StoreError(f"{name} is no plain file of this user's own")
+        raise StoreError(f"{name} is not a plain file that belongs to this user")
 
 
 def _open_own(name: str, directory: int, flags: int) -> int:
@@ -219,7 +223,7 @@ def _read_ranges(descriptor: int, num_rows: int) -> list[range]:
         data = _read_at_most(file.read, JOURNAL, _MAX_JOURNAL_BYTES)
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
-        # A kill cut the last line off; what is noted next must not be joined to it.
+        # A kill has cut the last line short: the next one must not be joined to it.
         os.ftruncate(descriptor, len(whole))
     ranges = []
     for line in whole.splitlines(keepends=True):

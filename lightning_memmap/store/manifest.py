@@ -1,25 +1,26 @@
-"""The manifest of a store: what is in it, checked value by value when it is read.
+"""The manifest of a store: what the store holds, checked value by value when it is read.
 
-A manifest may come from a stranger. Reading it runs no code of its author's choice, and every
-size and name in it is checked before a file is touched.
+A manifest may come from a stranger. Reading it runs no code from it, and every size and name in it
+is checked before a file is touched.
 """
 
-import errno
 import json
-import math
 import os
 import re
-import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
-from lightning_memmap.sampling import shard_rows
-from lightning_memmap.schema import Field, Schema
+from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.schema import Schema
+from lightning_memmap.store.columns import Column, columns_from_json, columns_to_json
+from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.strict_json import parse_json
 
@@ -29,19 +30,18 @@ VERSION = 1
 
 #: The most shards of a store.
 MAX_SHARDS = 2**16
-# What a manifest may hold, which bounds what reading it costs: about a second, some tens of MB.
+# Limits of a manifest, so that reading one takes about a second and some tens of MB at most.
 _MAX_MANIFEST_BYTES = 8 * 2**20
 _MAX_CHECKSUMS = 2**17
 _MAX_VALUES = 2**18
 _MAX_CONTAINERS = 2**16
-_MAX_JSON_DEPTH = 72  # Two for each level of a sample, and those around them.
+_MAX_JSON_DEPTH = 72  # Two for each level of a sample, and those around it.
 _MAX_PROBES = 64
 _MAX_SOURCE = 64
 _MAX_TEXT = 4096
 _MAX_ROWS = 2**48
-#: Where no field has a byte, no file vouches for the rows.
+#: Where no field has a byte, no file shows that the rows are there.
 _MAX_EMPTY_ROWS = 2**20
-_MAX_FILE_BYTES = 2**62
 _HEX = re.compile(r"[0-9a-f]{16}")
 
 
@@ -50,43 +50,60 @@ class Manifest:
     """What a store holds.
 
     Args:
-        num_rows: Rows of the dataset.
-        num_shards: Shards that the rows are dealt to.
+        shards: The rows of the dataset, and the shards that they are dealt to.
         schema: The fields and the nesting of a sample.
+        columns: How each field is kept in files, in the order of the fields.
         probes: Row and hash of a few rows, by which the dataset is recognised.
         checksums: XXH3 (64 bits, hexadecimal) of each shard, by field name.
         source: Where the store came from, for people to read.
         fingerprint: The identity of the dataset; None in stores that were not built from one.
     """
 
-    num_rows: int
-    num_shards: int
+    shards: Shards
     schema: Schema
+    columns: tuple[Column, ...]
     probes: tuple[tuple[int, str], ...]
-    checksums: dict[str, tuple[str, ...]]
-    source: dict[str, str]
+    checksums: Mapping[str, Sequence[str]]
+    source: Mapping[str, str]
     fingerprint: Fingerprint | None = None
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one row over all fields."""
-        return self.schema.row_bytes
+    def num_rows(self) -> int:
+        """Rows of the dataset."""
+        return self.shards.num_rows
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that the rows are dealt to."""
+        return self.shards.num_shards
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all rows."""
-        return self.num_rows * self.schema.row_bytes
+        return rows_bytes(self.columns, range(self.num_rows))
 
     @property
-    def shard_bytes(self) -> tuple[int, ...]:
-        """Bytes of each shard."""
-        rows = shard_rows(self.num_rows, self.num_shards)
-        return tuple(int(count) * self.schema.row_bytes for count in rows)
+    def row_bytes(self) -> int:
+        """Bytes of one row over all fields, on average and rounded up."""
+        return -(-self.num_bytes // self.num_rows)
+
+    def shard_bytes(self, shards: Shards | None = None) -> Integers:
+        """Bytes of the rows of each shard.
+
+        Args:
+            shards: How the rows, or some of them, are divided into shards; by default as stored.
+
+        Returns:
+            int64 of shape (C,). Where the size of each row is not known, they are rounded up.
+        """
+        shards = shards or self.shards
+        sizes = [rows_bytes(self.columns, shards.rows_of(c)) for c in range(shards.num_shards)]
+        return np.array(sizes, np.int64)
 
     @property
     def content(self) -> str:
-        """What the store holds in one line, the same for stores with the same rows, wherever and
-        whenever they were built."""
+        """The contents of the store in one line, the same for all stores with the same rows, no
+        matter where and when they were built."""
         sums = {name: list(sums) for name, sums in self.checksums.items()}
         digest = _digest({**self.schema.to_json(), "checksums": sums})
         return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
@@ -98,8 +115,10 @@ class Manifest:
             StoreError: It could not be read again. Nothing is written then.
         """
         data = self.encode()
-        temporary = directory / f"{MANIFEST}.tmp"
-        with open(temporary, "wb") as file:
+        temporary = directory / (MANIFEST + TEMPORARY)
+        # What a killed process has left there, or others have planted, is not written to.
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -119,7 +138,8 @@ class Manifest:
             **self.schema.to_json(),
             "probes": [list(probe) for probe in self.probes],
             "checksums": {name: list(sums) for name, sums in self.checksums.items()},
-            "source": self.source,
+            "source": dict(self.source),
+            **columns_to_json(self.columns),
         }
         if self.fingerprint is not None:
             body["fingerprint"] = self.fingerprint.to_json()
@@ -190,18 +210,17 @@ class Manifest:
     @classmethod
     def _from_json(cls, body: dict[str, Any]) -> "Manifest":
         schema = Schema.from_json(body)
-        num_rows = _count(body, "num_rows", _MAX_ROWS if schema.row_bytes else _MAX_EMPTY_ROWS)
+        num_rows = _count(body, "num_rows", _MAX_ROWS)
         num_shards = _count(body, "num_shards", MAX_SHARDS)
         if len(schema.fields) * num_shards > _MAX_CHECKSUMS:
             raise ValueError(
                 f"{num_shards} shards of {len(schema.fields)} fields have more than the"
                 f" {_MAX_CHECKSUMS} checksums that a manifest holds: use fewer shards"
             )
-        for field in schema.fields:
-            # Empty sizes count as one: torch multiplies them in this way for the strides.
-            sizes = (max(1, size) for size in field.shape)
-            if num_rows * math.prod(sizes) * field.dtype.itemsize > _MAX_FILE_BYTES:
-                raise ValueError(f"{num_rows} rows of {field} fit into no file")
+        shards = Shards(num_rows, num_shards)
+        columns = columns_from_json(schema, shards, body.get("columns", {}))
+        if not any(column.file_bytes for column in columns):
+            _count(body, "num_rows", _MAX_EMPTY_ROWS)
         sums = body.get("checksums")
         names = [field.name for field in schema.fields]
         if not isinstance(sums, dict) or list(sums) != names:
@@ -220,7 +239,7 @@ class Manifest:
             and _is_hex_list(probe[1:])
             for probe in probes
         ):
-            raise ValueError("its probes are not rows with a hash")
+            raise ValueError("its probes are not rows with a hash each")
         source = body.get("source")
         if not isinstance(source, dict) or len(source) > _MAX_SOURCE:
             raise ValueError(f"its source is not a table of at most {_MAX_SOURCE} texts")
@@ -228,9 +247,9 @@ class Manifest:
             raise ValueError(f"its source holds more than printable texts of {_MAX_TEXT} letters")
         identity = body.get("fingerprint")
         return cls(
-            num_rows,
-            num_shards,
+            shards,
             schema,
+            columns,
             tuple((row, digest) for row, digest in probes),
             {name: tuple(sums[name]) for name in names},
             source,
@@ -238,37 +257,36 @@ class Manifest:
         )
 
 
-def field_path(directory: Path, field: Field) -> Path:
-    """The file of a field. Field names hold no separators: see `schema`."""
-    return directory / f"{field.name}.memmap"
+def rows_bytes(columns: Sequence[Column], rows: range | Integers) -> int:
+    """Bytes of some rows over all columns of a store."""
+    return sum(column.num_bytes(rows) for column in columns)
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Check that every field's file is there, is a plain file, and has exactly its size.
+    """Check that every file of the columns is there, is a plain file, and has exactly its size.
 
     Raises:
         StoreError: The message names the file, what was found and what was expected.
     """
-    for field in manifest.schema.fields:
-        expected = manifest.num_rows * field.row_bytes
-        if not expected:
-            continue
-        path = field_path(directory, field)
-        try:
-            found = check_regular(path)
-        except FileNotFoundError:
-            raise StoreError(f"{path} is missing: build the store again") from None
-        except OSError as error:
-            raise unreadable(path, error) from error
-        if found != expected:
-            raise StoreError(
-                f"{path} has {found} bytes, expected {expected}"
-                f" ({manifest.num_rows} rows of {field}): build the store again"
-            )
+    for column in manifest.columns:
+        for name, expected in column.file_bytes.items():
+            path = directory / name
+            try:
+                found = check_plain(path)
+            except FileNotFoundError:
+                raise StoreError(f"{path} is missing: build the store again") from None
+            except OSError as error:
+                raise unreadable(path, error) from error
+            if found != expected:
+                raise StoreError(
+                    f"{path} has {found} bytes, expected {expected}"
+                    f" ({manifest.num_rows} rows of {column.field}): build the store again"
+                )
 
 
 def manifest_mark(directory: Path) -> tuple[int, int] | None:
-    """What changes when another store takes the place of this one; None without a manifest."""
+    """A value that changes when another store takes the place of this one; None without a
+    manifest."""
     try:
         status = os.lstat(directory / MANIFEST)
     except OSError:
@@ -280,7 +298,7 @@ def check_num_shards(num_shards: int) -> None:
     """Check a number of shards that a user gives.
 
     Raises:
-        TypeError: It is no integer.
+        TypeError: It is not an integer.
         ValueError: It is out of range.
     """
     check_integer("num_shards", num_shards)
@@ -288,69 +306,8 @@ def check_num_shards(num_shards: int) -> None:
         raise ValueError(f"num_shards={num_shards}: at least 1 is needed, and at most {MAX_SHARDS}")
 
 
-def check_layout(num_rows: int, num_shards: int, schema: Schema) -> None:
-    """Check that a store with these fields can be opened once it is built.
-
-    Raises:
-        StoreError: It has too many rows, shards, fields or names for a manifest.
-    """
-    sums = {field.name: ("0" * 16,) * num_shards for field in schema.fields}
-    Manifest(num_rows, num_shards, schema, (), sums, {}).encode()
-
-
-def open_plain(path: Path) -> int:
-    """Open a plain file for reading, and nothing else: a link is not followed, and a pipe is not
-    waited for.
-
-    Returns:
-        The descriptor, which the caller closes.
-
-    Raises:
-        FileNotFoundError: There is nothing at the path.
-        StoreError: It is a link, a directory or a device.
-        OSError: It cannot be opened.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        # A link, or a socket.
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise _not_plain(path) from None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _not_plain(path)
-    return descriptor
-
-
-def unreadable(path: Path, error: OSError) -> StoreError:
-    """What to say of a part of a store that the system does not let be read."""
-    return StoreError(
-        f"{path} cannot be read: {error.strerror}: see that you have the right to read it and all"
-        " directories above it, that its disk works, and that the process may open more files"
-        " (`ulimit -n`)"
-    )
-
-
-def check_regular(path: Path) -> int:
-    """The size of a plain file, in bytes.
-
-    Raises:
-        FileNotFoundError: There is nothing at the path.
-        StoreError: It is a link, a directory or a device.
-    """
-    status = os.lstat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise _not_plain(path)
-    return status.st_size
-
-
-def _not_plain(path: Path) -> StoreError:
-    return StoreError(f"{path} is a link or no plain file, which is never opened")
-
-
 class _OtherVersionError(ValueError):
-    """The manifest is of this version of the format."""
+    """The manifest is of another version of the format, which the message names."""
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -372,5 +329,6 @@ def _is_hex_list(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it can be shown: what controls a terminal is not printable."""
+    """Whether a value is a short text that can be shown. Codes that control a terminal are not
+    printable."""
     return isinstance(value, str) and len(value) <= _MAX_TEXT and value.isprintable()

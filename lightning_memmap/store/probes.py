@@ -1,4 +1,4 @@
-"""Probe rows: a few rows of a dataset, by which it is recognised and found out to be random."""
+"""Probe rows: a few rows that identify a dataset, and show whether it is random."""
 
 import pickle
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _MOMENT_S = 0.1
 
 
 def probe_rows(num_rows: int) -> list[int]:
-    """The rows that are probed: spread over the dataset, with the first and the last one."""
+    """The probe rows of a dataset: spread over it, the first and the last row among them."""
     return sorted(set(np.linspace(0, num_rows - 1, NUM_PROBES).astype(np.int64).tolist()))
 
 
@@ -28,7 +28,7 @@ def read_sample(dataset: Any, row: int) -> Any:
     """One sample of a dataset.
 
     Raises:
-        DatasetError: The dataset raised at this row.
+        DatasetError: The dataset raised an error at this row.
     """
     try:
         return dataset[row]
@@ -76,13 +76,13 @@ def hash_row(leaves: Sequence[Tensor | np.ndarray]) -> str:
 
 @dataclass(frozen=True)
 class Probe:
-    """A row that was read twice, and was the same.
+    """A row that was the same in two reads.
 
     Args:
-        row: Which one.
-        schema: What its sample is like.
+        row: The row.
+        schema: The schema of its sample.
         digest: Its hash; see `hash_row`.
-        duration_s: What the first of the two reads took.
+        duration_s: Seconds that the first of the two reads took.
     """
 
     row: int
@@ -92,11 +92,11 @@ class Probe:
 
 
 def first_sample(dataset: Any, num_workers: int) -> Any:
-    """The first sample of a dataset, read where `take_probes` would read it. A sample of a class
-    that cannot be sent from there is read here.
+    """The first sample of a dataset, read in the process in which `take_probes` would read it. A
+    sample of a class that cannot be sent from there is read in this process.
 
     Raises:
-        DatasetError: The dataset raised.
+        DatasetError: The dataset raised an error.
     """
     if num_workers == 0:
         return read_sample(dataset, 0)
@@ -113,7 +113,7 @@ class _PickledSample:
         sample = read_sample(self.dataset, row)
         try:
             return pickle.dumps(sample)
-        except Exception:  # Whatever its class raises.
+        except Exception:  # Its class may raise anything.
             return None
 
 
@@ -123,17 +123,17 @@ def take_probes(dataset: Any, num_rows: int, num_workers: int) -> list[Probe]:
     Args:
         dataset: The dataset.
         num_rows: Its length.
-        num_workers: Processes that read. This one reads no row unless it is 0: a file that the
-            dataset opens at the first read would be shared by all processes forked later, and
-            with it the place where the next read begins.
+        num_workers: Processes that read. Unless it is 0, this process reads no row: a file that
+            the dataset opens at the first read would be shared with all processes that are forked
+            later, and with it the position of the next read.
 
     Raises:
-        SchemaError: A sample cannot be stored, or is not like that of row 0.
+        SchemaError: A sample cannot be stored, or has another schema than that of row 0.
         DatasetError: A row differs between the two reads: the dataset is random.
     """
     rows, probes = probe_rows(num_rows), list[Probe]()
     run_tasks(_Prober(dataset), [rows], min(num_workers, 1), probes.extend)
-    # Slow rows are left to more processes.
+    # Where rows are slow, the others are read by several processes.
     others = [[row] for row in rows[len(probes) :]]
     prober = _Prober(dataset, probes[0].schema)
     run_tasks(prober, others, min(num_workers, len(others)), probes.extend)
@@ -142,7 +142,8 @@ def take_probes(dataset: Any, num_rows: int, num_workers: int) -> list[Probe]:
 
 @dataclass(frozen=True)
 class _Prober:
-    """Probes rows, as many as fit into a moment; the first sets the schema where there is none."""
+    """Probes as many rows as fit into `_MOMENT_S`. The first one sets the schema, where none is
+    given."""
 
     dataset: Any
     schema: Schema | None = None
@@ -173,7 +174,7 @@ class _Prober:
 
 
 def random_dataset_error(row: int, field: str) -> DatasetError:
-    """What to say of a dataset whose rows change from read to read."""
+    """The error for a dataset whose rows change from read to read."""
     return DatasetError(
         f"row {row}, field {field!r}: two reads of the same row differ, so the dataset is"
         " random. A store would freeze its augmentation. Take the random part out of the"

@@ -2,26 +2,30 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Advance = Callable[[int], None]
-
-
-class ShowProgress(Protocol):
-    """Opens a progress bar over ``total`` items of ``item_bytes`` each, ``done`` already."""
-
-    def __call__(
-        self, what: str, total: int, item_bytes: int, done: int = 0
-    ) -> AbstractContextManager[Advance]:
-        """Open the bar; the context gives a function that advances it by a count."""
+ShowProgress = Callable[..., AbstractContextManager[Advance]]
 
 
 @contextmanager
-def show_progress(what: str, total: int, item_bytes: int, done: int = 0) -> Iterator[Advance]:
-    """Show items per second, gigabytes and the time that is left, on standard error."""
+def show_progress(
+    what: str, total: int, item_bytes: int, done: int = 0, *, hidden: bool = False
+) -> Iterator[Advance]:
+    """Show items per second, gigabytes and the time that is left, on standard error.
+
+    Args:
+        what: The work, in a word.
+        total: Items to work on.
+        item_bytes: Bytes of an item; with 1, the items are bytes, else they are rows.
+        done: Items that are done already.
+        hidden: Show nothing.
+
+    Yields:
+        A function that advances the bar by a count of items.
+    """
     unit = "rows" if item_bytes != 1 else "B"
     columns = (
         TextColumn("{task.description}"),
@@ -33,7 +37,8 @@ def show_progress(what: str, total: int, item_bytes: int, done: int = 0) -> Iter
         TextColumn("ETA"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True, quiet=hidden)
+    with Progress(*columns, console=console, disable=hidden) as progress:
         task = progress.add_task(what, total=total, completed=done, speed="", gigabytes="")
 
         def advance(count: int) -> None:
@@ -47,9 +52,3 @@ def show_progress(what: str, total: int, item_bytes: int, done: int = 0) -> Iter
             )
 
         yield advance
-
-
-@contextmanager
-def no_progress(what: str, total: int, item_bytes: int, done: int = 0) -> Iterator[Advance]:
-    """Show nothing."""
-    yield lambda count: None

@@ -1,21 +1,22 @@
-"""Rows dealt out as ranges: about a second of work each, whatever a row costs."""
+"""Rows cut into ranges: about a second of work each, however long a row takes."""
 
 from collections.abc import Iterable, Iterator
 
-#: Work of one range: often enough for the progress bar and the journal, seldom enough to be cheap.
+#: Work of one range: short enough for the progress bar and the journal, long enough to be cheap.
 _RANGE_S = 1.0
-#: Towards the end ranges get smaller, so that all workers end together; not smaller than this.
+#: Ranges get smaller towards the end, so that all workers end together, down to this.
 _MIN_RANGE_S = 0.05
 
 
 class RowRanges:
-    """Ranges of rows as pairs of first row and count, drawn while others are worked on.
+    """Ranges of rows as pairs of first row and number of rows, cut while earlier ones are being
+    worked on.
 
     Args:
         todo: The rows, in ranges of any size.
-        max_rows: Rows of a range at most.
+        max_rows: The most rows of a range.
         num_workers: Processes that work on them.
-        row_s: What a row costs, in seconds, as far as it is known. `note` improves it.
+        row_s: Seconds that a row takes, as a first guess. `note` improves it.
     """
 
     def __init__(
@@ -37,21 +38,26 @@ class RowRanges:
                 first += count
 
     def note(self, num_rows: int, duration_s: float) -> None:
-        """Learn from a range that was worked on."""
+        """Learn how long a range took.
+
+        Args:
+            num_rows: Its rows.
+            duration_s: The seconds that they took.
+        """
         self._row_s = (self._row_s + duration_s / num_rows) / 2
 
     def _next_count(self) -> int:
         row_s = max(self._row_s, 1e-9)
         wanted = _RANGE_S / row_s
         if self._num_workers > 1:
-            # Each worker has a range in work and one that waits.
+            # Each worker has one range in hand and one waiting.
             fair = self._num_left / (2 * self._num_workers)
             wanted = min(wanted, max(fair, _MIN_RANGE_S / row_s))
         return max(1, min(self._max_rows, int(wanted)))
 
 
 def merge_ranges(ranges: Iterable[range]) -> list[range]:
-    """The same rows in as few ranges as can be, in ascending order."""
+    """The same rows in as few ranges as possible, in ascending order."""
     merged: list[range] = []
     for rows in sorted(ranges, key=lambda rows: rows.start):
         if merged and rows.start <= merged[-1].stop:

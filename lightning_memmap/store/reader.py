@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from tensordict import MemoryMappedTensor, TensorDict
+from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_memmap.errors import MemmapError, StoreError
-from lightning_memmap.sampling import shard_rows, shard_starts
-from lightning_memmap.schema import Field, Schema
-from lightning_memmap.store.manifest import Manifest, check_files, field_path, manifest_mark
+from lightning_memmap.errors import MemmapError
+from lightning_memmap.schema import Schema
+from lightning_memmap.store.manifest import Manifest, check_files, manifest_mark
 from lightning_memmap.store.recognition import check_briefly
 from lightning_memmap.store.recovery import finish_interrupted, is_interrupted
 
@@ -27,14 +25,13 @@ class Store:
     Attributes:
         path: The directory.
         manifest: What the store holds.
+        columns: The rows of each field, in the order of the fields.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
-        self._tensors = [self._map(field) for field in self.schema.fields]
-        self._starts = shard_starts(self.num_rows, self.num_shards).tolist()
-        self._rows = shard_rows(self.num_rows, self.num_shards).tolist()
+        self.columns = [column.open(path) for column in manifest.columns]
         self._build: Callable[[Sequence[Tensor]], Any] = self.schema.builder()
 
     @property
@@ -55,8 +52,12 @@ class Store:
     @property
     def tensors(self) -> list[Tensor]:
         """One mapped tensor per field, of shape (num_rows, *field shape), on the CPU: shard 0's
-        rows, then shard 1's, and so on. What is written into one stays in this process."""
-        return self._tensors
+        rows, then shard 1's, and so on. Writing into one changes it in this process alone.
+
+        Raises:
+            StoreError: The rows of a field do not lie in one tensor.
+        """
+        return [column.tensor for column in self.columns]
 
     def shard(self, index: int) -> dict[str, Tensor]:
         """Views of one shard's rows by field name, each of shape (rows of shard, *field shape).
@@ -66,21 +67,23 @@ class Store:
         """
         if not 0 <= index < self.num_shards:
             raise IndexError(f"shard {index}: the store has {self.num_shards} shards")
-        start, rows = self._starts[index], self._rows[index]
-        return {
-            field.name: tensor[start : start + rows]
-            for field, tensor in zip(self.schema.fields, self._tensors, strict=True)
-        }
+        shards = self.manifest.shards
+        start = int(shards.starts[index])
+        rows = slice(start, start + int(shards.sizes[index]))
+        return {name: tensor[rows] for name, tensor in self._by_name().items()}
 
     def as_tensordict(self) -> TensorDict:
         """All rows as a TensorDict of batch size (num_rows,), one mapped tensor per field.
 
-        The rows lie as in `tensors`, shard after shard, not in dataset order. The keys are the
-        names of the fields. Nothing but the checked manifest says what is mapped, whereas
-        ``TensorDict.load_memmap`` believes what it finds in a directory.
+        The rows are in the order of `tensors`, shard after shard, not in dataset order. The keys
+        are the names of the fields. Only the checked manifest decides what is mapped, whereas
+        ``TensorDict.load_memmap`` trusts what it finds in a directory.
         """
+        return TensorDict(self._by_name(), [self.num_rows])
+
+    def _by_name(self) -> dict[str, Tensor]:
         names = (field.name for field in self.schema.fields)
-        return TensorDict(dict(zip(names, self._tensors, strict=True)), [self.num_rows])
+        return dict(zip(names, self.tensors, strict=True))
 
     def check_dataset(
         self,
@@ -90,12 +93,12 @@ class Store:
         check: str = "probes",
         num_workers: int = 0,
     ) -> None:
-        """Check that this store was built from a dataset: by its length, and by the fingerprint
-        where one is given and was given then, else by its schema and probe rows.
+        """Check that this store was built from a dataset: by its length, and by the fingerprint if
+        one is given and was given to the build, else by its schema and probe rows.
 
         Args:
             dataset: The dataset.
-            fingerprint: What you gave to `build_store`.
+            fingerprint: The one that was given to `build_store`.
             check: With ``"off"``, no probe row is compared.
             num_workers: Processes that read the probe rows; with 0, this one.
 
@@ -104,10 +107,6 @@ class Store:
         """
         check_briefly(self, dataset, fingerprint, check=check, num_workers=num_workers)
 
-    def place(self, row: int) -> int:
-        """Where a row lies in `tensors`."""
-        return int(self._starts[row % self.num_shards]) + row // self.num_shards
-
     def __len__(self) -> int:
         return self.num_rows
 
@@ -115,30 +114,14 @@ class Store:
         index = operator.index(row)
         if not -self.num_rows <= index < self.num_rows:
             raise IndexError(f"row {row}: the store has {self.num_rows} rows")
-        place = self.place(index % self.num_rows)
-        return self._build([tensor[place].clone() for tensor in self._tensors])
+        index %= self.num_rows
+        return self._build([column.row(index) for column in self.columns])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_store, (str(self.path),)
 
     def __repr__(self) -> str:
         return f"Store({str(self.path)!r}, {self.num_rows} rows, {self.num_shards} shards)"
-
-    def _map(self, field: Field) -> Tensor:
-        shape = (self.num_rows, *field.shape)
-        if not field.row_bytes:
-            return torch.empty(shape, dtype=field.dtype)
-        # Mode "r" maps copy-on-write: nothing that a process does reaches the file.
-        path = str(field_path(self.path, field))
-        try:
-            mapped: Tensor = MemoryMappedTensor.from_filename(path, field.dtype, shape, mode="r")
-        except (OSError, RuntimeError) as error:
-            raise StoreError(
-                f"{path} cannot be mapped: {error}: see that you have the right to read it, that"
-                " its disk works, and that the process may map so much (`ulimit -v`) and so many"
-                " files (`sysctl vm.max_map_count`)"
-            ) from error
-        return mapped
 
 
 def open_store(path: str | Path) -> Store:
@@ -154,18 +137,18 @@ def open_store(path: str | Path) -> Store:
     """
     directory = Path(os.path.realpath(path))
     while True:
-        place = finish_interrupted(directory)
-        before = manifest_mark(place)
+        found = finish_interrupted(directory)
+        before = manifest_mark(found)
         try:
-            manifest = Manifest.read(place)
-            check_files(place, manifest)
-            store = Store(place, manifest)
+            manifest = Manifest.read(found)
+            check_files(found, manifest)
+            store = Store(found, manifest)
         except MemmapError:
-            moved = place == directory and is_interrupted(directory)
-            if not moved and manifest_mark(place) == before:
+            moved = found == directory and is_interrupted(directory)
+            if not moved and manifest_mark(found) == before:
                 raise
         else:
-            # Else another process has just replaced the store: its files must not be read by
-            # the manifest of the old one.
-            if manifest_mark(place) == before:
+            # Otherwise another process has just replaced the store, and this is the old manifest
+            # with files of the new one.
+            if manifest_mark(found) == before:
                 return store

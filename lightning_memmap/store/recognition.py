@@ -8,17 +8,18 @@ from time import perf_counter
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
-from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
+from lightning_memmap.store.columns import OpenColumn
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import hash_row, leaf_bytes, read_row
-from lightning_memmap.store.progress import ShowProgress, no_progress
+from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import RowRanges
 from lightning_memmap.store.workers import run_tasks
 
-#: How a dataset is compared with a store: by its identity and probe rows, by all rows, or not.
+#: How a dataset is compared with a store: by its identity and probe rows, by all rows, or by its
+#: length and schema alone.
 Check = Literal["probes", "full", "off"]
 
 _MAX_RANGE_ROWS = 4096
@@ -27,24 +28,18 @@ _log = logging.getLogger(__name__)
 
 
 class StoredRows(Protocol):
-    """What must be known of an open store: see `lightning_memmap.store.Store`."""
+    """What a comparison needs of an open store: see `lightning_memmap.store.Store`."""
 
     path: Path
     manifest: Manifest
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """One mapped tensor per field."""
-
-    def place(self, row: int) -> int:
-        """Where a row lies in them."""
+    columns: list[OpenColumn]
 
 
 def check_choice(check: str) -> None:
-    """Check that there is such a check.
+    """Check the name of a check that a user gives.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such check.
     """
     if check not in get_args(Check):
         raise ValueError(f"check={check!r}: choose one of {', '.join(get_args(Check))}")
@@ -65,11 +60,11 @@ def check_briefly(
         store: The open store.
         dataset: The dataset.
         given: The fingerprint that the user has given for it, if any.
-        check: With ``"off"``, the schema is compared, and no probe row.
+        check: With ``"off"``, only the schema is compared, and no probe row.
         num_workers: Processes that read the dataset; with 0, this one.
 
     Returns:
-        Whether the fingerprint has decided it.
+        Whether the fingerprint alone has decided.
 
     Raises:
         DatasetError: The store was built from another dataset. The message says what differs.
@@ -99,7 +94,7 @@ def recognise(
     *,
     check: str = "probes",
     num_workers: int = 0,
-    progress: ShowProgress = no_progress,
+    progress: ShowProgress,
 ) -> Fingerprint | None:
     """Check that a store was built from a dataset, and compare as few rows as that takes.
 
@@ -112,11 +107,11 @@ def recognise(
         given: The fingerprint that the user has given for it, if any.
         check: One of `Check`.
         num_workers: Processes that read the dataset; with 0, this one.
-        progress: Shows how far the comparison of all rows is.
+        progress: Shows the progress of a comparison of all rows.
 
     Returns:
-        The identity to be recorded in the store after all rows were found equal; None where it
-        has it already, or not all were compared.
+        The identity to record in the store, after all rows were found equal; None where the store
+        has it already, or not all rows were compared.
 
     Raises:
         DatasetError: The store was built from another dataset. The message names the row.
@@ -130,7 +125,7 @@ def recognise(
     stored = store.manifest.fingerprint
     if stored is not None:
         changed = stored.difference(fingerprint)
-        # All rows are those that the user's fingerprint stood for.
+        # The rows are equal to those that the user's fingerprint stood for.
         fingerprint = replace(fingerprint, given=given or stored.given)
     else:
         changed = None if given is None else "the store has no fingerprint yet"
@@ -139,7 +134,7 @@ def recognise(
             return None
         _log.warning(
             "the store at %s may be of another dataset: %s. All %s rows are compared with it, once;"
-            " give a fingerprint of your own (fingerprint=, --fingerprint) to spare that",
+            " give a fingerprint of your own (fingerprint=, --fingerprint) to avoid that",
             store.path,
             changed,
             f"{store.manifest.num_rows:,}",
@@ -185,7 +180,7 @@ def _other_dataset(store: StoredRows, found: str) -> DatasetError:
 
 @dataclass(frozen=True)
 class _ProbeCheck:
-    """Compares a row's schema with that of a store, and its hash where it is known."""
+    """Compares a row's schema with that of a store, and its hash where the store has it."""
 
     dataset: Any
     store: StoredRows
@@ -201,7 +196,7 @@ class _ProbeCheck:
 
 @dataclass(frozen=True)
 class _RowCheck:
-    """Compares a range of rows with those of a store; gives their number and the seconds."""
+    """Compares a range of rows with those of a store. Returns their number, and the seconds."""
 
     dataset: Any
     store: StoredRows
@@ -210,12 +205,11 @@ class _RowCheck:
         start = perf_counter()
         store, (first, count) = self.store, task
         for row in range(first, first + count):
-            place = store.place(row)
             found = _read_bytes(self.dataset, row, store)
-            for field, tensor, leaf in zip(
-                store.manifest.schema.fields, store.tensors, found, strict=True
+            for field, column, leaf in zip(
+                store.manifest.schema.fields, store.columns, found, strict=True
             ):
-                if not np.array_equal(leaf, leaf_bytes(tensor[place])):
+                if not np.array_equal(leaf, leaf_bytes(column.row(row))):
                     raise _other_dataset(
                         store,
                         f"row {row} of the dataset differs from the stored row, in field"

@@ -1,7 +1,8 @@
-"""What lies beside a store: the lock, a build under way, an old store on its way out.
+"""What lies beside a store: the lock, a build in progress, an old store that is being replaced.
 
-Others may have put something there. A link is never followed, and what is not ours is neither
-removed nor made the store.
+Other users may have put something there. A link is never followed. A directory is ours if it
+belongs to this user, or to the owner of the directory above it, who could put anything there. What
+is not ours is neither removed nor made the store.
 """
 
 import logging
@@ -10,26 +11,27 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.store.files import TEMPORARY, check_plain, sync_path
 from lightning_memmap.store.journal import JOURNAL, PLAN
-from lightning_memmap.store.manifest import MANIFEST, check_regular
+from lightning_memmap.store.manifest import MANIFEST
 
 _log = logging.getLogger(__name__)
 
-#: How long a reader waits for another process to finish a replacement, which takes two renames.
+#: How long a reader waits for another process to finish replacing a store, which takes two renames.
 _READER_WAIT_S = 10.0
 
 
 def is_store(directory: Path) -> bool:
-    """Whether there is a manifest: the mark of a store, whole or damaged.
+    """Whether a directory has a manifest, as every store has, whole or damaged.
 
     Raises:
-        StoreError: The directory may not be looked into.
+        StoreError: This process may not look into the directory.
     """
     try:
         os.lstat(directory / MANIFEST)
@@ -44,7 +46,7 @@ def is_store(directory: Path) -> bool:
 
 
 def building_path(directory: Path) -> Path:
-    """Where the next store grows until it takes the place of ``directory``."""
+    """The directory in which the next store grows, until it takes the place of ``directory``."""
     return directory.parent / f".{directory.name}.building"
 
 
@@ -52,37 +54,41 @@ def _old_path(directory: Path) -> Path:
     return directory.parent / f".{directory.name}.old"
 
 
+def _unfinished_manifest(directory: Path) -> Path:
+    return directory / (MANIFEST + TEMPORARY)
+
+
 def can_use_unlocked(directory: Path) -> bool:
-    """Whether a store can be used as it is, with nothing written beside it: nothing there has to be
-    waited for or cleared away, or this process may not do it."""
+    """Whether a store can be used without its lock: a killed process has left nothing that must be
+    cleared away, or this process may not do it."""
     if not is_store(directory):
         return False
-    beside = (building_path(directory), _old_path(directory))
-    return not any(map(os.path.lexists, beside)) or not os.access(directory.parent, os.W_OK)
+    left = (building_path(directory), _old_path(directory), _unfinished_manifest(directory))
+    return not any(map(os.path.lexists, left)) or not os.access(directory.parent, os.W_OK)
 
 
 @contextmanager
 def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
-    """Hold the one lock for changes to the store at ``directory``.
+    """Hold the lock for changes to the store at ``directory``.
 
-    Whoever may write to the directory above the store may use the lock, whoever has made it.
+    Everyone who may write to the directory above the store may use the lock, no matter who made it.
 
     Args:
         directory: Directory of the store.
-        timeout_s: How long to wait for another process that has the lock.
+        timeout_s: Seconds to wait for another process that has the lock.
 
     Raises:
-        StoreError: Another process has it for longer, or this one may not use it.
+        StoreError: Another process keeps it for longer, or this one may not use it.
     """
     path = directory.parent / f".{directory.name}.lock"
     try:
         if os.path.lexists(path):
-            check_regular(path)
+            check_plain(path)
         lock = FileLock(path, mode=0o600 | os.stat(directory.parent).st_mode & 0o066)
         try:
             lock.acquire(timeout=min(timeout_s, 0.1))
         except Timeout:
-            # To filelock a directory that takes no files looks like a lock that somebody has.
+            # filelock cannot tell a directory without write permission from a lock that is held.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600))
             if timeout_s:
                 _log.warning(
@@ -96,7 +102,7 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
             f"another process writes the store at {directory}: it has {path}"
         ) from None
     except (OSError, RuntimeError) as error:
-        # A RuntimeError says that this thread has the lock already.
+        # filelock raises RuntimeError where this thread has the lock already.
         raise StoreError(
             f"the store at {directory} cannot be locked: {error}: choose another directory, or let"
             f" the owner of {directory.parent} build the store or remove {path.name}"
@@ -108,13 +114,13 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
 
 
 def put_in_place(directory: Path) -> None:
-    """Make the finished build the store, in place of an old one, which `make_room` has found to be
-    replaceable. The lock must be held."""
+    """Put a finished build in the place of the store, and of an old one, which `make_room` has
+    checked. The lock must be held."""
     old = _old_path(directory)
     if os.path.lexists(directory):
         os.rename(directory, old)
     _rename(building_path(directory), directory)
-    sync_directory(directory.parent)
+    sync_path(directory.parent)
     if os.path.lexists(old):
         _remove(old)
 
@@ -133,11 +139,11 @@ def _whole_path(directory: Path) -> Path | None:
 
 
 def finish_interrupted(directory: Path) -> Path:
-    """Let a reader finish the replacement that a killed process left half done.
+    """Finish, for a reader, a replacement that a killed process has left half done.
 
     Returns:
-        Where to read the store: ``directory``, or what is to take its place where this process may
-        not put it there.
+        Where to read the store: ``directory``, or the directory that is to take its place, where
+        this process may not rename it.
     """
     if is_interrupted(directory):
         try:
@@ -151,7 +157,7 @@ def finish_interrupted(directory: Path) -> Path:
 
 
 def recover(directory: Path) -> None:
-    """Finish, or else undo, a replacement that was interrupted. The lock must be held.
+    """Finish or undo what a killed process has left half done. The lock must be held.
 
     Raises:
         StoreError: What is to take the place of the store is not ours.
@@ -161,10 +167,12 @@ def recover(directory: Path) -> None:
         _rename(whole, directory)
     if _is_ours(_old_path(directory)):
         remove_tree(_old_path(directory))
+    with suppress(OSError):  # It is not there, or this process may not remove it.
+        _unfinished_manifest(directory).unlink()
 
 
 def make_room(directory: Path) -> None:
-    """Check, before a store is built, that nothing of others is in its way.
+    """Check, before a store is built, that nothing is in its way that is not ours.
 
     Raises:
         StoreError: A build, an old store, or the store to be replaced is not ours, or this process
@@ -183,13 +191,13 @@ def make_room(directory: Path) -> None:
 
 
 def discard_build(directory: Path) -> None:
-    """Remove a build that nobody goes on with, if it is ours. The lock must be held."""
+    """Remove an interrupted build that is not needed, if it is ours. The lock must be held."""
     if _is_ours(building_path(directory)):
         remove_tree(building_path(directory))
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory of ours. No link in it is followed.
+    """Remove a directory that is ours. No link in it is followed.
 
     Raises:
         StoreError: It is not ours, or cannot be removed.
@@ -208,14 +216,13 @@ def _remove(path: Path) -> None:
 def _check_ours(path: Path) -> None:
     if not _is_ours(path):
         raise StoreError(
-            f"{path} is in the way of a store, and is no directory of this user: remove it, let its"
-            " owner open the store once, or choose another directory"
+            f"{path} is in the way of a store, and is not a directory that belongs to this user:"
+            " remove it, let its owner open the store once, or choose another directory"
         )
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether there is a directory that belongs to this user, or to the owner of the directory
-    above it, who could put anything there."""
+    """Whether there is a directory, and it is ours."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -234,23 +241,11 @@ def _may_remove(directory: Path) -> bool:
 
 
 def _is_directory(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def _rename(whole: Path, directory: Path) -> None:
     # A build keeps these until its manifest is written, so that a kill before that costs no row.
-    for name in (PLAN, JOURNAL):
-        (whole / name).unlink(missing_ok=True)
+    for path in (whole / PLAN, whole / JOURNAL, *whole.glob(f"*{TEMPORARY}")):
+        path.unlink(missing_ok=True)
     os.rename(whole, directory)
-
-
-def sync_directory(directory: Path) -> None:
-    """Bring a directory's entries to the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,7 +1,7 @@
-"""The files of a store as files: rows read in long pieces, past the mapping and the page cache.
+"""The files of fixed columns, read in long pieces, without mapping and without the page cache.
 
-An error of the disk, or a file that was cut short, is a Python error here. In a mapping both are a
-SIGBUS, which ends the process.
+An error of the disk, or a file that was cut short, is a Python error here. With a mapping, both are
+a SIGBUS, which ends the process.
 """
 
 import errno
@@ -10,40 +10,41 @@ import os
 import sys
 import weakref
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.schema import Field
-from lightning_memmap.store.manifest import Manifest, field_path
+from lightning_memmap.store.columns.fixed import FixedColumn
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.reader import Store
 
-#: What direct reads are aligned to: the smaller one, or the larger one where a disk asks for it.
+#: Direct reads are aligned to the smaller one, or to the larger one where a disk requires it.
 _MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 512, 4096
 _HUGE_PAGE_BYTES = 2 * 2**20
-#: Without it, a disk that writes to memory while the process forks may write to the copy of it.
+#: Without it, a disk that writes to memory while the process forks may write to the child's copy.
 _MADV_WIPEONFORK = 18 if sys.platform == "linux" else None
 
 
 class RowFile:
-    """The file of one field. It is closed when nobody has this any more.
+    """The file of a fixed column. It is closed when nothing refers to it any more.
 
-    It is read without the page cache where the file system can do that: making pages, and letting
-    go of them, costs several times what the copy out of them costs. Where it cannot, the page cache
-    is let go of what was read.
+    It is read without the page cache where the file system can do that: making pages and dropping
+    them costs several times as much as copying out of them. Where it cannot, the pages that were
+    read are dropped from the cache.
 
     Args:
-        store: The open store.
-        field: A field of it with at least one byte in a row.
+        path: The file.
+        row_bytes: Bytes of a row, at least 1.
 
     Raises:
         OSError: The file cannot be opened.
     """
 
-    def __init__(self, store: Store, field: Field) -> None:
-        self.path = field_path(store.path, field)
-        self.row_bytes = field.row_bytes
-        #: Reads begin at a multiple of it, in the file and in memory.
+    def __init__(self, path: Path, row_bytes: int) -> None:
+        self.path = path
+        self.row_bytes = row_bytes
+        #: Reads begin at a multiple of this, in the file and in memory.
         self.block_bytes = 1
         try:
             self._descriptor = self._open(getattr(os, "O_DIRECT", 0))
@@ -71,9 +72,9 @@ class RowFile:
         """Read rows.
 
         Args:
-            first: The first row, counted in the file.
+            first: The first row, counted from the start of the file.
             num_rows: Rows.
-            scratch: Memory to read into, of `aligned_memory`, with room for these rows and two
+            scratch: Memory to read into, from `aligned_memory`, with room for these rows and two
                 blocks.
 
         Returns:
@@ -89,7 +90,7 @@ class RowFile:
         return scratch[start - begin : end - begin]
 
     def whole_blocks(self, num_bytes: int) -> int:
-        """Bytes of the blocks that hold so many."""
+        """Bytes of the whole blocks that hold a number of bytes."""
         return -(-num_bytes // self.block_bytes) * self.block_bytes
 
     def read_bytes(self, begin: int, end: int, memory: memoryview) -> None:
@@ -98,8 +99,8 @@ class RowFile:
         Args:
             begin: The first byte, a multiple of ``block_bytes``.
             end: One past the last byte.
-            memory: Where to: whole blocks, at an address that is a multiple of ``block_bytes``.
-                What is behind the last byte is read along where it is in the file.
+            memory: Memory to read into: whole blocks, at an address that is a multiple of
+                ``block_bytes``. The rest of the last block is read as well, if the file has it.
 
         Raises:
             OSError: The disk cannot be read. It names the file.
@@ -108,7 +109,7 @@ class RowFile:
         done = 0
         while done < end - begin:
             count = self._read(begin + done, memory[done:])
-            # A direct read can only go on at a block: what a part of one gave is read again.
+            # A direct read can only go on at the start of a block: part of a block is read again.
             went_on = (done + count) // self.block_bytes * self.block_bytes - done
             if done + count < end - begin and not went_on:
                 raise StoreError(
@@ -117,17 +118,17 @@ class RowFile:
                 )
             done = done + went_on if done + count < end - begin else end - begin
         if self.block_bytes == 1:
-            self._let_go(begin, len(memory))
+            self._drop_pages(begin, len(memory))
 
-    def _read(self, place: int, memory: memoryview) -> int:
+    def _read(self, offset: int, memory: memoryview) -> int:
         try:
-            return os.preadv(self._descriptor, [memory], place)
+            return os.preadv(self._descriptor, [memory], offset)
         except OSError as error:
             raise OSError(
-                error.errno, f"{error.strerror}, reading at byte {place}", str(self.path)
+                error.errno, f"{error.strerror}, reading at byte {offset}", str(self.path)
             ) from error
 
-    def _let_go(self, begin: int, num_bytes: int) -> None:
+    def _drop_pages(self, begin: int, num_bytes: int) -> None:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, begin, num_bytes, os.POSIX_FADV_DONTNEED)
 
@@ -135,20 +136,20 @@ class RowFile:
 def aligned_memory(num_bytes: int) -> memoryview:
     """Memory that `RowFile` can read into, in huge pages where it is large enough for some.
 
-    Pages that lie apart are many segments of a transfer, and a disk takes so many at once only:
-    the same read is then many small ones.
+    Pages that lie apart are many segments of a transfer, and a disk takes a limited number at once:
+    one read then becomes many small ones.
 
-    A process that is forked has zeros there.
+    A forked process has zeros there.
 
     Args:
-        num_bytes: Bytes.
+        num_bytes: Its size.
     """
     is_huge = num_bytes >= _HUGE_PAGE_BYTES
     alignment = _HUGE_PAGE_BYTES if is_huge else MAX_BLOCK_BYTES
     memory = mmap.mmap(-1, num_bytes + alignment, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in (_MADV_WIPEONFORK, getattr(mmap, "MADV_HUGEPAGE", None) if is_huge else None):
         if advice is not None:
-            with suppress(OSError):  # A kernel that does not know it.
+            with suppress(OSError):  # The kernel does not know it.
                 memory.madvise(advice)
     skip = -np.frombuffer(memory, np.uint8).ctypes.data % alignment
     return memoryview(memory)[skip : skip + num_bytes]
@@ -159,9 +160,19 @@ def open_row_files(store: Store) -> list[RowFile | None]:
 
     Raises:
         OSError: A file cannot be opened.
-        StoreError: Another store has taken the place of this one since it was opened.
+        StoreError: Another store has taken the place of this one since it was opened, or the rows
+            of a field have no common size.
     """
-    files = [RowFile(store, field) if field.row_bytes else None for field in store.schema.fields]
+    files: list[RowFile | None] = []
+    for column in store.manifest.columns:
+        if column.kind != FixedColumn.kind:
+            raise StoreError(
+                f"field {column.field.name!r} is kept as {column.kind!r} columns, which cannot be"
+                " streamed: choose another residency"
+            )
+        name = next(iter(column.file_bytes), None)
+        row_file = RowFile(store.path / name, column.field.row_bytes) if name else None
+        files.append(row_file)
     if Manifest.read(store.path).content != store.manifest.content:
         raise StoreError(f"the store at {store.path} was replaced meanwhile: open it again")
     return files

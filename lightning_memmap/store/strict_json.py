@@ -1,7 +1,7 @@
-"""JSON from a stranger: small values only, each key once, no numbers but integers.
+"""JSON from a stranger: of limited size, with each key once, and with integers as its only numbers.
 
-What a text would cost is counted before it is parsed: a few megabytes of brackets make gigabytes
-of Python objects.
+The size of the result is counted before the text is parsed: a few megabytes of brackets make
+gigabytes of Python objects.
 """
 
 import json
@@ -15,24 +15,24 @@ _OTHERS = bytes(set(range(256)) - set(_BRACKETS))
 
 
 def parse_json(text: bytes, *, max_values: int, max_containers: int, max_depth: int) -> Any:
-    """Parse a text that nobody has checked.
+    """Parse JSON that nobody has checked.
 
     Args:
         text: JSON in UTF-8.
-        max_values: Values of all kinds that it may have.
-        max_containers: Lists and objects that it may have.
-        max_depth: Lists and objects that may lie in each other.
+        max_values: The most values of all kinds.
+        max_containers: The most lists and objects.
+        max_depth: The most lists and objects that contain each other.
 
     Returns:
         Its value: dicts, lists, strings, integers, bools and None.
 
     Raises:
-        ValueError: It is no JSON, is larger than allowed, names a key of an object twice, or holds
-            a fraction or an integer of more than 20 characters.
+        ValueError: It is not JSON, is larger than allowed, has a key of an object twice, or has a
+            fraction or an integer of more than 20 characters.
     """
     unescaped = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    # Of the pieces between quotes, every other one is outside of strings. A key and its value may
-    # both be strings.
+    # Of the pieces between quotes, every other one is outside of strings. A key and its value can
+    # both be strings, of two quotes each.
     if unescaped.count(b'"') > 4 * max_values:
         raise ValueError(f"it has more than {2 * max_values} strings")
     outside = b"".join(unescaped.split(b'"')[::2])
@@ -67,4 +67,4 @@ def _parse_int(digits: str) -> int:
 
 
 def _refuse_number(digits: str) -> None:
-    raise ValueError(f"it holds {digits[:_MAX_DIGITS]}, which is no integer")
+    raise ValueError(f"it holds {digits[:_MAX_DIGITS]}, which is not an integer")

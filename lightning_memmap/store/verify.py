@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_memmap.store.checksums import compute_checksums
-from lightning_memmap.store.manifest import MANIFEST, Manifest, check_files, field_path
+from lightning_memmap.store.manifest import MANIFEST, Manifest, check_files
 from lightning_memmap.store.recovery import finish_interrupted
 
 
@@ -17,7 +17,7 @@ class Damage:
     Args:
         field: Name of the field.
         shard: Index of the shard.
-        path: The field's file.
+        path: The first of the field's files.
     """
 
     field: str
@@ -52,23 +52,22 @@ def verify_store(
     directory = finish_interrupted(Path(os.path.realpath(path)))
     manifest = Manifest.read(directory)
     check_files(directory, manifest)
-    found = compute_checksums(
-        directory,
-        manifest.schema,
-        manifest.num_rows,
-        manifest.num_shards,
-        num_threads=num_threads,
-        advance=advance,
-    )
-    return [
-        Damage(field.name, shard, field_path(directory, field))
-        for field in manifest.schema.fields
-        for shard, expected in enumerate(manifest.checksums[field.name])
-        if found[field.name][shard] != expected
-    ]
+    found = compute_checksums(directory, manifest.columns, num_threads=num_threads, advance=advance)
+    damages = []
+    for column in manifest.columns:
+        name = column.field.name
+        # A field without a byte has its checksums alone.
+        path = directory / next(iter(column.file_bytes), MANIFEST)
+        pairs = zip(manifest.checksums[name], found[name], strict=True)
+        damages += [
+            Damage(name, shard, path)
+            for shard, (expected, sum_of_shard) in enumerate(pairs)
+            if expected != sum_of_shard
+        ]
+    return damages
 
 
 def unknown_files(directory: Path, manifest: Manifest) -> list[str]:
     """Names of what lies in a store and is no part of it. This package reads none of it."""
-    known = {MANIFEST, *(field_path(Path(), field).name for field in manifest.schema.fields)}
+    known = {MANIFEST}.union(*(column.file_bytes for column in manifest.columns))
     return sorted(set(os.listdir(directory)) - known)

@@ -1,4 +1,4 @@
-"""Work on a dataset in worker processes, which end with the process that started them."""
+"""Work on a dataset in worker processes, which end when the process that started them ends."""
 
 import ctypes
 import multiprocessing
@@ -21,7 +21,7 @@ Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
 
 _PR_SET_PDEATHSIG = 1
-#: In a worker, the process that it was started by.
+#: In a worker, the id of the process that started it.
 _starter: int | None = None
 
 
@@ -31,21 +31,21 @@ def run_tasks(
     num_workers: int,
     receive: Callable[[Outcome], None],
 ) -> None:
-    """Do tasks, and hand each outcome on as soon as it is there, in any order.
+    """Do tasks, and pass on each outcome as soon as it is there, in any order.
 
     Args:
-        work: Does one task. In worker processes it must not rely on what other tasks did.
-        tasks: Drawn one by one, no more than two ahead for each worker.
-        num_workers: Processes; with 0, this one does all tasks.
+        work: Does one task. In worker processes it must not depend on what other tasks did.
+        tasks: The tasks, drawn one by one, at most two ahead for each worker.
+        num_workers: Worker processes; with 0, this process does all tasks.
         receive: Called in this process with each outcome.
 
     Raises:
         MemmapError: A task raised it.
         OSError: A task raised it.
-        DatasetError: A task raised anything else, or its process was killed.
+        DatasetError: A task raised any other error, or its process was killed.
     """
-    # torch's own seed of workers would come from the global generator: the run that builds a
-    # store would have other random numbers than those that find it built.
+    # torch would draw the workers' seed from the global generator: the run that builds a store
+    # would then have other random numbers than runs that find it built.
     generator = torch.Generator()
     generator.seed()
     loader: DataLoader[Any] = DataLoader(
@@ -75,10 +75,10 @@ def run_tasks(
 
 
 def _worker_death(error: BaseException | None) -> RuntimeError | None:
-    """What torch says of a worker that was killed, if that is where an error comes from.
+    """The error that torch raises for a worker that was killed, if it is the cause of this one.
 
-    torch has no class for it, and raises it in a signal handler: anywhere in the loop, also in the
-    middle of what then fails in another way.
+    torch has no class for it, and raises it in a signal handler: anywhere in the loop, even in the
+    middle of code that then fails in another way.
     """
     while error is not None:
         if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
@@ -91,7 +91,7 @@ def check_num_workers(num_workers: int) -> None:
     """Check a number of processes that a user gives.
 
     Raises:
-        TypeError: It is no integer.
+        TypeError: It is not an integer.
         ValueError: It is below 0.
     """
     check_integer("num_workers", num_workers)
@@ -100,7 +100,7 @@ def check_num_workers(num_workers: int) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """An exception of a dataset as text, even if it cannot say what it is."""
+    """An error of a dataset as text, even where its own message raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as other:
@@ -108,19 +108,19 @@ def describe_error(error: Exception) -> str:
 
 
 def end_with_starter(worker_id: int) -> None:
-    """Let this worker process be killed when the process that started it ends."""
+    """Have this worker process killed when the process that started it ends."""
     global _starter
     parent = multiprocessing.parent_process()
     assert parent is not None
     _starter = os.getppid()
     if sys.platform == "linux":
-        # It comes with the end of the thread that started this process, which waits for the tasks.
+        # The signal comes when the thread that started this process ends; it waits for the tasks.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It does not come if that end was before.
+    # It does not come if the thread has ended before this.
     if _starter != parent.pid and multiprocessing.get_start_method() != "forkserver":
         os.kill(os.getpid(), signal.SIGKILL)
     exit_if_orphaned()
-    # A worker that comes from a fork server is no child of its starter, and may be idle.
+    # A worker that comes from a fork server is no child of its starter, and may be waiting.
     Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
 
 
@@ -148,7 +148,7 @@ class _WorkerTracebackError(Exception):
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong in a task, in a form that crosses processes whatever was raised."""
+    """The error of a task, in a form that can be sent to another process, whatever was raised."""
 
     error: MemmapError | OSError
     traceback: str

@@ -1,48 +1,36 @@
 """Build a store: all of it or nothing, in parallel, and resumed where it was interrupted.
 
 The rows are written into a sibling directory. The manifest is written last, after everything
-else is on the disk, and then one rename puts the store in place. Whatever ends the process
-before that leaves no store, or the old one. What a killed build has finished is kept in a
-journal and not read again by the next one.
+else is on the disk, and then one rename puts the store in place. A build that ends before that,
+for whatever reason, leaves no store, or the old one. Its journal lists the rows that it has
+written; the next build does not read them again.
 """
 
 import logging
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from statistics import median
 from time import monotonic, perf_counter
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling import shard_starts
-from lightning_memmap.schema import Field, Schema
 from lightning_memmap.store.checksums import compute_checksums
-from lightning_memmap.store.files import (
-    commit,
-    describe_source,
-    hash_written_row,
-    make_files,
-    sync_files,
-    write_all,
-)
+from lightning_memmap.store.columns import Block, Column
+from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
 from lightning_memmap.store.journal import BuildPlan, Journal
-from lightning_memmap.store.manifest import Manifest, check_layout, check_num_shards, field_path
+from lightning_memmap.store.manifest import Manifest, check_num_shards
+from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import random_dataset_error, read_row, take_probes
-from lightning_memmap.store.progress import Advance, ShowProgress, no_progress, show_progress
+from lightning_memmap.store.progress import Advance, ShowProgress, show_progress
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.reader import Store, open_store
 from lightning_memmap.store.recognition import check_choice, recognise
 from lightning_memmap.store.recovery import (
-    building_path,
     can_use_unlocked,
     discard_build,
     is_store,
@@ -56,7 +44,7 @@ from lightning_memmap.store.workers import check_num_workers, exit_if_orphaned, 
 _RANGE_BYTES = 32 * 2**20
 _MAX_RANGE_ROWS = 1024
 _JOURNAL_INTERVAL_S = 5.0
-#: Files that a worker keeps open; with more fields than that, they are opened as they are needed.
+#: Files that a worker keeps open. With more fields than that, it opens them again when needed.
 _MAX_OPEN_FILES = 64
 _log = logging.getLogger(__name__)
 
@@ -79,21 +67,21 @@ def build_store(
     the result. A build that was interrupted is resumed by the next one of the same dataset.
 
     A dataset is recognised by its identity: its class, length, attributes and the source text of
-    its class, and by some rows. What none of these shows, such as another file below the directory
-    that it reads, shows in a ``fingerprint`` that you choose.
+    its class, and by some rows. For changes that none of these shows, such as another file in the
+    directory that it reads, choose a ``fingerprint`` of your own.
 
     Args:
         dataset: Map-style: ``dataset[i]`` for ``i`` in ``range(len(dataset))``.
         path: Directory of the store. Its parent is made where it is missing.
         num_shards: Shards that the rows are dealt to. A number with many divisors serves many
             device counts; 24 serves 1, 2, 3, 4, 6, 8, 12 and 24. At most 65,536.
-        num_workers: Processes that read the dataset and write their rows straight into the
-            files; with 0, this process does it, and otherwise it reads no row.
+        num_workers: Worker processes that read the dataset and write its rows straight into the
+            files. With 0, this process does both; otherwise it reads no row.
         overwrite: Replace a store of another dataset. The old store stays until the new one is
             whole. An interrupted build is not resumed.
         progress: Show a progress bar.
         fingerprint: The identity of the dataset in your own words, such as a version or a hash: a
-            string that changes whenever the rows do. It then decides alone whether a store, or an
+            string that changes whenever the rows do. It alone then decides whether a store, or an
             interrupted build, is of this dataset, and no row is read to find out.
         check: How a dataset without a ``fingerprint`` is compared with the store that is there.
             ``"probes"``: eight rows, and all rows once where its identity has changed. ``"full"``:
@@ -108,11 +96,11 @@ def build_store(
         ValueError: The dataset is empty, or an argument is out of range.
         SchemaError: A sample cannot be stored, or does not fit the first one; the message names
             row and field.
-        DatasetError: The dataset raised, is random, is not the one that was stored here, or a
-            worker process died.
-        StoreError: A store is there already and damaged, the path holds something else, a store
-            has to be built and this process may not write there, or what others have put beside it
-            is in the way; or the store would have more fields or shards than can be opened.
+        DatasetError: The dataset raised an error, is random, is not the one that was stored here,
+            or a worker process died.
+        StoreError: The store that is there is damaged, the path holds something else, this process
+            may not write there, or something that other users have put beside the store is in the
+            way; or the store would have more fields or shards than can be opened.
         OSError: The disk is full, or the files cannot be written.
     """
     check_num_shards(num_shards)
@@ -120,7 +108,7 @@ def build_store(
     check_num_workers(num_workers)
     check_given(fingerprint)
     check_choice(check)
-    show = show_progress if progress else no_progress
+    show = partial(show_progress, hidden=not progress)
     directory = _directory(path)
 
     def use_what_is_there() -> tuple[Store, Fingerprint | None]:
@@ -139,8 +127,8 @@ def build_store(
         directory.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise StoreError(
-            f"no store can be made at {directory}: {error.filename} is no directory; choose another"
-            " one"
+            f"no store can be made at {directory}: {error.filename} is not a directory; choose"
+            " another one"
         ) from error
     with locked(directory):
         recover(directory)
@@ -154,7 +142,7 @@ def build_store(
         _check_length(dataset)
         # Before a row is read: a dataset may keep what it has read.
         identity = Fingerprint.of(dataset, fingerprint)
-        build = _Build.plan(dataset, directory, num_shards, num_workers, identity)
+        build = _Build.prepare(dataset, directory, num_shards, num_workers, identity)
         build.run(num_workers, show, resume=not (overwrite or fresh))
     return open_store(directory)
 
@@ -190,7 +178,7 @@ def _check_length(dataset: Any) -> None:
 def _reopen(directory: Path, num_shards: int) -> Store:
     if not is_store(directory):
         raise StoreError(
-            f"{directory} exists and is no store: choose another `store_dir`, or remove it"
+            f"{directory} exists and is not a store: choose another `store_dir`, or remove it"
         )
     store = open_store(directory)
     if store.num_shards != num_shards:
@@ -202,9 +190,9 @@ def _reopen(directory: Path, num_shards: int) -> Store:
 
 
 def _record(store: Store, fingerprint: Fingerprint) -> None:
-    """Let the store know a dataset whose rows were all found equal. The lock must be held."""
-    # Who may only read the store compares all rows again. Another process may have replaced the
-    # store since this one opened it.
+    """Record the identity of a dataset whose rows were all equal. The lock must be held."""
+    # A process that may not write compares all rows again each time. Another process may have
+    # replaced the store since this one opened it.
     with suppress(OSError):
         if Manifest.read(store.path) == store.manifest:
             replace(store.manifest, fingerprint=fingerprint).write(store.path)
@@ -212,110 +200,83 @@ def _record(store: Store, fingerprint: Fingerprint) -> None:
 
 @dataclass(frozen=True)
 class _Build:
-    """One build of one dataset: what is known of it before the first row is written."""
+    """One build of one dataset, as planned before the first row is written."""
 
     dataset: Any
-    directory: Path
-    num_rows: int
-    num_shards: int
-    schema: Schema
+    plan: StorePlan
     probes: tuple[tuple[int, str], ...]
     fingerprint: Fingerprint
     row_s: float
 
     @classmethod
-    def plan(
-        cls,
-        dataset: Any,
-        directory: Path,
-        num_shards: int,
-        num_workers: int,
-        fingerprint: Fingerprint,
+    def prepare(
+        cls, dataset: Any, path: Path, num_shards: int, num_workers: int, fingerprint: Fingerprint
     ) -> "_Build":
+        """Read the probe rows, and check that a store can be made of the dataset."""
         num_rows = len(dataset)
         probes = take_probes(dataset, num_rows, num_workers)
-        check_layout(num_rows, num_shards, probes[0].schema)
-        return cls(
-            dataset,
-            directory,
-            num_rows,
-            num_shards,
-            probes[0].schema,
-            tuple((probe.row, probe.digest) for probe in probes),
-            fingerprint,
-            median(probe.duration_s for probe in probes),
-        )
+        plan = StorePlan(path, num_rows, num_shards, probes[0].schema)
+        plan.check()
+        digests = tuple((probe.row, probe.digest) for probe in probes)
+        row_s = median(probe.duration_s for probe in probes)
+        return cls(dataset, plan, digests, fingerprint, row_s)
 
     @property
     def max_range_rows(self) -> int:
         """Rows that a worker reads, checks and writes at once, at most."""
-        by_size = _RANGE_BYTES // max(1, self.schema.row_bytes)
+        by_size = _RANGE_BYTES * self.plan.num_rows // max(1, self.plan.num_bytes)
         return max(1, min(_MAX_RANGE_ROWS, by_size))
-
-    @property
-    def building(self) -> Path:
-        """Where the files grow until they are a store."""
-        return building_path(self.directory)
 
     def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
         """Write all rows that are not yet written, then commit."""
-        journal = self._open_journal(resume)
-        row_bytes = self.schema.row_bytes
+        plan, journal = self.plan, self._open_journal(resume)
         try:
-            with progress("storing", self.num_rows, row_bytes, journal.num_done) as advance:
+            row_bytes = plan.num_bytes // plan.num_rows
+            with progress("storing", plan.num_rows, row_bytes, journal.num_done) as advance:
                 self._write_rows(journal, num_workers, advance)
-            with progress("checksums", self.num_rows * row_bytes, 1) as advance:
+            columns = plan.finish_columns()
+            num_bytes = sum(size for column in columns for size in column.file_bytes.values())
+            with progress("checksums", num_bytes, 1) as advance:
                 checksums = compute_checksums(
-                    self.building,
-                    self.schema,
-                    self.num_rows,
-                    self.num_shards,
-                    num_threads=max(2, num_workers),
-                    advance=advance,
+                    plan.building, columns, num_threads=max(2, num_workers), advance=advance
                 )
         except KeyboardInterrupt:
-            self._say_what_is_kept(journal, resume)
+            self._log_what_is_kept(journal, resume)
             raise
         finally:
             journal.close()
-        self._check_written_probes()
-        self._commit(checksums)
+        self._check_written_probes(columns)
+        kind = type(self.dataset)
+        source = {"dataset": f"{kind.__module__}.{kind.__qualname__}"}
+        plan.commit(columns, self.probes, checksums, source, self.fingerprint)
 
-    def _say_what_is_kept(self, journal: Journal, resume: bool) -> None:
-        kept = f"{journal.num_done:,} of {self.num_rows:,} rows are kept beside {self.directory}"
+    def _log_what_is_kept(self, journal: Journal, resume: bool) -> None:
+        path = self.plan.path
+        kept = f"{journal.num_done:,} of {self.plan.num_rows:,} rows are kept beside {path}"
         then = "the same build goes on with them"
         if not resume:
             then = "a build without `overwrite` and `fresh` goes on with them"
-            if is_store(self.directory):
-                kept, then = f"the store at {self.directory} is as it was", "build it again"
+            if is_store(path):
+                kept, then = f"the store at {path} is as it was", "build it again"
         _log.warning("interrupted: %s; %s", kept, then)
 
     def _open_journal(self, resume: bool) -> Journal:
         """Make the files, or find those of an interrupted build of the same dataset."""
-        layout = {
-            "num_rows": self.num_rows,
-            "num_shards": self.num_shards,
-            "probes": [list(probe) for probe in self.probes],
-            **self.schema.to_json(),
-        }
-        sizes = {
-            field_path(Path(), field).name: self.num_rows * field.row_bytes
-            for field in self.schema.fields
-            if field.row_bytes
-        }
-        plan = BuildPlan(self.fingerprint, layout, sizes)
-        journal = Journal.resume(self.building, plan) if resume else None
+        plan = self.plan
+        probes = [list(probe) for probe in self.probes]
+        build = BuildPlan(self.fingerprint, {**plan.to_json(), "probes": probes}, plan.file_bytes)
+        journal = Journal.resume(plan.building, build) if resume else None
         if journal is not None:
             return journal
         # In new files: a worker of the old build may still have the old ones.
-        if os.path.lexists(self.building):
-            remove_tree(self.building)
-        make_files(self.directory, self.schema, self.num_rows)
-        return Journal.create(self.building, plan)
+        if os.path.lexists(plan.building):
+            remove_tree(plan.building)
+        plan.make_files()
+        return Journal.create(plan.building, build)
 
     def _write_rows(self, journal: Journal, num_workers: int, advance: Advance) -> None:
         ranges = RowRanges(
-            missing_ranges(journal.done, self.num_rows),
+            missing_ranges(journal.done, self.plan.num_rows),
             max_rows=self.max_range_rows,
             num_workers=num_workers,
             row_s=self.row_s,
@@ -339,121 +300,57 @@ class _Build:
         finally:
             writer.close()
             self._note(journal, written)
-        assert not missing_ranges(journal.done, self.num_rows)
+        assert not missing_ranges(journal.done, self.plan.num_rows)
 
     def _note(self, journal: Journal, written: list[range]) -> None:
-        # Rows are noted only once they are on the disk. Where that fails they are never noted: the
-        # next time that a file system is asked, it may no longer know of it.
+        # Rows are listed only once they are on the disk. If that fails, they are never listed: when
+        # asked again, the file system may no longer report the failure.
         rows = written.copy()
         written.clear()
-        sync_files(self.building, self.schema)
+        self.plan.sync()
         journal.note(rows)
 
-    def _check_written_probes(self) -> None:
+    def _check_written_probes(self, columns: tuple[Column, ...]) -> None:
         for row, expected in self.probes:
-            found = hash_written_row(
-                self.building, row, self.schema, self.num_rows, self.num_shards
-            )
-            if found != expected:
-                names = ", ".join(field.name for field in self.schema.fields)
-                remove_tree(self.building)
+            if self.plan.hash_row(columns, row) != expected:
+                names = ", ".join(field.name for field in self.plan.schema.fields)
+                remove_tree(self.plan.building)
                 raise random_dataset_error(row, names)
-
-    def _commit(self, checksums: dict[str, tuple[str, ...]]) -> None:
-        kind = type(self.dataset)
-        source = describe_source(dataset=f"{kind.__module__}.{kind.__qualname__}")
-        manifest = Manifest(
-            self.num_rows,
-            self.num_shards,
-            self.schema,
-            self.probes,
-            checksums,
-            source,
-            self.fingerprint,
-        )
-        commit(self.directory, manifest)
 
 
 class _RangeWriter:
-    """Reads the rows of a range, checks them and writes them; gives the rows and the seconds.
+    """Reads the rows of a range, checks and writes them. Returns the rows, and the seconds.
 
-    It holds the directory itself, not its name: a worker that outlives a killed build must not
-    write into the directory that the next build makes in the same place. And it holds the lock of
-    the journal, by which the next build sees that the worker lives.
+    It holds the lock of the journal, which tells the next build that this worker is alive.
     """
 
     def __init__(self, build: _Build, journal: Journal) -> None:
         self._build = build
-        self._directory = os.open(build.building, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._files = OpenFiles(build.plan.building, _MAX_OPEN_FILES)
         self._journal = journal.descriptor
-        self._starts = shard_starts(build.num_rows, build.num_shards).tolist()
-        self._buffers: list[_Buffer] = []
-        self._files: dict[str, int] = {}
+        self._blocks: list[Block] = []
 
     def __call__(self, task: tuple[int, int]) -> tuple[range, float]:
         start = perf_counter()
         build, (first, num_rows) = self._build, task
-        if not self._buffers:
-            self._buffers = [_Buffer(field, build.max_range_rows) for field in build.schema.fields]
+        if not self._blocks:
+            self._blocks = [column.block(build.max_range_rows) for column in build.plan.columns]
         for index in range(num_rows):
-            leaves = read_row(build.dataset, first + index, build.schema)
-            for buffer, leaf in zip(self._buffers, leaves, strict=True):
-                buffer.set(index, leaf)
+            leaves = read_row(build.dataset, first + index, build.plan.schema)
+            for block, leaf in zip(self._blocks, leaves, strict=True):
+                block.put(index, leaf)
         exit_if_orphaned()
-        for buffer in self._buffers:
-            if not buffer.row_bytes:
-                continue
-            file = self._open(buffer.name)
-            for shard, rows in _deal(first, num_rows, build.num_shards):
-                place = self._starts[shard] + (first + rows.start) // build.num_shards
-                write_all(file, buffer.rows(rows), place * buffer.row_bytes)
+        for block in self._blocks:
+            block.write(self._files, first, num_rows)
         return range(first, first + num_rows), perf_counter() - start
 
     def close(self) -> None:
-        """Let go of the directory and the files."""
-        for descriptor in (*self._files.values(), self._directory):
-            os.close(descriptor)
-        self._files = {}
-
-    def _open(self, name: str) -> int:
-        if name not in self._files:
-            if len(self._files) == _MAX_OPEN_FILES:
-                os.close(self._files.pop(next(iter(self._files))))
-            flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            self._files[name] = os.open(name, flags, dir_fd=self._directory)
-        return self._files[name]
+        """Close the directory and the files."""
+        self._files.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # For a worker that is not forked.
-        held = {"_directory": DupFd(self._directory), "_journal": DupFd(self._journal)}
-        return {**self.__dict__, **held, "_buffers": [], "_files": {}}
+        return {**self.__dict__, "_journal": DupFd(self._journal), "_blocks": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        held = {name: state[name].detach() for name in ("_directory", "_journal")}
-        self.__dict__.update(state, **held)
-
-
-class _Buffer:
-    """The rows of one field in one range."""
-
-    def __init__(self, field: Field, num_rows: int) -> None:
-        self.name = field_path(Path(), field).name
-        self.row_bytes = field.row_bytes
-        self._bytes = np.empty((num_rows, field.row_bytes), np.uint8)
-        flat = torch.from_numpy(self._bytes.reshape(-1))
-        self._tensor = flat.view(field.dtype).view(num_rows, *field.shape)
-
-    def set(self, index: int, leaf: Tensor | np.ndarray) -> None:
-        if isinstance(leaf, Tensor):
-            self._tensor[index].copy_(leaf)
-        else:
-            self._tensor.numpy()[index] = leaf
-
-    def rows(self, rows: range) -> memoryview:
-        return np.ascontiguousarray(self._bytes[rows.start : rows.stop : rows.step]).data.cast("B")
-
-
-def _deal(first: int, num_rows: int, num_shards: int) -> Iterator[tuple[int, range]]:
-    """The rows of a range that go to each shard, as positions within the range."""
-    for start in range(min(num_shards, num_rows)):
-        yield (first + start) % num_shards, range(start, num_rows, num_shards)
+        self.__dict__.update(state, _journal=state["_journal"].detach())

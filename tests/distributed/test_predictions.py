@@ -6,7 +6,8 @@ import torch
 
 from lightning_memmap import open_store, verify_store
 from lightning_memmap.schema import Schema
-from lightning_memmap.store.table import TableBuild, TablePlan, TableWriter
+from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import in_dataset_order
 from tests.distributed.harness import launch, launch_any
 from tests.models import Points, Regression
@@ -59,7 +60,7 @@ def test_ddp_rank_killed_in_the_middle_leaves_the_old_table(tmp_path: Path) -> N
 
 def write_old_table(path: Path) -> None:
     values = torch.tensor([7, 8, 9])
-    plan = TablePlan(path, 3, 2, Schema.from_batch(values))
+    plan = StorePlan(path, 3, 2, Schema.from_batch(values))
     build = TableBuild(plan)
     writer = TableWriter(plan, build.token)
     writer.write(range(3), [values])

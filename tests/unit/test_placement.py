@@ -25,7 +25,7 @@ from lightning_memmap.placement import (
     placement_table,
     plan_placement,
 )
-from lightning_memmap.sampling import shard_rows
+from lightning_memmap.sampling import Integers, Shards, shard_rows
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(8))
@@ -39,6 +39,9 @@ class Size:
     num_rows: int
     num_shards: int = 24
     row_bytes: int = 10
+
+    def shard_bytes(self, shards: Shards | None = None) -> Integers:
+        return (shards or Shards(self.num_rows, self.num_shards)).sizes * self.row_bytes
 
 
 def plan(

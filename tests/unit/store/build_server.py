@@ -40,10 +40,10 @@ class Build:
         gate: The process that reads row ``gate_row`` writes its id to the file ``<gate>.pid`` and
             goes on only when there is a file ``gate``.
         gate_row: See ``gate``.
-        kill_at_event: The builder kills itself just before the change number so-and-so to the
-            file system, counted from 0. -1: never.
+        kill_at_event: The builder kills itself just before it changes the file system for
+            the n-th time, counted from 0. -1: never.
         kill_at_row: The builder kills itself when it reads this row. -1: never.
-        times: Build so often, with the number of shards going up by one each time.
+        times: Builds, each with one shard more than the one before.
         outlived: The workers do not end with the builder, as where the system has no such signal
             and they are busy with a row.
     """
@@ -184,19 +184,19 @@ def build_and_check(build: Build) -> None:
 
 
 def write_ranges_of(num_rows: int) -> None:
-    """Let builds of this process write ranges of one size, each noted as soon as it is written, so
-    that a short build has many of them."""
+    """Let builds of this process write ranges of one size, and list each in the journal as soon as
+    it is written, so that a short build has many of them."""
     writer._MAX_RANGE_ROWS = num_rows
     ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
     writer._JOURNAL_INTERVAL_S = -1.0
 
 
 def let_go(worker_id: int) -> None:
-    """A worker that nothing ends but its own work."""
+    """A worker that ends only when its work is done."""
 
 
 class Deadly(Wrapped):
-    """Kills the process that reads a row. The row must be none of the probes, which are read
+    """Kills the process that reads a row. The row must not be a probe row: these are read
     before anything is written."""
 
     def __init__(self, dataset: Any, row: int) -> None:
@@ -219,7 +219,7 @@ class Gated(Wrapped):
 
     def __getitem__(self, row: int) -> Any:
         if row == self.row:
-            # Under another name first: who finds the file finds the whole number in it.
+            # Renamed when complete: whoever finds the file finds the whole number in it.
             started = self.gate.with_suffix(".started")
             started.write_text(str(os.getpid()))
             started.rename(self.gate.with_suffix(".pid"))
@@ -229,7 +229,7 @@ class Gated(Wrapped):
 
 
 def kill_before_change(event: int) -> None:
-    """Kill this process just before its change number ``event`` to the file system."""
+    """Kill this process just before it changes the file system for the n-th time, ``event`` = n."""
     left = event
     builder = os.getpid()
 

@@ -1,4 +1,4 @@
-"""The process that starts builders, shared by all tests that need one."""
+"""The process that starts builders, shared by all tests that need it."""
 
 from collections.abc import Iterator
 

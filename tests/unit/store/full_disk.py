@@ -1,4 +1,4 @@
-"""Builds stores on a disk of one mebibyte and prints, as JSON, what came of it.
+"""Builds stores on a disk of one mebibyte and prints the outcomes as JSON.
 
     python -m tests.unit.store.full_disk mounted DIRECTORY
     python -m tests.unit.store.full_disk pretended DIRECTORY
@@ -72,7 +72,7 @@ def main(way: str, mount_point: Path) -> None:
     outcomes["larger than the disk"] = attempt(
         mount_point, [torch.zeros(MIB // 4, dtype=torch.uint8)] * 5
     )
-    # As many bytes as are free: what a build needs besides fits no more.
+    # As many bytes as are free: there is no room for the other files of a build.
     free = shutil.disk_usage(mount_point).free
     outcomes["exactly what is free"] = attempt(
         mount_point, [torch.zeros(free // 4, dtype=torch.uint8)] * 4

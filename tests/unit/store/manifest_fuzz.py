@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.schema import _field_name
+from lightning_memmap.schema.fields import field_name
 from lightning_memmap.store import open_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.unit.store.signing import encode_signed
@@ -46,7 +46,7 @@ def mutated_manifests(seed: int, count: int, original: bytes) -> Iterator[bytes]
 
 
 def open_mutated(directory: Path, data: bytes, original: Manifest) -> bool:
-    """Open a store with another manifest, and check what comes of it.
+    """Open a store with another manifest, and check the result.
 
     Args:
         directory: A whole store. Its manifest is overwritten.
@@ -135,7 +135,7 @@ def _double_any(random_state: random.Random, body: dict[str, Any]) -> None:
 
 
 def _resize(random_state: random.Random, body: dict[str, Any]) -> None:
-    """Other sizes with as many checksums as they need."""
+    """Other sizes, with the number of checksums that they need."""
     if not isinstance(body.get("fields"), list) or not isinstance(body.get("checksums"), dict):
         return
     body["num_rows"] = random_state.choice(_NUMBERS)
@@ -151,7 +151,7 @@ def _rename(random_state: random.Random, body: dict[str, Any]) -> None:
     """Other names of the fields, alike in the structure, the fields and the checksums, half of the
     time for fields that need no file."""
     keys = random_state.sample(_NAMES, 2)
-    names = [_field_name((key,)) for key in keys]
+    names = [field_name((key,)) for key in keys]
     shape = random_state.choice(([4], [0]))
     body["structure"] = {
         "kind": random_state.choice(("dict", "namedtuple", "dataclass")),

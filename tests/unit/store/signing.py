@@ -1,4 +1,4 @@
-"""A manifest edited and signed anew: a liar's manifest, whose digest fits what it says."""
+"""A manifest that was edited and signed again, so that its digest matches its false content."""
 
 import json
 from collections.abc import Callable

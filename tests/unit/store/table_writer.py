@@ -16,7 +16,8 @@ import torch
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.schema import Schema
 from lightning_memmap.store import open_store, verify_store
-from lightning_memmap.store.table import TableBuild, TablePlan, TableWriter
+from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import in_dataset_order
 from tests.unit.store.build_server import kill_before_change
 
@@ -30,7 +31,7 @@ def values(version: int) -> torch.Tensor:
 
 def write_table(path: Path, version: int) -> None:
     rows = values(version)
-    plan = TablePlan(path, NUM_ROWS, 4, Schema.from_batch({"value": rows}))
+    plan = StorePlan(path, NUM_ROWS, 4, Schema.from_batch({"value": rows}))
     build = TableBuild(plan, overwrite=True)
     writer = TableWriter(plan, build.token)
     writer.write(range(30), [rows[:30]])
@@ -40,7 +41,7 @@ def write_table(path: Path, version: int) -> None:
 
 
 def run(path: Path, version: int, event: int) -> bool:
-    """Write a table in a process that dies before a change; whether it came to its end."""
+    """Write a table in a process that dies before a change. Returns whether it finished."""
     pid = os.fork()
     if not pid:
         try:
@@ -52,7 +53,7 @@ def run(path: Path, version: int, event: int) -> bool:
 
 
 def version_at(path: Path) -> int:
-    """The version of the whole table at a path, 0 where there is none; -1 for anything else."""
+    """The version of the table at a path; 0 where there is none, -1 where it is not whole."""
     try:
         store = open_store(path)
     except StoreNotFoundError:
@@ -67,7 +68,7 @@ def main(directory: Path) -> None:
 
 
 def kill_at_each_change(directory: Path, old: bool) -> list[list[Any]]:
-    """By change: the version that was left, the one that the next run left, and what lies there."""
+    """By change: the version that was left, the one that the next run left, and the files there."""
     outcomes = []
     for event in range(1000):
         path = directory / str(event) / "table"
@@ -75,7 +76,7 @@ def kill_at_each_change(directory: Path, old: bool) -> list[list[Any]]:
             write_table(path, OLD)
         ended = run(path, NEW, event)
         left = version_at(path)
-        # Whatever was left does not stand in the way of the next run.
+        # Nothing that was left may stop the next run.
         write_table(path, NEW)
         names = sorted(entry.name for entry in path.parent.iterdir())
         outcomes.append([left, version_at(path), names])

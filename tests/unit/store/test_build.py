@@ -113,7 +113,7 @@ def test_store_is_itself_a_dataset_that_can_be_stored(tmp_path: Path) -> None:
 
 
 def random_rows(dtype: torch.dtype, num_rows: int) -> Tensor:
-    """Rows of any bits: NaN payloads, negative zeros and denormals among them."""
+    """Rows of random bits, including NaN payloads, negative zeros and denormals."""
     generator = torch.Generator().manual_seed(0)
     if dtype == torch.bool:
         return torch.randint(0, 2, (num_rows, 2, 3), generator=generator).bool()
@@ -286,7 +286,7 @@ def test_build_reads_each_row_once_besides_probes(tmp_path: Path) -> None:
     build(dataset, tmp_path / "s")
     reads = {row: dataset.rows.count(row) for row in set(dataset.rows)}
     assert set(reads) == set(range(3000))
-    # Eight probe rows are read twice more to find out random datasets.
+    # Eight probe rows are read twice more, to detect random datasets.
     assert len([row for row, count in reads.items() if count > 1]) <= 8
     assert max(reads.values()) <= 3
 
@@ -337,7 +337,7 @@ def test_rebuild_with_overwrite_replaces_the_store(tmp_path: Path) -> None:
     store = build(Numbered(77, version=1), tmp_path / "s", num_shards=5, overwrite=True)
     assert holds(store, Numbered(77, version=1))
     assert holds(open_store(tmp_path / "s"), Numbered(77, version=1))
-    # Who has the old one open keeps its rows.
+    # A process that has the old one open keeps its rows.
     assert holds(old, Numbered(100))
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"s", ".s.lock"}
@@ -451,7 +451,7 @@ def test_build_of_what_could_not_be_opened_is_refused_when_the_probe_rows_are_re
 
 
 class Repeated:
-    """One sample in all rows, of which the probe rows alone can be read."""
+    """The same sample in all rows. Only the probe rows can be read."""
 
     def __init__(self, sample: Any, num_rows: int) -> None:
         self._sample, self._num_rows = sample, num_rows
@@ -493,7 +493,7 @@ def test_build_argument_of_another_type_is_named(
 
 def test_build_at_what_is_no_place_for_a_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="file is no directory"):
+    with pytest.raises(StoreError, match="file is not a directory"):
         build(Numbered(10), tmp_path / "file" / "s")
     with pytest.raises(ValueError, match="path='': name the directory"):
         build(Numbered(10), "")
@@ -535,7 +535,7 @@ def test_build_sample_that_does_not_fit_names_row_field_found_and_expected(
     with pytest.raises(SchemaError, match=".*".join(["row 7301, ", *messages])):
         build(dataset, tmp_path / "s", num_workers=num_workers)
     assert_nothing_built(tmp_path / "s")
-    # Once the dataset is mended, what was written before is not wrong.
+    # The rows that were written before are still right once the dataset is mended.
     assert holds(build(Numbered(8000), tmp_path / "s"), Numbered(8000))
 
 
@@ -546,7 +546,7 @@ def test_build_first_sample_that_cannot_be_stored_names_row_and_field(tmp_path: 
 
 
 class StrangeError(Exception):
-    """An exception that cannot cross to another process."""
+    """An exception that cannot be sent to another process."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
@@ -563,7 +563,7 @@ def test_build_dataset_that_raises_names_the_row(
     dataset = Replaced(Numbered(3000), {row: StrangeError(3, 4)})
     with pytest.raises(DatasetError, match=f"raised at row {row}: StrangeError: 3 and 4") as caught:
         build(dataset, tmp_path / "s", num_workers=num_workers)
-    # The cause tells where in the dataset it was raised.
+    # The cause shows where in the dataset it was raised.
     assert caught.value.__cause__ is not None
     if row == 1:
         assert "datasets.py" in str(caught.value.__cause__)
@@ -576,7 +576,7 @@ class Random(Wrapped):
 
 
 class RandomOnceRead(Wrapped):
-    """Each row is the same for the first two reads, and another one from then on."""
+    """Each row is the same in the first two reads, and changes from then on."""
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset)
@@ -616,7 +616,7 @@ def test_build_path_that_is_no_store_is_refused_and_untouched(
         if kind == "directory":
             (path / "mine.txt").write_text("mine")
     before = contents(path) if path.is_dir() else path.read_bytes()
-    with pytest.raises(StoreError, match=r"exists and is no store: choose another `store_dir`"):
+    with pytest.raises(StoreError, match=r"exists and is not a store: choose another `store_dir`"):
         build(Numbered(10), path, overwrite=overwrite)
     assert (contents(path) if path.is_dir() else path.read_bytes()) == before
 
@@ -624,7 +624,7 @@ def test_build_path_that_is_no_store_is_refused_and_untouched(
 def test_build_on_full_disk_raises_enospc_with_both_numbers_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
-    # On a disk that is pretended, and where this user may mount one, on a real one too.
+    # On a simulated disk, and on a real one where this user may mount it.
     program = ["-m", "tests.unit.store.full_disk"]
     commands = [[python(), *program, "pretended"]]
     namespace = ["unshare", "--mount", "--map-root-user"]
@@ -654,7 +654,7 @@ def check_full_disk(outcomes: dict[str, Any]) -> None:
     assert f"needs {needed} bytes" in exact["message"]
     assert exact["left"] == []
 
-    # There is room again: nothing of the failed ones was left on the disk.
+    # There is room again: the failed builds left nothing on the disk.
     assert outcomes["small"] == {**outcomes["small"], "num_rows": 5, "left": ["train"]}
     overwrite = outcomes["overwrite"]
     assert overwrite["errno"] == errno.ENOSPC

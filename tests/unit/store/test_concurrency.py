@@ -1,4 +1,4 @@
-"""Several processes at one store at the same time."""
+"""Several processes that use one store at the same time."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +29,9 @@ def test_build_by_three_processes_at_once_reads_the_dataset_once(
         for log in logs
     ]
     pids = [server.start(build) for build in builds]
-    # Each of them has compared every row of the store that it was given.
+    # Each of them has compared every row of the store that it got.
     assert [server.wait(pid) for pid in pids] == [0, 0, 0]
-    # One has read all rows, and the probes; to the others the fingerprint is enough.
+    # One has read all rows and the probe rows; for the others the fingerprint is enough.
     (log,) = (log for log in logs if log.exists())
     rows = [int(line) for line in log.read_text().splitlines()]
     assert set(rows) == set(range(NUM_ROWS))

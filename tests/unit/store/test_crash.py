@@ -23,7 +23,7 @@ from tests.unit.store.build_server import Build, BuildServer, killed
 OLD, NEW = 1, 2
 NUM_ROWS = 600
 RANGE_ROWS = 100
-# A row in range 4 that is no probe.
+# A row in range 4 that is not a probe row.
 DEADLY_ROW = 430
 NUM_KILLS = 12
 
@@ -66,9 +66,9 @@ def version_in(directory: Path) -> int | None:
 
 
 def assert_whole_or_old(directory: Path, kind: str) -> int | None:
-    """What must hold whenever a build ends, however it ends."""
+    """Check what must hold after any build, no matter how it ended."""
     version = version_in(directory)
-    # Where there was a store, there is one at any time.
+    # Where there was a store, there always is one.
     assert version is not None or "overwrite" not in kind
     assert version != OLD or "overwrite" in kind
     if version is not None:
@@ -163,7 +163,7 @@ def test_build_killed_again_and_again_comes_to_its_end(server: BuildServer, tmp_
 
 
 def test_build_killed_takes_its_workers_along(server: BuildServer, tmp_path: Path) -> None:
-    # The worker is busy with a row that never ends.
+    # The worker is busy with a row that takes forever.
     gate, directory = tmp_path / "gate", tmp_path / "stores"
     directory.mkdir()
     pid = server.start(build_of(directory, num_workers=2, gate=str(gate), gate_row=150))
@@ -263,7 +263,7 @@ def test_build_resumed_after_a_kill_reads_only_what_is_missing(
 def test_build_resumed_after_an_exception_reads_only_what_is_missing(
     tmp_path: Path, num_workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # In this process, with ranges as users have them.
+    # In this process, with ranges of the default size.
     numbered = Numbered(5000)
     arguments: dict[str, Any] = {"num_shards": 3, "progress": False, "fingerprint": "numbered"}
     broken = Replaced(numbered, {3500: OSError("unplugged")})
@@ -345,7 +345,7 @@ def test_build_resumed_from_what_cannot_be_trusted_starts_anew(
 def test_build_resumed_from_a_torn_journal_stores_every_row(
     server: BuildServer, tmp_path: Path, torn: bytes
 ) -> None:
-    # The power went while a line of the journal was written. What the next builder notes must
+    # The power failed while a line of the journal was written. The next builder's first line must
     # not be joined to the rest of that line: "160 1" and "180 20" would make a line of rows that
     # nobody wrote.
     build = replace(build_of(tmp_path), range_rows=20)
@@ -425,7 +425,7 @@ def test_open_new_store_in_place_ignores_what_is_left_of_the_old_one(tmp_path: P
     stored(old_path(path), OLD)
     (old_path(path) / "manifest.json").unlink()
     assert version_in(tmp_path) == NEW
-    # The next build clears it away.
+    # The next build removes it.
     stored(path, NEW)
     assert version_in(tmp_path) == NEW
     assert not old_path(path).exists()

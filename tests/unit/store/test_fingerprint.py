@@ -23,7 +23,7 @@ from tests.datasets import Numbered, Wrapped
 
 
 class Holder(Dataset[int]):
-    """Has any attributes, and rows that nobody may read."""
+    """Has the attributes that it is given, and rows that must not be read."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
@@ -168,7 +168,7 @@ def test_fingerprint_of_a_changed_class_names_its_source(
         kinds.append(__import__(name).Rows)
     before, after = kinds
     assert change(before(), after()) == "source of class Rows changed"
-    # Another edit of the same file is none of the dataset.
+    # An edit elsewhere in the same file does not concern the dataset.
     text = (tmp_path / "before.py").read_text().replace("unrelated", "irrelevant")
     (tmp_path / "again.py").write_text(text)
     assert change(before(), __import__("again").Rows()) is None

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.schema import _field_name
+from lightning_memmap.sampling import RowSubset, Shards
+from lightning_memmap.schema.fields import field_name
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.datasets import Numbered, holds
@@ -103,10 +104,10 @@ def directory(file: Path) -> None:
         (grow, r"has \d+ bytes, expected \d+ \(100 rows of int64"),
         (empty, r"has 0 bytes, expected \d+"),
         (Path.unlink, "is missing: build the store again"),
-        (link, "is a link or no plain file"),
-        (dangling_link, "is a link or no plain file"),
-        (fifo, "is a link or no plain file"),
-        (directory, "is a link or no plain file"),
+        (link, "is a link, or not a plain file"),
+        (dangling_link, "is a link, or not a plain file"),
+        (fifo, "is a link, or not a plain file"),
+        (directory, "is a link, or not a plain file"),
     ],
 )
 def test_open_damaged_field_file_is_refused_named_and_left_alone(
@@ -126,7 +127,7 @@ def test_open_manifest_that_is_no_plain_file_is_refused(
 ) -> None:
     damage(path / MANIFEST)
     for read in (open_store, verify_store):
-        with pytest.raises(StoreError, match=r"manifest\.json is a link or no plain file"):
+        with pytest.raises(StoreError, match=r"manifest\.json is a link, or not a plain file"):
             read(path)
 
 
@@ -173,7 +174,7 @@ def test_open_manifest_edited_without_its_digest_is_refused(path: Path, key: str
 
 
 def test_open_manifest_signed_anew_without_a_lie_is_the_same_store(path: Path) -> None:
-    # What the tables of lies rest on: the digest alone refuses none of them.
+    # The table of lies depends on this: none of them is refused for its digest alone.
     before = Manifest.read(path)
     sign_manifest(path, lambda body: None)
     assert Manifest.read(path) == before
@@ -223,7 +224,7 @@ def rename_class(kind: str, *keys: Any) -> Callable[[dict[str, Any]], None]:
 
     def edit(body: dict[str, Any]) -> None:
         body["structure"] = structure(kind, "Sample", *keys)
-        replace_fields(body, [_field_name((key,)) for key in keys])
+        replace_fields(body, [field_name((key,)) for key in keys])
 
     return edit
 
@@ -252,7 +253,7 @@ def many_classes(body: dict[str, Any]) -> None:
 
 
 def no_bytes(num_rows: int) -> Callable[[dict[str, Any]], None]:
-    """Rows that no file vouches for."""
+    """Rows for which no file is evidence."""
 
     def edit(body: dict[str, Any]) -> None:
         body["num_rows"] = num_rows
@@ -378,7 +379,7 @@ def test_open_manifest_names_a_file_outside_that_fits_is_refused(path: Path) -> 
 def test_open_manifest_of_more_rows_with_files_that_fit_opens_them_as_they_are(
     path: Path,
 ) -> None:
-    # A manifest that agrees with its files is no lie that opening can find; verifying does.
+    # Opening cannot find a lie that agrees with the files; verifying does.
     sign_manifest(path, put("num_rows", value=102))
     for file, row_bytes in (("x.memmap", 32), ("label.memmap", 8)):
         os.truncate(path / file, 102 * row_bytes)
@@ -401,9 +402,9 @@ def test_open_manifest_beyond_the_size_limit_is_not_read(path: Path) -> None:
         (b"[" + b"1," * 300_000, "more than 262144 values"),
         (b'"' * 2_000_000, "more than 524288 strings"),
         (b"[" + b"1" * 5000 + b"]", "an integer of 5000 characters"),
-        (b'{"format": NaN}', "NaN, which is no integer"),
-        (b'{"format": -Infinity}', "-Infinity, which is no integer"),
-        (b"[1e999999999]", "1e999999999, which is no integer"),
+        (b'{"format": NaN}', "NaN, which is not an integer"),
+        (b'{"format": -Infinity}', "-Infinity, which is not an integer"),
+        (b"[1e999999999]", "1e999999999, which is not an integer"),
         (b'{"format": 1, "format": 1}', "names a key of an object twice"),
     ],
 )
@@ -416,7 +417,7 @@ def test_open_manifest_that_costs_much_or_is_ambiguous_is_refused_as_text(
 
 
 def test_open_manifest_with_brackets_and_quotes_in_strings_is_read(path: Path) -> None:
-    # What is counted before parsing is what is outside of strings.
+    # Only what is outside of strings is counted before parsing.
     tricky = '"\\' + "[" * 2000 + '\\\\"{},:'
     sign_manifest(path, put("source", value={f"{key} {tricky}": tricky for key in range(60)}))
     assert open_store(path).manifest.source[f"0 {tricky}"] == tricky
@@ -554,7 +555,11 @@ def test_manifest_sizes_agree_with_the_files(path: Path) -> None:
     manifest = open_store(path).manifest
     assert manifest.row_bytes == 40
     assert manifest.num_bytes == sum(file.stat().st_size for file in path.glob("*.memmap"))
-    assert manifest.shard_bytes == (34 * 40, 33 * 40, 33 * 40)
+    assert manifest.shard_bytes().tolist() == [34 * 40, 33 * 40, 33 * 40]
+    assert manifest.shard_bytes(Shards(100, 6)).tolist() == [17 * 40] * 4 + [16 * 40] * 2
+    for fold in (RowSubset(1, 3), RowSubset(0, 3, excluded=True)):
+        shards = Shards(fold.num_rows(100), 2, fold)
+        assert manifest.shard_bytes(shards).tolist() == (shards.sizes * 40).tolist()
     assert manifest.source["dataset"] == "tests.datasets.Numbered"
 
 

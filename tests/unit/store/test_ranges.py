@@ -1,4 +1,4 @@
-"""How rows are dealt to workers: each once, and so that none of them is left waiting."""
+"""How rows are given to workers: each row once, and no worker is left waiting."""
 
 import heapq
 from collections import deque
@@ -36,7 +36,7 @@ def test_ranges_deal_each_missing_row_once_whatever_rows_cost(
 
 
 def makespan_s(num_rows: int, row_s: float, num_workers: int, known_row_s: float) -> float:
-    """When the last worker ends, each of which has one range in work and one that waits."""
+    """The time when the last worker ends. Each has one range in hand and one waiting."""
     ranges = RowRanges([range(num_rows)], max_rows=1024, num_workers=num_workers, row_s=known_row_s)
     tasks, ends = iter(ranges), [(0.0, worker) for worker in range(num_workers)]
     waiting = [deque([next(tasks), next(tasks)]) for _ in range(num_workers)]

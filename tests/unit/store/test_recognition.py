@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import stat
 import zipfile
 from collections.abc import Callable
@@ -26,11 +27,11 @@ NUM_ROWS = 3000
 UNPROBED = 1234
 assert UNPROBED not in probe_rows(NUM_ROWS)
 
-#: Labels where no fingerprint looks for them, as in a file below a directory.
+#: Labels where no fingerprint looks for them, as in a file in a directory.
 HIDDEN: dict[int, int] = {}
 
 
-#: Rows that cannot be read: what no identity shows.
+#: Rows that cannot be read, which is not part of any identity.
 BROKEN: set[int] = set()
 
 
@@ -215,6 +216,35 @@ def test_rebuild_of_another_identity_with_the_same_rows_compares_them_once(
     assert verify_store(tmp_path / "s") == []
 
 
+def test_identity_whose_recording_was_killed_leaves_no_file_behind(tmp_path: Path) -> None:
+    build(OLD, tmp_path)
+    pid = os.fork()
+    if not pid:
+        os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            build(Counting(OLD), tmp_path)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    store = tmp_path / "s"
+    assert "manifest.json.tmp" in os.listdir(store)
+    assert labels(tmp_path) == [0, UNPROBED, NUM_ROWS - 1]
+    # The dataset that the store was built from, which has nothing to record.
+    build(OLD, tmp_path)
+    assert "manifest.json.tmp" not in os.listdir(store)
+
+
+def test_identity_is_not_recorded_through_a_planted_link(tmp_path: Path) -> None:
+    build(OLD, tmp_path)
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / "s" / "manifest.json.tmp").symlink_to(mine)
+    build(Counting(OLD), tmp_path)
+    assert mine.read_text() == "mine"
+    assert verify_store(tmp_path / "s") == []
+    assert sorted(os.listdir(tmp_path / "s")) == ["manifest.json", "value.memmap"]
+
+
 def test_rebuild_check_says_which_rows_are_compared(tmp_path: Path) -> None:
     build(OLD, tmp_path)
     HIDDEN[UNPROBED] = -1
@@ -349,7 +379,7 @@ def test_death_of_a_worker_is_told_also_where_it_made_something_else_fail() -> N
         try:
             raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
         finally:
-            # As a thread that is being started does.
+            # As happens while a thread is being started.
             del {}[outcome]
 
     with pytest.raises(DatasetError, match=r"pid 7.*smaller num_workers"):

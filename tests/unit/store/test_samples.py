@@ -1,4 +1,4 @@
-"""What a dataset gives comes back from its store: every value, and nothing left out."""
+"""What a dataset gives comes back from its store, with every value."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_memmap import build_store
 from lightning_memmap.errors import SchemaError
 from tests.rows import CPU, make_loader
 
-#: Those that hold their pixels and nothing else.
+#: Modes whose images are their pixels and nothing else.
 MODES = (
     "1", "L", "LA", "La", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I", "F",
     "I;16", "I;16L", "I;16B", "I;16N",

@@ -19,7 +19,8 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.schema import Schema
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST
-from lightning_memmap.store.table import TableBuild, TablePlan
+from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.table import TableBuild
 from tests.datasets import Numbered, holds
 from tests.unit.store.signing import sign_manifest
 
@@ -30,7 +31,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become 
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A directory that other users reach; pytest's own are for one user alone."""
+    """A directory that other users can reach, unlike those of pytest."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)
@@ -99,7 +100,7 @@ def lock_out(directory: Path, mode: int = 0o555) -> None:
 
 @pytest.fixture
 def locked_out(shared: Path, pristine: dict[int, Path]) -> Iterator[Path]:
-    """A store whose directory can be read alone."""
+    """A store whose directory can only be read."""
     shutil.copytree(pristine[NEW.version], shared / "s")
     lock_out(shared)
     yield shared / "s"
@@ -181,7 +182,7 @@ def test_open_what_may_not_be_read_says_so(
 def test_two_users_of_one_directory_build_in_turn(shared: Path) -> None:
     shared.chmod(0o1777)
     assert run_as(OWNER, lambda: build(shared / "s")) == ["done"]
-    # The other one's lock can be used; his store can be read, and not replaced.
+    # The other user's lock can be used, and the other user's store read, but not replaced.
     assert run_as(OTHER, lambda: build(shared / "s")) == ["done"]
     assert run_as(OTHER, lambda: build(shared / "t")) == ["done"]
     kind, text = run_as(OTHER, lambda: build(shared / "s", OLD, overwrite=True))
@@ -236,7 +237,7 @@ def outside(tmp_path: Path, pristine: dict[int, Path]) -> Path:
 
 def table(path: Path) -> Callable[[], Any]:
     schema = Schema.from_batch(torch.zeros(4))
-    return lambda: TableBuild(TablePlan(path, 4, 1, schema)).abandon()
+    return lambda: TableBuild(StorePlan(path, 4, 1, schema)).abandon()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.schema import DTYPES, Schema
 from lightning_memmap.store import build_store, open_store, verify_store
-from lightning_memmap.store.table import TableBuild, TablePlan, TableWriter
+from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import Numbered, in_dataset_order
 from tests.preloaded import python
 
@@ -21,8 +22,8 @@ REPOSITORY = Path(__file__).parents[3]
 OLD, NEW = 1, 2
 
 
-def make_plan(path: Path, batch: Any, num_rows: int, num_shards: int = 4) -> TablePlan:
-    return TablePlan(path / "table", num_rows, num_shards, Schema.from_batch(batch))
+def make_plan(path: Path, batch: Any, num_rows: int, num_shards: int = 4) -> StorePlan:
+    return StorePlan(path / "table", num_rows, num_shards, Schema.from_batch(batch))
 
 
 def numbers(num_rows: int, offset: int = 0) -> Tensor:
@@ -30,7 +31,7 @@ def numbers(num_rows: int, offset: int = 0) -> Tensor:
 
 
 def write(path: Path, rows: list[int], num_rows: int = 20, **options: Any) -> None:
-    """A table of numbers to which just these rows are written, each its own number."""
+    """Write these rows of a table of numbers, each with its own number."""
     plan = make_plan(path, numbers(1), num_rows)
     build = TableBuild(plan, **options)
     writer = TableWriter(plan, build.token)
@@ -79,7 +80,7 @@ def test_files_are_those_of_a_build_of_the_same_rows(tmp_path: Path) -> None:
         assert (table.path / name).read_bytes() == (built.path / name).read_bytes()
     assert table.manifest.checksums == built.manifest.checksums
     assert table.manifest.probes == built.manifest.probes
-    # So the dataset of numbers and the table are one to whoever opens it.
+    # So the table passes for a store of the dataset.
     table.check_dataset(built)
 
 
@@ -143,7 +144,7 @@ def test_row_outside_the_table_raises(tmp_path: Path, row: int) -> None:
 def test_place_that_is_taken_is_refused(tmp_path: Path) -> None:
     (tmp_path / "table").mkdir()
     plan = make_plan(tmp_path, numbers(1), 20)
-    with pytest.raises(StoreError, match="exists and is no store"):
+    with pytest.raises(StoreError, match="exists and is not a store"):
         TableBuild(plan, overwrite=True)
     (tmp_path / "table").rmdir()
     write(tmp_path, list(range(20)))

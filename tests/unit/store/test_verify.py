@@ -19,7 +19,7 @@ STARTS = shard_starts(NUM_ROWS, NUM_SHARDS).tolist()
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole store; who damages it mends it."""
+    """A whole store. Tests that damage it must mend it."""
     path = tmp_path_factory.mktemp("verify") / "s"
     build_store(Numbered(NUM_ROWS), path, num_shards=NUM_SHARDS, progress=False)
     return path
@@ -104,7 +104,7 @@ def test_verify_swapped_rows_of_one_shard_are_found(path: Path) -> None:
 
 
 def test_verify_damage_that_opening_cannot_see_opens(path: Path) -> None:
-    # Opening reads no rows: it stays fast, and verifying is a step of its own.
+    # Opening reads no rows, so that it stays fast. Verifying is a separate step.
     flip(path / "x.memmap", 5, 3)
     assert len(open_store(path)) == NUM_ROWS
 

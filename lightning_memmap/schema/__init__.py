@@ -1,0 +1,172 @@
+"""Fields: what one sample consists of, and how a batch is put together again.
+
+A sample is any nesting of tuple, list, dict, named tuple and dataclass around leaves: tensors,
+numpy arrays and scalars, PIL images, numbers and bools. Each leaf is a field with a dtype and a
+shape, which every row shares. A long list or tuple of numbers of one dtype is one field as well.
+`Schema` is a value: it touches no file.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lightning_memmap.errors import SchemaError
+from lightning_memmap.schema.fields import DTYPES, Field, check_names, dtype_name, entry
+from lightning_memmap.schema.leaves import (
+    MAX_NUMBERS,
+    MIN_NUMBERS,
+    array_dtype,
+    describe_leaf,
+    describe_rows,
+    to_array,
+)
+from lightning_memmap.schema.structure import Node, builder, describe, flatten
+
+__all__ = ["DTYPES", "Field", "Node", "Schema"]
+
+#: Each field is a file and a mapping, of which a process has at most some ten thousand.
+_MAX_FIELDS = 4096
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The fields of a sample in the order of its leaves, and the nesting around them."""
+
+    fields: tuple[Field, ...]
+    structure: Node
+
+    @classmethod
+    def from_sample(cls, sample: Any) -> "Schema":
+        """Describe a sample.
+
+        Raises:
+            SchemaError: A leaf has a type or dtype that cannot be stored, or the sample has no
+                leaf. The message names the field.
+        """
+        leaves: list[tuple[str, Any]] = []
+        structure = describe(sample, leaves, number_ndim=0)
+        if not leaves:
+            raise SchemaError(f"the sample {sample!r} holds no tensor, array, image or number")
+        return cls._checked(structure, [describe_leaf(*leaf) for leaf in leaves])
+
+    @classmethod
+    def from_batch(cls, batch: Any) -> "Schema":
+        """Describe a row of a batch: any nesting of tensors whose first dimension is the rows.
+
+        Raises:
+            SchemaError: A leaf is no tensor, has no dimension, or has a dtype that cannot be
+                stored. The message names the field.
+        """
+        leaves: list[tuple[str, Any]] = []
+        structure = describe(batch, leaves, number_ndim=1)
+        if not leaves:
+            raise SchemaError(f"{batch!r} holds no tensor")
+        return cls._checked(structure, [describe_rows(*leaf) for leaf in leaves])
+
+    @classmethod
+    def _checked(cls, structure: Node, fields: list[Field]) -> "Schema":
+        check_names(field.name for field in fields)
+        return cls(tuple(fields), structure)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all fields."""
+        return sum(field.row_bytes for field in self.fields)
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether a named tuple or dataclass is part of a sample."""
+        return any(node.name for _, node in self.structure.walk())
+
+    def flatten(self, sample: Any) -> list[Tensor | np.ndarray]:
+        """Check a sample against this schema and return its leaves in the order of the fields.
+
+        Raises:
+            SchemaError: The message names the field, what was found and what was expected.
+        """
+        leaves: list[Any] = []
+        flatten(sample, self.structure, leaves, number_ndim=0)
+        arrays = []
+        for field, leaf in zip(self.fields, leaves, strict=True):
+            try:
+                array, kind = to_array(field.name, leaf)
+                dtype, shape = array_dtype(field.name, array), tuple(array.shape)
+            except SchemaError as error:
+                raise SchemaError(f"{error}; expected {field} ({field.kind})") from error
+            # A palette image and a grey one have the same shape and dtype, and other meanings.
+            other_mode = kind.startswith("image") and kind != field.kind
+            if (dtype, shape) != (field.dtype, field.shape) or other_mode:
+                raise SchemaError(
+                    f"field {field.name!r}: found {dtype_name(dtype)} {shape} ({kind}), expected"
+                    f" {field} ({field.kind})"
+                )
+            arrays.append(array)
+        return arrays
+
+    def flatten_batch(self, batch: Any) -> list[Tensor]:
+        """Check a batch of rows against this schema and return its leaves in the order of the
+        fields.
+
+        Returns:
+            One tensor of shape (B, *field shape) per field, on the device that it is on.
+
+        Raises:
+            SchemaError: The message names the field, what was found and what was expected.
+        """
+        leaves: list[Any] = []
+        flatten(batch, self.structure, leaves, number_ndim=1)
+        for field, leaf in zip(self.fields, leaves, strict=True):
+            found = describe_rows(field.name, leaf)
+            if found != field:
+                raise SchemaError(
+                    f"field {field.name!r}: found rows of {found}, expected rows of {field}"
+                )
+            if len(leaf) != len(leaves[0]):
+                raise SchemaError(
+                    f"field {field.name!r}: found {len(leaf)} rows, and {len(leaves[0])} of field"
+                    f" {self.fields[0].name!r}"
+                )
+        return [leaf.detach().resolve_conj().resolve_neg() for leaf in leaves]
+
+    def builder(self, sample: Any = None) -> Callable[[Sequence[Tensor]], Any]:
+        """A function that nests one tensor per field the way ``default_collate`` would: tuples
+        become lists, every other container keeps its kind.
+
+        Args:
+            sample: A sample of the dataset, for the classes of its named tuples and dataclasses.
+                Without it, look-alikes with the same names are made.
+        """
+        return builder(self.structure, sample, count())
+
+    def to_json(self) -> dict[str, Any]:
+        """This schema as JSON values."""
+        return {
+            "fields": [field.to_json() for field in self.fields],
+            "structure": self.structure.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Schema":
+        """Read a schema from JSON values that nobody has checked.
+
+        Raises:
+            SchemaError: The values describe no schema that `from_sample` could have made.
+        """
+        items = entry(value, "fields", list)
+        if not 1 <= len(items) <= _MAX_FIELDS:
+            raise SchemaError(f"{len(items)} fields: a store has 1 to {_MAX_FIELDS}")
+        structure = Node.from_json(entry(value, "structure", dict))
+        leaves = structure.fields()
+        schema = cls._checked(structure, [Field.from_json(item) for item in items])
+        if [field.name for field in schema.fields] != [name for name, _ in leaves]:
+            raise SchemaError("the fields are not the leaves of the structure")
+        for field, (name, node) in zip(schema.fields, leaves, strict=True):
+            if node.kind == "numbers" and not (
+                len(field.shape) == 1 and MIN_NUMBERS <= field.shape[0] <= MAX_NUMBERS
+            ):
+                raise SchemaError(f"field {name!r}: {field} is not a list of numbers")
+        return schema

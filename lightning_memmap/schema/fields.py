@@ -1,0 +1,145 @@
+"""Fields: the name, dtype and shape of each leaf of a sample."""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from reprlib import repr as short_repr
+from typing import Any
+from urllib.parse import quote
+
+import torch
+
+from lightning_memmap.errors import SchemaError
+
+#: The dtypes that a store holds. Others (float8 and sub-byte types, complex32) do not survive a
+#: round trip through tensordict's memory-mapped files.
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32,
+        torch.int32, torch.uint64, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+        torch.float64, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip
+
+#: What file systems take as a file name, without the longest ending of a file of a column.
+MAX_NAME_LENGTH = 255 - len(".memmap")
+_MAX_DIMENSIONS = 64
+_KIND = re.compile(r"[a-z]+(:[A-Za-z0-9;]{1,32})?")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One leaf of a sample.
+
+    Args:
+        name: Where the leaf is in the sample: keys, names and positions joined by dots.
+        dtype: The dtype of each row.
+        shape: The shape of one row, without a batch dimension.
+        kind: What the dataset gave: ``tensor``, ``array``, ``number`` or, for PIL images,
+            ``image:<mode>``. A list of numbers is an array, or a tensor where they are tensors.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """This field as JSON values."""
+        return {
+            "name": self.name,
+            "dtype": dtype_name(self.dtype),
+            "shape": list(self.shape),
+            "kind": self.kind,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Field":
+        """Read a field from JSON values that nobody has checked. Its name is not checked.
+
+        Raises:
+            SchemaError: The values describe no field.
+        """
+        dtype = DTYPES.get(entry(value, "dtype", str))
+        if dtype is None:
+            known = ", ".join(DTYPES)
+            raise SchemaError(f"unknown dtype {short_repr(value['dtype'])}; known: {known}")
+        shape = entry(value, "shape", list)
+        if any(type(size) is not int or not 0 <= size < 2**40 for size in shape):
+            raise SchemaError(f"shape {short_repr(shape)} is not a list of sizes")
+        if len(shape) > _MAX_DIMENSIONS:
+            raise SchemaError(f"{len(shape)} dimensions: a field has at most {_MAX_DIMENSIONS}")
+        kind = entry(value, "kind", str)
+        if not _KIND.fullmatch(kind):
+            raise SchemaError(f"unknown kind {short_repr(kind)}")
+        return cls(entry(value, "name", str), dtype, tuple(shape), kind)
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)} {tuple(self.shape)}"
+
+
+def entry(value: Any, key: str, kind: type) -> Any:
+    """The value of a key in JSON values that nobody has checked.
+
+    Raises:
+        SchemaError: It is not there, or is of another type.
+    """
+    if not isinstance(value, dict) or type(value.get(key)) is not kind:
+        raise SchemaError(f"{key!r} is missing or is not a {kind.__name__}")
+    return value[key]
+
+
+def field_name(path: Iterable[str | int]) -> str:
+    """The name of the field at a path of keys, which is safe as the name of a file."""
+    return ".".join(map(_encode, path)) or "value"
+
+
+def _encode(key: str | int) -> str:
+    # Percent-encoding, with "~" for "%", keeps names unique and safe as file names; tensordict
+    # encodes a "%" once more. A dot separates levels.
+    encoded = quote(str(key), safe="", errors="surrogatepass")
+    return encoded.replace(".", "%2E").replace("~", "%7E").replace("%", "~") or "~"
+
+
+def check_name_length(name: str) -> None:
+    """Check that a field's name fits into a file name.
+
+    Raises:
+        SchemaError: It does not.
+    """
+    if len(name) > MAX_NAME_LENGTH:
+        raise SchemaError(
+            f"field {short_repr(name)}: the name is longer than the {MAX_NAME_LENGTH} characters"
+            " that fit into a file name: use shorter keys in the dataset"
+        )
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Check that each field's name leads to a file of its own.
+
+    Raises:
+        SchemaError: A name is too long, or two lead to one file.
+    """
+    seen: dict[str, str] = {}
+    for name in names:
+        check_name_length(name)
+        # Compared without case, for file systems that do the same.
+        folded = name.casefold()
+        if folded in seen:
+            raise SchemaError(
+                f"the fields {seen[folded]!r} and {name!r} would share one file name: rename one"
+                " of them in the dataset"
+            )
+        seen[folded] = name

@@ -1,0 +1,289 @@
+"""Structures: the containers of a sample around its leaves."""
+
+import dataclasses
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from keyword import iskeyword
+from reprlib import repr as short_repr
+from typing import Any
+from unicodedata import normalize
+
+from torch import Tensor
+
+from lightning_memmap.errors import SchemaError
+from lightning_memmap.schema.fields import MAX_NAME_LENGTH, check_name_length, entry, field_name
+from lightning_memmap.schema.leaves import MIN_NUMBERS, number_dtype, stack_numbers
+
+_MAX_DEPTH = 32
+#: Making a class from a stranger's schema takes a millisecond.
+_MAX_CLASSES = 256
+
+Path = tuple[str | int, ...]
+Build = Callable[[Sequence[Tensor]], Any]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A container of a sample, or what is one field.
+
+    Args:
+        kind: ``leaf``, a field of one value, ``numbers``, a field of a list or tuple of numbers,
+            ``tuple``, ``list``, ``dict``, ``namedtuple`` or ``dataclass``.
+        keys: The key, name or position of each child.
+        children: The children, in the order of ``keys``.
+        name: The class name of a named tuple or dataclass.
+    """
+
+    kind: str
+    keys: Path = ()
+    children: tuple["Node", ...] = ()
+    name: str = ""
+
+    @property
+    def is_field(self) -> bool:
+        """Whether this is a field, and no container."""
+        return self.kind in ("leaf", "numbers")
+
+    def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
+        """This node and all below it, each with its path, in the order of the leaves."""
+        yield path, self
+        for key, child in zip(self.keys, self.children, strict=True):
+            yield from child.walk((*path, key))
+
+    def fields(self) -> list[tuple[str, "Node"]]:
+        """The name and the node of each field.
+
+        Raises:
+            SchemaError: A name is too long.
+        """
+        found = []
+        for path, node in self.walk():
+            if node.is_field:
+                found.append((field_name(path), node))
+                check_name_length(found[-1][0])
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """This structure as JSON values."""
+        if self.is_field:
+            return {"kind": self.kind}
+        return {
+            "kind": self.kind,
+            "keys": list(self.keys),
+            **({"name": self.name} if self.name else {}),
+            "children": [child.to_json() for child in self.children],
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Node":
+        """Read a structure from JSON values that nobody has checked.
+
+        Raises:
+            SchemaError: The values describe no structure of a sample.
+        """
+        structure = _node_from_json(value, 0)
+        classes = {(node.kind, node.name, node.keys) for _, node in structure.walk() if node.name}
+        if len(classes) > _MAX_CLASSES:
+            raise SchemaError(f"the structure has more than {_MAX_CLASSES} classes")
+        return structure
+
+
+_LEAF = Node("leaf")
+_NUMBERS = Node("numbers")
+
+
+def describe(value: Any, leaves: list[tuple[str, Any]], number_ndim: int, path: Path = ()) -> Node:
+    """The structure of a sample, or of a batch.
+
+    Args:
+        value: The sample or batch.
+        leaves: The name and value of each leaf is appended here.
+        number_ndim: Dimensions of a tensor that is a number: 0 in a sample, 1 in a batch.
+        path: Where the value is in the sample.
+
+    Raises:
+        SchemaError: It is nested too deeply, or a dict has keys that cannot be stored.
+    """
+    if len(path) > _MAX_DEPTH:
+        raise SchemaError(f"the sample is nested deeper than {_MAX_DEPTH} levels")
+    found = _children(value, path)
+    if found is None:
+        leaves.append((field_name(path), value))
+        return _LEAF
+    kind, keys, values = found
+    if (
+        kind in ("tuple", "list")
+        and len(values) >= MIN_NUMBERS
+        and number_dtype(values, number_ndim) is not None
+    ):
+        name = field_name(path)
+        leaves.append((name, stack_numbers(name, values, number_ndim)))
+        return _NUMBERS
+    children = tuple(
+        describe(child, leaves, number_ndim, (*path, key))
+        for key, child in zip(keys, values, strict=True)
+    )
+    name = type(value).__name__ if kind in ("namedtuple", "dataclass") else ""
+    return Node(kind, tuple(keys), children, name)
+
+
+def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: Path = ()) -> None:
+    """Take a sample, or a batch, apart as a structure says.
+
+    Args:
+        value: The sample or batch.
+        node: Its structure.
+        leaves: The leaves are appended here.
+        number_ndim: Dimensions of a tensor that is a number: 0 in a sample, 1 in a batch.
+        path: Where the value is in the sample.
+
+    Raises:
+        SchemaError: It has another structure. The message names the field.
+    """
+    if node.kind == "leaf":
+        leaves.append(value)
+        return
+    found = _children(value, ())
+    if node.kind == "numbers":
+        if found is None or found[0] not in ("tuple", "list"):
+            raise SchemaError(
+                f"field {field_name(path)!r}: found {type(value).__name__}, expected a list or"
+                " tuple of numbers"
+            )
+        leaves.append(stack_numbers(field_name(path), found[2], number_ndim))
+        return
+    if found is None or found[0] != node.kind:
+        raise SchemaError(
+            f"field {field_name(path)!r}: found {type(value).__name__}, expected {node.kind}"
+            f" of {short_repr(list(node.keys))}"
+        )
+    _, keys, values = found
+    if tuple(keys) != node.keys:
+        if node.kind != "dict" or set(keys) != set(node.keys):
+            raise SchemaError(
+                f"field {field_name(path)!r}: found {node.kind} of {short_repr(keys)}, expected"
+                f" {short_repr(list(node.keys))}"
+            )
+        values = [value[key] for key in node.keys]
+    for key, child, child_node in zip(node.keys, values, node.children, strict=True):
+        flatten(child, child_node, leaves, number_ndim, (*path, key))
+
+
+def builder(node: Node, sample: Any, indices: Iterator[int]) -> Build:
+    """A function that puts leaves into a structure again; see `Schema.builder`.
+
+    Args:
+        node: The structure.
+        sample: A sample of the dataset, for its classes, or None.
+        indices: The index of each leaf that is still to come.
+    """
+    if node.is_field:
+        index = next(indices)
+        if node.kind == "leaf":
+            return lambda leaves: leaves[index]
+        # Each contiguous, as default_collate makes them.
+        return lambda leaves: list(leaves[index].movedim(-1, 0).contiguous().unbind())
+    found = _children(sample, ()) if sample is not None else None
+    if found is not None and (found[0] != node.kind or set(found[1]) != set(node.keys)):
+        found = None
+    samples = dict(zip(found[1], found[2], strict=True)) if found is not None else {}
+    pairs = zip(node.keys, node.children, strict=True)
+    children = [(key, builder(child, samples.get(key), indices)) for key, child in pairs]
+    if node.kind in ("tuple", "list"):
+        return lambda leaves: [child(leaves) for _, child in children]
+    if node.kind == "dict":
+        return lambda leaves: {key: child(leaves) for key, child in children}
+    class_type: Any = type(sample) if found else _look_alike(node.kind, node.name, node.keys)
+    if node.kind == "namedtuple":
+        return lambda leaves: class_type._make(child(leaves) for _, child in children)
+
+    def build_dataclass(leaves: Sequence[Tensor]) -> Any:
+        # Not through __init__: what a class checks of one sample need not hold for a batch.
+        batch = object.__new__(class_type)
+        for key, child in children:
+            object.__setattr__(batch, str(key), child(leaves))
+        return batch
+
+    return build_dataclass
+
+
+def _children(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | None:
+    """Kind, keys and values of a container; None for a leaf."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, Mapping):
+        for key in value:
+            # Not their subclasses either: a store could not give an enum's member back.
+            if type(key) not in (str, int):
+                raise SchemaError(
+                    f"field {field_name(path)!r}: the dict key {key!r} is neither a plain string"
+                    " nor a plain integer: rename it in the dataset"
+                )
+        return "dict", list(value), list(value.values())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "namedtuple", list(value._fields), list(value)
+    if isinstance(value, (tuple, list)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return kind, list(range(len(value))), list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return "dataclass", names, [getattr(value, name) for name in names]
+    return None
+
+
+@lru_cache(_MAX_CLASSES)
+def _look_alike(kind: str, name: str, keys: Path) -> type:
+    names = [str(key) for key in keys]
+    if kind == "namedtuple":
+        made: type = namedtuple(name, names)  # type: ignore[misc]
+        return made
+    return dataclasses.make_dataclass(name, names)
+
+
+def _node_from_json(value: Any, depth: int) -> Node:
+    if depth > _MAX_DEPTH:
+        raise SchemaError(f"the structure is nested deeper than {_MAX_DEPTH} levels")
+    kind = entry(value, "kind", str)
+    if kind == "leaf":
+        return _LEAF
+    if kind == "numbers":
+        return _NUMBERS
+    if kind not in ("tuple", "list", "dict", "namedtuple", "dataclass"):
+        raise SchemaError(f"unknown container {short_repr(kind)}")
+    keys, children = entry(value, "keys", list), entry(value, "children", list)
+    name = entry(value, "name", str) if kind in ("namedtuple", "dataclass") else ""
+    plain = all(type(key) in (str, int) for key in keys)
+    if not plain or len(set(keys)) != len(keys) or len(keys) != len(children):
+        raise SchemaError(f"the keys {short_repr(keys)} do not fit {len(children)} children")
+    if any(len(str(key)) > MAX_NAME_LENGTH for key in keys):
+        raise SchemaError(f"a key is longer than {MAX_NAME_LENGTH} characters")
+    if kind in ("tuple", "list") and keys != list(range(len(keys))):
+        raise SchemaError(f"the keys of a {kind} are {short_repr(keys)}")
+    if kind in ("namedtuple", "dataclass"):
+        _check_class(kind, name, keys)
+    nodes = tuple(_node_from_json(child, depth + 1) for child in children)
+    return Node(kind, tuple(keys), nodes, name)
+
+
+def _check_class(kind: str, name: str, keys: list[str | int]) -> None:
+    """Check that `_look_alike` can make a class: it writes source code with these names."""
+    if not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
+        raise SchemaError(f"{short_repr(name)} is not a name of a class")
+    if kind == "namedtuple" and not _is_identifier(name):
+        raise SchemaError(f"{short_repr(name)} is not a name of a named tuple")
+    for key in keys:
+        if not _is_identifier(key) or (kind == "namedtuple" and str(key).startswith("_")):
+            raise SchemaError(f"{kind} {short_repr(name)}: {short_repr(key)} names no field")
+
+
+def _is_identifier(name: str | int) -> bool:
+    """Whether a class can have a field of this name, and the same name once Python has read it."""
+    return (
+        isinstance(name, str)
+        and name.isidentifier()
+        and not iskeyword(name)
+        and not name.startswith("__")
+        and normalize("NFKC", name) == name
+    )

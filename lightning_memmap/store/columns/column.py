@@ -1,0 +1,187 @@
+"""What a kind of column must be able to do; see `Column`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import Self
+
+from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.schema import Field
+from lightning_memmap.store.files import OpenFiles
+
+#: A piece of a file: its name, the first byte, and one past the last byte.
+FileRange = tuple[str, int, int]
+
+
+class OpenColumn(Protocol):
+    """The rows of one field in a store that is open."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """All rows as one mapped tensor of shape (num_rows, *field shape), in the order of
+        `Shards.locate`.
+
+        Raises:
+            StoreError: The rows of this kind of column do not lie in one tensor.
+        """
+
+    def row(self, row: int) -> Tensor:
+        """A copy of one row, of the field's shape."""
+
+    def fetch(self, rows: Integers) -> Tensor:
+        """Copy rows into one batch.
+
+        Args:
+            rows: Rows in dataset order, int64 of shape (B,).
+
+        Returns:
+            A tensor of shape (B, *field shape) on the CPU; where rows differ in shape, a jagged
+            one.
+        """
+
+
+@dataclass(frozen=True)
+class Column(ABC):
+    """How one field of one store is kept in files: a frozen value that holds nothing open.
+
+    A column is made when a build begins, and `finish` makes the one that the manifest records.
+    Where all rows have one size, the two are equal. Otherwise nobody knows where a row will lie
+    while others are still being written: each `write` then makes a file of its own, whose name
+    ends in `files.TEMPORARY`, and notes in an index of fixed size where each row is; `finish` joins
+    these files.
+
+    File names begin with the field's name and a dot, and have up to seven more characters.
+
+    Args:
+        field: The field.
+        shards: The rows of the store, and the shards that they are dealt to.
+
+    Raises:
+        ValueError: There can be no such column.
+    """
+
+    #: The name of this kind of column in a manifest.
+    kind: ClassVar[str]
+    field: Field
+    shards: Shards
+
+    @property
+    @abstractmethod
+    def file_bytes(self) -> Mapping[str, int]:
+        """The size of each file by its name. A file without a byte is not there."""
+
+    @classmethod
+    @abstractmethod
+    def takes(cls, field: Field) -> bool:
+        """Whether new stores keep a field in this way."""
+
+    @classmethod
+    def from_json(cls, field: Field, shards: Shards, entry: Mapping[str, Any]) -> Self:
+        """The column of a store that is there, from an entry of a manifest that nobody has checked.
+
+        Raises:
+            ValueError: There can be no such column.
+        """
+        return cls(field, shards)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a manifest must say of this column beside its kind: by default, nothing."""
+        return {}
+
+    @abstractmethod
+    def num_bytes(self, rows: range | Integers) -> int:
+        """Bytes that some rows take where they are resident. A column that does not know the size
+        of each row rounds up.
+
+        Args:
+            rows: Rows in dataset order.
+        """
+
+    @abstractmethod
+    def shard_ranges(self) -> Sequence[Sequence[FileRange]]:
+        """The bytes of each shard, for its checksum. All ranges together are all bytes of all
+        files."""
+
+    def block(self, max_rows: int) -> "Block":
+        """Memory for up to ``max_rows`` rows, for one process. A column whose rows differ in shape
+        has a kind of block of its own."""
+        return Block(self, max_rows)
+
+    @abstractmethod
+    def write(self, files: OpenFiles, rows: Integers, values: Tensor) -> None:
+        """Write rows in any order. Several processes may do this at once, each with other rows.
+
+        When this returns, the rows survive a kill of the process. Once ``file_bytes`` have been
+        brought to the disk, they survive a power cut.
+
+        Args:
+            files: The files of the store that grows.
+            rows: Which rows, int64 of shape (B,).
+            values: A tensor of shape (B, *field shape), on any device; where rows differ in shape,
+                a jagged one.
+        """
+
+    def finish(self, directory: Path) -> "Column":
+        """Finish the files of a build once all rows are written, and bring to the disk what this
+        writes. After a kill it is done again. By default there is nothing to do.
+
+        Returns:
+            The column as the manifest is to record it.
+        """
+        return self
+
+    @abstractmethod
+    def read(self, directory: Path, row: int) -> NDArray[np.uint8]:
+        """The bytes of one row's leaf. They are read from the files rather than through a mapping,
+        in which an error of the disk would end the process."""
+
+    @abstractmethod
+    def open(self, directory: Path) -> OpenColumn:
+        """Open the column for reading. The sizes of its files have been checked.
+
+        Raises:
+            StoreError: A file cannot be mapped.
+        """
+
+
+class Block:
+    """Memory for consecutive rows of one field, which are written together.
+
+    Args:
+        column: The column of the field.
+        max_rows: Rows that fit into the block.
+    """
+
+    def __init__(self, column: Column, max_rows: int) -> None:
+        self._column = column
+        shape, dtype = (max_rows, *column.field.shape), column.field.dtype
+        self._rows = torch.empty(shape, dtype=dtype, device="cpu")
+
+    def put(self, index: int, leaf: Tensor | np.ndarray) -> None:
+        """Copy a row into the block.
+
+        Args:
+            index: Which row of the block.
+            leaf: The row, of the field's dtype and shape, on the CPU.
+        """
+        if isinstance(leaf, Tensor):
+            self._rows[index].copy_(leaf)
+        else:
+            self._rows.numpy()[index] = leaf
+
+    def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
+        """Write rows from the start of the block.
+
+        Args:
+            files: The files of the store that grows.
+            first: The dataset row that row 0 of the block is.
+            num_rows: Rows.
+        """
+        self._column.write(files, np.arange(first, first + num_rows), self._rows[:num_rows])

@@ -1,0 +1,131 @@
+"""The column of a field whose rows all have one shape: one file, in which each row lies at a
+multiple of its size, shard after shard."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import MemoryMappedTensor
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap.errors import StoreError
+from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.schema import Field
+from lightning_memmap.store.columns.column import Column, FileRange, OpenColumn
+from lightning_memmap.store.files import OpenFiles, write_all
+
+_MAX_FILE_BYTES = 2**62
+
+
+@dataclass(frozen=True)
+class FixedColumn(Column):
+    """The column of a field whose rows all have one shape."""
+
+    kind: ClassVar[str] = "fixed"
+
+    def __post_init__(self) -> None:
+        # Empty sizes count as one: torch multiplies them in this way for the strides.
+        row_bytes = math.prod(max(1, size) for size in self.field.shape) * self.field.dtype.itemsize
+        if self.shards.num_rows * row_bytes > _MAX_FILE_BYTES:
+            raise ValueError(f"{self.shards.num_rows} rows of {self.field} fit into no file")
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file. Names of fields hold no separators: see `schema.fields`."""
+        return f"{self.field.name}.memmap"
+
+    @property
+    @override
+    def file_bytes(self) -> Mapping[str, int]:
+        num_bytes = self.shards.num_rows * self.field.row_bytes
+        return {self.file_name: num_bytes} if num_bytes else {}
+
+    @classmethod
+    @override
+    def takes(cls, field: Field) -> bool:
+        return True
+
+    @override
+    def num_bytes(self, rows: range | Integers) -> int:
+        return len(rows) * self.field.row_bytes
+
+    @override
+    def shard_ranges(self) -> list[list[FileRange]]:
+        size = self.field.row_bytes
+        if not size:
+            return [[] for _ in range(self.shards.num_shards)]
+        bounds = (*self.shards.starts.tolist(), self.shards.num_rows)
+        return [[(self.file_name, first * size, end * size)] for first, end in pairwise(bounds)]
+
+    @override
+    def write(self, files: OpenFiles, rows: Integers, values: Tensor) -> None:
+        size = self.field.row_bytes
+        if not size or not len(rows):
+            return
+        locations = self.shards.locate(rows)
+        order = np.argsort(locations)
+        locations = locations[order]
+        flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        data = flat.reshape(len(rows), size).take(order, axis=0).reshape(-1).data
+        file = files.open(self.file_name)
+        # One call for all rows that lie one after the other.
+        bounds = [0, *(np.flatnonzero(np.diff(locations) != 1) + 1).tolist(), len(rows)]
+        for first, end in pairwise(bounds):
+            write_all(file, data[first * size : end * size], int(locations[first]) * size)
+
+    @override
+    def read(self, directory: Path, row: int) -> NDArray[np.uint8]:
+        if not (size := self.field.row_bytes):
+            return np.empty(0, np.uint8)
+        location = int(self.shards.locate(np.array(row)))
+        with open(directory / self.file_name, "rb") as file:
+            return np.frombuffer(os.pread(file.fileno(), size, location * size), np.uint8)
+
+    @override
+    def open(self, directory: Path) -> OpenColumn:
+        shape, dtype = (self.shards.num_rows, *self.field.shape), self.field.dtype
+        if not self.file_bytes:
+            return _Mapped(self.shards, torch.empty(shape, dtype=dtype, device="cpu"))
+        # Mode "r" maps copy-on-write: nothing that a process does reaches the file.
+        path = str(directory / self.file_name)
+        try:
+            mapped: Tensor = MemoryMappedTensor.from_filename(path, dtype, shape, mode="r")
+        except (OSError, RuntimeError) as error:
+            raise StoreError(
+                f"{path} cannot be mapped: {error}: see that you have the right to read it, that"
+                " its disk works, and that the process may map that much (`ulimit -v`) and that"
+                " many files (`sysctl vm.max_map_count`)"
+            ) from error
+        return _Mapped(self.shards, mapped)
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """The rows of a file that is mapped."""
+
+    shards: Shards
+    tensor: Tensor
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [int(start) for start in self.shards.starts]
+
+    def row(self, row: int) -> Tensor:
+        """A copy of one row."""
+        num_shards = self.shards.num_shards
+        copy: Tensor = self.tensor[self._starts[row % num_shards] + row // num_shards].clone()
+        return copy
+
+    def fetch(self, rows: Integers) -> Tensor:
+        """Copy rows into one batch."""
+        locations = torch.from_numpy(self.shards.locate(rows))
+        return self.tensor.as_subclass(Tensor).index_select(0, locations)

@@ -1,0 +1,186 @@
+"""A store that is to be made: its files while they grow, and the commit that makes them a store."""
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lightning_memmap.errors import StoreError
+from lightning_memmap.sampling import Shards
+from lightning_memmap.schema import Schema
+from lightning_memmap.store.columns import Column, columns_to_json, grow_columns
+from lightning_memmap.store.files import sync_path
+from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.manifest import Manifest, rows_bytes
+from lightning_memmap.store.probes import hash_row
+from lightning_memmap.store.recovery import building_path, put_in_place
+
+#: What a build needs on the disk beside the rows: its plan, its journal, the manifest.
+_ROOM_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """A store that is to be made, the same for all processes that write its rows.
+
+    Args:
+        path: Directory of the store.
+        num_rows: Rows of the store.
+        num_shards: Shards that the rows are dealt to.
+        schema: The fields and the nesting of a sample.
+    """
+
+    path: Path
+    num_rows: int
+    num_shards: int
+    schema: Schema
+
+    @cached_property
+    def shards(self) -> Shards:
+        """The rows, and the shards that they are dealt to."""
+        return Shards(self.num_rows, self.num_shards)
+
+    @cached_property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns while they grow, in the order of the fields.
+
+        Raises:
+            StoreError: No file can hold so many rows.
+        """
+        try:
+            return grow_columns(self.schema, self.shards)
+        except ValueError as error:
+            raise StoreError(f"no store can be made of this: {error}") from error
+
+    @property
+    def building(self) -> Path:
+        """The directory in which the files grow until they are a store."""
+        return building_path(self.path)
+
+    @property
+    def file_bytes(self) -> dict[str, int]:
+        """The size of each file that grows, by its name."""
+        return {name: size for column in self.columns for name, size in column.file_bytes.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return rows_bytes(self.columns, range(self.num_rows))
+
+    def to_json(self) -> dict[str, Any]:
+        """What must be the same in a build that goes on with this one, as JSON values."""
+        return {
+            "num_rows": self.num_rows,
+            "num_shards": self.num_shards,
+            **self.schema.to_json(),
+            **columns_to_json(self.columns),
+        }
+
+    def check(self) -> None:
+        """Check that the store can be opened once it is built.
+
+        Raises:
+            StoreError: It has too many rows, shards, fields or names for a manifest.
+        """
+        sums = {field.name: ("0" * 16,) * self.num_shards for field in self.schema.fields}
+        Manifest(self.shards, self.schema, self.columns, (), sums, {}).encode()
+
+    def make_files(self) -> None:
+        """Make the files and claim their space, so that a full disk is an error now, and not a
+        late error or a SIGBUS.
+
+        Raises:
+            OSError: The disk is too small. Nothing is left then.
+        """
+        self.building.mkdir()
+        try:
+            needed = sum(self.file_bytes.values())
+            free = shutil.disk_usage(self.building).free
+            if needed + _ROOM_BYTES > free:
+                raise self._disk_full(needed, free)
+            for column in self.columns:
+                for name, num_bytes in column.file_bytes.items():
+                    try:
+                        _allocate(self.building / name, num_bytes)
+                    except OSError as error:
+                        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                            raise self._disk_full(needed, free) from error
+                        if error.errno != errno.EFBIG:
+                            raise
+                        raise OSError(
+                            errno.EFBIG,
+                            f"field {column.field.name!r} needs a file of {num_bytes} bytes, more"
+                            " than this process (`ulimit -f`) or the file system allows",
+                            str(self.path),
+                        ) from error
+        except BaseException:
+            shutil.rmtree(self.building, ignore_errors=True)
+            raise
+
+    def _disk_full(self, needed: int, free: int) -> OSError:
+        return OSError(
+            errno.ENOSPC,
+            f"the store needs {needed} bytes and {_ROOM_BYTES} besides, and {free} are free: make"
+            " some space, or choose a directory on a larger disk",
+            str(self.path),
+        )
+
+    def sync(self) -> None:
+        """Bring the files that grow to the disk."""
+        for name in self.file_bytes:
+            sync_path(self.building / name)
+
+    def finish_columns(self) -> tuple[Column, ...]:
+        """Finish the columns once all rows are written."""
+        return tuple(column.finish(self.building) for column in self.columns)
+
+    def hash_row(self, columns: Sequence[Column], row: int) -> str:
+        """The hash of one row as it lies in the files of finished columns; see `hash_row`."""
+        return hash_row([column.read(self.building, row) for column in columns])
+
+    def commit(
+        self,
+        columns: tuple[Column, ...],
+        probes: tuple[tuple[int, str], ...],
+        checksums: Mapping[str, Sequence[str]],
+        source: Mapping[str, str],
+        fingerprint: Fingerprint | None = None,
+    ) -> None:
+        """Write the manifest, which makes the files a store, and put the store in place. All rows
+        must be on the disk, and the lock held.
+
+        Args:
+            columns: The finished columns.
+            probes: Row and hash of the probe rows.
+            checksums: The checksum of each shard, by field name.
+            source: Where the rows came from, for people to read. Time and versions are added.
+            fingerprint: The identity of the dataset.
+        """
+        source = {
+            **source,
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **{name: version(name) for name in ("lightning_memmap", "torch", "tensordict")},
+        }
+        manifest = Manifest(
+            self.shards, self.schema, columns, probes, checksums, source, fingerprint
+        )
+        manifest.write(self.building)
+        sync_path(self.building)
+        put_in_place(self.path)
+
+    def __str__(self) -> str:
+        fields = ", ".join(f"{field.name} {field}" for field in self.schema.fields)
+        return f"{self.num_rows} rows of {fields} at {self.path}"
+
+
+def _allocate(path: Path, num_bytes: int) -> None:
+    with open(path, "xb") as file:
+        file.truncate(num_bytes)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
