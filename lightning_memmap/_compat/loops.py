@@ -219,50 +219,50 @@ def go_on_after(trainer: Any, num_batches: int) -> None:
     trainer.callbacks = [*trainer.callbacks, _SettleCounts(loop._batches_that_stepped)]
 
 
-def view_of(original: Any, **members: Any) -> Any:
-    """An object that is another one in all but some members: it shares all of its state.
+def make_proxy(original: Any, **overrides: Any) -> Any:
+    """An object that differs from another one in some attributes, and shares all of its state.
 
     Args:
         original: An object that keeps its state in its ``__dict__``.
-        members: By name; a property, or a value, which then cannot be assigned.
+        overrides: By name; a property, or a value, which then cannot be assigned.
     """
     namespace: dict[str, Any] = {"__slots__": ()}
-    for name, member in members.items():
-        namespace[name] = member if isinstance(member, property) else _constant(member)
+    for name, value in overrides.items():
+        namespace[name] = value if isinstance(value, property) else _constant(value)
     kind = types.new_class(
         type(original).__name__, (type(original),), exec_body=lambda body: body.update(namespace)
     )
-    view: Any = object.__new__(kind)
-    object.__setattr__(view, "__dict__", original.__dict__)
-    return view
+    proxy: Any = object.__new__(kind)
+    object.__setattr__(proxy, "__dict__", original.__dict__)
+    return proxy
 
 
 def _constant(value: Any) -> property:
-    return property(lambda view: value)
+    return property(lambda proxy: value)
 
 
-def view_of_strategy(strategy: Any, given_optimizers: list[Any], **members: Any) -> Any:
-    """A strategy with other members, and with other optimizers for a module that asks for them."""
-    return view_of(strategy, _lightning_optimizers=given_optimizers, **members)
+def make_strategy_proxy(strategy: Any, given_optimizers: list[Any], **overrides: Any) -> Any:
+    """The proxy of a strategy, with other optimizers for a module that asks for them."""
+    return make_proxy(strategy, _lightning_optimizers=given_optimizers, **overrides)
 
 
 def lightning_optimizers(strategy: Any) -> list[Any]:
-    """The optimizers that a module is given, as Lightning wraps them."""
+    """The optimizers as Lightning wraps them for the module."""
     optimizers: list[Any] = strategy._lightning_optimizers
     return optimizers
 
 
-def view_of_trainer(trainer: Any, results: Any, **members: Any) -> Any:
-    """A Trainer with other members and other results: what ``self.log`` writes to.
+def make_trainer_proxy(trainer: Any, results: Any, **overrides: Any) -> Any:
+    """The proxy of a Trainer, with other results: what ``self.log`` writes to.
 
     Args:
-        trainer: The real one.
-        results: Gives the results at each time they are asked for.
-        members: As for `view_of`.
+        trainer: The Trainer.
+        results: Returns the results, each time they are needed.
+        overrides: As for `make_proxy`.
     """
-    return view_of(trainer, _results=property(lambda view: results()), **members)
+    return make_proxy(trainer, _results=property(lambda proxy: results()), **overrides)
 
 
 def results_of(trainer: Any) -> Any:
-    """What ``self.log`` writes to; None in a stage that has nothing of the kind."""
+    """What ``self.log`` writes to; None in a stage that logs nothing."""
     return trainer._results

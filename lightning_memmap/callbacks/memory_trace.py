@@ -23,7 +23,7 @@ from lightning_memmap._compat.tensors import (
 )
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.loading.super_batch import named_leaves
-from lightning_memmap.strategies.in_parts.shares import Shares
+from lightning_memmap.strategies.scattering.batch import ScatteredBatch
 
 #: What memory is for, from the bottom of a picture to its top.
 KINDS = ("parameters", "gradients", "optimizer", "data", "activations")
@@ -53,7 +53,7 @@ def batches_of(batch: Any) -> list[Any]:
     apart, else the batch itself."""
     if isinstance(batch, SuperBatch):
         return batch.batches
-    return batch.parts if isinstance(batch, Shares) else [batch]
+    return batch.batches if isinstance(batch, ScatteredBatch) else [batch]
 
 
 @dataclass

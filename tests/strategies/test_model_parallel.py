@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import MeanMetric
 
 from lightning_memmap.strategies import LocalModelParallelStrategy
-from lightning_memmap.strategies._stages import even_cut, find_stages, place
+from lightning_memmap.strategies.model_stages.cut import even_cut, find_stages, move_stages
 from tests.models import make_trainer, weights
 from tests.rows import CPU, joined
 from tests.strategies.test_dp import (
@@ -166,7 +166,7 @@ class TestPlaces:
         module = Listed()
         module.register_buffer("offset", torch.ones(3))
         parameters = dict(module.named_parameters())
-        place(module, find_stages(module, [CPU, META], "body.blocks"))
+        move_stages(module, find_stages(module, [CPU, META], "body.blocks"))
         assert dict(module.named_parameters()).keys() == parameters.keys()
         devices = {name: p.device.type for name, p in module.named_parameters()}
         assert {name for name, kind in devices.items() if kind == "meta"} == {
@@ -202,7 +202,7 @@ class TestPlaces:
     def test_optimizer_states_stay_with_their_parameters(self, tmp_path: Path) -> None:
         module = Base()
         module.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-        place(module, find_stages(module, [CPU, META]))
+        move_stages(module, find_stages(module, [CPU, META]))
         strategy: Any = LocalModelParallelStrategy()
         optimizer = torch.optim.Adagrad(module.parameters())
         strategy.optimizers = [optimizer]
