@@ -371,8 +371,8 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
         if left:
             raise ValueError(
                 f"{', '.join(left)}: under manual optimization memmap_fsdp2 shards each child of"
-                f" the {type(module).__name__} by itself, and these parameters belong to none of them,"
-                " or to several; put them into one submodule that is called"
+                f" the {type(module).__name__} by itself, and these parameters belong to none of"
+                " them, or to several; put them into one submodule that is called"
             )
         return units
 

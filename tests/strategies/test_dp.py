@@ -585,7 +585,7 @@ class TestState:
 
         with pytest.warns(UserWarning, match=r"training_step .* number to self\.sum in") as caught:
             fit_dp(tmp_path, Summing(), 4)
-        assert len([each for each in caught if "another number" in str(each.message)]) == 1
+        assert len([each for each in caught if "a different number" in str(each.message)]) == 1
 
     def test_compiled_module_is_fitted_again(self, tmp_path: Path) -> None:
         class Quiet(Base):

@@ -20,8 +20,8 @@ from lightning_memmap.strategies import (
     read_results,
 )
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
-from tests.distributed.scenarios.contract import CASES
 from tests.models import Points, Regression, make_trainer, weights
+from tests.strategies.contract import CASES
 
 FOLDS = 2
 MEMBER = 1

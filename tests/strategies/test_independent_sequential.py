@@ -26,8 +26,8 @@ from lightning_memmap.errors import MemberError, UnsuitableModuleError
 from lightning_memmap.strategies import IndependentStrategy, MemberResults, read_results
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
 from tests.datasets import in_dataset_order
-from tests.distributed.scenarios.contract import CASES
 from tests.models import Points, Regression, make_trainer, weights
+from tests.strategies.contract import CASES
 
 MEMBERS = 2
 

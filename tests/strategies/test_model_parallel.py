@@ -374,7 +374,7 @@ class TestErrors:
             (lambda m: setattr(m, "net", nn.Sequential(nn.Tanh())), None, "1 layers for 2 devices"),
             (lambda m: None, "body", r"layers='body': the module has no nn\.Sequential"),
             (name_stages("net.0"), None, r"names 1 stages for 2 devices"),
-            (name_stages("net.0", "net.7"), None, r"'net\.7' in stage 1 is no part of the module"),
+            (name_stages("net.0", "net.7"), None, r"'net\.7' in stage 1 is not in the module"),
             (name_stages("net.0", []), None, r"stage 1 has no layers"),
             (name_stages("net", "net.2"), None, r"net in stage 0 and net\.2 in stage 1"),
             (name_stages("net.0", "net.2"), "net", r"names its model_parallel_stages itself"),
