@@ -5,10 +5,7 @@ Weights are compared as a user would load them: from a checkpoint into the plain
 and the cases are in `tests.strategies.contract`.
 """
 
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ import torch
 from lightning_memmap import open_store
 from tests.datasets import in_dataset_order
 from tests.distributed.harness import launch
+from tests.distributed.reports import Reports
 from tests.distributed.scenarios.contract import RESUMED, SEVERAL, Runs, run
 from tests.models import Regression, Scheduled, weights
 from tests.strategies.contract import CASES, DEVICES, REFERENCE, TEST, Case, contracts_in
@@ -24,58 +22,29 @@ from tests.strategies.contract import CASES, DEVICES, REFERENCE, TEST, Case, con
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 
 
-@dataclass(frozen=True)
-class Done:
-    """What the processes of one strategy reported, and where their files are."""
-
-    out: Path
-    ranks: list[dict[str, Any]]
-
-    def reports(self, case: str) -> list[dict[str, Any]]:
-        """The reports of a case by data-parallel rank, equal for processes that share a rank."""
-        by_rank: dict[int, dict[str, Any]] = {}
-        for rank in self.ranks:
-            of = rank[case]["sharding"]["rank"]
-            assert by_rank.setdefault(of, rank[case])["seen"] == rank[case]["seen"]
-        return [by_rank[rank] for rank in range(self.ranks[0][case]["sharding"]["num_replicas"])]
-
-    def batches(self, case: str) -> dict[str, list[list[int]]]:
-        """By stage, the rows of each step over all data-parallel ranks, sorted."""
-        seen = [report["seen"] for report in self.reports(case)]
-        return {
-            stage: [
-                sorted(chain(*step)) for step in zip(*(own[stage] for own in seen), strict=True)
-            ]
-            for stage in seen[0]
-        }
-
-    def weights(self, case: str) -> torch.Tensor:
-        """The weights that a case ended with, loaded in this process."""
-        path = self.out / f"{case}.ckpt"
-        return weights(Regression.load_from_checkpoint(path, map_location="cpu", weights_only=True))
-
-
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Done:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     out = tmp_path_factory.mktemp("reference")
-    return Done(out, [run(out, REFERENCE)])
+    return Reports(out, [run(out, REFERENCE)], Regression)
 
 
 @pytest.fixture(scope="module", params=contracts_in("several"))
 def strategy(
-    request: pytest.FixtureRequest, reference: Done, tmp_path_factory: pytest.TempPathFactory
-) -> Done:
+    request: pytest.FixtureRequest, reference: Reports, tmp_path_factory: pytest.TempPathFactory
+) -> Reports:
     out = tmp_path_factory.mktemp(request.param)
     ranks = launch(
         "contract.run", out, processes=DEVICES, name=request.param, others=str(reference.out)
     )
-    return Done(out, ranks)
+    return Reports(out, ranks, Regression)
 
 
 @pytest.mark.parametrize("case", SEVERAL)
-def test_fit_of_a_case_is_as_on_one_device(strategy: Done, reference: Done, case: str) -> None:
+def test_fit_of_a_case_is_as_on_one_device(
+    strategy: Reports, reference: Reports, case: str
+) -> None:
     assert strategy.batches(case) == reference.batches(case)
-    (expected,) = reference.reports(case)
+    (expected,) = reference.of(case)
     for found in (rank[case] for rank in strategy.ranks):
         for key in ("steps", "epoch", "best"):
             assert found[key] == expected[key], key
@@ -88,19 +57,19 @@ def test_fit_of_a_case_is_as_on_one_device(strategy: Done, reference: Done, case
     torch.testing.assert_close(strategy.weights(case), end, rtol=0, atol=CASES[case].atol)
 
 
-def test_evaluation_is_over_all_rows_once(strategy: Done, reference: Done) -> None:
+def test_evaluation_is_over_all_rows_once(strategy: Reports, reference: Reports) -> None:
     assert strategy.batches("evaluation") == reference.batches("evaluation")
-    (expected,) = reference.reports("evaluation")
+    (expected,) = reference.of("evaluation")
     assert set(expected["metrics"]) == {"val_loss", "test_loss"}
     for rank in strategy.ranks:
         assert rank["evaluation"]["metrics"] == pytest.approx(expected["metrics"], abs=5e-5)
 
 
-def test_predictions_are_of_each_row_once(strategy: Done, reference: Done) -> None:
-    predicted = [report["predicted"] for report in strategy.reports("evaluation")]
+def test_predictions_are_of_each_row_once(strategy: Reports, reference: Reports) -> None:
+    predicted = [report["predicted"] for report in strategy.of("evaluation")]
     rows = torch.cat([own["row"] for own in predicted])
     assert rows.sort().values.tolist() == TEST.row.tolist()
-    (expected,) = reference.reports("evaluation")
+    (expected,) = reference.of("evaluation")
     values = torch.cat([own["y"] for own in predicted])[rows.argsort()]
     torch.testing.assert_close(values, expected["predicted"]["y"])
     table = in_dataset_order(open_store(strategy.out / "table"))
@@ -109,24 +78,28 @@ def test_predictions_are_of_each_row_once(strategy: Done, reference: Done) -> No
 
 
 @pytest.mark.parametrize("step", RESUMED)
-def test_resume_is_bitwise(strategy: Done, step: int) -> None:
+def test_resume_is_bitwise(strategy: Reports, step: int) -> None:
     rest = {**strategy.batches("whole"), "train": strategy.batches("whole")["train"][step:]}
     found = strategy.batches(f"resumed {step}")
     assert found["train"] == rest["train"]
     assert torch.equal(strategy.weights(f"resumed {step}"), strategy.weights("whole"))
 
 
-def test_checkpoint_of_one_process_resumes_in_several(strategy: Done, reference: Done) -> None:
+def test_checkpoint_of_one_process_resumes_in_several(
+    strategy: Reports, reference: Reports
+) -> None:
     assert strategy.batches("taken over")["train"] == reference.batches("whole")["train"][3:]
     end = reference.weights("whole")
     torch.testing.assert_close(strategy.weights("taken over"), end, rtol=0, atol=5e-6)
 
 
 def test_checkpoint_of_several_processes_resumes_in_one(
-    strategy: Done, reference: Done, tmp_path: Path
+    strategy: Reports, reference: Reports, tmp_path: Path
 ) -> None:
     checkpoint = strategy.out / "saved" / "step=3.ckpt"
     case = Case(Scheduled, {"max_epochs": 2})
-    found = Done(tmp_path, [{"back": Runs(tmp_path, REFERENCE).fit(case, "back", checkpoint)}])
+    found = Reports(
+        tmp_path, [{"back": Runs(tmp_path, REFERENCE).fit(case, "back", checkpoint)}], Regression
+    )
     assert found.batches("back")["train"] == reference.batches("whole")["train"][3:]
     torch.testing.assert_close(found.weights("back"), reference.weights("whole"), rtol=0, atol=5e-6)

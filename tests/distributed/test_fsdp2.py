@@ -198,7 +198,7 @@ def test_mixed_precision_leaves_running_statistics(two: Runs) -> None:
 
 
 @pytest.mark.parametrize("make", [Momentum, TwoOptimizers])
-def test_states_of_several_optimizers_are_resumed_and_taken_over(
+def test_states_of_several_optimizers_resume_here_and_on_one_process(
     two: Runs, one: Runs, tmp_path: Path, make: Any
 ) -> None:
     name = make.__name__
@@ -221,7 +221,7 @@ def test_sharded_checkpoint_becomes_a_plain_one(two: Runs, one: Runs, tmp_path: 
     assert_as(Runs(tmp_path, []).state("alone"), one.state("plain"))
     with pytest.raises(FileExistsError, match=r"one\.ckpt"):
         consolidate_checkpoint(folder, tmp_path / "one.ckpt")
-    with pytest.raises(ValueError, match="no sharded checkpoint"):
+    with pytest.raises(ValueError, match="it is not a sharded checkpoint"):
         consolidate_checkpoint(tmp_path, tmp_path / "other.ckpt")
     assert [path.name for path in tmp_path.glob("o*")] == ["one.ckpt"]
 
@@ -240,7 +240,7 @@ def test_parameters_kept_in_groups_are_one_process(four: Runs, one: Runs) -> Non
     assert four.steps("grouped") == one.steps("plain")
 
 
-def test_sharded_checkpoint_goes_on_on_more_processes(four: Runs, one: Runs) -> None:
+def test_sharded_checkpoint_resumes_on_more_processes(four: Runs, one: Runs) -> None:
     assert_as(four.state("resumed"), one.state("plain"))
     assert four.steps("resumed") == one.steps("plain")[4:]
 
@@ -252,7 +252,7 @@ def test_modules_that_cannot_be_sharded_are_refused(two: Runs) -> None:
             ("recompute", "activation_checkpointing=True", "wrap_classes"),
             ("own parameter", "scale: under manual optimization", "submodule"),
             ("tied", "blocks.0.up.weight", "manual optimization", "submodule"),
-            ("mesh", "was sharded over", "fresh module"),
+            ("mesh", "was sharded over", "new module"),
             ("meta", "MultiheadAttention", "reset_parameters"),
             ("sparse", "net.0: Embedding with sparse=True", "sparse=False"),
             ("swa", "StochasticWeightAveraging: it averages", "memmap_superbatch_ddp"),
@@ -290,7 +290,7 @@ def test_options_that_do_not_fit_are_refused(
         make_trainer(tmp_path, strategy=FSDP2Strategy(**options), devices=4, **trainer_options)
 
 
-def test_options_that_fit_are_taken(tmp_path: Path) -> None:
+def test_options_that_fit_are_accepted(tmp_path: Path) -> None:
     strategy = FSDP2Strategy(replicate_size=2, reshard_after_forward=2, param_dtype="bfloat16")
     trainer = make_trainer(tmp_path, strategy=strategy, devices=8)
     assert trainer.strategy is strategy

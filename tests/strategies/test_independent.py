@@ -189,7 +189,7 @@ def test_members_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({MEMBER_VARIABLE: "two"}, "'two': the number of a member"),
+        ({MEMBER_VARIABLE: "two"}, "'two': give the number of a member"),
         ({MEMBER_VARIABLE: "2"}, "there are 2 members, counted from 0"),
         ({"LOCAL_RANK": "0"}, "this program was already started in several"),
         (
