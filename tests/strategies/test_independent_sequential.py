@@ -671,7 +671,7 @@ def with_lock() -> Regression:
         (compiled_in_place, "compile[(][)] was called on Regression or a submodule"),
         (
             hook_of_closure,
-            r"function hook_of_closure.<locals>.<lambda> \(.*test_independent_sequential.py, line \d+\)"
+            r"function hook_of_closure.<locals>.<lambda> \(.*_sequential.py, line \d+\)"
             " refers to the Regression",
         ),
         (with_lock, "something in them cannot be copied: TypeError: cannot pickle '_thread.lock'"),
