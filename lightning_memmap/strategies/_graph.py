@@ -1,6 +1,5 @@
 """The whole training step as one CUDA graph: captured once, and replayed."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
-from typing_extensions import override
 
 from lightning_memmap._compat.optimization import (
     MODULE_HOOKS,
@@ -35,28 +33,8 @@ _WARM_UP_STEPS = 3
 _WAY_OUT = "train without cuda_graph=True, or with torch.compile(module, mode='reduce-overhead')"
 
 
-class Graph(ABC):
-    """Work that a device records once, and repeats on the same memory."""
-
-    @abstractmethod
-    def warm_up(self, run: Callable[[], T]) -> T:
-        """Run a function in the stream of the capture, without capturing it."""
-
-    @abstractmethod
-    def capture(self, run: Callable[[], T]) -> T:
-        """Record the device work of a function without doing it; `replay` does it.
-
-        Returns:
-            What the function returned; each replay writes its result to these tensors.
-        """
-
-    @abstractmethod
-    def replay(self) -> None:
-        """Let the device do the captured work."""
-
-
-class CUDAGraph(Graph):
-    """The graph of a CUDA device.
+class CUDAGraph:
+    """Work that a CUDA device records once, and repeats on the same memory.
 
     Args:
         device: The device.
@@ -66,8 +44,8 @@ class CUDAGraph(Graph):
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: Any = torch.cuda.CUDAGraph()
 
-    @override
     def warm_up(self, run: Callable[[], T]) -> T:
+        """Run a function in the stream of the capture, without capturing it."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -75,19 +53,23 @@ class CUDAGraph(Graph):
         current.wait_stream(self._stream)
         return result
 
-    @override
     def capture(self, run: Callable[[], T]) -> T:
+        """Record the device work of a function without doing it; `replay` does it.
+
+        Returns:
+            What the function returned; each replay writes its result to these tensors.
+        """
         # Meanwhile other threads may allocate page-locked memory for rows that they prefetch.
         mode = "thread_local"
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode=mode):
             return run()
 
-    @override
     def replay(self) -> None:
+        """Let the device do the captured work."""
         self._graph.replay()
 
 
-def make_graph(device: torch.device) -> Graph:
+def make_graph(device: torch.device) -> CUDAGraph:
     """Make an empty graph.
 
     Raises:
@@ -154,23 +136,13 @@ def _refusal(why: str) -> ValueError:
 
 
 @dataclass
-class _Logged:
-    """A call of ``self.log``."""
-
-    name: str
-    value: Tensor
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-@dataclass
 class _Captured:
     """A captured step: its inputs and outputs, and what must not change until a replay."""
 
     shape: tuple[Any, ...]
     batch: Any
     output: dict[str, Any]
-    logged: list[_Logged]
+    logged: list[Callable[[], None]]
     numbers: list[dict[str, Any]]
     memory: list[int]
     gradients: list[Tensor | None]
@@ -190,7 +162,7 @@ class GraphedStep:
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, optimizer: Optimizer, graph: Graph
+        self, trainer: Trainer, module: LightningModule, optimizer: Optimizer, graph: CUDAGraph
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -237,8 +209,8 @@ class GraphedStep:
             self._graph.replay()
             count_step(self._trainer)
         with logging_in(self._module, "training_step"):
-            for call in captured.logged:
-                self._module.log(call.name, call.value, *call.args, **call.options)
+            for log in captured.logged:
+                log()
         output: dict[str, Any] = apply_to_collection(captured.output, Tensor, torch.clone)
         return output
 
@@ -267,7 +239,9 @@ class GraphedStep:
     def _capture(self, batch: Any, shape: Any, step: Step) -> _Captured:
         static = rebuilt(batch, iter([leaf.clone() for leaf in _leaves(batch)]))
         numbers = [_numbers(group) for group in self._optimizer.param_groups]
-        logged: list[_Logged] = []
+        logged: list[Callable[[], None]] = []
+
+        own = self._module.log
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             if not isinstance(value, Tensor):
@@ -275,7 +249,7 @@ class GraphedStep:
                     f"self.log({name!r}, {value!r}) in training_step: a replay would log this value"
                     " in every step; log a tensor on the device, or log it in on_train_batch_end"
                 )
-            logged.append(_Logged(name, value.detach().clone(), args, options))
+            logged.append(partial(own, name, value.detach().clone(), *args, **options))
 
         vars(self._module)["log"] = log
         try:

@@ -6,10 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -37,20 +34,13 @@ from lightning_memmap.strategies.scattering.steps import ScatteredSteps
 
 @dataclass(frozen=True)
 class _Run:
-    """What exists from set-up on.
-
-    Args:
-        replicas: The module and its replicas.
-        threads: Run the replicas.
-        metrics: Merges the metrics of a step.
-        actions: What runs once for all replicas.
-        trainers: The proxy of the Trainer for each replica.
-    """
+    """What exists from set-up on."""
 
     replicas: Replicas
     threads: ReplicaThreads
     metrics: StepMetrics
     actions: CollectiveActions
+    #: The proxies of the Trainer, by replica.
     trainers: list[Any]
 
 
@@ -81,18 +71,10 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
 
     strategy_name = "memmap_dp"
 
-    def __init__(
-        self,
-        data_devices: Sequence[str | torch.device] | None = None,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        super().__init__(data_devices, accelerator, checkpoint_io, precision_plugin)
-        # Of the current step.
-        self._logs: list[StepLog] = []
-        self._batch: ScatteredBatch | None = None
-        self._is_stale = True
+    # Of the current step.
+    _logs: Sequence[StepLog] = ()
+    _batch: ScatteredBatch | None = None
+    _is_stale = True
 
     @property
     @override
@@ -141,7 +123,7 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
         if self.lightning_module is not None:
             restore_before_transfer(self.lightning_module)
         self._run = self._batch = None
-        self._logs = []
+        self._logs = ()
         super().teardown()
 
     @override

@@ -79,12 +79,9 @@ _SHARDED: WeakKeyDictionary[nn.Module, _Sharding] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class _Run:
-    """What exists from set-up on.
+    """What exists from set-up on."""
 
-    Args:
-        mesh: The processes that the module is sharded over, and replicated over with HSDP.
-    """
-
+    #: The processes that the module is sharded over, and replicated over with HSDP.
     mesh: DeviceMesh
 
 

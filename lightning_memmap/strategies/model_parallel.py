@@ -32,20 +32,13 @@ from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 
 @dataclass(frozen=True)
 class _Run:
-    """What exists from set-up on.
-
-    Args:
-        stages: The stages of the model.
-        hooks: Move tensors between the stages.
-        streams: Run micro-batches side by side.
-        metrics: Merges the metrics of a step.
-        trainer: The proxy of the Trainer for micro-batches.
-    """
+    """What exists from set-up on."""
 
     stages: list[Stage]
     hooks: list[RemovableHandle]
     streams: NoStreams
     metrics: StepMetrics
+    #: The proxy of the Trainer for micro-batches.
     trainer: Any
 
 

@@ -56,24 +56,17 @@ from lightning_memmap.strategies.pipelining.stages import (
 
 @dataclass(frozen=True)
 class _Run:
-    """What the set-up made. Checkpoints need it after teardown, too.
-
-    Args:
-        groups: The process groups.
-        options: How batches go through the pipeline.
-        stages: The stages of the module.
-        pipeline: Runs them.
-        loss: The module's own ``loss``.
-        metrics: The metrics of the module, synchronised over the data-parallel processes.
-        restores_late: Whether a checkpoint is loaded after the module was cut.
-    """
+    """What exists from set-up on. Checkpoints need it after teardown, too."""
 
     groups: Groups
     options: PipelineOptions
     stages: Stages
     pipeline: Pipeline
+    #: The module's own ``loss``.
     loss: Any
+    #: The metrics that are synchronised over the data-parallel processes until teardown.
     metrics: list[Metric]
+    #: Whether a checkpoint is loaded after the module was cut.
     restores_late: bool
 
 

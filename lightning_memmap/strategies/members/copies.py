@@ -1,9 +1,10 @@
 """Copies of what the program gives to a Trainer, for the sequential members of one process."""
 
 import copy
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Iterable
 from functools import partial
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,8 @@ from lightning_memmap.errors import UnsuitableModuleError
 _WAY_OUT = (
     "make it in configure_model or setup, which run for each member, or leave out processes=False"
 )
+#: What the search for such functions looks into. An empty cell refers to nothing.
+_CONTAINERS = (MethodType, CellType, partial, dict, list, tuple, set, frozenset)
 #: What no function may share between members.
 _NOT_SHARED = (nn.Module, Tensor, L.LightningDataModule, L.Callback, L.Trainer, Strategy)
 
@@ -115,28 +118,8 @@ def _check_functions(copied: Iterable[Any], originals: set[int]) -> None:
         open_ += [(child, within) for child in _children(value)]
 
 
-def _children(value: Any) -> Iterator[Any]:
-    """What a container or a function refers to."""
+def _children(value: Any) -> list[Any]:
+    """What a container or a function refers to, except for its globals."""
     if isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            # The cell of a variable without a value is empty.
-            yield from () if _is_empty(cell) else (cell.cell_contents,)
-        yield from value.__defaults__ or ()
-        yield from (value.__kwdefaults__ or {}).values()
-        yield from vars(value).values()
-    elif isinstance(value, MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from value
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return True
-    return False
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
+    return gc.get_referents(value) if isinstance(value, _CONTAINERS) else []

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_memmap.strategies._buckets import buckets
+
 #: Gradients are averaged over processes in tensors of about this size.
 _BUCKET_BYTES = 25 * 2**20
 
@@ -131,19 +133,8 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
     size = dist.get_world_size(group)
     if size == 1:
         return
-    bucket: list[nn.Parameter] = []
-    bucket_bytes = 0
-    for index, parameter in enumerate(parameters):
-        bucket.append(parameter)
-        bucket_bytes += parameter.nbytes
-        following = parameters[index + 1] if index + 1 < len(parameters) else None
-        if (
-            following is None
-            or following.dtype != parameter.dtype
-            or bucket_bytes + following.nbytes > _BUCKET_BYTES
-        ):
-            _average_bucket(bucket, size, group)
-            bucket, bucket_bytes = [], 0
+    for bucket in buckets(parameters, _BUCKET_BYTES):
+        _average_bucket(parameters[bucket], size, group)
 
 
 def _average_bucket(

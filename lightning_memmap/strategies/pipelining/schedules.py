@@ -161,18 +161,19 @@ class Pipeline:
         with torch.inference_mode(False), torch.no_grad():
             output = rows.unpad(run.step(args, rows, None))
             if run.outputs is None:
-                described: list[Any] = [apply_to_collection(output, Tensor, _TensorLike.of)]
+                described: list[Any] = [apply_to_collection(output, Tensor, _describe)]
                 dist.broadcast_object_list(described, self._last, self._group, self._device)
                 run.outputs = described
             if self._num_stages - 1 not in self._stages:
-                output = apply_to_collection(
-                    run.outputs[0], _TensorLike, lambda like: like.make(rows.num_rows, self._device)
-                )
+                output = apply_to_collection(run.outputs[0], Tensor, self._receiver, rows.num_rows)
             return apply_to_collection(output, Tensor, self._broadcast)
 
     def close(self) -> None:
         """Drop all schedules and their buffers."""
         self._runs.clear()
+
+    def _receiver(self, like: Tensor, num_rows: int) -> Tensor:
+        return torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, device=self._device)
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
@@ -280,19 +281,9 @@ class _ScheduledStage(nn.Module):
             return stage(*args)
 
 
-@dataclass(frozen=True)
-class _TensorLike:
-    """The row shape and dtype of a tensor, to receive one like it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_TensorLike":
-        return cls(tuple(tensor.shape[1:]), tensor.dtype)
-
-    def make(self, num_rows: int, device: torch.device) -> Tensor:
-        return torch.empty((num_rows, *self.shape), dtype=self.dtype, device=device)
+def _describe(tensor: Tensor) -> Tensor:
+    """A tensor without memory, with the row shape and dtype of another one."""
+    return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
 
 
 @contextmanager

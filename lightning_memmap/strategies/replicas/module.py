@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lightning_memmap._compat.modules import (
 )
 from lightning_memmap._compat.tensors import add_tensors, copy_tensors
 from lightning_memmap.errors import UnsuitableModuleError
+from lightning_memmap.strategies._buckets import buckets
 from lightning_memmap.strategies.replicas.attributes import (
     MISSING,
     Assignment,
@@ -144,14 +144,14 @@ class Replicas:
             return
         remote = list(dict.fromkeys(d for d in self.devices[1:] if d != self.devices[0]))
         if remote and all(device.type == "cuda" for device in self.devices):
-            for start, stop in _buckets(sources):
+            for bucket in buckets(sources, _BUCKET_BYTES):
                 copies = comm.broadcast_coalesced(  # type: ignore[no-untyped-call]
-                    [source.detach() for source in sources[start:stop]],
+                    [source.detach() for source in sources[bucket]],
                     [self.devices[0], *remote],
                 )
                 by_device = dict(zip((self.devices[0], *remote), copies, strict=True))
                 for replica in self.others:
-                    copy_tensors(replica.targets[start:stop], list(by_device[replica.device]))
+                    copy_tensors(replica.targets[bucket], list(by_device[replica.device]))
             return
         for replica in self.others:
             copy_tensors(replica.targets, sources)
@@ -411,8 +411,8 @@ def _reduce_from_gpus(
     """Add the gradients of other GPUs to those on one, many small ones at once."""
     every = [sums, *others]
     common = [p for p in sums if all(p in grads and not grads[p].is_sparse for grads in every)]
-    for start, stop in _buckets([sums[parameter] for parameter in common]):
-        bucket = common[start:stop]
+    for group in buckets([sums[parameter] for parameter in common], _BUCKET_BYTES):
+        bucket = common[group]
         total = comm.reduce_add_coalesced(  # type: ignore[no-untyped-call]
             [[grads[parameter] for parameter in bucket] for grads in every], device
         )
@@ -420,16 +420,3 @@ def _reduce_from_gpus(
     done = set(common)
     for other in others:
         _add(sums, {p: grad.to(device) for p, grad in other.items() if p not in done})
-
-
-def _buckets(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """First and one-past-last tensor of each group of at most `_BUCKET_BYTES`."""
-    if not tensors:
-        return []
-    bounds, size = [0], 0
-    for index, tensor in enumerate(tensors):
-        if size and size + tensor.nbytes > _BUCKET_BYTES:
-            bounds.append(index)
-            size = 0
-        size += tensor.nbytes
-    return list(zip(bounds, chain(bounds[1:], [len(tensors)]), strict=True))

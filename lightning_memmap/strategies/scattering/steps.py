@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -52,44 +51,31 @@ class ScatteredSteps(RunState[RunT], LocalDevices):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self.scatters:
             return super().training_step(*args, **kwargs)
-        plugin = self.precision_plugin
-        outputs, batch = self._step("training_step", plugin.train_step_context(), *args, **kwargs)
-        return _training_output(outputs, batch)
+        return _training_output(*self._step("training_step", "train_step", *args, **kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self.scatters:
             return super().validation_step(*args, **kwargs)
-        context = self.precision_plugin.val_step_context()
-        return self._evaluate("validation_step", context, *args, **kwargs)
+        return _merged(*self._step("validation_step", "val_step", *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self.scatters:
             return super().test_step(*args, **kwargs)
-        context = self.precision_plugin.test_step_context()
-        return self._evaluate("test_step", context, *args, **kwargs)
+        return _merged(*self._step("test_step", "test_step", *args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self.scatters:
             return super().predict_step(*args, **kwargs)
-        context = self.precision_plugin.predict_step_context()
-        return self._evaluate("predict_step", context, *args, **kwargs)
-
-    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        outputs, batch = self._step(name, *args, **kwargs)
-        return batch.merge(outputs)
+        return _merged(*self._step("predict_step", "predict_step", *args, **kwargs))
 
     def _step(
-        self,
-        name: str,
-        context: AbstractContextManager[Any],
-        batch: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, name: str, context: str, batch: Any, *args: Any, **kwargs: Any
     ) -> tuple[list[Any], ScatteredBatch]:
-        with context:
+        """Run a step of this name, in the precision plugin's context of that name."""
+        with getattr(self.precision_plugin, f"{context}_context")():
             scattered = self.scatter(batch)
             logs = [StepLog(rows) for rows in scattered.rows_per_batch]
             trainer = self.module.trainer
@@ -101,6 +87,10 @@ class ScatteredSteps(RunState[RunT], LocalDevices):
             if results is not None:
                 merge_logs(logs, results, self.module, self)
         return outputs, scattered
+
+
+def _merged(outputs: list[Any], batch: ScatteredBatch) -> Any:
+    return batch.merge(outputs)
 
 
 def _training_output(outputs: list[Any], batch: ScatteredBatch) -> Any:

@@ -83,7 +83,7 @@ def run(out: Path, name: str, others: str | None = None) -> dict[str, Any]:
         others: Directory of the reference, from whose checkpoint a run is resumed.
     """
     runs = Runs(out, name)
-    found: dict[str, Any] = {case: runs.fit(case, key) for key, case in SEVERAL.items()}
+    found: dict[str, Any] = {key: runs.fit(case, key) for key, case in SEVERAL.items()}
     saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
     whole = Case(
         Scheduled, {"max_epochs": 2, "enable_checkpointing": True}, callbacks=lambda _: [saver]
