@@ -224,7 +224,7 @@ def make_proxy(original: Any, **overrides: Any) -> Any:
         original: An object that keeps its state in its ``__dict__``.
         overrides: By name; a property, or a value, which then cannot be assigned.
     """
-    namespace: dict[str, Any] = {"__slots__": ()}
+    namespace: dict[str, Any] = {"__slots__": (), "_proxy_original": original}
     for name, value in overrides.items():
         namespace[name] = value if isinstance(value, property) else _constant(value)
     kind = types.new_class(
@@ -233,6 +233,11 @@ def make_proxy(original: Any, **overrides: Any) -> Any:
     proxy: Any = object.__new__(kind)
     object.__setattr__(proxy, "__dict__", original.__dict__)
     return proxy
+
+
+def original_of(value: Any) -> Any:
+    """The original of a proxy; the value itself if it is not a proxy."""
+    return vars(type(value)).get("_proxy_original", value)
 
 
 def _constant(value: Any) -> property:

@@ -1,8 +1,11 @@
 """Cuts a module into stages, one per device, and moves tensors between them."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -110,27 +113,24 @@ def even_cut(loads: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
     Returns:
         First and one-past-last item of each stage.
     """
-    count = len(loads)
-    sums = [0]
-    for load in loads:
-        sums.append(sums[-1] + load)
-    # best[n]: for the first n items in the stages so far, the smallest possible largest sum, and
-    # where the last of these stages starts.
-    best: list[tuple[float, int]] = [(0 if n == 0 else float("inf"), 0) for n in range(count + 1)]
-    starts = []
-    for _ in range(num_stages):
-        best = [
-            min(
-                ((max(best[k][0], sums[n] - sums[k]), k) for k in range(n)),
-                default=(float("inf"), 0),
-            )
-            for n in range(count + 1)
-        ]
-        starts.append([start for _, start in best])
-    bounds, stop = [], count
-    for start_of in reversed(starts):
-        bounds.append((start_of[stop], stop))
-        stop = start_of[stop]
+    sums = [0, *accumulate(loads)]
+
+    @cache
+    def best(stop: int, num: int) -> tuple[float, int]:
+        """For the first items in this many stages: the smallest possible largest sum, and the
+        first item of the last stage."""
+        if num == 0:
+            return (0 if stop == 0 else math.inf), 0
+        return min(
+            ((max(best(k, num - 1)[0], sums[stop] - sums[k]), k) for k in range(stop)),
+            default=(math.inf, 0),
+        )
+
+    bounds, stop = [], len(loads)
+    for num in range(num_stages, 0, -1):
+        start = best(stop, num)[1]
+        bounds.append((start, stop))
+        stop = start
     return bounds[::-1]
 
 

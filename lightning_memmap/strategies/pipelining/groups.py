@@ -98,23 +98,13 @@ def groups_of(layout: Layout, timeout_s: float) -> Groups:
     """
     key = (dist.group.WORLD, layout, timeout_s)
     if key not in _MADE:
-        pipelines = layout.pipelines
+        # Every process must make all groups. Columns hold the same stages of all pipelines.
+        rows, columns = layout.pipelines, list(map(list, zip(*layout.pipelines, strict=True)))
         timeout = timedelta(seconds=timeout_s)
-        _MADE[key] = Groups(
-            _own_group(pipelines, layout.rank, timeout),
-            _own_group(
-                [list(ranks) for ranks in zip(*pipelines, strict=True)], layout.rank, timeout
-            ),
-        )
+        pipeline, _ = dist.new_subgroups_by_enumeration(rows, timeout)
+        data_parallel, _ = dist.new_subgroups_by_enumeration(columns, timeout)
+        _MADE[key] = Groups(pipeline, data_parallel)
     return _MADE[key]
-
-
-def _own_group(rank_lists: list[list[int]], own: int, timeout: timedelta) -> dist.ProcessGroup:
-    # Every process must make all groups.
-    groups = [dist.new_group(ranks, timeout) for ranks in rank_lists]
-    group: dist.ProcessGroup
-    (group,) = (group for group, ranks in zip(groups, rank_lists, strict=True) if own in ranks)
-    return group
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

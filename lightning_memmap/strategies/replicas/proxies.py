@@ -21,6 +21,7 @@ from lightning_memmap._compat.loops import (
     make_proxy,
     make_strategy_proxy,
     make_trainer_proxy,
+    original_of,
 )
 from lightning_memmap.strategies.replicas.module import Replicas
 
@@ -50,19 +51,10 @@ class CollectiveActions:
         self.backward = backward
         self._merge = merge
         self._numbers: dict[int, int] = {}
-        self._originals: dict[int, tuple[Any, Any]] = {}
 
     def number_of(self, original: Any) -> int:
         """The number of an optimizer or a scheduler in messages, the same in all replicas."""
         return self._numbers.setdefault(id(original), len(self._numbers))
-
-    def original_of(self, value: Any) -> Any:
-        """The original of a proxy; the value itself where it is not a proxy."""
-        return self._originals.get(id(value), (value, value))[1]
-
-    def note_proxy(self, proxy: Any, original: Any) -> None:
-        """Remember the original of a proxy."""
-        self._originals[id(proxy)] = (proxy, original)
 
     def step(self, optimizer: Optimizer | LightningOptimizer, options: dict[str, Any]) -> Any:
         """Step an optimizer, and give the replicas the new parameters."""
@@ -117,7 +109,7 @@ class ReplicaProxies:
     def proxy_of(self, value: Any) -> Any:
         """The proxy of an optimizer or a scheduler, including those that Lightning does not know;
         any other object itself."""
-        original = self._actions.original_of(value)
+        original = original_of(value)
         if isinstance(original, Optimizer):
             make: Callable[[Any], Any] = self._optimizer
         elif _is_scheduler(original):
@@ -125,9 +117,7 @@ class ReplicaProxies:
         else:
             return value
         if id(original) not in self._made:
-            proxy = make(original)
-            self._actions.note_proxy(proxy, original)
-            self._made[id(original)] = (original, proxy)
+            self._made[id(original)] = (original, make(original))
         return self._made[id(original)][1]
 
     def trainer(self, trainer: Trainer, results: Callable[[], Any]) -> Any:
