@@ -168,7 +168,7 @@ class GraphedStep:
         self._module = module
         self._optimizer = optimizer
         self._graph = graph
-        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
         self._captured: _Captured | None = None
         self._shape: Any = None
         self._warm_steps = 0

@@ -110,10 +110,10 @@ def test_losses_of_steps_are_the_mean_over_rows(
             torch.testing.assert_close(mean_losses(setup.of(case)), wanted, rtol=0, atol=atol)
 
 
-def test_each_process_holds_its_stages_alone(setup: Reports) -> None:
+def test_each_process_has_only_its_own_stages(setup: Reports) -> None:
     whole = sum(parameter.numel() for parameter in Staged().parameters())
-    assert sum(rank["plain"]["held"] for rank in setup.ranks) == whole * len(setup.of("plain"))
-    assert all(rank["plain"]["held"] < whole for rank in setup.ranks)
+    assert sum(rank["plain"]["local"] for rank in setup.ranks) == whole * len(setup.of("plain"))
+    assert all(rank["plain"]["local"] < whole for rank in setup.ranks)
 
 
 def test_checkpoint_is_that_of_one_device(setup: Reports, reference: Reports) -> None:
@@ -200,9 +200,9 @@ REFUSED = {
 
 def test_what_is_not_supported_is_refused_on_every_rank(limits: list[dict[str, Any]]) -> None:
     for rank in limits:
-        assert rank["told"].keys() == REFUSED.keys()
-        for name, told in REFUSED.items():
-            assert rank["told"][name].startswith(told), name
+        assert rank["report"].keys() == REFUSED.keys()
+        for name, report in REFUSED.items():
+            assert rank["report"][name].startswith(report), name
 
 
 def test_running_statistics_are_of_the_data_alone(limits: list[dict[str, Any]]) -> None:

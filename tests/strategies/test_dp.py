@@ -1,7 +1,7 @@
 """What is particular to ``memmap_dp``: replicas, their rows, and what is merged of them.
 
-``cpu:1`` and so on name devices of their own, on which replicas run side by side; replicas on one
-device take turns.
+``cpu:1`` and so on are separate devices, on which replicas run side by side; replicas on one device
+run one after the other.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def make_data(path: Path, batch_size: int, **options: Any) -> MemmapDataModule:
 
 
 def fit_dp(path: Path, module: Any, devices: Any = 4, **options: Any) -> L.Trainer:
-    """Train replicas on logical devices, or on devices of their own."""
+    """Train replicas on logical devices, or on separate devices."""
     strategy = DataParallelStrategy(None if isinstance(devices, int) else devices)
     count = devices if isinstance(devices, int) else len(devices)
     trainer = make_trainer(
@@ -150,7 +150,7 @@ class FollowingTeacher(Base):
 
 
 class Changing(Base):
-    """Is frozen in part, given a new layer, and told a new factor while it trains."""
+    """Partly freezes itself, gets a new layer and a new factor while it trains."""
 
     factor = 1.0
 
@@ -199,7 +199,7 @@ class Gan(Base):
         schedulers.step()
 
     def configure_optimizers(self) -> Any:
-        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.other)]
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net, self.other)]
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7)]
 
 
@@ -234,7 +234,7 @@ class ByAttributes(Base):
 
 
 class SchedulerByAttribute(Base):
-    """Is optimized automatically, and steps a scheduler of its own."""
+    """Automatic optimization, with a scheduler that the step steps."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch) * self.sched.get_last_lr()[0]
@@ -963,7 +963,7 @@ class TestErrors:
             fit_dp(tmp_path, Closing())
 
     @pytest.mark.parametrize(
-        ("part", "error", "match"),
+        ("make", "error", "match"),
         [
             (lambda: torch.compile(nn.Linear(8, 1)), TypeError, "'net' was compiled on its own"),
             (lambda: torch.jit.script(nn.Linear(8, 1)), TypeError, "'net' is a ScriptModule"),
@@ -973,11 +973,11 @@ class TestErrors:
     )
     @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
     @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-    def test_part_that_cannot_be_replicated_is_refused(
-        self, tmp_path: Path, part: Any, error: Any, match: str
+    def test_submodule_that_cannot_be_replicated_is_refused(
+        self, tmp_path: Path, make: Any, error: Any, match: str
     ) -> None:
         module = Base()
-        module.net = part()
+        module.net = make()
         with pytest.raises(error, match=match):
             fit_dp(tmp_path, module, precision="32-true", enable_model_summary=False)
 

@@ -73,7 +73,7 @@ def statuses(results: MemberResults | None) -> list[str]:
 
 
 class Chosen(Regression):
-    """Tells which member it is."""
+    """Reports which member it is."""
 
     @property
     def member(self) -> int:
@@ -99,7 +99,7 @@ def test_members_are_as_lone_runs_bit_for_bit(tmp_path: Path, case: str) -> None
         return module, trainer
 
     strategy = sequential()
-    module, trainer = fit("turns", strategy=strategy)
+    module, trainer = fit("sequential", strategy=strategy)
     assert strategy.trainers[0] is trainer
     assert module_of(strategy, 0) is module
     for member in range(MEMBERS):
@@ -178,7 +178,7 @@ def test_stages_after_fit_go_on_with_each_members_own(tmp_path: Path) -> None:
         alone = make_trainer(tmp_path / "alone")
         (expected,) = alone.test(lone, make_data(tmp_path), verbose=False)
         assert read_results(tmp_path, "test").members[member].metrics == expected
-        # What was to be seen: the held-out fold, then all test rows.
+        # The expected rows: the held-out fold, then all test rows.
         seen = module_of(strategy, member).seen
         assert [row for step in seen["test"] for row in step] == list(range(100, 120))
         held_out = [row for step in seen["val"][-7:] for row in step]
@@ -219,7 +219,7 @@ def test_another_trainer_goes_on_with_each_members_own(tmp_path: Path) -> None:
         assert module_of(second, member) is modules[member]
         assert torch.equal(weights(module_of(second, member)), before[member])
 
-    # A new module around a part of the old one.
+    # A new module around a submodule of the old one.
     class Around(Regression):
         def __init__(self, net: nn.Module) -> None:
             super().__init__()
@@ -243,14 +243,14 @@ def test_resume_is_as_the_whole_run_for_each_member(tmp_path: Path) -> None:
             callbacks=[ModelCheckpoint(tmp_path / name, save_last=True)],
         )
         with warnings.catch_warnings():
-            # The checkpoints of the part that is resumed are in another directory.
+            # The checkpoints that are resumed are in another directory.
             warnings.filterwarnings("ignore", message="The dirpath has changed")
             trainer.fit(Regression(), make_data(tmp_path), weights_only=True, **options)
         return strategy
 
     whole = fit("whole", 3)
-    fit("part", 1)
-    resumed = fit("rest", 3, ckpt_path=tmp_path / "part" / "member_{member}" / "last.ckpt")
+    fit("first", 1)
+    resumed = fit("rest", 3, ckpt_path=tmp_path / "first" / "member_{member}" / "last.ckpt")
     for member in range(MEMBERS):
         found, expected = module_of(resumed, member), module_of(whole, member)
         assert torch.equal(weights(found), weights(expected))
@@ -276,8 +276,8 @@ def test_parts_stores_and_loaders_are_each_members_own(tmp_path: Path) -> None:
             for member in range(MEMBERS)
         ]
 
-    parts = rows(make_data(tmp_path, num_folds=None, num_parts=MEMBERS))
-    assert [sorted(part) for part in parts] == [list(range(0, 63, 2)), list(range(1, 63, 2))]
+    subsets = rows(make_data(tmp_path, num_folds=None, num_parts=MEMBERS))
+    assert [sorted(subset) for subset in subsets] == [list(range(0, 63, 2)), list(range(1, 63, 2))]
     sites = rows(
         make_data(
             tmp_path, train_dataset=None, num_folds=None, store_dir=tmp_path / "site_{member}"
@@ -333,7 +333,7 @@ def test_compiled_modules_are_compiled_for_each_member(tmp_path: Path) -> None:
         """Steps that compute and do nothing else, which is what a compiler is given."""
 
         def setup(self, stage: str) -> None:
-            turn.append(self.member)
+            order.append(self.member)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
@@ -341,12 +341,12 @@ def test_compiled_modules_are_compiled_for_each_member(tmp_path: Path) -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
 
-    turn: list[int] = []
+    order: list[int] = []
     ran: set[int] = set()
 
     def backend(graph: Any, inputs: Any) -> Any:
         def run(*args: Any) -> Any:
-            ran.add(turn[-1])
+            ran.add(order[-1])
             return graph.forward(*args)
 
         return run
@@ -398,7 +398,7 @@ def test_compiled_modules_are_compiled_for_each_member(tmp_path: Path) -> None:
     assert not torch.equal(weights(module_of(plain, 0)), weights(module_of(plain, 1)))
 
 
-def test_members_have_the_devices_in_turn(tmp_path: Path) -> None:
+def test_members_share_the_devices_evenly(tmp_path: Path) -> None:
     strategy = sequential(3)
     strategy.parallel_devices = [torch.device("cpu"), torch.device("cpu", 0)]
     trainer = make_trainer(tmp_path, strategy=strategy)
@@ -534,7 +534,7 @@ def test_member_that_fails_stops_no_other_and_is_let_go(
     assert "member 1: ValueError: no luck" in printed.out
     assert "Traceback" in printed.err
 
-    # It takes part in nothing that follows.
+    # It does not run in later stages.
     trainer.test(module, data, verbose=False)
     assert statuses(strategy.results) == ["done", "failed", "done"]
     assert strategy.results.members[1].error == "ValueError: no luck"
@@ -609,8 +609,8 @@ def test_copies_live_no_longer_than_what_they_are_copies_of(tmp_path: Path) -> N
         strategy = sequential()
         trainer, module = make_trainer(tmp_path, strategy=strategy), Regression()
         trainer.fit(module, make_data(tmp_path))
-        held = [trainer, module, strategy.trainers[1], module_of(strategy, 1)]
-        return [weakref.ref(each) for each in held]
+        alive = [trainer, module, strategy.trainers[1], module_of(strategy, 1)]
+        return [weakref.ref(each) for each in alive]
 
     references = fit()
     let_copies_go()
@@ -733,7 +733,9 @@ def test_module_of_fewer_members_is_refused(tmp_path: Path) -> None:
         trainer.validate(module, make_data(tmp_path, num_folds=3))
 
 
-def test_notebook_is_told_to_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_must_run_members_sequentially(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lightning_memmap.strategies.independent.is_interactive", lambda: True)
     words = re.escape("with IndependentStrategy(num_members=2, processes=False)")
     with pytest.raises(ValueError, match=words):

@@ -50,7 +50,7 @@ def fit_stages(path: Path, module: Any, devices: int = 2, **options: Any) -> L.T
 
 
 class Named(Base):
-    """Names its stages: parts that are called one by one, with more than one input and output."""
+    """Names its stages: modules that are called one by one, with several inputs and outputs."""
 
     def build(self) -> None:
         self.scale = nn.Parameter(torch.ones(8))
