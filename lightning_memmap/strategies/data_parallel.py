@@ -24,7 +24,6 @@ from lightning_memmap.strategies.replicas.threads import ReplicaThreads
 from lightning_memmap.strategies.scattering.batch import (
     ScatteredBatch,
     scatter,
-    scatter_super_batch,
     weighted_mean,
 )
 from lightning_memmap.strategies.scattering.logs import StepLog
@@ -142,14 +141,12 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
         if not isinstance(batch, SuperBatch):
             return super().batch_to_device(batch, device, dataloader_idx)
 
-        def transfer(own: Any, index: int) -> Any:
+        batches = []
+        for own, own_device in zip(batch.batches, self.data_devices, strict=True):
             own = self.precision_plugin.convert_input(own)
             own = before_transfer(self.module, own, dataloader_idx)
-            return super(DataParallelStrategy, self).batch_to_device(
-                own, self.data_devices[index], dataloader_idx
-            )
-
-        return scatter_super_batch(batch, transfer, self.root_device)
+            batches.append(super().batch_to_device(own, own_device, dataloader_idx))
+        return ScatteredBatch(batches, batch.num_rows, batch.first, self.root_device)
 
     @override
     def on_validation_start(self) -> None:

@@ -48,8 +48,6 @@ from lightning_memmap.strategies.pipelining.schedules import (
 )
 from lightning_memmap.strategies.pipelining.stages import (
     Stages,
-    has_meta_parameters,
-    is_split,
     tensors_of,
 )
 
@@ -217,7 +215,8 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         # Weights are loaded before the module is cut, unless it has no memory for them yet.
         if self._run is not None:
             return self._run.restores_late
-        return has_meta_parameters(self.module) and not is_split(self.module)
+        is_meta = any(parameter.is_meta for parameter in self.module.parameters())
+        return is_meta and not hasattr(self.module, "pipeline_split")
 
     @override
     def setup(self, trainer: L.Trainer) -> None:

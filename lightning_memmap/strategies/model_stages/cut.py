@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -151,7 +151,7 @@ def connect_stages(stages: Sequence[Stage]) -> list[RemovableHandle]:
         The hooks that do this.
     """
     handles = [
-        layer.register_forward_pre_hook(_input_mover(stage.device), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_move_inputs, stage.device), with_kwargs=True)
         for stage in stages
         for layer in dict.fromkeys(stage.layers)
     ]
@@ -164,11 +164,8 @@ def connect_stages(stages: Sequence[Stage]) -> list[RemovableHandle]:
     return handles
 
 
-def _input_mover(device: torch.device) -> Callable[..., Any]:
-    def move_inputs(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        return move_data_to_device(args, device), move_data_to_device(kwargs, device)
-
-    return move_inputs
+def _move_inputs(device: torch.device, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    return move_data_to_device(args, device), move_data_to_device(kwargs, device)
 
 
 def _named_stages(

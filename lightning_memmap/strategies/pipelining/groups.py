@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,9 +102,8 @@ def groups_of(layout: Layout, timeout_s: float) -> Groups:
         # Every process must make all groups. Columns hold the same stages of all pipelines.
         rows, columns = layout.pipelines, list(map(list, zip(*layout.pipelines, strict=True)))
         timeout = timedelta(seconds=timeout_s)
-        pipeline, _ = dist.new_subgroups_by_enumeration(rows, timeout)
-        data_parallel, _ = dist.new_subgroups_by_enumeration(columns, timeout)
-        _MADE[key] = Groups(pipeline, data_parallel)
+        make: Any = dist.new_subgroups_by_enumeration
+        _MADE[key] = Groups(make(rows, timeout)[0], make(columns, timeout)[0])
     return _MADE[key]
 
 

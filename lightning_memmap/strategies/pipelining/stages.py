@@ -133,16 +133,6 @@ class Stages:
         return owners
 
 
-def is_split(module: nn.Module) -> bool:
-    """Whether a module was cut before, and holds the stages of one process only."""
-    return hasattr(module, "pipeline_split")
-
-
-def has_meta_parameters(module: nn.Module) -> bool:
-    """Whether some parameter has no memory."""
-    return any(parameter.is_meta for parameter in module.parameters())
-
-
 def _stages_of(module: L.LightningModule) -> list[nn.Module]:
     for name, what in (
         ("stages", "stages() -> list[nn.Module], the consecutive modules of forward"),

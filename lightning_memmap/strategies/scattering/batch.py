@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from lightning_memmap.loading import SuperBatch
 from lightning_memmap.loading.super_batch import named_leaves, rebuilt
 
 _WITH_ROWS = (Tensor, TensorDictBase)
@@ -186,20 +185,6 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], device: torc
     for term in others:
         first = first + term
     return first
-
-
-def scatter_super_batch(
-    super_batch: SuperBatch, move: Callable[[Any, int], Any], device: torch.device
-) -> ScatteredBatch:
-    """Scatter a super-batch: each batch stays on its data device.
-
-    Args:
-        super_batch: One batch per replica.
-        move: Called with each batch and its index; what it returns is the batch of that replica.
-        device: The root device.
-    """
-    batches = [move(batch, index) for index, batch in enumerate(super_batch.batches)]
-    return ScatteredBatch(batches, super_batch.num_rows, super_batch.first, device)
 
 
 def scatter(batch: Any, devices: Sequence[torch.device]) -> ScatteredBatch:
