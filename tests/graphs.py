@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memmap.strategies._graph import Graph
+from lightning_memmap.strategies._graph import CUDAGraph
 
 
-class RecordedGraph(Graph):
+class RecordedGraph(CUDAGraph):
     """Takes the place of `lightning_memmap.strategies._graph.CUDAGraph`.
 
     Attributes:

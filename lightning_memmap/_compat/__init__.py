@@ -1,1 +1,1 @@
-"""The only user of names that torch, Lightning and torchmetrics keep to themselves."""
+"""The only user of private names of torch, Lightning and torchmetrics."""

@@ -1,4 +1,4 @@
-"""Names of Lightning's loops and loaders."""
+"""Private names of Lightning's loops and loaders."""
 
 import types
 import weakref
@@ -11,10 +11,10 @@ from typing_extensions import override
 
 
 class BatchIndices(_IndexBatchSamplerWrapper):
-    """Where Lightning looks for the rows of a batch that a prediction writer is told.
+    """Where Lightning looks for the rows of a batch, for prediction writers.
 
     Args:
-        sampler: What Lightning calls ``set_epoch`` of.
+        sampler: The object on which Lightning calls ``set_epoch``.
         rows: The dataset rows of each step.
     """
 
@@ -31,8 +31,8 @@ class _RenewTrainLoader(L.Callback):
     @override
     def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
         if trainer.current_epoch != self._epoch:
-            # The checkpoint is of the last step of its epoch. The Trainer counts the next epoch
-            # from zero only where the steps that it has done reach the steps of an epoch.
+            # The checkpoint was saved at the last step of its epoch. The Trainer counts the next
+            # epoch from zero only if the completed steps reach the steps of an epoch.
             trainer.fit_loop.epoch_loop.batch_progress.current.completed = self._num_steps
             self._renew(trainer)
 
@@ -46,15 +46,15 @@ class _RenewTrainLoader(L.Callback):
 
 
 def _remove(callback: L.Callback, trainer: Any) -> None:
-    # Another list: the Trainer is going through this one, and would leave out the next callback.
+    # A new list: the Trainer is iterating over this one, and would skip the next callback.
     trainer.callbacks = [each for each in trainer.callbacks if each is not callback]
 
 
 def renew_train_loader_after_epoch(trainer: Any, epoch: int, num_steps: int) -> None:
-    """Let the Trainer ask for the training loader, and its length, anew after an epoch.
+    """Let the Trainer get the training loader, and its length, again after an epoch.
 
-    It asks once per fit. That is too seldom where the first epoch was resumed from a checkpoint
-    of another number of data devices, and so has another number of steps than the next ones.
+    It does so once per fit. That is not enough if the first epoch was resumed from a checkpoint of
+    another number of data devices, and so has another number of steps than the next ones.
 
     Args:
         trainer: The Trainer.
@@ -65,14 +65,13 @@ def renew_train_loader_after_epoch(trainer: Any, epoch: int, num_steps: int) -> 
 
 
 def validate_anew(trainer: Any) -> None:
-    """Let the validation that a checkpoint was saved in be done again, from its first row.
+    """Repeat the validation in which a checkpoint was saved, from its first row.
 
-    The Trainer goes back to it and counts the batches that were done before. But it keeps none of
-    their metrics, and the loader begins at the first row: the metrics would be those of the first
-    rows alone, as many as were left.
+    The Trainer would resume it, and skip as many batches as were done before. But it keeps none of
+    their metrics, and the loader begins at the first row: the metrics would be over the wrong rows.
 
     Args:
-        trainer: The Trainer, when it asks for the validation loader.
+        trainer: The Trainer, when it gets the validation loader.
     """
     trainer.fit_loop.epoch_loop.val_loop.restarting = False
 
@@ -86,9 +85,9 @@ class _Counts(NamedTuple):
 
 
 class TrainerProgress:
-    """Tells which of the batches that were delivered a Trainer's weights have learned from.
+    """Finds which of the delivered batches the Trainer's weights were trained on.
 
-    A checkpoint may be saved at any time: by a callback after a step, or inside of one, on an
+    A checkpoint may be saved at any time: by a callback after a step, or inside of one, or on an
     error or a signal.
 
     Args:
@@ -96,15 +95,15 @@ class TrainerProgress:
     """
 
     def __init__(self, trainer: Any) -> None:
-        # The Trainer keeps the loader, which keeps this.
+        # A weak reference: the Trainer refers to the loader, which refers to this.
         self._trainer = weakref.ref(trainer)
         self._optimizer_steps = 0
         self._is_watching = False
 
     def counts(self) -> _Counts | None:
-        """What the Trainer has counted. To be noted when a batch is delivered.
+        """The Trainer's counts, to be noted when a batch is delivered.
 
-        None where it is not the Trainer that trains on the batch.
+        None if the Trainer does not train on the batch.
         """
         trainer: Any = self._trainer()
         if trainer is None or not trainer.training:
@@ -119,11 +118,11 @@ class TrainerProgress:
         return _Counts(processed, loop.global_step, self._optimizer_steps)
 
     def num_untrained(self, noted: _Counts) -> int:
-        """The last ones of the batches that were delivered, those that the weights lack.
+        """The number of delivered batches, at the end, that the weights were not trained on.
 
-        It is the batch that is worked on, until an optimizer steps or its step is over, and the
-        batches whose gradients wait for the rest of their group (``accumulate_grad_batches``):
-        a checkpoint has no gradients.
+        These are the current batch, until an optimizer steps or its step ends, and the batches
+        whose gradients wait for the rest of their group (``accumulate_grad_batches``), since a
+        checkpoint has no gradients.
 
         Args:
             noted: The `counts` at the last delivery.
@@ -145,9 +144,9 @@ class TrainerProgress:
         return waiting + int(not is_processed)
 
     def num_trained(self, noted: _Counts) -> int | None:
-        """The batches of the epoch that the weights have learned from; see `num_untrained`.
+        """The number of batches of the epoch that the weights were trained on; see `num_untrained`.
 
-        None where there is no Trainer any more.
+        None if the Trainer no longer exists.
         """
         trainer: Any = self._trainer()
         if trainer is None:
@@ -157,7 +156,7 @@ class TrainerProgress:
         return num_processed + int(is_under_way) - self.num_untrained(noted)
 
     def _watch(self, optimizers: list[Any]) -> None:
-        """Count the steps of optimizers. Lightning counts one when all of its hooks are over."""
+        """Count the steps of optimizers. Lightning counts a step only after all of its hooks."""
         this = weakref.ref(self)
 
         def count(*_: Any) -> None:
@@ -170,7 +169,7 @@ class TrainerProgress:
 
 
 class _SettleCounts(L.Callback):
-    """Leaves no trace of an interrupted step in what the Trainer counts, once it has restarted."""
+    """Removes an interrupted step from the Trainer's counts, once it has restarted."""
 
     def __init__(self, batches_that_stepped: int) -> None:
         self._batches_that_stepped = batches_that_stepped
@@ -178,20 +177,19 @@ class _SettleCounts(L.Callback):
     @override
     def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
         loop = trainer.fit_loop.epoch_loop
-        # The Trainer itself sets back the counts of the epoch alone: later checkpoints would be
-        # taken for those of interrupted steps. And it counts the step for the loggers.
+        # The Trainer itself resets only the counts of the epoch: later checkpoints would look like
+        # those of interrupted steps. And it counts the step for the loggers.
         loop.batch_progress.total.reset_on_restart()
         loop._batches_that_stepped = self._batches_that_stepped
         _remove(self, trainer)
 
 
 def go_on_after(trainer: Any, num_batches: int) -> None:
-    """Let a fit that is resumed inside an epoch go on after so many batches of it.
+    """Continue a fit that is resumed inside an epoch after a number of its batches.
 
     Args:
-        trainer: The Trainer, when it asks for the training loader, after it has loaded a
-            checkpoint.
-        num_batches: What `TrainerProgress.num_trained` said when the checkpoint was saved.
+        trainer: The Trainer, when it gets the training loader, after it has loaded a checkpoint.
+        num_batches: What `TrainerProgress.num_trained` returned when the checkpoint was saved.
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
@@ -206,7 +204,7 @@ def go_on_after(trainer: Any, num_batches: int) -> None:
         for counts in (steps.total, steps.current):
             counts.completed = counts.ready
         for optimizer in trainer.optimizers:
-            # Where a scheduler looks for it, which warns otherwise that it comes first.
+            # A scheduler looks here, and would otherwise warn that it steps before the optimizer.
             optimizer._opt_called = True
         loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         if loop._num_ready_batches_reached():
@@ -219,50 +217,55 @@ def go_on_after(trainer: Any, num_batches: int) -> None:
     trainer.callbacks = [*trainer.callbacks, _SettleCounts(loop._batches_that_stepped)]
 
 
-def view_of(original: Any, **members: Any) -> Any:
-    """An object that is another one in all but some members: it shares all of its state.
+def make_proxy(original: Any, **overrides: Any) -> Any:
+    """An object that differs from another one in some attributes, and shares all of its state.
 
     Args:
         original: An object that keeps its state in its ``__dict__``.
-        members: By name; a property, or a value, which then cannot be assigned.
+        overrides: By name; a property, or a value, which then cannot be assigned.
     """
-    namespace: dict[str, Any] = {"__slots__": ()}
-    for name, member in members.items():
-        namespace[name] = member if isinstance(member, property) else _constant(member)
+    namespace: dict[str, Any] = {"__slots__": (), "_proxy_original": original}
+    for name, value in overrides.items():
+        namespace[name] = value if isinstance(value, property) else _constant(value)
     kind = types.new_class(
         type(original).__name__, (type(original),), exec_body=lambda body: body.update(namespace)
     )
-    view: Any = object.__new__(kind)
-    object.__setattr__(view, "__dict__", original.__dict__)
-    return view
+    proxy: Any = object.__new__(kind)
+    object.__setattr__(proxy, "__dict__", original.__dict__)
+    return proxy
+
+
+def original_of(value: Any) -> Any:
+    """The original of a proxy; the value itself if it is not a proxy."""
+    return vars(type(value)).get("_proxy_original", value)
 
 
 def _constant(value: Any) -> property:
-    return property(lambda view: value)
+    return property(lambda proxy: value)
 
 
-def view_of_strategy(strategy: Any, given_optimizers: list[Any], **members: Any) -> Any:
-    """A strategy with other members, and with other optimizers for a module that asks for them."""
-    return view_of(strategy, _lightning_optimizers=given_optimizers, **members)
+def make_strategy_proxy(strategy: Any, given_optimizers: list[Any], **overrides: Any) -> Any:
+    """The proxy of a strategy, with other optimizers for a module that asks for them."""
+    return make_proxy(strategy, _lightning_optimizers=given_optimizers, **overrides)
 
 
 def lightning_optimizers(strategy: Any) -> list[Any]:
-    """The optimizers that a module is given, as Lightning wraps them."""
+    """The optimizers as Lightning wraps them for the module."""
     optimizers: list[Any] = strategy._lightning_optimizers
     return optimizers
 
 
-def view_of_trainer(trainer: Any, results: Any, **members: Any) -> Any:
-    """A Trainer with other members and other results: what ``self.log`` writes to.
+def make_trainer_proxy(trainer: Any, results: Any, **overrides: Any) -> Any:
+    """The proxy of a Trainer, with other results: what ``self.log`` writes to.
 
     Args:
-        trainer: The real one.
-        results: Gives the results at each time they are asked for.
-        members: As for `view_of`.
+        trainer: The Trainer.
+        results: Returns the results, each time they are needed.
+        overrides: As for `make_proxy`.
     """
-    return view_of(trainer, _results=property(lambda view: results()), **members)
+    return make_proxy(trainer, _results=property(lambda proxy: results()), **overrides)
 
 
 def results_of(trainer: Any) -> Any:
-    """What ``self.log`` writes to; None in a stage that has nothing of the kind."""
+    """What ``self.log`` writes to; None in a stage that logs nothing."""
     return trainer._results

@@ -1,4 +1,4 @@
-"""Names of torchmetrics: states of metrics that are copied and merged."""
+"""Private names of torchmetrics: the states of metrics, to copy and to merge them."""
 
 import copy
 from typing import Any
@@ -11,13 +11,13 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
 def copy_metric(metric: nn.Module, device: torch.device) -> Any:
     """An empty copy of a torchmetrics metric or collection on a device."""
-    twin: Any = copy.deepcopy(metric).to(device)
-    for part in twin.modules():
-        if isinstance(part, MetricCollection):
-            # Each metric of a copy has states of its own, to be merged one by one.
-            part._enable_compute_groups, part._groups_checked, part._groups = False, False, {}
-    twin.reset()
-    return twin
+    copied: Any = copy.deepcopy(metric).to(device)
+    for child in copied.modules():
+        if isinstance(child, MetricCollection):
+            # Each metric of a copy has its own states, which are merged one by one.
+            child._enable_compute_groups, child._groups_checked, child._groups = False, False, {}
+    copied.reset()
+    return copied
 
 
 def states_without_reduction(metric: Metric) -> list[str]:
@@ -32,10 +32,10 @@ def states_without_reduction(metric: Metric) -> list[str]:
 def merge_metric(target: Metric, sources: list[Metric]) -> None:
     """Merge the states of metrics into those of another one, each by its ``dist_reduce_fx``.
 
-    Means are weighted by the number of updates, as torchmetrics weighs them.
+    Means are weighted by the number of updates, as in torchmetrics.
     """
     updated = [metric for metric in (target, *sources) if metric._update_count]
-    # Metrics overload comparison: only their identity says whether they are the same.
+    # Metrics overload comparison: they must be compared by identity.
     if all(metric is target for metric in updated):
         return
     for name, reduction in target._reductions.items():
@@ -59,10 +59,10 @@ def merge_metric(target: Metric, sources: list[Metric]) -> None:
 
 
 def batch_value(metric: Metric) -> Any:
-    """What a metric's ``forward`` returned last, None if it was not called since a reset."""
+    """What a metric's ``forward`` returned last; None if it was not called since a reset."""
     return metric._forward_cache
 
 
 def set_batch_value(metric: Metric, value: Any) -> None:
-    """Let a metric have returned this from ``forward``."""
+    """Set what a metric's ``forward`` returned last."""
     metric._forward_cache = value

@@ -1,4 +1,4 @@
-"""Names of modules: their parts, how they were compiled, what they are told of devices."""
+"""Private names of modules: their dicts, how they were compiled, their device attribute."""
 
 import types
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
 
-def tell_device(module: torch.nn.Module, device: torch.device) -> None:
-    """Let ``LightningModule.device`` be a device without moving parameters there."""
+def set_device_attribute(module: torch.nn.Module, device: torch.device) -> None:
+    """Set ``LightningModule.device`` without moving parameters there."""
     _update_properties(module, device=device)
 
 
-class _Divert:
+class _SkipBeforeTransfer:
     def __init__(self, module: L.LightningModule, kind: type) -> None:
         self.module = module
         self.kind = kind
@@ -35,13 +35,13 @@ class _Divert:
         return before_transfer(self.module, batch, dataloader_idx)
 
 
-def divert_batches(module: L.LightningModule, kind: type) -> None:
-    """Keep batches of a type from ``on_before_batch_transfer``, which is for plain ones."""
-    module._on_before_batch_transfer = _Divert(module, kind)  # type: ignore[method-assign]
+def skip_before_transfer(module: L.LightningModule, kind: type) -> None:
+    """Let batches of one type skip ``on_before_batch_transfer``, which expects plain ones."""
+    module._on_before_batch_transfer = _SkipBeforeTransfer(module, kind)  # type: ignore[method-assign]
 
 
-def end_diversion(module: L.LightningModule) -> None:
-    """Undo `divert_batches`."""
+def restore_before_transfer(module: L.LightningModule) -> None:
+    """Undo `skip_before_transfer`."""
     module.__dict__.pop("_on_before_batch_transfer", None)
 
 
@@ -51,43 +51,43 @@ def before_transfer(module: L.LightningModule, batch: Any, dataloader_idx: int) 
 
 
 def swap_metric_names(module: L.LightningModule, names: Any) -> Any:
-    """Exchange the names by which a module knows its metrics; they are found anew where None."""
+    """Set the names of a module's metrics, and return the old ones; None lets Lightning search."""
     before, module._metric_attributes = module._metric_attributes, names
     return before
 
 
-def own_parts(
+def module_dicts(
     module: nn.Module,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, nn.Module | None]]:
-    """The parameters, buffers and children of a module alone, by name, None included."""
+    """A module's own parameters, buffers and children, by name, including those that are None."""
     return module._parameters, module._buffers, module._modules
 
 
-#: The attributes that `own_parts` returns.
-PARTS = ("_parameters", "_buffers", "_modules")
+#: The attributes that `module_dicts` returns.
+MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
 
 def lightning_attributes(module: nn.Module, device: torch.device) -> dict[str, Any]:
-    """What a replica of a module on a device keeps otherwise: where it is, which
-    ``module.device`` tells, and that it has yet to learn the names of its metrics."""
+    """The attributes of a LightningModule that differ in a replica: its device, and the names of
+    its metrics, for which Lightning has yet to search."""
     if not isinstance(module, _DeviceDtypeModuleMixin):
         return {}
     return {"_device": device, "_metric_attributes": None}
 
 
 def is_compiled_inside(module: nn.Module) -> bool:
-    """Whether a module holds code that was compiled for this very object."""
+    """Whether a module has code that was compiled for this object alone."""
     return is_compiled_in_place(module) or isinstance(module, OptimizedModule)
 
 
 def compiled_steps(module: nn.Module, replica: nn.Module) -> dict[str, Any]:
-    """The methods of a compiled LightningModule, compiled for a replica of it; none for others."""
+    """The methods of a compiled LightningModule, compiled for a replica; none if not compiled."""
     context = getattr(module, "_compiler_ctx", None)
     if context is None:
         return {}
     compiled = {}
     for name in _STEPS:
-        # A module that was fitted before had been compiled then, and is compiled once more.
+        # A module that is fitted again was compiled before: this unwraps the first compilation.
         original = innermost_fn(context[f"original_{name}"])
         if isinstance(original, types.MethodType):
             original = types.MethodType(original.__func__, replica)
@@ -97,7 +97,7 @@ def compiled_steps(module: nn.Module, replica: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def uncompiled(module: L.LightningModule) -> Iterator[None]:
-    """Meanwhile a compiled LightningModule has the methods that it was compiled from."""
+    """Meanwhile a compiled LightningModule has its original methods."""
     compiled = {}
     if is_compiled(module):
         compiled = {name: vars(module).pop(name) for name in _STEPS}
@@ -110,7 +110,7 @@ def uncompiled(module: L.LightningModule) -> Iterator[None]:
 
 
 def compile_as(module: L.LightningModule, other: L.LightningModule) -> None:
-    """Compile a module as another one of its class is, if that is compiled and this is not yet."""
+    """Compile a module like another one of its class, if only the other is compiled."""
     context = other._compiler_ctx
     if context is None or is_compiled(module):
         return
@@ -120,14 +120,14 @@ def compile_as(module: L.LightningModule, other: L.LightningModule) -> None:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``compile()`` of a module was called, which its copies do not learn of."""
+    """Whether ``compile()`` of a module was called, which does not reach copies of it."""
     return module._compiled_call_impl is not None
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give memory on a device to a module with parts on the meta device, and reset all of it.
+    """Allocate and reset a module on a device, if any tensor of it is on the meta device.
 
-    Modules without any such part stay as they are.
+    Modules without such a tensor stay as they are.
     """
     _materialize_distributed_module(module, device)
 

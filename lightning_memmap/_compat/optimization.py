@@ -1,4 +1,4 @@
-"""Names of Lightning's automatic optimization."""
+"""Private names of Lightning's automatic optimization."""
 
 import inspect
 from collections import OrderedDict
@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
-#: Hooks of an optimizer step that callbacks have too, and those of the module alone.
+#: Hooks of an optimizer step: those of modules and callbacks, and those of modules only.
 SHARED_HOOKS = (
     "on_before_zero_grad",
     "on_before_backward",
@@ -31,32 +31,32 @@ MODULE_HOOKS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_cli
 
 
 class DirectOptimization(_AutomaticOptimization):
-    """A step of training without the hooks that nobody overrides.
+    """A training step without the hooks that nobody overrides.
 
-    It does what Lightning's own step does, in the same order: training step, gradients to zero,
-    backward, optimizer. Lightning's own is taken where somebody would notice the difference.
+    It does the same as Lightning's own step in the same order: training step, zeroing of
+    gradients, backward, optimizer. Lightning's own step runs wherever there would be a difference.
 
     Args:
-        trainer: The Trainer; what its loop has counted goes on.
+        trainer: The Trainer, whose counts are continued.
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
         super().__init__(trainer)
         self.optim_progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
         self._reason: str | None = None
-        self._told: str | None = None
+        self._announced: str | None = None
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        if batch_idx == 0 or self._told is None:
+        if batch_idx == 0 or self._announced is None:
             self._reason = self._find_reason(optimizer)
-            self._tell()
+            self._announce()
         trainer: Any = self.trainer
         if self._reason is not None or trainer.accumulate_grad_batches != 1:
             return super().run(optimizer, batch_idx, kwargs)
         progress, module = self.optim_progress.optimizer, trainer.lightning_module
         progress.step.increment_ready()
-        # What `self.log` takes for the hook that calls it.
+        # `self.log` reads the name of the calling hook here.
         module._current_fx_name = "training_step"
         output = trainer.strategy.training_step(*kwargs.values())
         module._current_fx_name = None
@@ -76,7 +76,7 @@ class DirectOptimization(_AutomaticOptimization):
         return {} if result.loss is None else result.asdict()
 
     def _find_reason(self, optimizer: Optimizer) -> str | None:
-        """Why this step would not be the same as Lightning's; None where it is."""
+        """Why this step would differ from Lightning's; None if it would not."""
         trainer: Any = self.trainer
         module, strategy = trainer.lightning_module, trainer.strategy
         for name in (*SHARED_HOOKS, *MODULE_HOOKS):
@@ -90,7 +90,7 @@ class DirectOptimization(_AutomaticOptimization):
             if getattr(type(strategy), name) is not getattr(Strategy, name):
                 return f"{type(strategy).__name__}.{name} is overridden"
         if type(strategy.precision_plugin) is not Precision:
-            return f"precision={trainer.precision!r} has a part in it"
+            return f"precision={trainer.precision!r} adds to it"
         if trainer.gradient_clip_val is not None:
             return f"gradient_clip_val={trainer.gradient_clip_val}"
         if not isinstance(trainer.profiler, PassThroughProfiler):
@@ -100,21 +100,21 @@ class DirectOptimization(_AutomaticOptimization):
             return f"{type(optimizer).__name__}.step needs the closure"
         return None
 
-    def _tell(self) -> None:
-        said = self._reason or ""
-        if said and said != self._told:
-            rank_zero_info(f"skip_unused_hooks: all hooks of a step are called, since {said}")
-        self._told = said
+    def _announce(self) -> None:
+        reason = self._reason or ""
+        if reason and reason != self._announced:
+            rank_zero_info(f"skip_unused_hooks: all hooks of a step are called, since {reason}")
+        self._announced = reason
 
 
 def skip_unused_hooks(trainer: L.Trainer) -> None:
-    """Let automatic optimization call only those hooks of a step that somebody overrides."""
+    """Let automatic optimization call only the hooks of a step that are overridden."""
     loop: Any = trainer.fit_loop.epoch_loop
     if not isinstance(loop.automatic_optimization, DirectOptimization):
         loop.automatic_optimization = DirectOptimization(trainer)
 
 
-#: Does a step of training with a batch, as Lightning does it; what it gave, ``loss`` by that name.
+#: Lightning's own training step with a batch; it returns a dict, with the loss under ``loss``.
 Step = Callable[[Any], dict[str, Any]]
 
 
@@ -135,12 +135,12 @@ class _StepBy(_AutomaticOptimization):
 
 
 def run_steps_by(trainer: L.Trainer, run: Callable[[Any, Step], dict[str, Any]]) -> None:
-    """Let something else do the steps of automatic optimization.
+    """Replace the steps of automatic optimization.
 
     Args:
         trainer: The Trainer.
-        run: Is given the batch and Lightning's own step; returns what that does. Where it does not
-            call it, it must count the step; see `count_step`.
+        run: Receives the batch and Lightning's own step, and returns what that step returns. If
+            it does not call it, it must count the step itself; see `count_step`.
     """
     trainer.fit_loop.epoch_loop.automatic_optimization = _StepBy(trainer, run)
 
@@ -155,7 +155,7 @@ def run_steps_as_ever(trainer: L.Trainer) -> None:
 
 
 def count_step(trainer: L.Trainer) -> None:
-    """Count an optimizer step, as Lightning's own does."""
+    """Count an optimizer step, as Lightning's own step does."""
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer
     progress.step.increment_ready()
     progress.zero_grad.increment_ready()
@@ -166,7 +166,7 @@ def count_step(trainer: L.Trainer) -> None:
 
 @contextmanager
 def logging_in(module: Any, hook: str) -> Iterator[None]:
-    """Let a module's ``self.log`` write as it does inside a hook."""
+    """Let a module's ``self.log`` work as it does inside a hook."""
     before = module._current_fx_name
     module._current_fx_name = hook
     yield

@@ -1,4 +1,4 @@
-"""Names of Lightning's strategies and launchers."""
+"""Private names of Lightning's strategies and launchers."""
 
 import os
 import subprocess
@@ -18,16 +18,17 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
-#: What runs the stages of a Trainer.
+#: Base of the launchers that run the stages of a Trainer.
 Launcher = _Launcher
-#: By this a Tuner ends the fit that it has tried something in.
+#: With this a Tuner ends the fit in which it tried something.
 TunerExit = _TunerExitException
 
 
 class DataParallelMesh(ModelParallelStrategy):
     """Lightning's strategy of a device mesh, with all processes on its data-parallel axis.
 
-    By default it takes as many as there are nodes, and can be told only before they are counted.
+    By default this axis has the size of the number of nodes. It can be set only before Lightning
+    counts the processes.
     """
 
     @override
@@ -38,7 +39,7 @@ class DataParallelMesh(ModelParallelStrategy):
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Runs this program again in other processes, to which the Trainer hands its signals on."""
+    """Runs this program again in other processes, to which the Trainer forwards its signals."""
 
     def __init__(self) -> None:
         super().__init__(LightningEnvironment(), num_processes=1, num_nodes=1)
@@ -47,8 +48,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         """Run this program again, with the same arguments.
 
         Args:
-            variables: Environment variables of the new process, beside those of this one.
-            output: Where it prints to.
+            variables: Environment variables of the new process, in addition to those of this one.
+            output: The file that it prints to.
         """
         process = subprocess.Popen(
             _basic_subprocess_cmd(),
@@ -59,17 +60,17 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.procs.append(process)
         return process
 
-    def share_threads(self, num_processes: int) -> None:
-        """Give this process its part of the CPU's cores, unless ``OMP_NUM_THREADS`` is set."""
+    def limit_threads(self, num_processes: int) -> None:
+        """Limit the threads to the cores per process, unless ``OMP_NUM_THREADS`` is set."""
         _set_num_threads_if_needed(num_processes)
 
 
 class LaunchedStrategy(Strategy):
-    """A strategy that says which launcher runs the Trainer's stages."""
+    """A strategy that chooses the launcher of the Trainer's stages."""
 
     @abstractmethod
     def make_launcher(self) -> Launcher:
-        """The launcher; the Trainer asks once, after it has set all that it knows."""
+        """Make the launcher. The Trainer calls this once, after it has set all of its options."""
 
     @override
     def _configure_launcher(self) -> None:
@@ -82,20 +83,19 @@ def is_interactive() -> bool:
 
 
 def folder_below(directory: str | os.PathLike[str], folder: str) -> str:
-    """A folder of a directory; the directory itself where that is in such a folder."""
+    """The path of a folder in a directory; the directory itself if it is in such a folder."""
     path = os.fspath(directory)
     return path if folder in PurePath(path).parts else os.path.join(path, folder)
 
 
 def move_trainer(trainer: Any, folder: str) -> None:
-    """Let a Trainer, and the loggers of it that write versions to a directory, write to a folder
-    below."""
+    """Redirect a Trainer, and its loggers that write versions to a directory, to a folder below."""
     trainer._default_root_dir = folder_below(trainer._default_root_dir, folder)
     for logger in trainer.loggers:
         if isinstance(logger, (CSVLogger, TensorBoardLogger)):
             logger._root_dir = folder_below(logger._root_dir, folder)
         if isinstance(logger, CSVLogger):
-            # This one keeps the directory twice, and finds its next version by the other.
+            # It has two copies of the directory, and looks for its next version in this one.
             logger._save_dir = folder_below(logger._save_dir, folder)
 
 

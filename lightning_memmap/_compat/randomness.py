@@ -1,4 +1,4 @@
-"""Names of Lightning's seeds: the random state of the whole process."""
+"""Private names of Lightning's seeds: the random state of the whole process."""
 
 import os
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import numpy as np
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch.utils._pytree import tree_leaves
 
-#: What ``seed_everything`` leaves behind beside the state of the generators.
+#: What ``seed_everything`` sets beside the state of the generators.
 _VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """The global generators of Python, numpy, torch and all GPUs, and the seed that was given.
+    """The state of the generators of Python, numpy, torch and all GPUs, and the user's seed.
 
     Args:
         generators: Their states, by name.
@@ -26,11 +26,11 @@ class RandomState:
 
     @classmethod
     def now(cls) -> "RandomState":
-        """That of this moment."""
+        """The present state."""
         return cls(_collect_rng_states(), {name: os.environ.get(name) for name in _VARIABLES})
 
     def restore(self) -> None:
-        """Let random numbers go on from here."""
+        """Continue from this state."""
         _set_rng_states(self.generators)
         for name, value in self.variables.items():
             if value is None:
@@ -38,7 +38,7 @@ class RandomState:
             else:
                 os.environ[name] = value
 
-    def is_as(self, other: "RandomState") -> bool:
+    def equals(self, other: "RandomState") -> bool:
         """Whether both lead to the same random numbers."""
         states = tree_leaves(self.generators), tree_leaves(other.generators)
         return (

@@ -1,4 +1,4 @@
-"""Names of torch: memory, graphs of processes, many tensors at once."""
+"""Private names of torch: memory, process groups, operations on many tensors."""
 
 import sys
 from itertools import chain
@@ -14,36 +14,36 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 
 
 def storage_use_count(tensor: Tensor) -> int:
-    """How many tensors and storages, in Python and in C++, share the memory of a tensor.
+    """Count the tensors and storages, in Python and in C++, that share the memory of a tensor.
 
     Views, tensors saved for backward, numpy arrays and DLPack capsules all count.
     """
     storage = tensor.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
-    # All who ask for the storage itself share one Python object, which C++ counts once.
+    # All references to the storage itself share one Python object, which C++ counts once.
     return count + sys.getrefcount(storage)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same for tensors that share memory, and of no use once they are gone.
+    """A key that is equal for tensors that share memory, and valid while one of them is alive.
 
-    Unlike the address of the data it is there for every tensor: after something was compiled in a
-    process, torch refuses to tell the address of some.
+    Unlike the address of the data it exists for every tensor: after a compilation in the process,
+    torch refuses to return the address of some.
     """
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold the memory of a tensor: itself, but for a sparse one, such as the
-    gradient of an embedding with ``sparse=True``."""
+    """The tensors that hold the memory of a tensor: itself, or the indices and values of a sparse
+    one, such as the gradient of an embedding with ``sparse=True``."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor] if tensor.layout is torch.strided else []
 
 
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors of the same shapes, in few kernels where they are on one device."""
+    """Copy tensors of the same shapes, in few kernels if they are on one device."""
     with torch.no_grad():
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
@@ -55,10 +55,10 @@ def add_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def without_computing(module: nn.Module, example: Any) -> None:
-    """Run a module's forward on tensors that have shapes and no values.
+    """Run a module's forward on fake tensors, which have a shape but no values.
 
     Args:
-        module: The module; nothing of it changes.
+        module: The module, which does not change.
         example: A tensor, a tuple of arguments or a dict of keyword arguments.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
@@ -70,9 +70,9 @@ def without_computing(module: nn.Module, example: Any) -> None:
 
 
 def process_group_size(argument: Any) -> int | None:
-    """Processes of a group that an operator of ``torch.distributed`` was given; None if it is none.
+    """The size of a process group in an argument of an operator; None if it is not a group.
 
-    In these calls a group is a script object, from which Python must unbox it.
+    Operators of ``torch.distributed`` receive a group as a script object.
     """
     if not isinstance(argument, torch._C.ScriptObject):
         return None
@@ -83,7 +83,7 @@ def process_group_size(argument: Any) -> int | None:
 
 
 def record_cuda_memory_history(is_on: bool) -> None:
-    """Let CUDA's allocator keep the history of its allocations, or stop it."""
+    """Start or stop the history of CUDA's allocator."""
     torch.cuda.memory._record_memory_history(enabled="all" if is_on else None)
 
 

@@ -1,4 +1,4 @@
-"""The memory of a few training steps over time: parameters, gradients, state, data, activations."""
+"""Records the memory of a few training steps over time, by kind."""
 
 import gc
 import json
@@ -23,18 +23,18 @@ from lightning_memmap._compat.tensors import (
 )
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.loading.collate import named_leaves
-from lightning_memmap.strategies.in_parts.shares import Shares
+from lightning_memmap.strategies.scattering.batch import ScatteredBatch
 
-#: What memory is for, from the bottom of a picture to its top.
+#: The kinds of memory, from the bottom of a picture to its top.
 KINDS = ("parameters", "gradients", "optimizer", "data", "activations")
 
 
 def live_parameters() -> list[nn.Parameter]:
-    """All parameters that are alive in this process, those of replicas of a model too.
+    """All parameters that are alive in this process, including those of replicas.
 
-    Those of lazy modules count once they have memory, which is after the module's first batch.
+    Those of lazy modules count after the first batch, when they have memory.
     """
-    # By type first: an object may do anything when it is asked for its class.
+    # By type: reading an object's __class__ may run arbitrary code.
     tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
     return [
         tensor
@@ -44,16 +44,16 @@ def live_parameters() -> list[nn.Parameter]:
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch in the order of its containers."""
+    """The tensors of a batch, in the order of its containers."""
     return [leaf for _, leaf in named_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def batches_of(batch: Any) -> list[Any]:
-    """What a callback is given as a batch: one batch per device where the strategy leaves them
-    apart, else the batch itself."""
+    """The batches in what a callback receives as a batch: one per device where the strategy does
+    not assemble them, else the batch itself."""
     if isinstance(batch, SuperBatch):
         return batch.batches
-    return batch.parts if isinstance(batch, Shares) else [batch]
+    return batch.batches if isinstance(batch, ScatteredBatch) else [batch]
 
 
 @dataclass
@@ -65,10 +65,10 @@ class _Allocation:
 
 
 class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
-    """Follows each memory that an operator of torch returns, until it is let go of.
+    """Traces each storage that an operator of torch returns, until it is freed.
 
-    What operators allocate and free within themselves is not seen, nor is memory that no tensor
-    of Python refers to, such as DDP's buckets, nor a storage that is resized, as FSDP does.
+    Not seen are allocations that an operator frees itself, memory that no tensor of Python refers
+    to, such as DDP's buckets, and the resizing of a storage, as FSDP does it.
     """
 
     def __init__(self) -> None:
@@ -78,12 +78,12 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self._live: dict[int, tuple[Any, _Allocation]] = {}
 
     def add(self, tensors: Iterable[Any], kind: str, *, from_start: bool = False) -> None:
-        """Say what the memory of tensors is for.
+        """Set the kind of the memory of tensors.
 
         Args:
-            tensors: Tensors, of which some may be followed already.
+            tensors: Tensors, some of which may be traced already.
             kind: One of `KINDS`.
-            from_start: Whether those that are not were there when the trace began.
+            from_start: Whether the others existed when the trace began.
         """
         for tensor in tensors:
             self._find(tensor, self.start_s if from_start else perf_counter()).kind = kind
@@ -120,11 +120,11 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """Bytes of each kind over time.
 
         Args:
-            num_points: At most so many moments, spread evenly over allocations and releases. Of
-                those that fall together, the one with the most bytes stays.
+            num_points: Maximum number of moments, spread evenly over allocations and releases. Of
+                several that are merged, the one with the most bytes is kept.
 
         Returns:
-            ``time_s`` from the start of the trace, and the bytes of each of `KINDS` at that time.
+            ``time_s``, in seconds since the start of the trace, and the bytes of each of `KINDS`.
         """
         events: list[tuple[float, int, str]] = []
         for found in self._allocations:
@@ -132,36 +132,35 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             if found.ended_s is not None:
                 events.append((found.ended_s - self.start_s, -found.num_bytes, found.kind))
         events.sort(key=lambda event: event[0])
-        held = dict.fromkeys(KINDS, 0)
+        sizes = dict.fromkeys(KINDS, 0)
         moments: dict[int, tuple[float, dict[str, int]]] = {}
         per_moment = max(1.0, len(events) / num_points)
         for index, (time_s, num_bytes, kind) in enumerate(events):
-            held[kind] += num_bytes
-            # What was there from the start is one moment.
-            place = int(index / per_moment) if time_s > 0 else 0
-            if place not in moments or sum(held.values()) >= sum(moments[place][1].values()):
-                moments[place] = (time_s, dict(held))
+            sizes[kind] += num_bytes
+            # Everything that existed at the start is one moment.
+            moment = int(index / per_moment) if time_s > 0 else 0
+            if moment not in moments or sum(sizes.values()) >= sum(moments[moment][1].values()):
+                moments[moment] = (time_s, dict(sizes))
         return {
             "time_s": [time_s for time_s, _ in moments.values()],
-            **{kind: [float(sizes[kind]) for _, sizes in moments.values()] for kind in KINDS},
+            **{kind: [float(found[kind]) for _, found in moments.values()] for kind in KINDS},
         }
 
 
 class MemoryTrace(L.Callback):
-    """Records the memory of a few training steps, by what it is for.
+    """Records the memory of a few training steps, by kind.
 
     Each process writes ``memory_trace_rank<r>.json``: ``time_s``, and the bytes of parameters,
-    gradients, optimizer state, data and activations (everything else that operators return, with
-    their temporaries) at these times, all devices of the process together. On CUDA devices it also
-    keeps ``memory_snapshot_rank<r>.pickle`` for https://pytorch.org/memory_viz.
+    gradients, optimizer state, data and activations (everything else that operators return,
+    temporaries included) at these times, summed over all devices of the process. On CUDA devices
+    it also writes ``memory_snapshot_rank<r>.pickle`` for https://pytorch.org/memory_viz.
 
-    The steps are slowed down while they are recorded; the others are not.
+    Recording slows down the recorded steps, and no others.
 
     Args:
-        dirpath: Where to write.
-        first_step: The first step that is recorded, from 0; from the second one on the optimizer
-            has its state.
-        num_steps: How many are.
+        dirpath: The directory to write to.
+        first_step: The first step to record, from 0; the optimizer has its state from step 1 on.
+        num_steps: Number of steps to record.
 
     Raises:
         ValueError: A number is out of range.
@@ -221,7 +220,7 @@ class MemoryTrace(L.Callback):
         batch_idx: int,
     ) -> None:
         self._step += 1
-        # Between two steps a dataset may use tensors of its own that no mode can follow.
+        # Between two steps a dataset may use tensor subclasses that no dispatch mode can trace.
         self._open.close()
         if self._tracer is not None:
             self._tracer.add(_optimizer_state(trainer.optimizers), "optimizer")
@@ -236,7 +235,7 @@ class MemoryTrace(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        # What was recorded before a step ran out of memory is what one wants to see.
+        # When a step runs out of memory, what was recorded before is of interest.
         self._write(trainer)
 
     def _write(self, trainer: L.Trainer) -> None:

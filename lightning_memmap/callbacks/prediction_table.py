@@ -1,4 +1,4 @@
-"""Predictions of all processes, put back into dataset order: a store with a row for each row."""
+"""Predictions of all processes in dataset order: a store with a row for each row."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,37 +21,38 @@ from lightning_memmap.schema import Schema
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.table import TableBuild, TableWriter, check_place
 
-#: Where the predicted rows lie in no store, and so in no number of shards.
+#: For predicted rows that are not in a store.
 _NUM_SHARDS = 24
 
 
 class PredictionTable(BasePredictionWriter):
     """Writes what ``predict_step`` returns into a store: its row ``i`` is the prediction for row
-    ``i`` of the dataset, whichever process made it.
+    ``i`` of the dataset, whichever process computed it.
 
     ``predict_step`` returns tensors whose first dimension is the rows of the batch, in any nesting
-    of dicts, tuples, lists, named tuples and dataclasses. The store has its structure, and the
-    shards of the store that was predicted.
+    of dicts, tuples, lists, named tuples and dataclasses. The store has the same structure, and
+    the same shards as the predicted store.
 
-    Each process writes its own rows as they come, so that no process needs memory for more than
-    a batch, where predictions are not returned as well (``trainer.predict(...,
-    return_predictions=False)``). At the end rank zero sees that each row was written exactly once,
-    and puts the store in place. A run that ends before that leaves no store, or the old one.
+    Each process writes its own rows batch by batch, so that no process needs memory for more than
+    one batch unless predictions are returned as well: use ``trainer.predict(...,
+    return_predictions=False)``. At the end rank zero checks that each row was written exactly
+    once, and renames the store to ``path``. A run that ends earlier leaves no store, or the old
+    one.
 
-    All ranks must run this callback, and see one file system at ``path``.
+    All ranks must run this callback, and share one file system at ``path``.
 
     Args:
-        path: Directory of the store that is written. ``{member}`` in it stands for the number of
-            the member under ``memmap_independent``, each of which writes a store of its own.
-        overwrite: Replace a store that is there. It stays until the new one is whole.
+        path: Directory of the new store. Under ``memmap_independent`` each member writes its own
+            store, and ``{member}`` in the path is replaced by its number.
+        overwrite: Replace an existing store. It stays until the new one is complete.
 
     Raises:
-        StoreError: ``path`` is taken; a row was not predicted, or predicted twice.
+        StoreError: ``path`` exists; a row was not predicted, or predicted twice.
         RankMismatchError: Another rank failed, or predicts other rows than this one.
-        SchemaError: ``predict_step`` returned what cannot be stored, or rows of another shape or
-            dtype than before.
-        ValueError: Not all batches are predicted, there are several loaders, batches whose rows
-            nobody knows, or a ``{member}`` in the path where there are no members.
+        SchemaError: ``predict_step`` returned something that cannot be stored, or rows of another
+            shape or dtype than before.
+        ValueError: Not all batches are predicted, there are several loaders, the rows of the
+            batches are unknown, or ``{member}`` is in the path and there are no members.
     """
 
     def __init__(self, path: str | Path, overwrite: bool = False) -> None:
@@ -65,28 +66,28 @@ class PredictionTable(BasePredictionWriter):
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check that the table may be written, before anything is predicted."""
+        """Check that the table can be written, before anything is predicted."""
         super().setup(trainer, pl_module, stage)
         if stage == "predict":
             self.path = _path_of_member(self.path, trainer)
             check_place(self.path, overwrite=self.overwrite)
             if trainer.limit_predict_batches == 0:
-                # No other hook is called then.
+                # No other hook is called in this case.
                 raise _incomplete(trainer, "no batch")
 
     @override
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Find out how many rows there are.
+        """Find the number of rows.
 
         Raises:
-            ValueError: Some rows would be left without a prediction, or cannot be told apart.
+            ValueError: Some rows would have no prediction, or cannot be identified.
         """
-        self._let_go()
+        self._abandon()
         loader: Any = trainer.predict_dataloaders
         if isinstance(loader, (list, tuple, dict)):
             raise ValueError(
-                f"PredictionTable: there are {len(loader)} predict dataloaders, and a table is of"
-                " one: call trainer.predict for each, with a path of its own"
+                f"PredictionTable: there are {len(loader)} predict dataloaders, and a table is for"
+                " one: call trainer.predict for each, with another path"
             )
         self._num_rows, self._num_shards = _rows_and_shards(loader)
         (num_batches,) = trainer.num_predict_batches
@@ -104,11 +105,10 @@ class PredictionTable(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write the rows of a batch; with the first one, all ranks make the table together."""
+        """Write the rows of a batch. At the first batch, all ranks make the table together."""
         try:
-            if batch_idx == 0:
+            if self._schema is None:
                 self._schema = Schema.from_batch(prediction)
-            assert self._schema is not None
             leaves = self._schema.flatten_batch(prediction)
         except SchemaError as error:
             raise SchemaError(f"predict_step, batch {batch_idx}: {error}") from error
@@ -127,7 +127,7 @@ class PredictionTable(BasePredictionWriter):
 
     @override
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Put the table in place, on rank zero, while the others wait for it.
+        """Complete the table on rank zero, while the other ranks wait.
 
         Raises:
             StoreError: A row was not predicted, or predicted twice.
@@ -148,17 +148,17 @@ class PredictionTable(BasePredictionWriter):
                         total, predictions=f"{model.__module__}.{model.__qualname__}"
                     )
             rank_zero_info(f"PredictionTable: {self._num_rows} rows are at {self.path}")
-        self._let_go()
+        self._abandon()
 
     @override
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Let go of what was written."""
-        self._let_go()
+        """Remove what was written."""
+        self._abandon()
 
     def _open(self, trainer: L.Trainer, schema: Schema) -> None:
-        """Make the files, on rank zero, and open them on all ranks, or raise on all."""
+        """Create the files on rank zero and open them on all ranks, or raise on all ranks."""
         plan = StorePlan(self.path, self._num_rows, self._num_shards, schema)
         check_ranks_match({"the table": plan})
         writes = _is_first_of_its_rank(trainer)
@@ -170,7 +170,7 @@ class PredictionTable(BasePredictionWriter):
             if writes:
                 self._writer = TableWriter(plan, token)
 
-    def _let_go(self) -> None:
+    def _abandon(self) -> None:
         if self._writer is not None:
             self._writer.abandon()
         if self._build is not None:
@@ -184,14 +184,14 @@ def _path_of_member(path: Path, trainer: L.Trainer) -> Path:
     member = getattr(trainer.strategy, "member", None)
     if member is None:
         raise ValueError(
-            f"PredictionTable: {{member}} in the path {str(path)!r} stands for a member: there are"
-            " members under strategy='memmap_independent' alone"
+            f"PredictionTable: {{member}} in the path {str(path)!r} is the number of a member, and"
+            " only strategy='memmap_independent' has members"
         )
     return Path(str(path).replace("{member}", str(member)))
 
 
 def _rows_and_shards(loader: Any) -> tuple[int, int]:
-    """Rows that a loader's dataset has, and the shards that they are divided into."""
+    """The number of rows of a loader's dataset, and the number of shards for them."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if isinstance(sampler, SuperBatchLoader):
         return sampler.order.num_positions, sampler.order.num_shards
@@ -202,7 +202,7 @@ def _rows_and_shards(loader: Any) -> tuple[int, int]:
 
 def _unknown_rows(loader: Any) -> ValueError:
     return ValueError(
-        f"PredictionTable: which rows the batches of a {type(loader).__name__} hold is not known:"
+        f"PredictionTable: the rows in the batches of a {type(loader).__name__} are unknown:"
         " predict with a MemmapDataModule, or with torch's DataLoader over a map-style dataset"
     )
 
@@ -215,18 +215,18 @@ def _incomplete(trainer: L.Trainer, what: str) -> ValueError:
 
 
 def _is_first_of_its_rank(trainer: L.Trainer) -> bool:
-    """Whether no process before this one has the same data-parallel rank, and so the same rows.
-    All ranks must ask."""
+    """Whether no lower rank has the same data-parallel rank, and so the same rows. All ranks must
+    call this."""
     rank, _ = data_parallel_rank(trainer.strategy)
     own = torch.tensor(rank, device=trainer.strategy.root_device)
-    # Of all processes: by default a strategy gathers over the data-parallel ones alone.
+    # Over all processes: by default a strategy gathers over the data-parallel ones only.
     ranks = trainer.strategy.all_gather(own, group=dist.group.WORLD).flatten().tolist()
     return rank not in ranks[: trainer.global_rank]
 
 
 @contextmanager
 def _all_or_none() -> Iterator[None]:
-    """Raise on all ranks what fails on one. All ranks must come here."""
+    """Raise on all ranks if one rank fails. All ranks must enter this context."""
     error: Exception | None = None
     try:
         yield

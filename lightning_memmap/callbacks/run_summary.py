@@ -1,4 +1,4 @@
-"""A table at the end of a run: what was stored, where it was placed, how fast it was used."""
+"""A table at the end of a run: what was stored, where it was placed, and the throughput."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,17 +24,16 @@ from lightning_memmap.store.manifest import Manifest
 class RunSummary(L.Callback):
     """Prints one table after ``fit`` and one after ``test``.
 
-    It shows for each split what its store holds, for each data device which shards it held, the
-    throughput of training, and the metrics that the run logged. The table of a test shows the fit
-    before it too, so that the last table of a program tells the whole of it.
+    It shows the contents of the store of each split, the shards of each data device, the
+    throughput of training, and the logged metrics. The table of a test includes the fit before it,
+    so that the last table of a program is complete.
 
-    Throughput is rows per second over all processes: the rows that the training steps of an epoch
-    were given, divided by the wall time of that epoch without its validation. The first epoch of
-    a fit is the warm-up and stands apart; of the others the table gives the median, the slowest
-    and the fastest.
+    Throughput is rows per second over all processes: the rows of an epoch's training steps divided
+    by the wall time of the epoch without its validation. The first epoch of a fit is a warm-up and
+    is shown separately; of the others the table shows the median, the slowest and the fastest.
 
-    All ranks run this callback and wait for their own device once an epoch. Rank zero prints, and
-    of data devices it shows those of its own process.
+    All ranks run this callback and wait for their own device once per epoch. Rank zero prints the
+    table, with the data devices of its own process.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class RunSummary(L.Callback):
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Note what the data module has stored and placed for this stage.
+        """Note what the data module stored and placed for this stage.
 
         Raises:
             TypeError: The Trainer runs without a `MemmapDataModule`.
@@ -88,7 +87,7 @@ class RunSummary(L.Callback):
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # As if the epoch had begun later. Outside an epoch this means nothing and does no harm.
+        # Shifts the start of the epoch by the validation. Outside of an epoch it has no effect.
         self._epoch_start_s += _now_s(trainer) - self._validation_start_s
 
     @override
@@ -107,7 +106,7 @@ class RunSummary(L.Callback):
         self._print(trainer, "test")
 
     def _print(self, trainer: L.Trainer, stage: str) -> None:
-        # On every rank: a metric that is computed here for the first time is synchronised.
+        # On every rank, because a metric that is computed here for the first time synchronises.
         metrics = dict(trainer.callback_metrics)
         _print_table(self._table(stage, metrics))
 
@@ -162,7 +161,7 @@ class RunSummary(L.Callback):
 
 @dataclass(frozen=True)
 class _Split:
-    """One split as it was stored and placed."""
+    """How one split is stored and placed."""
 
     manifest: Manifest
     topology: DataTopology
@@ -174,7 +173,7 @@ def _held_text(held: Sequence[HeldShards]) -> str:
 
 
 def _now_s(trainer: L.Trainer) -> float:
-    """The clock, read once the root device has done what it was given."""
+    """The time in seconds, once the root device has finished its work."""
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize(trainer.strategy.root_device)
     return perf_counter()
@@ -182,5 +181,5 @@ def _now_s(trainer: L.Trainer) -> float:
 
 @rank_zero_only
 def _print_table(table: Table) -> None:
-    # The console of Lightning's rich progress bar, which a print on another one would break up.
+    # The console of Lightning's rich progress bar: printing to another one would disturb the bar.
     get_console().print(table)

@@ -1,6 +1,5 @@
-"""The whole training step as one graph of a GPU: captured once, and replayed."""
+"""The whole training step as one CUDA graph: captured once, and replayed."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
-from typing_extensions import override
 
 from lightning_memmap._compat.optimization import (
     MODULE_HOOKS,
@@ -29,34 +27,14 @@ from lightning_memmap.loading.collate import named_leaves, rebuilt
 
 T = TypeVar("T")
 
-#: Steps of one shape that run as ever before one is captured: what is made lazily, such as the
-#: state of optimizers and the plans of libraries, is then made.
+#: Steps of one shape that run normally before one is captured, so that everything that is made
+#: lazily exists, such as the state of optimizers and the plans of libraries.
 _WARM_UP_STEPS = 3
 _WAY_OUT = "train without cuda_graph=True, or with torch.compile(module, mode='reduce-overhead')"
 
 
-class Graph(ABC):
-    """What a device is given once, and does again and again on the same memory."""
-
-    @abstractmethod
-    def warm_up(self, run: Callable[[], T]) -> T:
-        """Run something where it will be captured, and do it at once."""
-
-    @abstractmethod
-    def capture(self, run: Callable[[], T]) -> T:
-        """Note what the device is given while something runs. `replay` does it, this does not.
-
-        Returns:
-            What it returned: in the tensors of that is the result of each replay.
-        """
-
-    @abstractmethod
-    def replay(self) -> None:
-        """Let the device do what was captured."""
-
-
-class CUDAGraph(Graph):
-    """The graph of a CUDA device.
+class CUDAGraph:
+    """Work that a CUDA device records once, and repeats on the same memory.
 
     Args:
         device: The device.
@@ -66,8 +44,8 @@ class CUDAGraph(Graph):
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: Any = torch.cuda.CUDAGraph()
 
-    @override
     def warm_up(self, run: Callable[[], T]) -> T:
+        """Run a function in the stream of the capture, without capturing it."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -75,37 +53,41 @@ class CUDAGraph(Graph):
         current.wait_stream(self._stream)
         return result
 
-    @override
     def capture(self, run: Callable[[], T]) -> T:
-        # Other threads may allocate page-locked memory meanwhile, for rows that they read ahead.
+        """Record the device work of a function without doing it; `replay` does it.
+
+        Returns:
+            What the function returned; each replay writes its result to these tensors.
+        """
+        # Meanwhile other threads may allocate page-locked memory for rows that they prefetch.
         mode = "thread_local"
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode=mode):
             return run()
 
-    @override
     def replay(self) -> None:
+        """Let the device do the captured work."""
         self._graph.replay()
 
 
-def make_graph(device: torch.device) -> Graph:
-    """An empty graph of a device.
+def make_graph(device: torch.device) -> CUDAGraph:
+    """Make an empty graph.
 
     Raises:
-        ValueError: The device has none.
+        ValueError: The device is not a CUDA device.
     """
     if device.type != "cuda":
         raise ValueError(
-            f"cuda_graph=True: the root device is {device}, and graphs are of CUDA devices; train"
-            " without it"
+            f"cuda_graph=True: the root device is {device}, and only CUDA devices have graphs;"
+            " train without it"
         )
     return CUDAGraph(device)
 
 
 def check_step(trainer: Trainer, module: LightningModule, strategy: Strategy) -> None:
-    """Check that a step can be replayed, as far as that can be known before it runs.
+    """Check that a step can be replayed, as far as this is known before it runs.
 
     Raises:
-        ValueError: It cannot. The message says why, and what to do instead.
+        ValueError: It cannot be replayed. The message says why, and what to do instead.
     """
     if not module.automatic_optimization:
         raise _refusal("automatic_optimization=False: the module steps its optimizers itself")
@@ -154,49 +136,39 @@ def _refusal(why: str) -> ValueError:
 
 
 @dataclass
-class _Logged:
-    """A call of ``self.log``."""
-
-    name: str
-    value: Tensor
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-@dataclass
 class _Captured:
-    """One step: what goes in, what comes out, and what must stay as it was."""
+    """A captured step: its inputs and outputs, and what must not change until a replay."""
 
     shape: tuple[Any, ...]
     batch: Any
     output: dict[str, Any]
-    logged: list[_Logged]
+    logged: list[Callable[[], None]]
     numbers: list[dict[str, Any]]
     memory: list[int]
     gradients: list[Tensor | None]
 
 
 class GraphedStep:
-    """Runs training steps, the first few as ever, then one graph for all steps of their shape.
+    """Runs training steps: the first few normally, then one graph for all steps of their shape.
 
-    Steps of another shape, such as the last one of an epoch, run as ever, on the same parameters
-    and the same state of the optimizer.
+    Steps of another shape, such as the last one of an epoch, run normally, with the same
+    parameters and the same optimizer state.
 
     Args:
         trainer: The Trainer.
         module: The module.
-        optimizer: Its one optimizer. All three fulfil `check_step`.
+        optimizer: Its only optimizer. All three must pass `check_step`.
         graph: An empty graph of the root device.
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, optimizer: Optimizer, graph: Graph
+        self, trainer: Trainer, module: LightningModule, optimizer: Optimizer, graph: CUDAGraph
     ) -> None:
         self._trainer = trainer
         self._module = module
         self._optimizer = optimizer
         self._graph = graph
-        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
         self._captured: _Captured | None = None
         self._shape: Any = None
         self._warm_steps = 0
@@ -206,39 +178,39 @@ class GraphedStep:
 
         Args:
             batch: The batch.
-            step: Does the step, the optimizer's included, with any batch.
+            step: Runs the whole step with a batch, the optimizer step included.
 
         Returns:
-            What the step gave.
+            What the step returned.
 
         Raises:
-            ValueError: Something cannot be replayed, which was not known before.
+            ValueError: Something turned out not to be replayable.
             RuntimeError: The step waits for the device.
         """
         shape, captured = _shape(batch), self._captured
         if captured is not None and shape != captured.shape:
             return step(batch)
         if captured is None:
-            self._bring_rates()
+            self._move_rates()
             if shape is None or shape != self._shape:
                 self._shape, self._warm_steps = shape, 0
             if shape is None or self._warm_steps < _WARM_UP_STEPS:
                 self._warm_steps += 1
                 return self._graph.warm_up(partial(self._without_metrics, batch, step))
-            # Lightning counts the step, of which the device has not yet done anything.
+            # Lightning has counted the step, but the device has not done any of it yet.
             captured = self._captured = self._capture(batch, shape, step)
             self._graph.replay()
         else:
             self._check_unchanged(captured)
             copy_tensors(_leaves(captured.batch), _leaves(batch))
-            # A step of another shape has left others.
+            # A step of another shape may have replaced them.
             for parameter, gradient in zip(self._parameters, captured.gradients, strict=True):
                 parameter.grad = gradient
             self._graph.replay()
             count_step(self._trainer)
         with logging_in(self._module, "training_step"):
-            for call in captured.logged:
-                self._module.log(call.name, call.value, *call.args, **call.options)
+            for log in captured.logged:
+                log()
         output: dict[str, Any] = apply_to_collection(captured.output, Tensor, torch.clone)
         return output
 
@@ -246,9 +218,9 @@ class GraphedStep:
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def _bring_rates(self) -> None:
-        """Learning rates to the parameters' device. On the CPU, where a module or a checkpoint may
-        have left them, a captured step would not see them change."""
+    def _move_rates(self) -> None:
+        """Move learning rates to the device of the parameters. A captured step would not see
+        changes of those on the CPU, where a module or a checkpoint may have put them."""
         for group in self._optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"].to(group["params"][0].device)
@@ -259,24 +231,25 @@ class GraphedStep:
         for metric, count in zip(self._metrics, before, strict=True):
             if metric.update_count != count:
                 raise _refusal(
-                    f"training_step updates the metric {type(metric).__name__}, which counts in"
-                    " Python as well: update it in on_train_batch_end, from what training_step"
-                    " returns"
+                    f"training_step updates the metric {type(metric).__name__}, which also counts"
+                    " in Python: update it in on_train_batch_end, from what training_step returns"
                 )
         return output
 
     def _capture(self, batch: Any, shape: Any, step: Step) -> _Captured:
         static = rebuilt(batch, iter([leaf.clone() for leaf in _leaves(batch)]))
         numbers = [_numbers(group) for group in self._optimizer.param_groups]
-        logged: list[_Logged] = []
+        logged: list[Callable[[], None]] = []
+
+        own = self._module.log
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             if not isinstance(value, Tensor):
                 raise _refusal(
-                    f"self.log({name!r}, {value!r}) in training_step: a replay would log that in"
-                    " every step; log a tensor of the device, or log it in on_train_batch_end"
+                    f"self.log({name!r}, {value!r}) in training_step: a replay would log this value"
+                    " in every step; log a tensor on the device, or log it in on_train_batch_end"
                 )
-            logged.append(_Logged(name, value.detach().clone(), args, options))
+            logged.append(partial(own, name, value.detach().clone(), *args, **options))
 
         vars(self._module)["log"] = log
         try:
@@ -294,8 +267,8 @@ class GraphedStep:
         for leaf in tree_leaves(output):
             if not isinstance(leaf, Tensor):
                 raise _refusal(
-                    f"training_step returned {leaf!r} beside the loss: a replay would return that"
-                    " in every step; return tensors"
+                    f"training_step returned {leaf!r} beside the loss: a replay would return this"
+                    " value in every step; return tensors"
                 )
         memory = [storage_key(parameter) for parameter in self._parameters]
         gradients = [parameter.grad for parameter in self._parameters]
@@ -307,18 +280,18 @@ class GraphedStep:
                 if now != before.get(name):
                     raise _refusal(
                         f"{name} of the optimizer has changed from {before.get(name)} to {now}"
-                        " since the step was captured, and a replay does not see that: leave it,"
-                        " or give it as a tensor"
+                        " since the step was captured, and a replay does not see that: do not"
+                        " change it, or make it a tensor"
                     )
         if [storage_key(parameter) for parameter in self._parameters] != captured.memory:
             raise _refusal(
                 "parameters have other memory than when the step was captured: change their values"
-                " in place, as with copy_()"
+                " in place, for example with copy_()"
             )
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of an optimizer that a graph keeps as they are."""
+    """The options of an optimizer whose values are fixed in a graph."""
     return {name: value for name, value in group.items() if not isinstance(value, (Tensor, list))}
 
 
@@ -327,7 +300,7 @@ def _leaves(batch: Any) -> list[Tensor]:
 
 
 def _shape(batch: Any) -> tuple[Any, ...] | None:
-    """What must be alike for one graph; None for a batch with anything but tensors in it."""
+    """What batches of one graph have in common; None for a batch that has other than tensors."""
     leaves = list(named_leaves(batch))
     if not all(isinstance(leaf, Tensor) for _, leaf in leaves):
         return None

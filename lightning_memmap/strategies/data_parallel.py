@@ -1,43 +1,63 @@
 """``memmap_dp``: a replica of the model on every data device, in one process."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap._compat.modules import before_transfer, divert_batches, end_diversion
+from lightning_memmap._compat.modules import (
+    before_transfer,
+    restore_before_transfer,
+    skip_before_transfer,
+)
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies._devices import LocalDevices
-from lightning_memmap.strategies.in_parts.manual import ActsOnce, StandIns
-from lightning_memmap.strategies.in_parts.records import StepLog, StepMetrics
-from lightning_memmap.strategies.in_parts.replicas import Replicas, check_module
-from lightning_memmap.strategies.in_parts.shares import Shares, deal, share, weighted_mean
-from lightning_memmap.strategies.in_parts.steps import StepsInParts
-from lightning_memmap.strategies.in_parts.workers import Workers
+from lightning_memmap.strategies.replicas.module import Replicas, check_module
+from lightning_memmap.strategies.replicas.proxies import CollectiveActions, ReplicaProxies
+from lightning_memmap.strategies.replicas.threads import ReplicaThreads
+from lightning_memmap.strategies.scattering.batch import (
+    ScatteredBatch,
+    scatter,
+    weighted_mean,
+)
+from lightning_memmap.strategies.scattering.logs import StepLog
+from lightning_memmap.strategies.scattering.metrics import StepMetrics
+from lightning_memmap.strategies.scattering.steps import ScatteredSteps
 
 
-class DataParallelStrategy(StepsInParts):
+@dataclass(frozen=True)
+class _Run:
+    """What exists from set-up on."""
+
+    replicas: Replicas
+    threads: ReplicaThreads
+    metrics: StepMetrics
+    actions: CollectiveActions
+    #: The proxies of the Trainer, by replica.
+    trainers: list[Any]
+
+
+class DataParallelStrategy(ScatteredSteps[_Run]):
     """Trains a replica of the model on every data device, in one process: no row ever moves.
 
-    Each step, every data device takes its batch and its replica computes on it. Gradients are
-    added to those of the root device's module, which is replica 0 and the one that optimizers,
-    hooks, callbacks and checkpoints see; its parameters and buffers are copied to the replicas
-    before the next step. The loss is the mean over replicas weighted by their rows, so that
-    training equals one device with the same global batches where the loss is a mean over rows.
+    In each step, every data device fetches its batch and its replica computes on it. Gradients are
+    added to those of the module on the root device, which is replica 0 and the one that
+    optimizers, hooks, callbacks and checkpoints see; its parameters and buffers are copied to the
+    other replicas before the next step. The loss is the mean over replicas weighted by their rows:
+    training equals that on one device with the same global batches where the loss is a mean over
+    rows.
 
-    Replicas are made once. They share the module's plain attributes; what ``self.log`` and
-    torchmetrics are given by each is merged once per step.
+    Replicas are made once. They share the module's plain attributes. What they give to ``self.log``
+    and to torchmetrics is merged once per step.
 
     Args:
-        data_devices: Devices that hold shards and a replica each, repeats allowed; the first must
+        data_devices: Devices that each hold shards and a replica, repeats allowed; the first must
             be the root device. By default all devices of the Trainer.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy.
@@ -50,22 +70,10 @@ class DataParallelStrategy(StepsInParts):
 
     strategy_name = "memmap_dp"
 
-    def __init__(
-        self,
-        data_devices: Sequence[str | torch.device] | None = None,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        super().__init__(data_devices, accelerator, checkpoint_io, precision_plugin)
-        self._replicas: Replicas | None = None
-        self._workers: Workers | None = None
-        self._metrics: StepMetrics | None = None
-        # Of each replica: the Trainer that it is given.
-        self._trainers: list[Any] = []
-        self._logs: list[StepLog] = []
-        self._shares: Shares | None = None
-        self._is_stale = True
+    # Of the current step.
+    _logs: Sequence[StepLog] = ()
+    _batch: ScatteredBatch | None = None
+    _is_stale = True
 
     @property
     @override
@@ -88,32 +96,33 @@ class DataParallelStrategy(StepsInParts):
         module = self.module
         check_module(module)
         super().setup(trainer)
-        # Where each replica's batch is handed to the module's transfer hooks: `batch_to_device`.
-        divert_batches(module, SuperBatch)
-        self._replicas = replicas = Replicas(module, self.data_devices)
-        self._workers = workers = Workers(self.data_devices)
-        self._metrics = StepMetrics(module, self.root_device)
-        self._acts = acts = ActsOnce(self, replicas, self._backward_of_all, self._join)
-        stand_ins = [
-            StandIns(acts, index, partial(workers.meet, index))
+        # `batch_to_device` runs the module's transfer hooks on the batch of each replica.
+        skip_before_transfer(module, SuperBatch)
+        replicas = Replicas(module, self.data_devices)
+        threads = ReplicaThreads(self.data_devices)
+        actions = CollectiveActions(self, replicas, self._backward_of_all, self._merge)
+        proxies = [
+            ReplicaProxies(actions, index, partial(threads.barrier, index))
             for index in range(len(self.data_devices))
         ]
-        self._trainers = [
+        replicas.find_proxy = proxies[0].proxy_of
+        for replica, each in zip(replicas.others, proxies[1:], strict=True):
+            replica.find_proxy = each.proxy_of
+        trainers = [
             each.trainer(trainer, partial(self._log_of, index))
-            for index, each in enumerate(stand_ins)
+            for index, each in enumerate(proxies)
         ]
-        replicas.stand_in = stand_ins[0].of
-        for twin, each in zip(replicas.twins, stand_ins[1:], strict=True):
-            twin.stand_in = each.of
+        metrics = StepMetrics(module, self.root_device)
+        self._run = _Run(replicas, threads, metrics, actions, trainers)
 
     @override
     def teardown(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
+        if self._run is not None:
+            self._run.threads.close()
         if self.lightning_module is not None:
-            end_diversion(self.lightning_module)
-        self._replicas = self._workers = self._metrics = self._shares = None
-        self._logs, self._trainers = [], []
+            restore_before_transfer(self.lightning_module)
+        self._run = self._batch = None
+        self._logs = ()
         super().teardown()
 
     @override
@@ -123,14 +132,12 @@ class DataParallelStrategy(StepsInParts):
         if not isinstance(batch, SuperBatch):
             return super().batch_to_device(batch, device, dataloader_idx)
 
-        def place(part: Any, index: int) -> Any:
-            part = self.precision_plugin.convert_input(part)
-            part = before_transfer(self.module, part, dataloader_idx)
-            return super(DataParallelStrategy, self).batch_to_device(
-                part, self.data_devices[index], dataloader_idx
-            )
-
-        return share(batch, place, self.root_device)
+        batches = []
+        for own, own_device in zip(batch.batches, self.data_devices, strict=True):
+            own = self.precision_plugin.convert_input(own)
+            own = before_transfer(self.module, own, dataloader_idx)
+            batches.append(super().batch_to_device(own, own_device, dataloader_idx))
+        return ScatteredBatch(batches, batch.num_rows, batch.first, self.root_device)
 
     @override
     def on_validation_start(self) -> None:
@@ -148,58 +155,56 @@ class DataParallelStrategy(StepsInParts):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        assert self._replicas is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         self.precision_plugin.backward(closure_loss, self.module, optimizer, *args, **kwargs)
-        # Before the hooks that follow a backward, which look at gradients.
-        self._replicas.add_gradients()
+        # Before the hooks that follow, which may read gradients.
+        self.run.replicas.reduce_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
         return closure_loss
 
     @override
-    def share(self, batch: Any) -> Shares:
-        return batch if isinstance(batch, Shares) else deal(batch, self.data_devices)
+    def scatter(self, batch: Any) -> ScatteredBatch:
+        return batch if isinstance(batch, ScatteredBatch) else scatter(batch, self.data_devices)
 
     @override
-    def run_parts(
-        self, name: str, shares: Shares, logs: list[StepLog], *args: Any, **kwargs: Any
+    def run_scattered(
+        self, name: str, batch: ScatteredBatch, logs: list[StepLog], *args: Any, **kwargs: Any
     ) -> list[Any]:
-        assert self._replicas is not None
-        assert self._workers is not None
-        assert self._metrics is not None
-        # The module may have changed in many ways since the last step: optimizers, averages of
-        # weights, hooks. Nothing tells of all of them, so replicas always follow.
-        self._replicas.refresh(always_copy=self._is_stale or name == "training_step")
+        run = self.run
+        # Optimizers, averages of weights and hooks change the module between steps, and nothing
+        # announces all of these changes: the replicas always follow.
+        run.replicas.refresh(always_copy=self._is_stale or name == "training_step")
         self._is_stale = False
-        self._logs, self._shares = logs, shares
-        count = len(shares.parts)
-        with self._replicas.step(name, count) as modules:
-            for module, trainer in zip(modules, self._trainers, strict=False):
+        self._logs, self._batch = logs, batch
+        count = len(batch.batches)
+        with run.replicas.step(name, count) as modules:
+            for module, trainer in zip(modules, run.trainers, strict=False):
                 module.trainer = trainer
-            with self._metrics.copies_in_place(self._replicas.twins[: count - 1]):
-                outputs = self._workers.run(
+            copies = [replica.metrics for replica in run.replicas.others[: count - 1]]
+            with run.metrics.copies_in_place(copies):
+                outputs = run.threads.run(
                     [
-                        partial(getattr(module, name), part, *args, **kwargs)
-                        for module, part in zip(modules, shares.parts, strict=True)
+                        partial(getattr(module, name), own, *args, **kwargs)
+                        for module, own in zip(modules, batch.batches, strict=True)
                     ]
                 )
-        self._shares = None
+        self._batch = None
         return outputs
 
     def _log_of(self, index: int) -> StepLog:
         return self._logs[index]
 
     def _backward_of_all(self, losses: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        assert self._replicas is not None
-        self._acts.check_gradients()
-        self._replicas.drop_gradients()
+        run = self.run
+        run.actions.check_gradients()
+        run.replicas.drop_gradients()
         rows = [log.num_rows for log in self._logs]
         result = self.backward(weighted_mean(losses, rows, self.root_device), *args, **kwargs)
-        self._replicas.copy_gradients()
+        run.replicas.broadcast_gradients()
         return result
 
-    def _join(self, values: list[Any]) -> Any:
+    def _merge(self, values: list[Any]) -> Any:
         # Outside of a step there is one caller.
-        return values[0] if self._shares is None else self._shares.join(values)
+        return values[0] if self._batch is None else self._batch.merge(values)

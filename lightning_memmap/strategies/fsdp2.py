@@ -37,11 +37,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap._compat.modules import tell_device
+from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap._compat.processes import DataParallelMesh
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._assembly import RowWeighting
-from lightning_memmap.strategies._whole_module import (
+from lightning_memmap.strategies._run_state import RunState
+from lightning_memmap.strategies._unsupported import (
     check_callbacks,
     check_embeddings,
     check_loss,
@@ -60,11 +61,11 @@ _BATCH_DTYPES = {
 
 
 @dataclass(frozen=True)
-class _Sharded:
-    """What became of a module.
+class _Sharding:
+    """How a module is sharded.
 
     Args:
-        mesh: What it is sharded over.
+        mesh: The processes that it is sharded over.
         buffers: By name, the values of buffers before they were cast.
     """
 
@@ -72,55 +73,64 @@ class _Sharded:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
-#: Modules stay sharded when their Trainer is gone, and another one may go on with them.
-_SHARDED: WeakKeyDictionary[nn.Module, _Sharded] = WeakKeyDictionary()
+#: Modules stay sharded after their Trainer, and another Trainer may continue with them.
+_SHARDED: WeakKeyDictionary[nn.Module, _Sharding] = WeakKeyDictionary()
 
 
-class FSDP2Strategy(RowWeighting, DataParallelMesh):
+@dataclass(frozen=True)
+class _Run:
+    """What exists from set-up on."""
+
+    #: The processes that the module is sharded over, and replicated over with HSDP.
+    mesh: DeviceMesh
+
+
+class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
     """Trains with FSDP2: each process holds shards of parameters, gradients and optimizer states.
 
-    The module needs no ``configure_model``: layers are made units of sharding, by class or by
-    size, and then the module itself with all that is left. A unit's parameters are gathered before
-    it runs and let go of after. All processes are data parallel, and their losses are weighed by
-    rows, so that training equals one process also where the last step does not divide evenly.
+    The module needs no ``configure_model``: layers become units of sharding, by class or by size,
+    and then the module itself with everything that is left. A unit's parameters are gathered
+    before it runs and freed afterwards. All processes are data parallel, and their losses are
+    weighted by rows, so that training equals one process even if the last step does not divide
+    evenly.
 
-    Every process begins with the values of rank 0. Modules on the meta device are given their
-    values unit by unit, by ``reset_parameters``.
+    Every process begins with the values of rank 0. Modules on the meta device are initialised unit
+    by unit, by ``reset_parameters``.
 
     With ``Trainer(precision="bf16-mixed")`` units compute in bfloat16 from float32 shards,
     gradients are reduced in float32, and autocast keeps losses in float32. Batches and
-    floating-point buffers are cast too, running statistics of batch norm apart.
+    floating-point buffers are cast too, except the running statistics of batch norm.
 
     Args:
         wrap_classes: Classes of the units, or their names. By default units are chosen by size.
-        min_unit_parameters: Without ``wrap_classes``: the smallest modules of at least as many
+        min_unit_parameters: Without ``wrap_classes``: the smallest modules with at least this many
             parameters are units.
-        replicate_size: Groups of processes that hold whole copies (HSDP); it must divide the
-            processes. Within a group the copy is sharded.
-        reshard_after_forward: Whether units let go of what they gathered between the forward and
-            the backward pass; a number is the size of the groups in which they keep it sharded
-            instead. By default all do but the outermost.
+        replicate_size: Number of whole copies (HSDP); it must divide the number of processes. Each
+            copy is sharded over a group of them.
+        reshard_after_forward: Whether units free what they gathered between the forward and the
+            backward pass; a number is the size of the groups over which they keep it sharded
+            instead. By default all units free it but the outermost.
         cpu_offload: Keep shards, gradients and optimizer states in host memory. Needs GPUs.
-        param_dtype: Compute in this dtype, with weights, and without autocast: a mixed precision
-            of one's own, for ``Trainer(precision="32-true")``.
+        param_dtype: Compute with parameters in this dtype, without autocast: a user-defined mixed
+            precision, for ``Trainer(precision="32-true")``.
         reduce_dtype: Reduce gradients in this dtype. By default float32 in mixed precision, and
-            otherwise that of the parameters.
-        output_dtype: Cast what a step returns.
+            otherwise the dtype of the parameters.
+        output_dtype: Cast what a step returns to this dtype.
         cast_batch: Whether mixed precision casts the floating-point tensors of a batch.
-        activation_checkpointing: Compute the forward pass of all units again in the backward pass
-            instead of keeping their activations; or of the modules of the classes that are named.
+        activation_checkpointing: Compute the forward pass of all units, or of modules of the
+            classes that are named, again in the backward pass instead of keeping activations.
         meta_init: Run ``configure_model`` on the meta device.
-        accumulate_unsharded: While gradients accumulate over steps, keep them whole on each
+        accumulate_unsharded: While gradients accumulate over steps, keep them unsharded on each
             process, and reduce them once: less communication for more memory.
         save_distributed_checkpoint: Each process saves its shards to files in one folder. By
-            default rank 0 saves one file, which the plain module loads.
+            default rank 0 saves one file, which the plain module can load.
         prefetch: As for ``memmap_superbatch``.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
         timeout: As for Lightning's ``ModelParallelStrategy``.
 
     Raises:
-        ValueError: An option is out of range, or does not fit the processes.
-        TypeError: An option is of another type than said.
+        ValueError: An option is out of range, or does not match the number of processes.
+        TypeError: An option has the wrong type.
     """
 
     strategy_name = "memmap_fsdp2"
@@ -173,9 +183,8 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
         self._meta_init = meta_init
         self._accumulate_unsharded = accumulate_unsharded
         self._is_save_sharded = save_distributed_checkpoint
-        self._mesh: DeviceMesh | None = None
         if cpu_offload and process_group_backend is None:
-            # Norms of gradients in host memory are summed there.
+            # Norms of gradients in host memory are reduced there.
             process_group_backend = "cpu:gloo,cuda:nccl"
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -187,7 +196,7 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        """The Trainer's, made for sharded modules."""
+        """The Trainer's plugin, adapted to sharded modules."""
         return self._sharded_precision
 
     @precision_plugin.setter
@@ -196,7 +205,7 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
         if self._param_dtype is not None and inner.precision != "32-true":
             raise ValueError(
                 f"param_dtype={self._param_dtype} with Trainer(precision={inner.precision!r}):"
-                " both say in which dtype to compute; leave one of them out"
+                " both choose the dtype of the computation; leave one of them out"
             )
         self._policy_dtype = self._param_dtype
         if type(inner) is MixedPrecision and inner.precision == "bf16-mixed":
@@ -226,7 +235,7 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
             if self._cpu_offload and device.type != "cuda":
                 raise ValueError(
                     f"cpu_offload=True with accelerator={device.type!r}: the shards are in host"
-                    " memory as it is; use GPUs, or leave it out"
+                    " memory anyway; use GPUs, or leave it out"
                 )
 
     @override
@@ -249,13 +258,14 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self._replicate_size == 1:
-            self._mesh = self.device_mesh["data_parallel"]
+            mesh = self.device_mesh["data_parallel"]
         else:
-            self._mesh = init_device_mesh(
+            mesh = init_device_mesh(
                 self.root_device.type,
                 (self._replicate_size, self.world_size // self._replicate_size),
                 mesh_dim_names=("replicate", "shard"),
             )
+        self._run = _Run(mesh)
 
     @contextmanager
     @override
@@ -267,20 +277,18 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        # Lightning's own asks for a configure_model that shards.
-        module = self.lightning_module
-        assert module is not None
-        assert self.accelerator is not None
-        self.accelerator.setup(trainer)
+        # Not the parent's, which requires a configure_model that shards.
+        module, mesh = self.module, self.run.mesh
+        trainer.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             check_callbacks(trainer, self.strategy_name)
             check_embeddings(module, self.strategy_name)
         if module in _SHARDED:
-            if _SHARDED[module].mesh != self._mesh:
+            if _SHARDED[module].mesh != mesh:
                 raise ValueError(
                     f"the {type(module).__name__} was sharded over {_SHARDED[module].mesh} by"
-                    f" another Trainer, and this one has {self._mesh}: load its checkpoint into a"
-                    " fresh module"
+                    f" another Trainer, and this one has {mesh}: load its checkpoint into a new"
+                    " module"
                 )
         else:
             _SHARDED[module] = self._shard(module)
@@ -303,8 +311,7 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
         check_loss(closure_loss, self.strategy_name)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    def _shard(self, module: L.LightningModule) -> _Sharded:
-        assert self._mesh is not None
+    def _shard(self, module: L.LightningModule) -> _Sharding:
         for name, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
                 raise ValueError(
@@ -318,32 +325,32 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
         reduce_dtype = self._reduce_dtype or (self._policy_dtype and torch.float32)
         policy = MixedPrecisionPolicy(self._policy_dtype, reduce_dtype)
         offload = CPUOffloadPolicy() if self._cpu_offload else OffloadPolicy()
-        make = partial(fully_shard, mesh=self._mesh, offload_policy=offload)
+        make = partial(fully_shard, mesh=self.run.mesh, offload_policy=offload)
         calls: dict[nn.Module, Any] = {
             unit: partial(make, mp_policy=policy, reshard_after_forward=self._reshard_after_forward)
             for unit in units
         }
-        # What the whole module returns is one's own, and what it is given has been cast.
+        # The outermost units cast what the user's step receives and returns.
         outer = MixedPrecisionPolicy(
             self._policy_dtype, reduce_dtype, self._output_dtype, self._cast_batch
         )
-        for part in outermost:
-            # By default FSDP2 keeps what the outermost gathered, and it alone.
+        for unit in outermost:
+            # By default FSDP2 keeps what the outermost unit gathered, and frees all else.
             reshard = self._reshard_after_forward
-            calls[part] = partial(make, mp_policy=outer, reshard_after_forward=reshard)
+            calls[unit] = partial(make, mp_policy=outer, reshard_after_forward=reshard)
         buffers = {}
         if self._policy_dtype is not None:
             exact = MixedPrecisionPolicy(None, torch.float32, None, False)
-            for part in module.modules():
-                if isinstance(part, sharding.STATISTICS) and any(True for _ in part.parameters()):
-                    calls[part] = partial(make, mp_policy=exact, reshard_after_forward=False)
+            for child in module.modules():
+                if isinstance(child, sharding.STATISTICS) and any(True for _ in child.parameters()):
+                    calls[child] = partial(make, mp_policy=exact, reshard_after_forward=False)
         sharding.shard(module, self.root_device, calls)
         if self._policy_dtype is not None:
             buffers = _cast_buffers(module, self._policy_dtype)
         if module in calls:
             for name in _STEPS:
                 register_fsdp_forward_method(module, name)
-        return _Sharded(self._mesh, buffers)
+        return _Sharding(self.run.mesh, buffers)
 
     def _units(self, module: nn.Module) -> list[nn.Module]:
         if self._wrap_classes is None:
@@ -353,18 +360,18 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
         return sharding.without_shared(module, units)
 
     def _outermost(self, module: L.LightningModule) -> list[nn.Module]:
-        """In manual optimization the backward pass is inside of training_step: gradients of the
-        module itself would be reduced too late, those of its parts are not."""
-        parts = sharding.without_shared(module, sharding.roots(module))
-        held = {parameter for part in parts for parameter in part.parameters()}
-        left = [name for name, parameter in module.named_parameters() if parameter not in held]
+        """The outermost units in manual optimization. The backward pass is then inside of
+        training_step, where FSDP2 would reduce the gradients of the module itself too late."""
+        units = sharding.without_shared(module, sharding.roots(module))
+        found = {parameter for unit in units for parameter in unit.parameters()}
+        left = [name for name, parameter in module.named_parameters() if parameter not in found]
         if left:
             raise ValueError(
-                f"{', '.join(left)}: under manual optimization memmap_fsdp2 shards each part of the"
-                f" {type(module).__name__} for itself, and these belong to none of them, or to"
-                " several; put them into one submodule that is called"
+                f"{', '.join(left)}: under manual optimization memmap_fsdp2 shards each child of"
+                f" the {type(module).__name__} by itself, and these parameters belong to none of"
+                " them, or to several; put them into one submodule that is called"
             )
-        return parts
+        return units
 
     def _checkpoint_activations(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
         wanted = self._activation_checkpointing
@@ -377,23 +384,20 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
                     " compute again; choose some by wrap_classes or a smaller"
                     f" min_unit_parameters than {self._min_unit_parameters}, or name classes here"
                 )
-            parts = list(units)
         else:
-            parts = sharding.modules_of_classes(module, wanted, "activation_checkpointing")
-        for part in parts:
-            sharding.recompute(part)
+            units = sharding.modules_of_classes(module, wanted, "activation_checkpointing")
+        for unit in units:
+            sharding.recompute(unit)
 
     @override
     def model_to_device(self) -> None:
-        module = self.lightning_module
-        assert module is not None
         if not self._cpu_offload:
             super().model_to_device()
             return
-        tell_device(module, self.root_device)
-        for part in module.modules():
-            if isinstance(part, torchmetrics.Metric):
-                part.to(self.root_device)
+        set_device_attribute(self.module, self.root_device)
+        for child in self.module.modules():
+            if isinstance(child, torchmetrics.Metric):
+                child.to(self.root_device)
 
     @contextmanager
     @override
@@ -408,20 +412,20 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
             self._set_gradient_sync(True)
 
     def _set_gradient_sync(self, is_synced: bool) -> None:
-        for part in self._sharded_parts():
-            part.set_requires_gradient_sync(is_synced, recurse=False)
+        for unit in self._sharded_units():
+            unit.set_requires_gradient_sync(is_synced, recurse=False)
 
-    def _sharded_parts(self) -> Iterator[FSDPModule]:
-        assert self.lightning_module is not None
-        for part in self.lightning_module.modules():
-            if isinstance(part, FSDPModule):
-                yield part
+    def _sharded_units(self) -> Iterator[FSDPModule]:
+        for child in self.module.modules():
+            if isinstance(child, FSDPModule):
+                yield child
 
     def _reshard(self) -> None:
-        """The outermost units keep what they gathered for a backward pass, which evaluation has
-        not; and whether a parameter is frozen is seen only when it is gathered."""
-        for part in self._sharded_parts():
-            part.reshard()
+        """Free what the outermost units gathered: they keep it for a backward pass, which
+        evaluation does not have, and FSDP2 checks only when it gathers which parameters are
+        frozen."""
+        for unit in self._sharded_units():
+            unit.reshard()
 
     @override
     def on_validation_end(self) -> None:
@@ -440,29 +444,28 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module on rank 0, and nothing on the others; shards on each rank with
-        ``save_distributed_checkpoint=True``. All ranks call it."""
+        """The state of the whole module on rank 0, and an empty one on others; shards on each rank
+        with ``save_distributed_checkpoint=True``. All ranks must call it."""
         state = super().lightning_module_state_dict()
-        assert self.lightning_module is not None
-        for name, before in _SHARDED[self.lightning_module].buffers.items():
+        for name, before in _SHARDED[self.module].buffers.items():
             if name in state:
                 state[name] = _restored(state[name], before)
         return state
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As the plain optimizer would save it, on rank 0; shards on each rank with
-        ``save_distributed_checkpoint=True``. All ranks call it."""
+        """What the plain optimizer would save, on rank 0; shards on each rank with
+        ``save_distributed_checkpoint=True``. All ranks must call it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if self._is_save_sharded:
             is_new = not optimizer.state
             state = super().optimizer_state(optimizer)
             if is_new:
-                # torch has taken a step of length zero, which Adam would count.
+                # To make the state, torch took a step of length zero, which Adam would count.
                 optimizer.state.clear()
             return state
-        # All ranks gather each tensor, and all but one let go of it.
+        # All ranks gather each tensor, and only rank 0 keeps it.
         gathered = apply_to_collection(optimizer.state_dict(), Tensor, self._gathered)
         return gathered if self.is_global_zero else {}
 
@@ -474,31 +477,28 @@ class FSDP2Strategy(RowWeighting, DataParallelMesh):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file or a folder, whatever this strategy itself saves. All ranks call it."""
+        """Load a file or a folder, whichever this strategy saves itself. All ranks must call it."""
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
             loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
             return loaded
-        assert self.lightning_module is not None
         checkpoint: dict[str, Any] = torch.load(
             path, map_location="cpu", mmap=True, weights_only=weights_only
         )
         set_model_state_dict(
-            self.lightning_module,
+            self.module,
             checkpoint.pop("state_dict"),
-            options=StateDictOptions(
-                full_state_dict=True, strict=self.lightning_module.strict_loading
-            ),
+            options=StateDictOptions(full_state_dict=True, strict=self.module.strict_loading),
         )
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        if self.module.trainer.state.fn == TrainerFn.FITTING:
             self._load_optimizers(checkpoint)
         return checkpoint
 
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if "optimizer_states" not in checkpoint:
             raise KeyError(
-                "the checkpoint has weights alone, and no optimizer_states to resume from; load"
-                " the weights into the module instead, or save with save_weights_only=False"
+                "the checkpoint has only weights, and no optimizer_states to resume from; load the"
+                " weights into the module instead, or save with save_weights_only=False"
             )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(_distributed(state, optimizer))
@@ -512,31 +512,31 @@ def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cast floating-point buffers; but not running statistics.
+    """Cast floating-point buffers, except running statistics.
 
     Returns:
         By name, their values before.
     """
     before = {}
-    for prefix, part in module.named_modules():
-        if isinstance(part, (*sharding.STATISTICS, torchmetrics.Metric)):
+    for prefix, child in module.named_modules():
+        if isinstance(child, (*sharding.STATISTICS, torchmetrics.Metric)):
             continue
-        for name, buffer in part.named_buffers(recurse=False):
+        for name, buffer in child.named_buffers(recurse=False):
             if buffer.is_floating_point() and buffer.dtype != dtype:
                 before[f"{prefix}.{name}" if prefix else name] = buffer.cpu()
-                setattr(part, name, buffer.to(dtype))
+                setattr(child, name, buffer.to(dtype))
     return before
 
 
 def _restored(buffer: Tensor, before: Tensor) -> Tensor:
-    """A buffer that was cast as it was before, where it has not changed since."""
+    """A buffer that was cast, with its value from before where it has not changed since."""
     if torch.equal(before.to(buffer.dtype), buffer.cpu()):
         return before
     return buffer.to(before.dtype)
 
 
 def _distributed(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """What a plain optimizer saved, with tensors of the shape of a parameter sharded as it is."""
+    """The state of a plain optimizer, with tensors of a parameter's shape sharded like it."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
 
@@ -545,7 +545,7 @@ def _distributed(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, An
             return value
         if value.shape != parameter.shape:
             return value
-        # Each rank takes its part of the file: none sends to another.
+        # Each rank reads its shard from the file: there is no communication.
         return distribute_tensor(
             value, parameter.device_mesh, parameter.placements, src_data_rank=None
         )

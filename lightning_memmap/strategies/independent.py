@@ -1,4 +1,4 @@
-"""``memmap_independent``: each device trains a model of its own, and none waits for another."""
+"""``memmap_independent``: each device trains its own model, and none waits for another."""
 
 from pathlib import Path
 from typing import Any
@@ -18,34 +18,34 @@ from lightning_memmap.strategies._devices import was_started_in_several
 from lightning_memmap.strategies.members.launcher import MEMBER_VARIABLE, member_of_this_process
 from lightning_memmap.strategies.members.processes import ProcessLauncher
 from lightning_memmap.strategies.members.results import MemberResults
-from lightning_memmap.strategies.members.turns import OneLauncher, TurnLauncher
+from lightning_memmap.strategies.members.sequential import InProcessLauncher, SequentialLauncher
 
 
 class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
     """Trains members that exchange nothing: the folds of a k-fold, an ensemble, a model per site.
 
-    The program runs once for each member, each in a process of its own on a device of its own. To
-    the Trainer each is alone: it has its own optimizers, checkpoints, loggers and early stopping,
-    and its weights are those of a lone run, bit for bit. What it is to train on, and with which
-    model, the program decides by ``member``; a `MemmapDataModule` takes its fold or part by it.
+    The program runs once for each member, in its own process on its own device. Each member has
+    its own Trainer with its own optimizers, checkpoints, loggers and early stopping, and its
+    weights are bit for bit those of a run by itself. The program chooses its data and its model by
+    ``member``; a `MemmapDataModule` chooses the member's fold or subset by it.
 
     What a Trainer writes goes to a folder ``member_<m>`` for each member: below its
     ``default_root_dir``, the ``save_dir`` of CSV and TensorBoard loggers, and the ``dirpath`` of a
-    ``ModelCheckpoint``. The process that the user started is member 0. At the end of each of its
-    stages it waits until the others have come to the end of theirs, and prints one table. A member
-    that fails does not stop the others.
+    ``ModelCheckpoint``. The process that the user started is member 0. At the end of each stage it
+    waits until the others have completed theirs, and prints one table. A member that fails does
+    not stop the others.
 
-    With ``processes=False`` all members are in this process and take turns, one member's whole
-    stage after the other's. Each but member 0 has copies of its own of the Trainer, the module and
-    the data, made as the first stage begins; what is chosen by ``member`` is then chosen in hooks:
+    With ``processes=False`` the members run sequentially in this process, one member's whole stage
+    after the other's. Each but member 0 has its own copies of the Trainer, the module and the
+    data, made as the first stage begins. What depends on ``member`` then belongs into hooks:
     ``configure_model``, ``setup``, ``configure_optimizers``.
 
     Args:
-        num_members: Members; by default one a device. Where there are more, they share the devices
-            in turn: member ``m`` has device ``m % devices``.
-        raise_on_failure: Whether member 0 raises an error, once all others have ended, where one
-            of them has failed. Otherwise it goes on, and ``results`` says who failed.
-        processes: Whether each member has a process of its own. Otherwise they take turns in this
+        num_members: Number of members; by default one per device. Where there are more than
+            devices, member ``m`` has device ``m % devices``.
+        raise_on_failure: Whether member 0 raises an error, once all others have ended, if one
+            of them failed. Otherwise it continues, and ``results`` says which ones failed.
+        processes: Whether each member has its own process. Otherwise they run sequentially in this
             one: in a notebook, under a debugger, or for members that train for seconds.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy.
@@ -53,7 +53,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     Raises:
         ValueError: ``num_members`` is below 1 or below the number of devices, the environment
-            variable ``LIGHTNING_MEMMAP_MEMBER`` names no member, or the Trainer asks for more than
+            variable ``LIGHTNING_MEMMAP_MEMBER`` is not a member, or the Trainer asks for more than
             one node or was started in several processes.
     """
 
@@ -73,7 +73,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
         )
         if num_members is not None and num_members < 1:
             raise ValueError(
-                f"num_members={num_members}: at least 1; leave it out for one a device"
+                f"num_members={num_members}: at least 1; leave it out for one per device"
             )
         #: Set by the Trainer.
         self.cluster_environment: ClusterEnvironment | None = None
@@ -81,22 +81,22 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
         self._raise_on_failure = raise_on_failure
         self._processes = processes
         self._devices: list[torch.device] = []
-        self._members: ProcessLauncher | OneLauncher | None = None
+        self._members: ProcessLauncher | InProcessLauncher | None = None
 
     @property
     def member(self) -> int:
-        """Which member trains, counted from 0. Known before there is a Trainer where each member
-        has a process of its own; otherwise in the hooks of a stage, and for member 0 afterwards.
+        """The member that trains, counted from 0. Known before there is a Trainer if each member
+        has its own process; otherwise in the hooks of a stage, and for member 0 afterwards.
 
         Raises:
-            RuntimeError: The members take turns in this process, and no stage has begun.
+            RuntimeError: The members run sequentially in this process, and no stage has begun.
         """
         if self._processes or member_of_this_process() is not None:
             return self._number
         if self._members is None or self._members.folder is None:
             raise RuntimeError(
-                "processes=False: which member it is, is known once a stage has begun, since all"
-                " members begin as copies of one Trainer, module and data. Choose by"
+                "processes=False: strategy.member is known once a stage has begun, since all"
+                " members begin as copies of one Trainer, module and data. Use"
                 " self.trainer.strategy.member in configure_model, setup or configure_optimizers;"
                 f" or leave out processes=False; or train one member alone with {MEMBER_VARIABLE}"
             )
@@ -110,25 +110,25 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     @property
     def num_members(self) -> int:
-        """Members of the run; known once there is a Trainer, or where it was given."""
+        """Members of the run: as given, or else the Trainer's devices."""
         return self._count or len(self._devices) or 1
 
     @property
     def results(self) -> MemberResults | None:
-        """How the latest stage ended for all members: in the process that the user started, where
-        there are several members. None in all others."""
+        """How the latest stage ended for all members, in the process that the user started. None
+        in all other processes, and before the end of a stage."""
         return None if self._members is None else self._members.results
 
     @property
     def trainers(self) -> dict[int, L.Trainer]:
         """With ``processes=False``, the Trainers of all members that have not failed, by member,
-        from the first stage on. Each has its own ``lightning_module``. That of member 0 is the
-        program's. Elsewhere none."""
+        from the first stage on. Each has its own ``lightning_module``; member 0's is the
+        program's. Otherwise empty."""
         return {} if self._members is None else self._members.trainers
 
     @property
     def member_dir(self) -> Path:
-        """Where this member's results are; also a place for what else it wants to keep.
+        """The directory of this member's results, and of anything else that it wants to keep.
 
         Raises:
             RuntimeError: No stage has begun.
@@ -147,7 +147,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """The devices of the Trainer, over all members; it sets them."""
+        """The devices of all members; the Trainer sets them."""
         return self._devices
 
     @parallel_devices.setter
@@ -156,7 +156,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
         if self._count is not None and self._count < len(devices):
             raise ValueError(
                 f"num_members={self._count} with Trainer(devices={len(devices)}): some devices"
-                f" would do nothing; use devices={self._count}"
+                f" would be idle; use devices={self._count}"
             )
         if self._number >= self.num_members:
             raise ValueError(
@@ -175,34 +175,31 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
     def num_nodes(self, num_nodes: int) -> None:
         if num_nodes != 1:
             raise ValueError(
-                f"num_nodes={num_nodes}: members exchange nothing, so that each machine can run"
-                f" some of them by itself: start the program there with {MEMBER_VARIABLE}=<member>"
-                " for each"
+                f"num_nodes={num_nodes}: members exchange nothing, so each machine can run some of"
+                f" them by itself: start the program there with {MEMBER_VARIABLE}=<member> for each"
             )
 
     @override
-    def make_launcher(self) -> ProcessLauncher | TurnLauncher:
+    def make_launcher(self) -> ProcessLauncher | SequentialLauncher:
         environment = self.cluster_environment
-        assert environment is not None
-        # A Trainer of before may have left a rank, which processes started from here would take.
-        is_ranked = isinstance(environment, LightningEnvironment) and (
+        # An earlier Trainer may have set a rank, which processes started from here would inherit.
+        has_rank = isinstance(environment, LightningEnvironment) and (
             environment.creates_processes_externally
         )
-        if is_ranked or was_started_in_several(environment):
+        if has_rank or (environment is not None and was_started_in_several(environment)):
             raise ValueError(
-                "strategy='memmap_independent' sees to the processes of its members itself, and"
-                " this program was already started in several (by torchrun, srun or another"
-                " Trainer): start it once, or once for each member with"
-                f" {MEMBER_VARIABLE}=<member>; to train one model in all of them, use"
-                " strategy='memmap_superbatch_ddp'"
+                "strategy='memmap_independent' starts the processes of its members itself, and this"
+                " program was already started in several (by torchrun, srun or another Trainer):"
+                f" start it once, or once for each member with {MEMBER_VARIABLE}=<member>; to train"
+                " one model in all of them, use strategy='memmap_superbatch_ddp'"
             )
-        launcher: ProcessLauncher | TurnLauncher
+        launcher: ProcessLauncher | SequentialLauncher
         if not self._processes:
-            launcher = TurnLauncher(self.num_members, self._raise_on_failure)
+            launcher = SequentialLauncher(self.num_members, self._raise_on_failure)
         elif is_interactive() and self.num_members > 1 and member_of_this_process() is None:
             raise ValueError(
                 "strategy='memmap_independent' runs the program again in a process for each member,"
-                " and a notebook cannot be run again: let the members take turns, with"
+                " and a notebook cannot be run again: run the members sequentially, with"
                 f" IndependentStrategy(num_members={self.num_members}, processes=False)"
             )
         else:
@@ -212,7 +209,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # The module may have brought callbacks of its own.
+        # configure_callbacks of the module may have added callbacks.
         module = self.lightning_module
         if self._members is not None and module is not None:
             self._members.move_outputs(module.trainer)
@@ -222,7 +219,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint; ``{member}`` in its path stands for the number of this member."""
+        """Load a checkpoint; ``{member}`` in its path is replaced by the number of this member."""
         path = str(checkpoint_path).replace("{member}", str(self._number))
         return super().load_checkpoint(path, weights_only)
 

@@ -1,6 +1,7 @@
 """``memmap_model_parallel``: the layers of one model over several devices, in one process."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,34 +13,52 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_memmap._compat.loops import view_of_trainer
+from lightning_memmap._compat.loops import make_trainer_proxy
 from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._microbatch_streams import MicroBatchStreams, NoStreams
-from lightning_memmap.strategies._stages import Stage, connect, find_stages, place
-from lightning_memmap.strategies.in_parts.records import StepLog, StepMetrics
-from lightning_memmap.strategies.in_parts.shares import Shares, deal
-from lightning_memmap.strategies.in_parts.steps import StepsInParts
+from lightning_memmap.strategies.model_stages.cut import (
+    Stage,
+    connect_stages,
+    find_stages,
+    move_stages,
+)
+from lightning_memmap.strategies.model_stages.streams import MicroBatchStreams, NoStreams
+from lightning_memmap.strategies.scattering.batch import ScatteredBatch, scatter
+from lightning_memmap.strategies.scattering.logs import StepLog
+from lightning_memmap.strategies.scattering.metrics import StepMetrics
+from lightning_memmap.strategies.scattering.steps import ScatteredSteps
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 
 
-class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
+@dataclass(frozen=True)
+class _Run:
+    """What exists from set-up on."""
+
+    stages: list[Stage]
+    hooks: list[RemovableHandle]
+    streams: NoStreams
+    metrics: StepMetrics
+    #: The proxy of the Trainer for micro-batches.
+    trainer: Any
+
+
+class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
     """Trains one model whose layers are on several devices, in one process.
 
-    The Trainer's devices hold a stage of the model each; the first, the root device, is given the
-    super-batches, which are those of ``memmap_superbatch``. Activations move from stage to stage
-    by themselves, and what the last layer returns comes back to the root device, so that a
+    Each of the Trainer's devices holds a stage of the model; the first, the root device, receives
+    the super-batches, which are those of ``memmap_superbatch``. Activations move from stage to
+    stage by themselves, and what the last layer returns comes back to the root device, so that a
     ``training_step`` such as ``loss(self.net(x), y)`` stays as it is.
 
-    With several micro-batches, the step of the module is called with a part of the rows at a
-    time; on GPUs the stages then work side by side, as in GPipe (Huang et al., 2019). The loss is
-    the mean over micro-batches weighted by their rows, and there is one backward pass.
+    With several micro-batches, the step of the module is called once for each; on GPUs the stages
+    then work side by side, as in GPipe (Huang et al., 2019). The loss is the mean over
+    micro-batches weighted by their rows, and there is one backward pass.
 
     Args:
         layers: Name of the ``nn.Sequential`` or ``nn.ModuleList`` in the module that is cut into
             stages. By default its only attribute that is an ``nn.Sequential``. A module may name
-            its stages itself; see `lightning_memmap.strategies._stages.find_stages`.
-        num_microbatches: Parts of a step.
+            its stages itself; see `lightning_memmap.strategies.model_stages.cut.find_stages`.
+        num_microbatches: Micro-batches of a step.
         data_devices: Devices that hold shards, repeats allowed. By default all devices of the
             Trainer.
         root_holds_data: Whether the root device holds shards when ``data_devices`` is not given.
@@ -79,13 +98,13 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
         )
         self._layers = layers
         self.num_microbatches = num_microbatches
-        #: The stages of the model, while it is set up.
-        self.stages: list[Stage] = []
-        self._hooks: list[RemovableHandle] = []
-        self._metrics: StepMetrics | None = None
-        self._streams = NoStreams()
-        self._view: Any = None
+        # Of the current micro-batch.
         self._log = StepLog(0)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages of the model, from set-up to teardown; elsewhere none."""
+        return [] if self._run is None else self._run.stages
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -97,57 +116,60 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
             )
         for device in self.parallel_devices:
             check_device(device)
-        self._metrics = StepMetrics(self.module, self.root_device)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            # Lightning has moved what optimizers begin with to the root device.
+            # Lightning has moved the initial state of optimizers to the root device.
             for optimizer in self.optimizers:
                 optimizer.load_state_dict(optimizer.state_dict())
 
     @override
     def model_to_device(self) -> None:
-        self.stages = find_stages(self.module, self.parallel_devices, self._layers)
-        place(self.module, self.stages)
-        self._hooks = connect(self.stages)
-        if self.divides_steps and has_streams(self.root_device):
-            self._streams = MicroBatchStreams(self.root_device)
-            self._hooks += self._streams.connect(self.stages)
+        module = self.module
+        stages = find_stages(module, self.parallel_devices, self._layers)
+        move_stages(module, stages)
+        hooks, streams = connect_stages(stages), NoStreams()
+        if self.scatters and has_streams(self.root_device):
+            streams = MicroBatchStreams(self.root_device)
+            hooks += streams.connect(stages)
+        self._run = _Run(
+            stages,
+            hooks,
+            streams,
+            StepMetrics(module, self.root_device),
+            make_trainer_proxy(module.trainer, lambda: self._log),
+        )
 
     @override
     def teardown(self) -> None:
-        for hook in self._hooks:
+        for hook in [] if self._run is None else self._run.hooks:
             hook.remove()
-        self._hooks, self.stages, self._metrics, self._view = [], [], None, None
-        self._streams = NoStreams()
+        self._run = None
         super().teardown()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # An optimizer puts each tensor where its parameter is; Lightning would move them on.
+        # An optimizer loads each tensor to the device of its parameter; Lightning would move it.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
     @property
     @override
-    def divides_steps(self) -> bool:
+    def scatters(self) -> bool:
         return self.num_microbatches > 1
 
     @override
-    def share(self, batch: Any) -> Shares:
-        return deal(batch, [self.root_device] * self.num_microbatches)
+    def scatter(self, batch: Any) -> ScatteredBatch:
+        return scatter(batch, [self.root_device] * self.num_microbatches)
 
     @override
-    def run_parts(
-        self, name: str, shares: Shares, logs: list[StepLog], *args: Any, **kwargs: Any
+    def run_scattered(
+        self, name: str, batch: ScatteredBatch, logs: list[StepLog], *args: Any, **kwargs: Any
     ) -> list[Any]:
-        assert self._metrics is not None
-        step = getattr(self.module, name)
-        if self._view is None:
-            self._view = view_of_trainer(self.module.trainer, lambda: self._log)
-        self.module.trainer = self._view
+        run, step = self.run, getattr(self.module, name)
+        self.module.trainer = run.trainer
         outputs = []
-        with self._metrics.copies_in_place([]), self._streams.step():
-            for part, self._log in zip(shares.parts, logs, strict=True):
-                with self._streams.microbatch():
-                    outputs.append(step(part, *args, **kwargs))
+        with run.metrics.copies_in_place([]), run.streams.step():
+            for own, self._log in zip(batch.batches, logs, strict=True):
+                with run.streams.microbatch():
+                    outputs.append(step(own, *args, **kwargs))
         return outputs

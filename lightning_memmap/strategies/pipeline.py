@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -23,7 +24,8 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import is_compiled
 from lightning_memmap._compat.processes import syncs_batch_norm
 from lightning_memmap.strategies._assembly import RowWeighting
-from lightning_memmap.strategies._whole_module import (
+from lightning_memmap.strategies._run_state import RunState
+from lightning_memmap.strategies._unsupported import (
     check_callbacks,
     check_embeddings,
     check_loss,
@@ -37,41 +39,61 @@ from lightning_memmap.strategies.pipelining.groups import (
     clip_by_norm,
     groups_of,
 )
-from lightning_memmap.strategies.pipelining.microbatches import MicroBatches, take_rows
+from lightning_memmap.strategies.pipelining.microbatches import MicroBatches, slice_rows
 from lightning_memmap.strategies.pipelining.schedules import (
     Pipeline,
     PipelineOptions,
     check_schedule,
     without_gradients,
 )
-from lightning_memmap.strategies.pipelining.stages import Stages, has_meta_parameters
+from lightning_memmap.strategies.pipelining.stages import (
+    Stages,
+    tensors_of,
+)
 
 
-class PipelineStrategy(RowWeighting, DDPStrategy):
+@dataclass(frozen=True)
+class _Run:
+    """What exists from set-up on. Checkpoints need it after teardown, too."""
+
+    groups: Groups
+    options: PipelineOptions
+    stages: Stages
+    pipeline: Pipeline
+    #: The module's own ``loss``.
+    loss: Any
+    #: The metrics that are synchronised over the data-parallel processes until teardown.
+    metrics: list[Metric]
+    #: Whether a checkpoint is loaded after the module was cut.
+    restores_late: bool
+
+
+class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
     """Pipeline parallelism, with data parallelism as a second axis.
 
-    Each process holds some stages of the module and nothing of the others. Batches go through the
-    stages in micro-batches, in a schedule of ``torch.distributed.pipelining``. The gradients of
-    ``data_parallel_size`` pipelines are averaged, each weighed by its rows.
+    Each process holds some stages of the module and no memory of the others. Batches go through
+    the stages in micro-batches, in a schedule of ``torch.distributed.pipelining``. The gradients
+    of ``data_parallel_size`` pipelines are averaged, each weighted by its rows.
 
-    The LightningModule has two methods more: ``stages()``, the consecutive modules whose
+    The LightningModule has two more methods: ``stages()``, the consecutive modules whose
     composition is its ``forward``; and ``loss(output, batch)``, the mean loss over the rows of a
     batch. Its ``training_step`` returns ``self.loss(self(inputs), batch)`` as on one device, and
     may log it. In ``validation_step``, ``test_step`` and ``predict_step``, ``self(inputs)`` is the
     whole output, on every process.
 
     Args:
-        data_parallel_size: Pipelines. ``auto``: what ``pipeline_parallel_size`` leaves, or 1.
-        pipeline_parallel_size: Processes of a pipeline. ``auto``: what ``data_parallel_size``
-            leaves.
-        schedule: ``gpipe``, ``1f1b``, or ``interleaved`` (1F1B with several stages a process,
-            dealt in turn).
+        data_parallel_size: Number of pipelines. ``auto``: the number of processes divided by
+            ``pipeline_parallel_size``, or 1.
+        pipeline_parallel_size: Processes per pipeline. ``auto``: the number of processes divided
+            by ``data_parallel_size``.
+        schedule: ``gpipe``, ``1f1b``, or ``interleaved`` (1F1B where process ``p`` of ``P`` has
+            the stages ``p``, ``p + P``, and so on).
         num_microbatches: Micro-batches of each process's batch. By default twice as many as
-            processes of a pipeline.
-        step_timeout_s: After how many seconds a process that waits for another one of its
-            pipeline, or for its like in another pipeline, gives up.
+            processes per pipeline.
+        step_timeout_s: Seconds after which a process stops waiting for another one of its
+            pipeline, or for the one with the same stages in another pipeline.
         prefetch: As for ``memmap_superbatch``.
-        timeout: As for Lightning's ``DDPStrategy``: for all that is not part of a step, such as
+        timeout: As for Lightning's ``DDPStrategy``: for everything outside of a step, such as
             waiting for rank 0 to build a store.
         process_group_backend: As for Lightning's ``DDPStrategy``.
         accelerator: As for every Lightning strategy.
@@ -81,9 +103,9 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
         precision_plugin: As for every Lightning strategy.
 
     Raises:
-        ValueError: A size or schedule that does not exist; on set-up, sizes that do not fit the
-            processes, stages that do not fit the sizes, and what is not supported.
-        UnsuitableModuleError: On set-up, a module without ``stages`` or ``loss``.
+        ValueError: A size or schedule does not exist; at set-up, the sizes do not match the
+            processes, the stages do not match the sizes, or an option is not supported.
+        UnsuitableModuleError: At set-up, the module has no ``stages`` or no ``loss``.
     """
 
     strategy_name = "memmap_pipeline"
@@ -117,15 +139,11 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
         self._schedule = schedule
         self._num_microbatches = num_microbatches
         self._step_timeout_s = step_timeout_s
-        self._layout: Layout | None = None
+        # Made with the default process group, before which collectives use that group.
         self._groups: Groups | None = None
-        self._stages: Stages | None = None
-        self._pipeline: Pipeline | None = None
-        self._own_metrics: list[Metric] = []
         self._unaveraged: dict[nn.Parameter, None] = {}
         self._is_in_step = False
         self._averages = True
-        self._restores_late: bool | None = None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -141,12 +159,8 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
 
     @property
     def layout(self) -> Layout:
-        """Which process is where. Known once the Trainer knows its devices."""
-        if self._layout is None:
-            self._layout = Layout.of(
-                self.num_nodes * self.num_processes, self.global_rank, *self._sizes
-            )
-        return self._layout
+        """The grid of processes. Known once the Trainer knows its devices."""
+        return Layout.of(self.num_nodes * self.num_processes, self.global_rank, *self._sizes)
 
     @property
     @override
@@ -157,14 +171,12 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # Another rank than the one that the main process had before it started the others.
-        self._layout = None
-        self._restores_late = None
+        self._run = None
         self.set_world_ranks()
-        options = self._options()
+        # Wrong options are refused before the processes wait for each other.
+        self._options()
         super().setup_environment()
         self._groups = groups_of(self.layout, self._step_timeout_s)
-        assert options.num_processes == dist.get_world_size(self._groups.pipeline)
 
     def _options(self) -> PipelineOptions:
         size = self.layout.pipeline_size
@@ -177,18 +189,17 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
 
         The processes of one pipeline have the same rows, which must be counted once.
         """
-        if group is None and self._groups is not None:
-            group = self._groups.data_parallel
-        return super().reduce(tensor, group, reduce_op)
+        return super().reduce(tensor, self._group(group), reduce_op)
 
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Gather over the data-parallel processes unless a group is named."""
-        if group is None and self._groups is not None:
-            group = self._groups.data_parallel
-        return super().all_gather(tensor, group, sync_grads)
+        return super().all_gather(tensor, self._group(group), sync_grads)
+
+    def _group(self, group: Any | None) -> Any | None:
+        return self._groups.data_parallel if group is None and self._groups is not None else group
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -202,43 +213,41 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         # Weights are loaded before the module is cut, unless it has no memory for them yet.
-        if self._restores_late is None:
-            module = self.lightning_module
-            assert module is not None
-            self._restores_late = has_meta_parameters(module) and not hasattr(
-                module, "pipeline_place"
-            )
-        return self._restores_late
+        if self._run is not None:
+            return self._run.restores_late
+        is_meta = any(parameter.is_meta for parameter in self.module.parameters())
+        return is_meta and not hasattr(self.module, "pipeline_split")
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        assert self.accelerator is not None
-        assert self._groups is not None
-        self.accelerator.setup(trainer)
-        module = self.lightning_module
-        assert module is not None
+        trainer.accelerator.setup(trainer)
+        module, options = self.module, self._options()
         if trainer.state.fn == TrainerFn.FITTING:
             check_callbacks(trainer, self.strategy_name)
             if self.layout.data_parallel_size > 1:
                 check_embeddings(module, self.strategy_name)
         self._refuse(module)
-        options = self._options()
-        self._stages = Stages(module, options.num_processes, options.is_interleaved)
+        restores_late = self.restore_checkpoint_after_setup
+        groups = groups_of(self.layout, self._step_timeout_s)
+        stages = Stages(module, options.num_processes, options.is_interleaved)
         self.precision_plugin.convert_module(module)
-        self._stages.hold(self.layout.place, self.root_device)
-        held = self._stages.held(self.layout.place)
-        self._tensors = [
-            tensor for part in held.values() for tensor in (*part.parameters(), *part.buffers())
-        ]
-        broadcast_tensors(self._tensors, self._groups.data_parallel)
-        self._pipeline = Pipeline(
-            held,
-            len(self._stages.parts),
+        local = stages.keep_local(self.layout.pipeline_rank, self.root_device)
+        tensors = [tensor for stage in local.values() for tensor in tensors_of(stage)]
+        broadcast_tensors(tensors, groups.data_parallel)
+        pipeline = Pipeline(
+            local,
+            len(stages.stages),
             options,
-            self._groups.pipeline,
+            groups.pipeline,
             self.root_device,
             self.precision_plugin.forward_context,
         )
+        metrics = [
+            each
+            for each in module.modules()
+            if isinstance(each, Metric) and each.process_group is None
+        ]
+        self._run = _Run(groups, options, stages, pipeline, module.loss, metrics, restores_late)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -253,12 +262,12 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
             )
         if is_compiled(module):
             raise ValueError(
-                "torch.compile of the whole module: memmap_pipeline runs its stages alone; compile"
-                " those, in the module's __init__ or configure_model"
+                "torch.compile of the whole module: memmap_pipeline runs only its stages; compile"
+                " these, in the module's __init__ or configure_model"
             )
         if syncs_batch_norm(self):
             raise ValueError(
-                "sync_batchnorm=True: memmap_pipeline runs batch-norm on the rows of each"
+                "sync_batchnorm=True: memmap_pipeline runs batch norm on the rows of each"
                 " micro-batch; leave it out, or use group or layer norm"
             )
 
@@ -269,47 +278,31 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: `setup` moves what this process holds."""
+        """Nothing: `setup` moves the stages of this process."""
 
     def _redirect(self, module: L.LightningModule) -> None:
         """Let the module's own calls go through the pipeline, until teardown."""
-        assert self._groups is not None
-        self._own_loss: Any = module.loss
         module.forward = self._forward  # type: ignore[method-assign]
         module.loss = self._compute_loss  # type: ignore[assignment]
-        # Clipping by norm is a matter of all stages, and precision plugins know one process.
+        # The norm is over the gradients of all stages, and precision plugins see one process.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-        self._own_metrics = [
-            each
-            for each in module.modules()
-            if isinstance(each, Metric) and each.process_group is None
-        ]
-        for metric in self._own_metrics:
-            metric.process_group = self._groups.data_parallel
-
-    def _restore(self) -> None:
-        module = self.lightning_module
-        for owner, name in (
-            (module, "forward"),
-            (module, "loss"),
-            (self.precision_plugin, "clip_grad_by_norm"),
-        ):
-            if owner is not None:
-                vars(owner).pop(name, None)
-        for metric in self._own_metrics:
-            metric.process_group = None
-        self._own_metrics = []
-        self._pipeline = None
+        for metric in self.run.metrics:
+            metric.process_group = self.run.groups.data_parallel
 
     @override
     def teardown(self) -> None:
-        self._restore()
-        # Not the parent's: it moves the module to the CPU, and parts of it have no memory.
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        if self.lightning_module is not None:
+            for name in ("forward", "loss"):
+                vars(self.lightning_module).pop(name, None)
+        if self._run is not None:
+            self._run.pipeline.close()
+            for metric in self._run.metrics:
+                metric.process_group = None
+        # The parent would also move the module to the CPU, and some of it has no memory.
+        for each in (self.cluster_environment, self.precision_plugin, self.accelerator):
+            if each is not None:
+                each.teardown()
         self.checkpoint_io.teardown()
 
     # Steps
@@ -344,38 +337,34 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        # Running statistics are those of each pipeline's own rows: all evaluate with the first's.
-        module = self.lightning_module
-        assert module is not None
-        assert self._groups is not None
-        buffers = [tensor for tensor in module.buffers() if not tensor.is_meta]
-        broadcast_tensors(buffers, self._groups.data_parallel)
+        # Each pipeline has the running statistics of its own rows: all evaluate with the first's.
+        buffers = [tensor for tensor in self.module.buffers() if not tensor.is_meta]
+        broadcast_tensors(buffers, self.run.groups.data_parallel)
         super().on_validation_start()
 
     def _forward(self, *args: Any) -> Any:
         if not self._is_in_step:
             raise RuntimeError(
-                "memmap_pipeline: the module was called outside of a step, where the other"
-                " processes of its pipeline may not call it and would be waited for: call it in"
-                " training_step, validation_step, test_step or predict_step"
+                "memmap_pipeline: the module was called outside of a step, where it would wait for"
+                " processes of its pipeline that may not call it: call it in training_step,"
+                " validation_step, test_step or predict_step"
             )
         num_rows = _num_rows(args)
         if torch.is_grad_enabled():
             return PendingOutput(args, num_rows)
-        assert self._pipeline is not None
-        return self._pipeline.forward(
-            args, MicroBatches(num_rows, self._options().num_microbatches)
-        )
+        run = self.run
+        return run.pipeline.forward(args, MicroBatches(num_rows, run.options.num_microbatches))
 
     def _compute_loss(self, output: Any, batch: Any) -> Any:
+        run = self.run
         if not isinstance(output, PendingOutput):
-            return self._own_loss(output, batch)
-        rows = MicroBatches(output.num_rows, self._options().num_microbatches)
+            return run.loss(output, batch)
+        rows = MicroBatches(output.num_rows, run.options.num_microbatches)
 
-        def loss_of(index: int, part: Any) -> Tensor:
+        def loss_of(index: int, micro_output: Any) -> Tensor:
             own = rows.rows(index)
-            part = take_rows(part, range(len(own)), rows.size)
-            loss = self._own_loss(part, take_rows(batch, own, rows.num_rows))
+            micro_output = slice_rows(micro_output, range(len(own)), rows.size)
+            loss = run.loss(micro_output, slice_rows(batch, own, rows.num_rows))
             if not isinstance(loss, Tensor) or loss.ndim:
                 raise TypeError(
                     f"loss(output, batch) returned {loss!r}: return a tensor without dimensions,"
@@ -383,19 +372,16 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
                 )
             return loss * rows.weight(index)
 
-        module = self.lightning_module
-        assert module is not None
-        assert self._pipeline is not None
-        every = list(module.parameters())
-        held = [parameter for parameter in every if not parameter.is_meta]
+        every = list(self.module.parameters())
+        local = [parameter for parameter in every if not parameter.is_meta]
         frozen = tuple(index for index, p in enumerate(every) if not p.requires_grad)
-        with without_gradients(held) as grads:
-            total = self._pipeline.train(output.args, rows, loss_of, frozen)
-        found = {p: grad for p, grad in zip(held, grads, strict=True) if grad is not None}
-        self._unaveraged.update(dict.fromkeys(p for p in held if p.requires_grad))
+        with without_gradients(local) as grads:
+            total = run.pipeline.train(output.args, rows, loss_of, frozen)
+        found = {p: grad for p, grad in zip(local, grads, strict=True) if grad is not None}
+        self._unaveraged.update(dict.fromkeys(p for p in local if p.requires_grad))
         loss = total.requires_grad_()
         loss.register_hook(_KnownGradients(found))  # type: ignore[no-untyped-call]
-        # No leaf, so that the user may change it in place.
+        # A copy, which the user may change in place, unlike a leaf.
         return loss.clone()
 
     # Gradients
@@ -420,59 +406,50 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._averages:
-            assert self._groups is not None
-            average_gradients(list(self._unaveraged), self._groups.data_parallel)
+            average_gradients(list(self._unaveraged), self.run.groups.data_parallel)
             self._unaveraged = {}
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        assert self._groups is not None
         parameters = list(self.precision_plugin.main_params(optimizer))
-        clip_by_norm(parameters, clip_val, self._groups.pipeline, self.root_device)
+        clip_by_norm(parameters, clip_val, self.run.groups.pipeline, self.root_device)
 
     # Checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the whole module on rank 0; nothing on other ranks. All must call it."""
-        module = self.lightning_module
-        assert module is not None
-        assert self._groups is not None
-        assert self._stages is not None
+        """The state of the whole module on rank 0; empty on other ranks. All ranks must call it."""
         if self.layout.data_parallel_rank != 0:
             return {}
-        owners = self._stages.owners()
-        place, group = self.layout.place, self._groups.pipeline
-        tensors = module.state_dict(keep_vars=True)
-        found = module.state_dict()
+        owners = self.run.stages.owners()
+        rank, group = self.layout.pipeline_rank, self.run.groups.pipeline
+        tensors = self.module.state_dict(keep_vars=True)
+        found = self.module.state_dict()
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor) or not (owner := owners.get(id(tensor), 0)):
                 continue
-            if place == owner:
+            if rank == owner:
                 dist.send(found[name].to(self.root_device).contiguous(), 0, group=group)
-            elif place == 0:
+            elif rank == 0:
                 received = torch.empty_like(tensor, device=self.root_device, requires_grad=False)
                 dist.recv(received, dist.get_global_rank(group, owner), group=group)
                 found[name] = received.cpu()
-        return found if place == 0 else {}
+        return found if rank == 0 else {}
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
-        elsewhere = {name for name, t in module.state_dict().items() if _is_meta(t)}
+        remote = {name for name, t in self.module.state_dict().items() if _is_meta(t)}
         state = {
-            name: torch.empty_like(value, device="meta") if name in elsewhere else value
+            name: torch.empty_like(value, device="meta") if name in remote else value
             for name, value in checkpoint["state_dict"].items()
         }
-        module.load_state_dict(state, strict=strict)
+        self.module.load_state_dict(state, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer over all stages on rank 0, in the format of one process.
 
-        Other ranks have that of their own stages. All must call it.
+        Other ranks return that of their own stages. All ranks must call it.
         """
-        assert self._groups is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         whole = optimizer.state_dict()
@@ -482,18 +459,18 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
         }
         whole["state"] = own
         if self.layout.data_parallel_rank == 0:
-            is_zero = self.layout.place == 0
-            parts: list[Any] | None = [None] * self.layout.pipeline_size if is_zero else None
+            is_zero = self.layout.pipeline_rank == 0
+            gathered: list[Any] | None = [None] * self.layout.pipeline_size if is_zero else None
             sent = None if is_zero else move_data_to_device(own, torch.device("cpu"))
-            dist.gather_object(sent, parts, 0, self._groups.pipeline)
-            for part in (parts or [])[1:]:
-                own.update(part)
+            dist.gather_object(sent, gathered, 0, self.run.groups.pipeline)
+            for remote in (gathered or [])[1:]:
+                own.update(remote)
         return whole
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        held = []
+        local = []
         for optimizer, state in zip(self.optimizers, states, strict=False):
             parameters = _parameters_of(optimizer)
             own = {
@@ -501,18 +478,18 @@ class PipelineStrategy(RowWeighting, DDPStrategy):
                 for index, value in state["state"].items()
                 if index < len(parameters) and not parameters[index].is_meta
             }
-            held.append({**state, "state": own})
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": held})
+            local.append({**state, "state": own})
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": local})
 
 
 class PendingOutput:
-    """What ``self(inputs)`` is in a ``training_step``: an output that is not computed yet.
+    """What ``self(inputs)`` returns in a ``training_step``: an output that is not computed yet.
 
     ``self.loss(output, batch)`` runs the pipeline; until then no process has the output.
 
     Args:
         args: The inputs.
-        num_rows: Their rows.
+        num_rows: Their number of rows.
     """
 
     def __init__(self, args: Sequence[Tensor], num_rows: int) -> None:
@@ -531,13 +508,13 @@ class PendingOutput:
 
 
 _PENDING = (
-    "under memmap_pipeline the output of the module in training_step can only be given to"
+    "under memmap_pipeline the output of the module in training_step can only be passed to"
     " self.loss(output, batch), which runs on the last stage: compute there what the loss needs"
 )
 
 
 class _KnownGradients:
-    """Adds gradients that are known already when ``backward`` reaches the loss that they are of.
+    """Adds gradients that are already computed when ``backward`` reaches their loss.
 
     Args:
         grads: By parameter, the gradient of the loss.
@@ -547,10 +524,10 @@ class _KnownGradients:
         self._grads: dict[nn.Parameter, Tensor] | None = grads
 
     def __call__(self, scale: Tensor) -> None:
-        """Take the gradient of what ``backward`` was called of, by the loss."""
+        """Add the gradients, scaled by the gradient of the loss."""
         if self._grads is None:
             raise RuntimeError(
-                "the loss of memmap_pipeline was given to backward twice: compute it again"
+                "backward was called twice for one loss of memmap_pipeline: compute the loss again"
             )
         for parameter, grad in self._grads.items():
             if scale.device.type != "cpu" or scale != 1:

@@ -38,13 +38,13 @@ class Rounded(Precision):
 
 
 class Runs:
-    """What processes told, and the files that they wrote."""
+    """What the processes reported, and the files that they wrote."""
 
     def __init__(self, out: Path, ranks: list[dict[str, Any]]) -> None:
         self.out = out
         self.ranks = ranks
 
-    def told(self, case: str) -> list[Any]:
+    def reports(self, case: str) -> list[Any]:
         return [rank[case] for rank in self.ranks]
 
     def state(self, case: str) -> dict[str, torch.Tensor]:
@@ -52,7 +52,7 @@ class Runs:
         return torch.load(path, weights_only=True)["state_dict"]  # type: ignore[no-any-return]
 
     def steps(self, case: str) -> list[list[int]]:
-        parts = (told["seen"]["train"] for told in self.told(case))
+        parts = (report["seen"]["train"] for report in self.reports(case))
         return [sorted(chain(*step)) for step in zip(*parts, strict=True)]
 
 
@@ -91,12 +91,12 @@ def assert_as(found: dict[str, Any], expected: dict[str, Any], atol: float = ATO
         torch.testing.assert_close(found[name], value, rtol=0, atol=atol)
 
 
-def test_each_process_holds_a_share_of_the_module(two: Runs, four: Runs) -> None:
+def test_each_process_has_a_shard_of_the_module(two: Runs, four: Runs) -> None:
     for runs, case in ((two, "blocks"), (four, "hybrid")):
-        held = [told["held"] for told in runs.told(case)]
+        sizes = [report["sizes"] for report in runs.reports(case)]
         # Of four processes two make a copy. The last layer has one row, which one process has.
-        assert sum(rank["local"] for rank in held) == held[0]["whole"] * len(held) // 2
-        assert max(rank["local"] for rank in held) <= held[0]["whole"] / 2 + WIDTH + 1
+        assert sum(size["local"] for size in sizes) == sizes[0]["whole"] * len(sizes) // 2
+        assert max(size["local"] for size in sizes) <= sizes[0]["whole"] / 2 + WIDTH + 1
 
 
 def test_units_are_those_asked_for(two: Runs) -> None:
@@ -107,7 +107,7 @@ def test_units_are_those_asked_for(two: Runs) -> None:
         # The outermost has what two blocks share.
         ("tied", ["FSDPDeep", "Block", "Block", "FSDPBlock", "Linear"]),
     ):
-        assert two.told(case)[0]["class"] == names, case
+        assert two.reports(case)[0]["class"] == names, case
 
 
 @pytest.mark.parametrize(
@@ -136,14 +136,14 @@ def test_accumulated_gradients_are_sharded_or_whole(two: Runs, one: Runs) -> Non
     for kind in ("sharded", "unsharded"):
         assert_as(two.state(f"accumulated {kind}"), one.state("accumulated"))
     # Five steps an epoch, in groups of three. Whole gradients are not on sharded parameters.
-    assert two.told("gradients sharded")[0] == [True] * 10
-    assert two.told("gradients unsharded")[0] == [False, False, True, False, True] * 2
+    assert two.reports("gradients sharded")[0] == [True] * 10
+    assert two.reports("gradients unsharded")[0] == [False, False, True, False, True] * 2
 
 
 def test_recomputed_units_run_twice(two: Runs) -> None:
     steps = len(two.steps("blocks"))
-    assert two.told("blocks")[0]["calls"] == [steps] * 3
-    assert two.told("recomputed")[0]["calls"] == [2 * steps] * 3
+    assert two.reports("blocks")[0]["calls"] == [steps] * 3
+    assert two.reports("recomputed")[0]["calls"] == [2 * steps] * 3
     assert all(
         torch.equal(value, two.state("blocks")[name])
         for name, value in two.state("recomputed").items()
@@ -154,7 +154,7 @@ def test_meta_device_begins_as_eager(two: Runs) -> None:
     for case in ("meta", "init_module", "configured"):
         for name, value in two.state("blocks").items():
             assert torch.equal(two.state(case)[name], value), (case, name)
-        assert two.told(case)[0]["losses"] == two.told("blocks")[0]["losses"]
+        assert two.reports(case)[0]["losses"] == two.reports("blocks")[0]["losses"]
 
 
 def test_mixed_precision_casts_units_batches_and_buffers(two: Runs, one: Runs) -> None:
@@ -168,11 +168,11 @@ def test_mixed_precision_casts_units_batches_and_buffers(two: Runs, one: Runs) -
         ("uncast batch", half, (single, half, single)),
         ("tensordict", half, (half, half, single)),
     ):
-        for told in two.told(case):
-            assert told["dtypes"] == [{(weight, weight)}] * 3, case
-            found = tuple(told["step"][name] for name in ("x", "y", "loss"))
+        for report in two.reports(case):
+            assert report["dtypes"] == [{(weight, weight)}] * 3, case
+            found = tuple(report["step"][name] for name in ("x", "y", "loss"))
             assert found == step, case
-            assert told["step"]["row"] == torch.int64
+            assert report["step"]["row"] == torch.int64
     # 8 bits of gradients, of weights that move by about 0.1.
     for case in ("bf16-mixed", "own policy", "uncast batch"):
         assert_as(two.state(case), one.state("bf16-mixed"), atol=5e-3)
@@ -187,7 +187,7 @@ def test_mixed_precision_casts_units_batches_and_buffers(two: Runs, one: Runs) -
 
 
 def test_mixed_precision_leaves_running_statistics(two: Runs) -> None:
-    for buffers in two.told("normed"):
+    for buffers in two.reports("normed"):
         assert buffers == {
             "net.1.running_mean": torch.float32,
             "net.1.running_var": torch.float32,
@@ -198,7 +198,7 @@ def test_mixed_precision_leaves_running_statistics(two: Runs) -> None:
 
 
 @pytest.mark.parametrize("make", [Momentum, TwoOptimizers])
-def test_states_of_several_optimizers_are_resumed_and_taken_over(
+def test_states_of_several_optimizers_resume_here_and_on_one_process(
     two: Runs, one: Runs, tmp_path: Path, make: Any
 ) -> None:
     name = make.__name__
@@ -211,7 +211,7 @@ def test_states_of_several_optimizers_are_resumed_and_taken_over(
 
 
 def test_sharded_checkpoint_becomes_a_plain_one(two: Runs, one: Runs, tmp_path: Path) -> None:
-    assert two.told("is folder") == [True, True]
+    assert two.reports("is folder") == [True, True]
     folder = two.out / "folders" / "step=4.ckpt"
     consolidate_checkpoint(folder, tmp_path / "one.ckpt", weights_only=False)
     loaded = Deep.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=False)
@@ -221,7 +221,7 @@ def test_sharded_checkpoint_becomes_a_plain_one(two: Runs, one: Runs, tmp_path: 
     assert_as(Runs(tmp_path, []).state("alone"), one.state("plain"))
     with pytest.raises(FileExistsError, match=r"one\.ckpt"):
         consolidate_checkpoint(folder, tmp_path / "one.ckpt")
-    with pytest.raises(ValueError, match="no sharded checkpoint"):
+    with pytest.raises(ValueError, match="it is not a sharded checkpoint"):
         consolidate_checkpoint(tmp_path, tmp_path / "other.ckpt")
     assert [path.name for path in tmp_path.glob("o*")] == ["one.ckpt"]
 
@@ -232,7 +232,7 @@ def test_copies_of_shards_are_one_process(four: Runs, one: Runs) -> None:
         one.state("clipped")["net.0.weight"], one.state("plain")["net.0.weight"], rtol=1e-3
     )
     assert four.steps("hybrid") == one.steps("plain")
-    assert four.told("sampler") == [{"num_replicas": 4, "rank": rank} for rank in range(4)]
+    assert four.reports("sampler") == [{"num_replicas": 4, "rank": rank} for rank in range(4)]
 
 
 def test_parameters_kept_in_groups_are_one_process(four: Runs, one: Runs) -> None:
@@ -240,19 +240,19 @@ def test_parameters_kept_in_groups_are_one_process(four: Runs, one: Runs) -> Non
     assert four.steps("grouped") == one.steps("plain")
 
 
-def test_sharded_checkpoint_goes_on_on_more_processes(four: Runs, one: Runs) -> None:
+def test_sharded_checkpoint_resumes_on_more_processes(four: Runs, one: Runs) -> None:
     assert_as(four.state("resumed"), one.state("plain"))
     assert four.steps("resumed") == one.steps("plain")[4:]
 
 
 def test_modules_that_cannot_be_sharded_are_refused(two: Runs) -> None:
-    for errors in two.told("errors"):
+    for errors in two.reports("errors"):
         for case, *words in (
             ("class", "wrap_classes=['Block', 'Decoder']", "is a Decoder", "Block, LayerNorm"),
             ("recompute", "activation_checkpointing=True", "wrap_classes"),
             ("own parameter", "scale: under manual optimization", "submodule"),
             ("tied", "blocks.0.up.weight", "manual optimization", "submodule"),
-            ("mesh", "was sharded over", "fresh module"),
+            ("mesh", "was sharded over", "new module"),
             ("meta", "MultiheadAttention", "reset_parameters"),
             ("sparse", "net.0: Embedding with sparse=True", "sparse=False"),
             ("swa", "StochasticWeightAveraging: it averages", "memmap_superbatch_ddp"),
@@ -290,7 +290,7 @@ def test_options_that_do_not_fit_are_refused(
         make_trainer(tmp_path, strategy=FSDP2Strategy(**options), devices=4, **trainer_options)
 
 
-def test_options_that_fit_are_taken(tmp_path: Path) -> None:
+def test_options_that_fit_are_accepted(tmp_path: Path) -> None:
     strategy = FSDP2Strategy(replicate_size=2, reshard_after_forward=2, param_dtype="bfloat16")
     trainer = make_trainer(tmp_path, strategy=strategy, devices=8)
     assert trainer.strategy is strategy

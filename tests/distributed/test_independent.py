@@ -16,7 +16,7 @@ from tests.distributed.scenarios import independent
 ROWS = independent.ROWS
 
 
-def told_by(out: Path, members: list[int]) -> dict[int, dict[str, Any]]:
+def reports_of(out: Path, members: list[int]) -> dict[int, dict[str, Any]]:
     """What the members returned."""
     found = {member: torch.load(out / f"rank{member}.pt") for member in members}
     assert [found[member]["member"] for member in members] == members
@@ -28,7 +28,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, di
     out = tmp_path_factory.mktemp("beside")
     outcome = launch_any("independent.beside_lone_runs", out, processes=3, members=3)
     assert outcome.codes == [0], outcome.report
-    return out, told_by(out, [0, 1, 2])
+    return out, reports_of(out, [0, 1, 2])
 
 
 Beside = tuple[Path, dict[int, dict[str, Any]]]
@@ -36,40 +36,40 @@ Beside = tuple[Path, dict[int, dict[str, Any]]]
 
 def test_members_are_as_lone_runs_bit_for_bit(beside: Beside) -> None:
     _, members = beside
-    for told in members.values():
-        assert told["place"] == (1, 0, True)
+    for report in members.values():
+        assert report["place"] == (1, 0, True)
         for found, expected in (
-            (told["found"], told["expected"]),
-            (told["resumed"], told["expected resumed"]),
+            (report["found"], report["expected"]),
+            (report["resumed"], report["expected resumed"]),
         ):
             assert found["seen"] == expected["seen"]
             assert found["steps"] == expected["steps"]
             assert torch.equal(found["weights"], expected["weights"])
-        assert told["found"]["metrics"] == told["expected"]["metrics"]
-        assert not torch.equal(told["found"]["weights"], told["resumed"]["weights"])
-    # Of their own size, and stopped by their own validation.
-    assert len({len(told["found"]["weights"]) for told in members.values()}) == 3
+        assert report["found"]["metrics"] == report["expected"]["metrics"]
+        assert not torch.equal(report["found"]["weights"], report["resumed"]["weights"])
+    # Each has another size, and was stopped by its own validation.
+    assert len({len(report["found"]["weights"]) for report in members.values()}) == 3
 
 
 def test_members_validate_on_their_fold_and_train_on_the_rest(beside: Beside) -> None:
     _, members = beside
-    for member, told in members.items():
+    for member, report in members.items():
         held_out = [row for row in range(ROWS) if row % 3 == member]
-        epoch = told["found"]["seen"]["train"][:9]
+        epoch = report["found"]["seen"]["train"][:9]
         # 42 rows in 8 steps of 5 and less.
         rows = sorted(row for step in epoch for row in step)
         assert sorted(set(range(ROWS)) - set(rows)) == held_out
         assert len(rows) == len(set(rows)) == ROWS - len(held_out)
-        sanity = told["found"]["seen"]["val"][:2]
+        sanity = report["found"]["seen"]["val"][:2]
         assert [row for step in sanity for row in step] == held_out[:10]
 
 
 def test_members_write_to_folders_of_their_own(beside: Beside) -> None:
     out, members = beside
-    for member, told in members.items():
+    for member, report in members.items():
         folder = f"member_{member}"
-        assert Path(told["found"]["best"]) == out / "saved" / folder / "best.ckpt"
-        assert Path(told["found"]["best"]).is_file()
+        assert Path(report["found"]["best"]) == out / "saved" / folder / "best.ckpt"
+        assert Path(report["found"]["best"]).is_file()
         assert (out / "logs" / folder / "lightning_logs/version_0/metrics.csv").is_file()
         # The first member's process is the one that prints to the terminal.
         assert (out / folder / "output.log").is_file() == (member > 0)
@@ -82,10 +82,10 @@ def test_first_member_has_the_results_of_all(beside: Beside) -> None:
         assert [result["member"] for result in results] == [0, 1, 2]
         assert [result["device"] for result in results] == ["cpu"] * 3
         for result in results:
-            told = members[result["member"]]["found"]
+            report = members[result["member"]]["found"]
             assert result["status"] == "done"
-            assert result["steps"] == told["steps"]
-            assert result["checkpoint"] == told["best"]
+            assert result["steps"] == report["steps"]
+            assert result["checkpoint"] == report["best"]
         assert members[1][stage] == members[2][stage] == []
     for result in members[0]["tested"]:
         assert result["metrics"] == members[result["member"]]["found"]["metrics"]
@@ -95,8 +95,8 @@ def test_members_that_take_turns_are_as_in_processes_of_their_own(
     beside: Beside, tmp_path: Path
 ) -> None:
     there, members = beside
-    apart = {member: told["in hooks"] for member, told in members.items()}
-    here = independent.in_hooks(tmp_path, members=3, in_turns=True)
+    apart = {member: report["in hooks"] for member, report in members.items()}
+    here = independent.in_hooks(tmp_path, members=3, sequentially=True)
 
     assert torch.equal(here["own"][0].pop("random"), apart[0]["own"][0]["random"])
     for member in range(3):
@@ -109,10 +109,10 @@ def test_members_that_take_turns_are_as_in_processes_of_their_own(
             best = Path(expected["best"]).relative_to(there / "hooks")
             assert Path(found["best"]).relative_to(tmp_path) == best
             assert member_of(best) == member
-    # Of their own size and length, with noise of their own.
+    # Each has another size, length and noise.
     for stage, key in (("fitted", "weights"), ("fitted", "seen"), ("tested", "metrics")):
-        told = [str(here["own"][member][stage][key]) for member in range(3)]
-        assert len(set(told)) == 3
+        report = [str(here["own"][member][stage][key]) for member in range(3)]
+        assert len(set(report)) == 3
     for found, expected in zip(here["results"], apart[0]["results"], strict=True):
         for key in ("member", "status", "steps", "epochs", "metrics"):
             assert found[key] == expected[key]
@@ -133,19 +133,19 @@ def test_members_that_fail_do_not_stop_the_others(
     outcome = launch_any("independent.failing", tmp_path, processes=4, members=4, ways=ways)
     assert outcome.codes == [0], outcome.report
     assert {path.name for path in tmp_path.glob("rank*.pt")} == {"rank0.pt", "rank3.pt"}
-    told = told_by(tmp_path, [0, 3])[0]
+    report = reports_of(tmp_path, [0, 3])[0]
     for stage in ("fitted", "tested"):
-        status = [result["status"] for result in told[stage]]
+        status = [result["status"] for result in report[stage]]
         assert status == ["done", "failed", "failed", "done"]
-    errors = [result["error"] for result in told["fitted"]]
+    errors = [result["error"] for result in report["fitted"]]
     assert errors == [None, "ValueError: no luck", "killed by SIGKILL", None]
-    log = Path(told["fitted"][1]["output"]).read_text()
+    log = Path(report["fitted"][1]["output"]).read_text()
     assert "Traceback" in log
     assert "ValueError: no luck" in log
     for line in ("member 1: ValueError: no luck", "member 2: killed by SIGKILL"):
         assert line in outcome.report
-    assert told["error"].startswith("fit: 2 of 4 members failed")
-    assert "member 2: killed by SIGKILL (its output: " in told["error"]
+    assert report["error"].startswith("fit: 2 of 4 members failed")
+    assert "member 2: killed by SIGKILL (its output: " in report["error"]
 
     # The one that raised is trained again by itself, and stands with the others.
     monkeypatch.setenv(MEMBER_VARIABLE, "1")
@@ -167,7 +167,7 @@ def test_first_member_that_fails_ends_after_the_others(tmp_path: Path) -> None:
     for code in (3, 0):
         assert f"exit code {code}: so be it" in printed
     # When the program has ended, so have all of its processes.
-    told_by(tmp_path, [1])
+    reports_of(tmp_path, [1])
     results = read_results(tmp_path)
     assert [result.status for result in results.members] == ["failed", "done", "running", "running"]
     assert [result.epochs for result in results.members] == [1, 20, 0, 0]

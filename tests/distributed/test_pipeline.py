@@ -1,10 +1,9 @@
-"""memmap_pipeline: schedules, and pipelines side by side, against one device with the same batches.
+"""memmap_pipeline: schedules, and several pipelines, against one device with the same batches.
 
 Weights are compared as a user would load them: from a checkpoint into the plain module.
 """
 
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from lightning_memmap import open_store
 from tests.datasets import in_dataset_order
 from tests.distributed.harness import launch, launch_any, mean_losses
+from tests.distributed.reports import Reports
 from tests.distributed.scenarios.pipeline import CASES, RESUMED, TEST, Staged, run
 from tests.models import weights
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @dataclass(frozen=True)
-class Arm:
-    """How many processes run what."""
+class Setup:
+    """How many processes run which cases."""
 
     processes: int
     options: dict[str, Any]
@@ -33,81 +33,51 @@ class Arm:
 
 
 FEW = ("plain", "accumulation", "manual", "double")
-ARMS = {
-    "gpipe": Arm(2, {"schedule": "gpipe"}, tuple(CASES)),
-    "interleaved": Arm(
+SETUPS = {
+    "gpipe": Setup(2, {"schedule": "gpipe"}, tuple(CASES)),
+    "interleaved": Setup(
         2,
         {"schedule": "interleaved", "pipeline_parallel_size": 2, "num_microbatches": 6},
         ("plain", "clip_norm", "manual"),
     ),
-    "1f1b, two pipelines": Arm(
+    "1f1b, two pipelines": Setup(
         4, {"schedule": "1f1b", "data_parallel_size": 2, "num_microbatches": 3}, FEW
     ),
 }
 
 
-@dataclass(frozen=True)
-class Done:
-    """What the processes of an arm told, and where their files are."""
-
-    out: Path
-    ranks: list[dict[str, Any]]
-
-    def part(self, case: str) -> list[dict[str, Any]]:
-        """What was told of a case, by data-parallel rank. Processes that share one agree."""
-        by_rank: dict[int, dict[str, Any]] = {}
-        for rank in self.ranks:
-            found = by_rank.setdefault(rank[case]["sharding"]["rank"], rank[case])
-            assert found["seen"] == rank[case]["seen"]
-        return [by_rank[rank] for rank in range(self.ranks[0][case]["sharding"]["num_replicas"])]
-
-    def batches(self, case: str) -> dict[str, list[list[int]]]:
-        """By stage, the rows of each step over all data-parallel ranks, sorted."""
-        parts = [part["seen"] for part in self.part(case)]
-        return {
-            stage: [
-                sorted(chain(*step)) for step in zip(*(part[stage] for part in parts), strict=True)
-            ]
-            for stage in parts[0]
-        }
-
-    def checkpoint(self, case: str) -> dict[str, Any]:
-        loaded: dict[str, Any] = torch.load(self.out / f"{case}.ckpt", weights_only=True)
-        return loaded
-
-    def weights(self, case: str) -> torch.Tensor:
-        """The weights that a case ended with, loaded into the plain module."""
-        path = self.out / f"{case}.ckpt"
-        return weights(Staged.load_from_checkpoint(path, weights_only=True))
+def load_checkpoint(reports: Reports, case: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(reports.out / f"{case}.ckpt", weights_only=True)
+    return loaded
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Done:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     out = tmp_path_factory.mktemp("reference")
-    return Done(out, [run(out, resume=True)])
+    return Reports(out, [run(out, resume=True)], Staged)
 
 
-@pytest.fixture(scope="module", params=ARMS)
-def arm_name(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=SETUPS)
+def setup_name(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
 
 
 @pytest.fixture(scope="module")
-def arm(arm_name: str, reference: Done, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    out = tmp_path_factory.mktemp("arm")
-    arm = ARMS[arm_name]
+def setup(setup_name: str, reference: Reports, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    out = tmp_path_factory.mktemp("setup")
+    chosen = SETUPS[setup_name]
     ranks = launch(
         "pipeline.run",
         out,
-        processes=arm.processes,
-        devices=arm.processes,
-        options=arm.options,
-        cases=arm.cases,
+        processes=chosen.processes,
+        devices=chosen.processes,
+        options=chosen.options,
+        cases=chosen.cases,
         others=[str(reference.out / "saved" / "step=3.ckpt")],
         resume=True,
     )
-    return Done(out, ranks)
+    return Reports(out, ranks, Staged)
 
 
 @pytest.fixture(scope="module")
@@ -115,37 +85,39 @@ def limits(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return launch("pipeline.limits", tmp_path_factory.mktemp("limits"), processes=2)
 
 
-def test_fit_is_as_on_one_device(arm_name: str, arm: Done, reference: Done) -> None:
-    for case in ARMS[arm_name].cases:
-        assert arm.batches(case) == reference.batches(case), case
-        (expected,) = reference.part(case)
+def test_fit_is_as_on_one_device(setup_name: str, setup: Reports, reference: Reports) -> None:
+    for case in SETUPS[setup_name].cases:
+        assert setup.batches(case) == reference.batches(case), case
+        (expected,) = reference.of(case)
         atol, rel = CASES[case].atol, 2e-2 if case == "bfloat16" else 1e-4
-        for rank in arm.ranks:
+        for rank in setup.ranks:
             assert rank[case]["steps"] == expected["steps"]
             for key in ("val_sum", "val_rows"):
                 found = rank[case]["metrics"][key]
                 assert found == pytest.approx(expected["metrics"][key], rel=rel), key
         start, end = weights(CASES[case].make()), reference.weights(case)
         assert not torch.allclose(end, start.to(end.dtype), rtol=0, atol=10 * atol)
-        torch.testing.assert_close(arm.weights(case), end, rtol=0, atol=atol)
+        torch.testing.assert_close(setup.weights(case), end, rtol=0, atol=atol)
 
 
-def test_losses_of_steps_are_the_mean_over_rows(arm_name: str, arm: Done, reference: Done) -> None:
+def test_losses_of_steps_are_the_mean_over_rows(
+    setup_name: str, setup: Reports, reference: Reports
+) -> None:
     for case, atol in (("plain", 1e-5), ("double", 1e-12)):
-        if case in ARMS[arm_name].cases:
-            (expected,) = reference.part(case)
+        if case in SETUPS[setup_name].cases:
+            (expected,) = reference.of(case)
             wanted = torch.tensor(expected["losses"], dtype=torch.float64)
-            torch.testing.assert_close(mean_losses(arm.part(case)), wanted, rtol=0, atol=atol)
+            torch.testing.assert_close(mean_losses(setup.of(case)), wanted, rtol=0, atol=atol)
 
 
-def test_each_process_holds_its_stages_alone(arm: Done) -> None:
+def test_each_process_has_only_its_own_stages(setup: Reports) -> None:
     whole = sum(parameter.numel() for parameter in Staged().parameters())
-    assert sum(rank["plain"]["held"] for rank in arm.ranks) == whole * len(arm.part("plain"))
-    assert all(rank["plain"]["held"] < whole for rank in arm.ranks)
+    assert sum(rank["plain"]["local"] for rank in setup.ranks) == whole * len(setup.of("plain"))
+    assert all(rank["plain"]["local"] < whole for rank in setup.ranks)
 
 
-def test_checkpoint_is_that_of_one_device(arm: Done, reference: Done) -> None:
-    found, expected = arm.checkpoint("plain"), reference.checkpoint("plain")
+def test_checkpoint_is_that_of_one_device(setup: Reports, reference: Reports) -> None:
+    found, expected = load_checkpoint(setup, "plain"), load_checkpoint(reference, "plain")
     assert list(found["state_dict"]) == list(expected["state_dict"])
     (ours,), (theirs,) = found["optimizer_states"], expected["optimizer_states"]
     assert ours["param_groups"] == theirs["param_groups"]
@@ -154,57 +126,59 @@ def test_checkpoint_is_that_of_one_device(arm: Done, reference: Done) -> None:
         torch.testing.assert_close(ours["state"][index], state, rtol=0, atol=1e-5)
 
 
-def test_evaluation_is_over_all_rows_once(arm: Done, reference: Done) -> None:
-    assert arm.batches("evaluated 0") == reference.batches("evaluated 0")
-    (expected,) = reference.part("evaluated 0")
+def test_evaluation_is_over_all_rows_once(setup: Reports, reference: Reports) -> None:
+    assert setup.batches("evaluated 0") == reference.batches("evaluated 0")
+    (expected,) = reference.of("evaluated 0")
     assert expected["metrics"]["test_rows"] == len(TEST)
-    for rank in arm.ranks:
+    for rank in setup.ranks:
         found = rank["evaluated 0"]["metrics"]
         assert found == pytest.approx(expected["metrics"], rel=1e-5)
-    parts = arm.part("evaluated 0")
-    rows = torch.cat([part["rows"] for part in parts])
+    reports = setup.of("evaluated 0")
+    rows = torch.cat([report["rows"] for report in reports])
     assert rows.sort().values.tolist() == TEST.row.tolist()
-    if len(parts) == 1:
+    if len(reports) == 1:
         assert rows.tolist() == TEST.row.tolist()
-    values = torch.cat([part["y"] for part in parts])[rows.argsort()]
+    values = torch.cat([report["y"] for report in reports])[rows.argsort()]
     torch.testing.assert_close(values, expected["y"])
     # All processes of a pipeline have the predictions.
-    for rank in arm.ranks:
+    for rank in setup.ranks:
         assert torch.equal(
-            rank["evaluated 0"]["y"], parts[rank["evaluated 0"]["sharding"]["rank"]]["y"]
+            rank["evaluated 0"]["y"], reports[rank["evaluated 0"]["sharding"]["rank"]]["y"]
         )
 
 
-def test_table_has_the_prediction_of_each_row(arm: Done, reference: Done) -> None:
+def test_table_has_the_prediction_of_each_row(setup: Reports, reference: Reports) -> None:
     found, expected = (
-        in_dataset_order(open_store(done.out / "table")) for done in (arm, reference)
+        in_dataset_order(open_store(done.out / "table")) for done in (setup, reference)
     )
     assert found["row"].tolist() == TEST.row.tolist()
     torch.testing.assert_close(found["y"], expected["y"])
 
 
-def test_resume_is_bitwise(arm: Done) -> None:
+def test_resume_is_bitwise(setup: Reports) -> None:
     for step in RESUMED:
         name = f"resumed {step}"
-        assert arm.batches(name)["train"] == arm.batches("whole")["train"][step:]
-        assert torch.equal(arm.weights(name), arm.weights("whole"))
+        assert setup.batches(name)["train"] == setup.batches("whole")["train"][step:]
+        assert torch.equal(setup.weights(name), setup.weights("whole"))
 
 
-def test_checkpoint_of_one_device_is_taken_over(arm: Done, reference: Done) -> None:
-    assert arm.batches("other 0")["train"] == reference.batches("whole")["train"][3:]
+def test_checkpoint_of_one_device_resumes_in_a_pipeline(setup: Reports, reference: Reports) -> None:
+    assert setup.batches("other 0")["train"] == reference.batches("whole")["train"][3:]
     end = reference.weights("whole")
-    torch.testing.assert_close(arm.weights("other 0"), end, rtol=0, atol=5e-6)
+    torch.testing.assert_close(setup.weights("other 0"), end, rtol=0, atol=5e-6)
 
 
-def test_checkpoint_is_taken_over_by_one_device(arm: Done, reference: Done, tmp_path: Path) -> None:
-    others = [str(arm.out / "saved" / "step=3.ckpt")]
-    found = Done(tmp_path, [run(tmp_path, cases=["plain"], others=others)])
+def test_checkpoint_of_a_pipeline_resumes_on_one_device(
+    setup: Reports, reference: Reports, tmp_path: Path
+) -> None:
+    others = [str(setup.out / "saved" / "step=3.ckpt")]
+    found = Reports(tmp_path, [run(tmp_path, cases=["plain"], others=others)], Staged)
     assert found.batches("other 0")["train"] == reference.batches("whole")["train"][3:]
     end = reference.weights("whole")
     torch.testing.assert_close(found.weights("other 0"), end, rtol=0, atol=5e-6)
 
 
-TOLD = {
+REFUSED = {
     "tied": "ValueError: stages 1 and 2 share the parameter net.2.weight = net.4.weight",
     "outside": "ValueError: no stage has the parameters 'scale' of Outside",
     "three stages": "ValueError: ThreeStages.stages() gives 3 stages for 2 processes",
@@ -226,9 +200,9 @@ TOLD = {
 
 def test_what_is_not_supported_is_refused_on_every_rank(limits: list[dict[str, Any]]) -> None:
     for rank in limits:
-        assert rank["told"].keys() == TOLD.keys()
-        for name, told in TOLD.items():
-            assert rank["told"][name].startswith(told), name
+        assert rank["report"].keys() == REFUSED.keys()
+        for name, report in REFUSED.items():
+            assert rank["report"][name].startswith(report), name
 
 
 def test_running_statistics_are_of_the_data_alone(limits: list[dict[str, Any]]) -> None:

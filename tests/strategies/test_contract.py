@@ -1,9 +1,8 @@
-"""What every strategy of this pack must do for Lightning: the same checks on each name.
+"""What every strategy of this pack must do for Lightning: the same checks on each of `CONTRACTS`.
 
-Names of one process run here; those of several are in `tests.distributed.test_contract`.
-
-Wherever a result has a right value, it is that of Lightning's own single-device strategy with the
-same global batches.
+Strategies of one process run here; those of several in `tests.distributed.test_contract`. Wherever
+a result has a right value, it is that of Lightning's own strategy on one device with the same
+global batches.
 """
 
 from collections.abc import Callable
@@ -23,13 +22,11 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
-from lightning_memmap import MemmapDataModule, open_store, register
+from lightning_memmap import open_store, register
 from lightning_memmap.callbacks import PredictionTable
-from lightning_memmap.strategies import STRATEGIES, SuperBatchStrategy
+from lightning_memmap.strategies import STRATEGIES
 from tests.datasets import in_dataset_order
 from tests.models import (
-    Manual,
-    Plateau,
     Points,
     Regression,
     Scheduled,
@@ -39,90 +36,61 @@ from tests.models import (
     weights,
 )
 from tests.rows import joined
-from tests.strategies.names import names_of_one_process
+from tests.strategies.contract import (
+    CASES,
+    CONTRACTS,
+    DEVICES,
+    REFERENCE,
+    TEST,
+    TRAIN,
+    VAL,
+    Case,
+    contracts_in,
+    make_run,
+)
 
-#: With coming steps made ready ahead, which on a CPU must be asked for.
-PREFETCHING = "memmap_superbatch+prefetch"
-NAMES = [*names_of_one_process(), PREFETCHING]
-DEVICES = 2
-BATCH_SIZE = 5
-GLOBAL_BATCH = DEVICES * BATCH_SIZE
-#: Seven steps of an epoch: six of 10 rows, and the last two, of 7 and 6.
-TRAIN = Points(63)
-VAL, TEST = Points(20, 100), Points(25, 200)
+#: Gradients that are computed in several calls are rounded otherwise, and bf16 keeps 8 bits. Seen:
+#: 0.003 where weights move by up to 0.35, seven steps of Adam with 0.05 each.
+BF16_IN_CALLS = {"rtol": 0.0, "atol": 0.01}
 
-every_name = pytest.mark.parametrize("name", [name for name, *_ in STRATEGIES])
-
-#: Each data device computes on its own rows, so that a module notes each step in as many pieces.
-IN_PIECES = {"memmap_dp": DEVICES}
-#: Sums over pieces are rounded otherwise, and bf16 keeps 8 bits. Seen: 0.003 where weights move by
-#: up to 0.35, seven steps of Adam with 0.05 each.
-BF16_IN_PIECES = {"rtol": 0.0, "atol": 0.01}
-
-every_strategy = pytest.mark.parametrize("name", NAMES)
-
-
-def make_data(path: Path, batch_size: int = BATCH_SIZE, **options: Any) -> MemmapDataModule:
-    # All runs of a test share the stores; the runs of the reference, too.
-    return MemmapDataModule(
-        TRAIN, VAL, TEST, TEST, store_dir=path / "stores", batch_size=batch_size, **options
-    )
-
-
-def make_pair(name: str, path: Path, **options: Any) -> tuple[L.Trainer, MemmapDataModule]:
-    """A Trainer and its data: under a strategy of this pack, or under ``auto`` as reference."""
-    if name == "auto":
-        return make_trainer(path, **options), make_data(path, GLOBAL_BATCH)
-    return make_strategy_trainer(name, path, **options), make_data(path)
-
-
-def make_strategy_trainer(name: str, path: Path, **options: Any) -> L.Trainer:
-    strategy = SuperBatchStrategy(prefetch=3) if name == PREFETCHING else name
-    return make_trainer(path, strategy=strategy, devices=DEVICES, **options)
+every_contract = pytest.mark.parametrize("name", CONTRACTS)
+every_strategy = pytest.mark.parametrize("name", contracts_in("one"))
 
 
 def fit(
     name: str, path: Path, module: Regression | None = None, **options: Any
 ) -> tuple[Regression, L.Trainer]:
-    trainer, data = make_pair(name, path, **options)
+    trainer, data = make_run(name, path, **options)
     module = module or Regression()
     trainer.fit(module, datamodule=data)
     return module, trainer
 
 
-def assert_as_reference(
-    name: str, path: Path, make: Callable[[], Regression] = Regression, **options: Any
-) -> Regression:
-    """Train under a strategy and under the reference: same rows, same weights."""
-    found, trainer = fit(name, path, make(), **options)
-    expected, reference = fit("auto", path, make(), **options)
-    assert trainer.global_step == reference.global_step > 0
-    assert not torch.equal(weights(found), weights(make().to(weights(found).dtype)))
-    rounds = name in IN_PIECES and str(options.get("precision")).startswith("bf16")
-    torch.testing.assert_close(
-        weights(found), weights(expected), **(BF16_IN_PIECES if rounds else {})
-    )
-    assert [sorted(rows) for rows in seen_steps(name, found, "train")] == [
-        sorted(rows) for rows in expected.seen["train"]
-    ]
-    return found
+def fit_case(name: str, path: Path, case: Case) -> tuple[Regression, L.Trainer]:
+    callbacks = [*case.callbacks(path / name)]
+    return fit(name, path, case.make(), callbacks=callbacks, **case.options)
 
 
 def seen_steps(name: str, module: Regression, stage: str) -> list[list[int]]:
-    """The rows of each step; where they were seen in pieces, put together in dataset order."""
+    """The rows of each step; where several calls saw them, put together in dataset order."""
     seen = module.seen.get(stage, [])
-    if (pieces := IN_PIECES.get(name, 1)) == 1:
+    calls = 1 if name == REFERENCE else CONTRACTS[name].calls_per_step
+    if calls == 1:
         return seen
-    assert len(seen) % pieces == 0
-    steps = [seen[start : start + pieces] for start in range(0, len(seen), pieces)]
+    assert len(seen) % calls == 0
+    steps = [seen[start : start + calls] for start in range(0, len(seen), calls)]
     assert all(all(step) for step in steps)
     return [sorted(joined(step)) for step in steps]
 
 
-@every_name
+def test_contracts_cover_every_strategy() -> None:
+    assert {contract.strategy for contract in CONTRACTS.values()} == {n for n, *_ in STRATEGIES}
+
+
+@every_contract
 class TestRegistration:
     def test_name_is_listed_by_lightning(self, name: str) -> None:
-        assert name in StrategyRegistry.available_strategies()
+        assert CONTRACTS[name].strategy in StrategyRegistry.available_strategies()
 
     def test_registering_again_changes_nothing(self, name: str) -> None:
         before = dict(StrategyRegistry)
@@ -131,26 +99,23 @@ class TestRegistration:
         assert dict(StrategyRegistry) == before
 
     def test_name_selects_the_strategy(self, name: str, tmp_path: Path) -> None:
-        trainer = make_trainer(tmp_path, strategy=name, devices=DEVICES)
-        assert type(trainer.strategy) is strategy_class(name)
+        contract = CONTRACTS[name]
+        trainer = make_trainer(tmp_path, strategy=contract.strategy, devices=DEVICES)
+        assert type(trainer.strategy) is contract.make_class()
 
     def test_object_is_used_as_it_is(self, name: str, tmp_path: Path) -> None:
-        strategy = strategy_class(name)()
+        strategy = CONTRACTS[name].make_class()()
         trainer = make_trainer(tmp_path, strategy=strategy, devices=DEVICES)
         assert trainer.strategy is strategy
-
-
-def strategy_class(name: str) -> Any:
-    return {entry[0]: entry[1] for entry in STRATEGIES}[name.partition("+")[0]]
 
 
 @every_strategy
 class TestStages:
     def test_fit_under_an_object_sees_each_row(self, name: str, tmp_path: Path) -> None:
-        strategy = strategy_class(name)()
+        strategy = CONTRACTS[name].make_class()()
         trainer = make_trainer(tmp_path, strategy=strategy, devices=DEVICES)
-        module = Regression()
-        trainer.fit(module, datamodule=make_data(tmp_path))
+        module, (_, data) = Regression(), make_run(name, tmp_path)
+        trainer.fit(module, datamodule=data)
         assert sorted(joined(module.seen["train"])) == list(range(63))
 
     def test_fit_sees_each_row_once_an_epoch(self, name: str, tmp_path: Path) -> None:
@@ -171,7 +136,7 @@ class TestStages:
     def test_evaluation_is_over_all_rows_once(
         self, name: str, tmp_path: Path, stage: str, points: Points
     ) -> None:
-        trainer, data = make_pair(name, tmp_path)
+        trainer, data = make_run(name, tmp_path)
         module = Regression()
         (metrics,) = getattr(trainer, stage)(module, datamodule=data, verbose=False)
         ((key, value),) = metrics.items()
@@ -179,7 +144,7 @@ class TestStages:
         assert joined(seen_steps(name, module, key.removesuffix("_loss"))) == points.row.tolist()
 
     def test_predictions_are_in_dataset_order(self, name: str, tmp_path: Path) -> None:
-        trainer, data = make_pair(name, tmp_path)
+        trainer, data = make_run(name, tmp_path)
         predictions = trainer.predict(Regression(), datamodule=data)
         assert predictions is not None
         rows = torch.cat([batch["row"] for batch in predictions])
@@ -201,14 +166,14 @@ class TestStages:
 
         writer = Writer("batch")
         writer.rows = []
-        trainer, data = make_pair(name, tmp_path, callbacks=[writer])
+        trainer, data = make_run(name, tmp_path, callbacks=[writer])
         trainer.predict(Regression(), datamodule=data, return_predictions=False)
         assert writer.rows == list(range(200, 225))
 
     def test_prediction_table_has_the_prediction_of_each_row(
         self, name: str, tmp_path: Path
     ) -> None:
-        trainer, data = make_pair(name, tmp_path, callbacks=[PredictionTable(tmp_path / "table")])
+        trainer, data = make_run(name, tmp_path, callbacks=[PredictionTable(tmp_path / "table")])
         trainer.predict(Regression(), datamodule=data, return_predictions=False)
         table = in_dataset_order(open_store(tmp_path / "table"))
         assert table["row"].tolist() == TEST.row.tolist()
@@ -222,35 +187,23 @@ def mean_loss(module: Regression, points: Points) -> float:
 
 @every_strategy
 class TestTraining:
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"max_epochs": 2},
-            {"accumulate_grad_batches": 2},
-            {"accumulate_grad_batches": 3, "max_epochs": 2},
-            {"gradient_clip_val": 0.01},
-            {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
-            {"max_steps": 9, "max_epochs": 3},
-            {"limit_train_batches": 3, "max_epochs": 2},
-            {"limit_train_batches": 0.5, "max_epochs": 2},
-            {"overfit_batches": 2, "max_epochs": 2},
-            {"fast_dev_run": True},
-            {"fast_dev_run": 3},
-            {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
-            {"val_check_interval": 2, "max_epochs": 2},
-            {"val_check_interval": 0.5},
-            {"num_sanity_val_steps": 0},
-            {"precision": "bf16-mixed"},
-            {"precision": "64-true"},
-            {"precision": "bf16-true"},
-            {"inference_mode": False},
-        ],
-        ids=lambda options: " ".join(f"{key}={value}" for key, value in options.items()),
-    )
-    def test_fit_with_options_is_as_on_one_device(
-        self, name: str, tmp_path: Path, options: dict[str, Any]
-    ) -> None:
-        assert_as_reference(name, tmp_path, **options)
+    @pytest.mark.parametrize("case", CASES)
+    def test_fit_of_a_case_is_as_on_one_device(self, name: str, tmp_path: Path, case: str) -> None:
+        found, trainer = fit_case(name, tmp_path, CASES[case])
+        expected, reference = fit_case(REFERENCE, tmp_path, CASES[case])
+        assert trainer.global_step == reference.global_step > 0
+        assert trainer.current_epoch == reference.current_epoch
+        for parameter, start in zip(
+            found.parameters(), CASES[case].make().parameters(), strict=True
+        ):
+            assert not torch.equal(parameter, start.to(parameter.dtype))
+        is_rounded = case.startswith("bfloat16") and CONTRACTS[name].calls_per_step > 1
+        torch.testing.assert_close(
+            weights(found), weights(expected), **(BF16_IN_CALLS if is_rounded else {})
+        )
+        assert [sorted(rows) for rows in seen_steps(name, found, "train")] == [
+            sorted(rows) for rows in expected.seen["train"]
+        ]
 
     @pytest.mark.parametrize(
         "options",
@@ -299,7 +252,7 @@ class TestTraining:
         assert seen_steps(name, module, "train") == [[*range(10)], [*range(10, 20)]] * 2
 
     def test_limits_hold_in_each_stage(self, name: str, tmp_path: Path) -> None:
-        trainer, data = make_pair(
+        trainer, data = make_run(
             name,
             tmp_path,
             limit_train_batches=3,
@@ -333,7 +286,7 @@ class TestTraining:
     def test_compiled_module_is_as_one_that_is_not(self, name: str, tmp_path: Path) -> None:
         plain, _ = fit(name, tmp_path, Quiet())
         module: Any = Quiet()
-        trainer, data = make_pair(name, tmp_path)
+        trainer, data = make_run(name, tmp_path)
         trainer.fit(torch.compile(module, backend="aot_eager"), datamodule=data)
         torch._dynamo.reset()
         torch.testing.assert_close(weights(module), weights(plain))
@@ -351,24 +304,10 @@ class Quiet(Regression):
 
 @every_strategy
 class TestOptimizers:
-    @pytest.mark.parametrize("make", [Manual, TwoOptimizers, Scheduled, Plateau])
-    def test_fit_with_optimizers_is_as_on_one_device(
-        self, name: str, tmp_path: Path, make: Callable[[], Regression]
-    ) -> None:
-        module = assert_as_reference(name, tmp_path, make, max_epochs=2)
-        for parameter, before in zip(module.parameters(), make().parameters(), strict=True):
-            assert not torch.equal(parameter, before)
-
     def test_scheduler_and_its_monitor_follow_the_steps(self, name: str, tmp_path: Path) -> None:
         logger = CSVLogger(tmp_path)
-        trainer = make_strategy_trainer(
-            name,
-            tmp_path,
-            logger=logger,
-            log_every_n_steps=1,
-            callbacks=[LearningRateMonitor("step")],
-        )
-        trainer.fit(Scheduled(), datamodule=make_data(tmp_path))
+        monitor = LearningRateMonitor("step")
+        fit(name, tmp_path, Scheduled(), logger=logger, log_every_n_steps=1, callbacks=[monitor])
         lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
         column = lines[0].split(",").index("lr-Adam")
         rates = [float(line.split(",")[column]) for line in lines[1:] if line.split(",")[column]]
@@ -403,11 +342,11 @@ class TestCallbacks:
         assert mean_loss(loaded, VAL) == pytest.approx(losses[best], rel=1e-5)
 
     def test_evaluation_with_checkpoint_path_loads_it(self, name: str, tmp_path: Path) -> None:
-        trainer, data = make_pair(name, tmp_path, max_epochs=2)
+        trainer, data = make_run(name, tmp_path, max_epochs=2)
         module = Regression()
         trainer.fit(module, datamodule=data)
         trainer.save_checkpoint(tmp_path / "end.ckpt")
-        fresh, data = make_pair(name, tmp_path)
+        fresh, data = make_run(name, tmp_path)
         (metrics,) = fresh.test(
             Regression(), datamodule=data, ckpt_path=tmp_path / "end.ckpt", verbose=False,
             weights_only=True,
@@ -520,7 +459,7 @@ class TestResume:
             done = torch.load(checkpoint, weights_only=True)["loops"]["fit_loop"]
             num_done = done["epoch_loop.batch_progress"]["total"]["processed"]
             module = make()
-            trainer, data = make_pair(name, tmp_path, **options)
+            trainer, data = make_run(name, tmp_path, **options)
             trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
             left = seen_steps(name, whole, "train")[num_done:]
             assert seen_steps(name, module, "train") == left, checkpoint.name

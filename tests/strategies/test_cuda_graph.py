@@ -344,7 +344,7 @@ class TestRefusals:
             (ReturnsNumber, "returned 3 beside the loss.*return tensors", 4),
             (NoneAfterSomeSteps, "training_step returned None", 4),
             (UpdatesMetric, "updates the metric MeanMetric.*on_train_batch_end", 1),
-            (ChangesRate, "lr of the optimizer has changed from 0.0.* give it as a tensor", 4),
+            (ChangesRate, "lr of the optimizer has changed from 0.0.* make it a tensor", 4),
             (MovesParameters, "parameters have other memory", 4),
         ],
     )

@@ -1,7 +1,7 @@
 """What is particular to ``memmap_dp``: replicas, their rows, and what is merged of them.
 
-``cpu:1`` and so on name devices of their own, on which replicas run side by side; replicas on one
-device take turns.
+``cpu:1`` and so on are separate devices, on which replicas run side by side; replicas on one device
+run one after the other.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from torchmetrics import (
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies import DataParallelStrategy
-from lightning_memmap.strategies.in_parts.shares import Shares, deal
+from lightning_memmap.strategies.scattering.batch import ScatteredBatch, scatter
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import CPU, joined
 
@@ -58,7 +58,7 @@ def make_data(path: Path, batch_size: int, **options: Any) -> MemmapDataModule:
 
 
 def fit_dp(path: Path, module: Any, devices: Any = 4, **options: Any) -> L.Trainer:
-    """Train replicas on logical devices, or on devices of their own."""
+    """Train replicas on logical devices, or on separate devices."""
     strategy = DataParallelStrategy(None if isinstance(devices, int) else devices)
     count = devices if isinstance(devices, int) else len(devices)
     trainer = make_trainer(
@@ -150,7 +150,7 @@ class FollowingTeacher(Base):
 
 
 class Changing(Base):
-    """Is frozen in part, given a new layer, and told a new factor while it trains."""
+    """Partly freezes itself, gets a new layer and a new factor while it trains."""
 
     factor = 1.0
 
@@ -199,7 +199,7 @@ class Gan(Base):
         schedulers.step()
 
     def configure_optimizers(self) -> Any:
-        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.other)]
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net, self.other)]
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7)]
 
 
@@ -234,7 +234,7 @@ class ByAttributes(Base):
 
 
 class SchedulerByAttribute(Base):
-    """Is optimized automatically, and steps a scheduler of its own."""
+    """Automatic optimization, with a scheduler that the step steps."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch) * self.sched.get_last_lr()[0]
@@ -374,7 +374,7 @@ class TestRows:
                 return super().training_step(batch, batch_idx)
 
         monkeypatch.setattr(SuperBatch, "to", refuse)
-        monkeypatch.setattr(Shares, "join", refuse)
+        monkeypatch.setattr(ScatteredBatch, "merge", refuse)
         fit_dp(tmp_path, Watching(), 4, precision="32-true", limit_val_batches=0)
         assert taken == used
         assert len(taken) == STEPS * 4
@@ -585,7 +585,7 @@ class TestState:
 
         with pytest.warns(UserWarning, match=r"training_step .* number to self\.sum in") as caught:
             fit_dp(tmp_path, Summing(), 4)
-        assert len([each for each in caught if "another number" in str(each.message)]) == 1
+        assert len([each for each in caught if "a different number" in str(each.message)]) == 1
 
     def test_compiled_module_is_fitted_again(self, tmp_path: Path) -> None:
         class Quiet(Base):
@@ -866,59 +866,59 @@ class TestOutputs:
         boxes: list[Tensor]
         score: Tensor
 
-    def test_tensordicts_are_divided_and_put_together(self) -> None:
+    def test_tensordict_is_scattered_and_assembled(self) -> None:
         batch = TensorDict({"a": torch.arange(7), "b": {"c": torch.ones(7, 2)}}, [7])
-        shares = deal(batch, [CPU] * 3)
-        assert [part["a"].tolist() for part in shares.parts] == [[0, 3, 6], [1, 4], [2, 5]]
-        assert shares.joined.batch_size == (7,)
-        assert torch.equal(shares["a"], torch.arange(7))
-        assert shares.joined["b", "c"].shape == (7, 2)
+        scattered = scatter(batch, [CPU] * 3)
+        assert [each["a"].tolist() for each in scattered.batches] == [[0, 3, 6], [1, 4], [2, 5]]
+        assert scattered.assembled.batch_size == (7,)
+        assert torch.equal(scattered["a"], torch.arange(7))
+        assert scattered.assembled["b", "c"].shape == (7, 2)
 
     def test_batch_of_two_is_unpacked(self) -> None:
-        x, y = deal((torch.arange(5), torch.arange(5, 10)), [CPU] * 2)  # type: ignore[misc]
+        x, y = scatter((torch.arange(5), torch.arange(5, 10)), [CPU] * 2)  # type: ignore[misc]
         assert x.tolist() == [0, 1, 2, 3, 4]
         assert y.tolist() == [5, 6, 7, 8, 9]
 
     @pytest.mark.parametrize(
         "batch", [["a", "b"], {"x": torch.ones(3), "name": "a"}, torch.ones(())]
     )
-    def test_batch_that_is_not_of_rows_alone_stays_whole(self, batch: Any) -> None:
-        assert deal(batch, [CPU] * 2).parts == [batch]
+    def test_batch_with_values_that_are_not_rows_stays_whole(self, batch: Any) -> None:
+        assert scatter(batch, [CPU] * 2).batches == [batch]
 
     @pytest.mark.parametrize("first", [0, 1, 2])
-    def test_join_puts_rows_into_stream_order(self, first: int) -> None:
-        parts = [torch.arange((i - first) % 3, 8, 3) for i in range(3)]
-        shares = Shares(parts, 8, first, CPU)
-        assert shares.part_rows == [len(part) for part in parts]
-        joined = shares.join(
+    def test_merge_puts_rows_into_the_order_of_the_step(self, first: int) -> None:
+        batches = [torch.arange((i - first) % 3, 8, 3) for i in range(3)]
+        scattered = ScatteredBatch(batches, 8, first, CPU)
+        assert scattered.rows_per_batch == [len(rows) for rows in batches]
+        merged = scattered.merge(
             [
                 {
-                    "rows": part,
-                    "pair": (part * 2, {"deep": part[:, None]}),
-                    "mean": part.double().mean(),
-                    "number": float(len(part)),
-                    "ragged": [torch.ones(int(row)) for row in part],
-                    "boxes": self.Boxes([torch.ones(int(row)) for row in part], part),
+                    "rows": rows,
+                    "pair": (rows * 2, {"deep": rows[:, None]}),
+                    "mean": rows.double().mean(),
+                    "number": float(len(rows)),
+                    "ragged": [torch.ones(int(row)) for row in rows],
+                    "boxes": self.Boxes([torch.ones(int(row)) for row in rows], rows),
                     "name": "same",
-                    "count": len(part),
-                    "of_replica": torch.ones(7 + len(part)),
+                    "count": len(rows),
+                    "of_replica": torch.ones(7 + len(rows)),
                     "nothing": None,
                 }
-                for part in parts
+                for rows in batches
             ]
         )
-        assert joined["rows"].tolist() == list(range(8))
-        assert joined["pair"][0].tolist() == list(range(0, 16, 2))
-        assert joined["pair"][1]["deep"].tolist() == [[row] for row in range(8)]
-        assert joined["mean"].item() == pytest.approx(3.5)
-        assert joined["number"] == pytest.approx((9 + 9 + 4) / 8)
-        assert [len(item) for item in joined["ragged"]] == list(range(8))
-        assert [len(item) for item in joined["boxes"].boxes] == list(range(8))
-        assert joined["boxes"].score.tolist() == list(range(8))
-        assert joined["name"] == "same"
-        assert sorted(joined["count"]) == [2, 3, 3]
-        assert [len(item) for item in joined["of_replica"]] == [7 + len(part) for part in parts]
-        assert joined["nothing"] is None
+        assert merged["rows"].tolist() == list(range(8))
+        assert merged["pair"][0].tolist() == list(range(0, 16, 2))
+        assert merged["pair"][1]["deep"].tolist() == [[row] for row in range(8)]
+        assert merged["mean"].item() == pytest.approx(3.5)
+        assert merged["number"] == pytest.approx((9 + 9 + 4) / 8)
+        assert [len(item) for item in merged["ragged"]] == list(range(8))
+        assert [len(item) for item in merged["boxes"].boxes] == list(range(8))
+        assert merged["boxes"].score.tolist() == list(range(8))
+        assert merged["name"] == "same"
+        assert sorted(merged["count"]) == [2, 3, 3]
+        assert [len(item) for item in merged["of_replica"]] == [7 + len(rows) for rows in batches]
+        assert merged["nothing"] is None
 
 
 class TestErrors:
@@ -935,9 +935,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("devices", [3, SIDE_BY_SIDE], ids=str)
     @pytest.mark.parametrize("replica", [0, 1])
-    def test_replicas_that_go_separate_ways_raise(
-        self, tmp_path: Path, devices: Any, replica: int
-    ) -> None:
+    def test_replicas_that_diverge_raise(self, tmp_path: Path, devices: Any, replica: int) -> None:
         class Parting(Gan):
             def training_step(self, batch: Any, batch_idx: int) -> None:
                 count = 4 if devices is SIDE_BY_SIDE else 3
@@ -945,7 +943,7 @@ class TestErrors:
                     self.manual_backward(self.loss(batch))
                 super().training_step(batch, batch_idx)
 
-        with pytest.raises(RuntimeError, match=r"replica . of . came to .*manual_backward"):
+        with pytest.raises(RuntimeError, match=r"replica . of . reached .*manual_backward"):
             fit_dp(tmp_path, Parting(), devices)
 
     def test_backward_behind_the_strategy_is_refused(self, tmp_path: Path) -> None:
@@ -965,7 +963,7 @@ class TestErrors:
             fit_dp(tmp_path, Closing())
 
     @pytest.mark.parametrize(
-        ("part", "error", "match"),
+        ("make", "error", "match"),
         [
             (lambda: torch.compile(nn.Linear(8, 1)), TypeError, "'net' was compiled on its own"),
             (lambda: torch.jit.script(nn.Linear(8, 1)), TypeError, "'net' is a ScriptModule"),
@@ -975,11 +973,11 @@ class TestErrors:
     )
     @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
     @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-    def test_part_that_cannot_be_replicated_is_refused(
-        self, tmp_path: Path, part: Any, error: Any, match: str
+    def test_submodule_that_cannot_be_replicated_is_refused(
+        self, tmp_path: Path, make: Any, error: Any, match: str
     ) -> None:
         module = Base()
-        module.net = part()
+        module.net = make()
         with pytest.raises(error, match=match):
             fit_dp(tmp_path, module, precision="32-true", enable_model_summary=False)
 

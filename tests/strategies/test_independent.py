@@ -20,8 +20,8 @@ from lightning_memmap.strategies import (
     read_results,
 )
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
-from tests.distributed.scenarios.contract import CASES
 from tests.models import Points, Regression, make_trainer, weights
+from tests.strategies.contract import CASES
 
 FOLDS = 2
 MEMBER = 1
@@ -189,7 +189,7 @@ def test_members_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({MEMBER_VARIABLE: "two"}, "'two': the number of a member"),
+        ({MEMBER_VARIABLE: "two"}, "'two': give the number of a member"),
         ({MEMBER_VARIABLE: "2"}, "there are 2 members, counted from 0"),
         ({"LOCAL_RANK": "0"}, "this program was already started in several"),
         (

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import MeanMetric
 
 from lightning_memmap.strategies import LocalModelParallelStrategy
-from lightning_memmap.strategies._stages import even_cut, find_stages, place
+from lightning_memmap.strategies.model_stages.cut import even_cut, find_stages, move_stages
 from tests.models import make_trainer, weights
 from tests.rows import CPU, joined
 from tests.strategies.test_dp import (
@@ -50,7 +50,7 @@ def fit_stages(path: Path, module: Any, devices: int = 2, **options: Any) -> L.T
 
 
 class Named(Base):
-    """Names its stages: parts that are called one by one, with more than one input and output."""
+    """Names its stages: modules that are called one by one, with several inputs and outputs."""
 
     def build(self) -> None:
         self.scale = nn.Parameter(torch.ones(8))
@@ -166,7 +166,7 @@ class TestPlaces:
         module = Listed()
         module.register_buffer("offset", torch.ones(3))
         parameters = dict(module.named_parameters())
-        place(module, find_stages(module, [CPU, META], "body.blocks"))
+        move_stages(module, find_stages(module, [CPU, META], "body.blocks"))
         assert dict(module.named_parameters()).keys() == parameters.keys()
         devices = {name: p.device.type for name, p in module.named_parameters()}
         assert {name for name, kind in devices.items() if kind == "meta"} == {
@@ -202,7 +202,7 @@ class TestPlaces:
     def test_optimizer_states_stay_with_their_parameters(self, tmp_path: Path) -> None:
         module = Base()
         module.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-        place(module, find_stages(module, [CPU, META]))
+        move_stages(module, find_stages(module, [CPU, META]))
         strategy: Any = LocalModelParallelStrategy()
         optimizer = torch.optim.Adagrad(module.parameters())
         strategy.optimizers = [optimizer]
@@ -374,7 +374,7 @@ class TestErrors:
             (lambda m: setattr(m, "net", nn.Sequential(nn.Tanh())), None, "1 layers for 2 devices"),
             (lambda m: None, "body", r"layers='body': the module has no nn\.Sequential"),
             (name_stages("net.0"), None, r"names 1 stages for 2 devices"),
-            (name_stages("net.0", "net.7"), None, r"'net\.7' in stage 1 is no part of the module"),
+            (name_stages("net.0", "net.7"), None, r"'net\.7' in stage 1 is not in the module"),
             (name_stages("net.0", []), None, r"stage 1 has no layers"),
             (name_stages("net", "net.2"), None, r"net in stage 0 and net\.2 in stage 1"),
             (name_stages("net.0", "net.2"), "net", r"names its model_parallel_stages itself"),

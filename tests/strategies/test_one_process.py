@@ -8,16 +8,20 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_memmap.strategies import IndependentStrategy
 from tests.models import make_trainer
-from tests.strategies.names import names_of_one_process
+from tests.strategies.contract import CONTRACTS, contracts_in
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
 SRUN = {"SLURM_JOB_NAME": "train", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
-@pytest.fixture(params=[*names_of_one_process(), "members in turn"])
+@pytest.fixture(params=[*contracts_in("one"), "sequential members"])
 def strategy(request: pytest.FixtureRequest) -> str | Strategy:
     name: str = request.param
-    return IndependentStrategy(processes=False) if name == "members in turn" else name
+    return (
+        IndependentStrategy(processes=False)
+        if name == "sequential members"
+        else CONTRACTS[name].make_strategy()
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def test_program_started_once_is_as_ever(
     assert make_trainer(tmp_path, strategy=strategy).world_size == 1
 
 
-@pytest.mark.parametrize("strategy", names_of_one_process(), indirect=True)
+@pytest.mark.parametrize("strategy", contracts_in("one"), indirect=True)
 def test_what_an_ended_launcher_leaves_is_no_second_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:

@@ -18,7 +18,7 @@ TRAIN, VAL = Points(63), Points(20, 100)
 
 
 class Steps(L.Callback):
-    """Notes what callbacks and loggers are told of each step."""
+    """Notes what callbacks and loggers receive in each step."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []

@@ -1,9 +1,10 @@
-"""What members in one process have of their own: copies of what the program hands to a Trainer."""
+"""Copies of what the program gives to a Trainer, for the sequential members of one process."""
 
 import copy
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Iterable
 from functools import partial
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import lightning as L
@@ -14,89 +15,89 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_memmap.errors import UnsuitableModuleError
 
 _WAY_OUT = (
-    "make it in configure_model or setup, which each member calls by itself, or leave out"
-    " processes=False"
+    "make it in configure_model or setup, which run for each member, or leave out processes=False"
 )
-#: What a function of two members must not share.
-_OWN = (nn.Module, Tensor, L.LightningDataModule, L.Callback, L.Trainer, Strategy)
+#: What the search for such functions looks into. An empty cell refers to nothing.
+_CONTAINERS = (MethodType, CellType, partial, dict, list, tuple, set, frozenset)
+#: What no function may share between members.
+_NOT_SHARED = (nn.Module, Tensor, L.LightningDataModule, L.Callback, L.Trainer, Strategy)
 
 
 class MemberCopies:
-    """What one member has in place of the program's own objects.
+    """One member's copies of the program's objects.
 
-    An object is copied as a member first meets it, and stands for the same copy from then on, as
-    long as it lives: a module that one Trainer has trained and another one tests is the member's
-    own module in both. It keeps nothing of the program's own objects alive.
+    An object is copied the first time a member needs it. The member then uses the same copy as
+    long as the object lives: a module that one Trainer trains and another one tests is the same
+    copy in both. The program's own objects are referenced weakly.
     """
 
     def __init__(self) -> None:
         self._copies: Any = WeakIdKeyDictionary()
         self._failures: Any = WeakIdKeyDictionary()
 
-    def copy(self, value: Any, instead: dict[int, Any]) -> Any:
-        """A copy of all that a value reaches; of what the member knows, the copy that it has.
+    def copy(self, value: Any, replacements: dict[int, Any]) -> Any:
+        """Copy a value and everything it refers to, except what the member has a copy of.
 
         Args:
             value: What to copy.
-            instead: By the ``id`` of objects, what takes their place.
+            replacements: By the ``id`` of an object, what to use in its place.
 
         Raises:
-            UnsuitableModuleError: There is something that cannot be copied.
+            UnsuitableModuleError: Something cannot be copied.
         """
         known = list(self._copies.items())
         memo: dict[int, Any] = {id(original): copied for original, copied in known}
-        memo.update(instead)
+        memo.update(replacements)
         try:
             copied = copy.deepcopy(value, memo)
         except Exception as error:
             raise UnsuitableModuleError(
-                "processes=False: each member has copies of its own of the module, the data and the"
+                "processes=False: each member has its own copies of the module, the data and the"
                 f" Trainer, and something in them cannot be copied: {type(error).__name__}:"
                 f" {error}. For what cannot be copied: {_WAY_OUT}"
             ) from error
-        # The originals, which are kept while they are copied.
-        originals = [kept for kept in memo.pop(id(memo), []) if isinstance(kept, _OWN)]
+        # deepcopy keeps the originals in a list, under the id of the memo.
+        originals = [kept for kept in memo.pop(id(memo), []) if isinstance(kept, _NOT_SHARED)]
         _check_functions(memo.values(), {id(original) for original in originals})
         return copied
 
     def keep(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Let the first of each pair stand for the second one from now on."""
+        """Use the second of each pair as the copy of the first from now on."""
         for original, copied in pairs:
-            if _can_be_known(original):
+            if _is_weakly_referable(original):
                 self._copies[original] = copied
 
     def knows(self, original: Any) -> bool:
-        """Whether the member has met this object before."""
+        """Whether the member has a copy of this object, or failed with it."""
         return original in self._copies or original in self._failures
 
     def forget(self, originals: Iterable[Any]) -> None:
-        """Let go of the copies of these objects."""
+        """Drop the copies of these objects."""
         for original in originals:
-            if _can_be_known(original):
+            if _is_weakly_referable(original):
                 self._copies.pop(original, None)
 
     def fail(self, originals: Iterable[Any], reason: str) -> None:
-        """The member has failed with these objects, and is done with them."""
+        """Note that the member failed with these objects, and why."""
         for original in originals:
             self._failures[original] = reason
 
     def failure(self, originals: Iterable[Any]) -> str | None:
-        """Why the member is done with one of these objects; None where it is with none."""
+        """Why the member failed with one of these objects; None if it did not."""
         found = (self._failures.get(original) for original in originals)
         return next((reason for reason in found if reason is not None), None)
 
 
-def _can_be_known(value: Any) -> bool:
-    """Whether there may be weak references to it; to numbers, strings and None there are none."""
+def _is_weakly_referable(value: Any) -> bool:
+    """Whether weak references to it are possible; to numbers, strings and None they are not."""
     return type(value).__weakrefoffset__ != 0
 
 
 def _check_functions(copied: Iterable[Any], originals: set[int]) -> None:
-    """Copies share the functions of what they are copies of: a closure that holds on to an original
-    would train that one.
+    """Check that no function refers to an original: copies share the functions of the original.
 
     Raises:
-        UnsuitableModuleError: There is such a function.
+        UnsuitableModuleError: A closure refers to an original, and would train that one.
     """
     seen: set[int] = set()
     open_: list[tuple[Any, FunctionType | None]] = [(value, None) for value in copied]
@@ -105,40 +106,20 @@ def _check_functions(copied: Iterable[Any], originals: set[int]) -> None:
         if function is not None and id(value) in originals:
             code = function.__code__
             raise UnsuitableModuleError(
-                "processes=False: each member has a copy of its own of what the Trainer was given,"
-                f" but the function {function.__qualname__} ({code.co_filename}, line"
-                f" {code.co_firstlineno}) holds on to the {type(value).__name__} that was copied,"
-                f" as hooks do that are closures: {_WAY_OUT}"
+                "processes=False: each member has its own copy of what the Trainer was given, but"
+                f" the function {function.__qualname__} ({code.co_filename}, line"
+                f" {code.co_firstlineno}) refers to the {type(value).__name__} that was copied, as"
+                f" hooks do that are closures: {_WAY_OUT}"
             )
         if id(value) in seen:
             continue
         seen.add(id(value))
         within = value if isinstance(value, FunctionType) else function
-        open_ += [(part, within) for part in _parts(value)]
+        open_ += [(child, within) for child in _children(value)]
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    """What containers and functions hold."""
+def _children(value: Any) -> list[Any]:
+    """What a container or a function refers to, except for its globals."""
     if isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            # An empty cell is that of a variable without a value.
-            yield from () if _is_empty(cell) else (cell.cell_contents,)
-        yield from value.__defaults__ or ()
-        yield from (value.__kwdefaults__ or {}).values()
-        yield from vars(value).values()
-    elif isinstance(value, MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from value
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return True
-    return False
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
+    return gc.get_referents(value) if isinstance(value, _CONTAINERS) else []

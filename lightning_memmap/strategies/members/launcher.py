@@ -1,13 +1,14 @@
-"""What the launchers of independent members have in common: one member's stages, and one table.
+"""What the launchers of independent members have in common.
 
-A launcher runs the stages of one member and records how they end. That of member 0 sees to the
-others, too: in processes of their own, or in turn in this one.
+A launcher runs the stages of one member and records how they end. That of member 0 also runs the
+others, in other processes or sequentially in this one, and prints one table.
 """
 
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
@@ -35,8 +36,7 @@ _OUTPUT = "output.log"
 
 
 def member_of_this_process() -> int | None:
-    """The member that this process was started for; None in the process that the others are
-    started from, or take turns in.
+    """The member that this process was started for; None in the process that runs the others.
 
     Raises:
         ValueError: The environment variable is no number.
@@ -45,8 +45,23 @@ def member_of_this_process() -> int | None:
     if text is None:
         return None
     if not text.isdecimal():
-        raise ValueError(f"{MEMBER_VARIABLE}={text!r}: the number of a member, counted from 0")
+        raise ValueError(f"{MEMBER_VARIABLE}={text!r}: give the number of a member, counted from 0")
     return int(text)
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """One call of ``fit``, ``validate``, ``test`` or ``predict``.
+
+    Args:
+        root: Where the members record how it ends.
+        name: Name of the stage.
+        number: How many stages of this name the program has called so far, this one included.
+    """
+
+    root: Path
+    name: str
+    number: int
 
 
 class MemberLauncher(ABC):
@@ -55,11 +70,11 @@ class MemberLauncher(ABC):
     Args:
         member: The member.
         num_members: Members of the run.
-        raise_on_failure: Whether a failure of another member is an error of member 0.
+        raise_on_failure: Whether member 0 raises an error where another member failed.
     """
 
-    # A program has one count of its stages, however many Trainers it makes.
-    _calls: ClassVar[Counter[str]] = Counter()
+    # One count for the whole program, however many Trainers it makes.
+    _counts: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, member: int, num_members: int, raise_on_failure: bool) -> None:
         super().__init__()
@@ -67,21 +82,31 @@ class MemberLauncher(ABC):
         self.results: MemberResults | None = None
         self._num_members = num_members
         self._raise_on_failure = raise_on_failure
-        self._root: Path | None = None
-        self._stage = ("", 0)
+        self._call: StageCall | None = None
+
+    @property
+    def call(self) -> StageCall:
+        """The latest stage.
+
+        Raises:
+            RuntimeError: No stage has begun.
+        """
+        if self._call is None:
+            raise RuntimeError("the Trainer has not begun a stage yet")
+        return self._call
 
     @property
     def folder(self) -> Path | None:
-        """Where this member's results are, from its first stage on."""
-        return None if self._root is None else self._root / member_folder(self.member)
+        """Where this member's results are; None before its first stage."""
+        return None if self._call is None else self._call.root / member_folder(self.member)
 
     @property
     def trainers(self) -> dict[int, L.Trainer]:
-        """The Trainers of the members that this launcher has in this process, by member."""
+        """By member, the Trainers of all members in this process, where there are several."""
         return {}
 
     def move_outputs(self, trainer: Any) -> None:
-        """Let all that the Trainer writes go to folders of this member. Again does no harm."""
+        """Redirect everything that the Trainer writes to folders of this member. Idempotent."""
         folder = member_folder(self.member)
         move_trainer(trainer, folder)
         for callback in trainer.callbacks:
@@ -90,18 +115,17 @@ class MemberLauncher(ABC):
 
     @abstractmethod
     def on_exception(self, exception: BaseException) -> None:
-        """The Trainer ends by this error."""
+        """Called by the Trainer when this error ends it."""
 
-    def _count_stage(self, trainer: L.Trainer) -> None:
-        assert trainer.state.fn is not None
+    def _begin(self, trainer: Any, root: Path) -> None:
         name = trainer.state.fn.value
-        self._calls[name] += 1
-        self._stage = (name, self._calls[name])
+        self._counts[name] += 1
+        self._call = StageCall(root, name, self._counts[name])
 
     def _run_stage(
         self, trainer: L.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a stage of this member, in the Trainer that it has."""
+        """Run a stage of this member in its Trainer."""
         self.move_outputs(trainer)
         began = perf_counter()
         self._record(trainer, RUNNING, 0.0)
@@ -117,7 +141,11 @@ class MemberLauncher(ABC):
         return returned
 
     def _find_root(self, trainer: L.Trainer) -> Path:
-        """Where the members record their results."""
+        """Where the members record their results.
+
+        Raises:
+            ValueError: The Trainer's directory is not local.
+        """
         given = os.environ.get(DIRECTORY_VARIABLE)
         root = trainer.default_root_dir
         if given is None and "://" in root:
@@ -130,43 +158,43 @@ class MemberLauncher(ABC):
 
     def _show(self) -> MemberResults:
         members = tuple(self._result_of(member) for member in range(self._num_members))
-        self.results = MemberResults(self._stage[0], members)
+        self.results = MemberResults(self.call.name, members)
         if self._num_members > 1:
             get_console().print(self.results.table())
         return self.results
 
     def _result_of(self, member: int) -> MemberResult:
-        """How a member has ended this stage, or that it runs."""
-        return self._recorded(member) or MemberResult(member, *self._stage, RUNNING)
+        """How a member ended this stage, or that it is running."""
+        return self._recorded(member) or self._running(member)
+
+    def _running(self, member: int) -> MemberResult:
+        return MemberResult(member, self.call.name, self.call.number, RUNNING)
 
     def _recorded(self, member: int) -> MemberResult | None:
-        """What a member has recorded of this stage."""
-        assert self._root is not None
+        """What a member recorded of this stage."""
+        call = self.call
         known = {
             (result.stage, result.call): result
-            for result in read_member(self._root / member_folder(member))
+            for result in read_member(call.root / member_folder(member))
         }
-        return known.get(self._stage)
+        return known.get((call.name, call.number))
 
     def _output(self, member: int | str) -> Path:
-        assert self._root is not None
-        return self._root / member_folder(member) / _OUTPUT
+        return self.call.root / member_folder(member) / _OUTPUT
 
     def _record(
         self, trainer: Any, status: str, seconds: float, error: BaseException | None = None
     ) -> None:
         metrics = {}
         if status == DONE:
-            for name, value in trainer.callback_metrics.items():
-                metrics[name] = float(value)
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         saver = trainer.checkpoint_callback
         saved = saver.best_model_path if isinstance(saver, ModelCheckpoint) else None
-        name, call = self._stage
-        assert self.folder is not None
+        call = self.call
         result = MemberResult(
             self.member,
-            name,
-            call,
+            call.name,
+            call.number,
             status,
             error=None if error is None else f"{type(error).__name__}: {error}",
             device=str(trainer.strategy.root_device),
@@ -176,4 +204,4 @@ class MemberLauncher(ABC):
             metrics=metrics,
             checkpoint=saved or None,
         )
-        record(self.folder, result)
+        record(call.root / member_folder(self.member), result)

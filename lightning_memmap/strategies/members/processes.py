@@ -1,8 +1,8 @@
 """Starts the processes of independent members, and waits for them.
 
 The process that the user started is member 0. It runs the program again for each other member,
-with the member's number in an environment variable. The processes say nothing to each other: each
-records its results in a file, and member 0 reads the files and watches the processes.
+with the member's number in an environment variable. The processes do not communicate: each records
+its results in a file, and member 0 reads the files and polls the processes.
 """
 
 import atexit
@@ -44,14 +44,14 @@ _PATIENCE_S = 5.0
 
 
 class ProcessLauncher(MemberLauncher, ScriptLauncher):
-    """Runs the stages of one member; in the process of member 0, starts the others before.
+    """Runs the stages of one member; in the process of member 0, first starts the others.
 
     Args:
         num_members: Members of the run.
-        raise_on_failure: Whether a failure of another member is an error of member 0.
+        raise_on_failure: Whether member 0 raises an error where another member failed.
     """
 
-    # A program has one set of processes, however many Trainers it makes.
+    # One set of processes for the whole program, however many Trainers it makes.
     _others: ClassVar[dict[int, "subprocess.Popen[Any]"]] = {}
     _directory: ClassVar[Path | None] = None
 
@@ -67,14 +67,14 @@ class ProcessLauncher(MemberLauncher, ScriptLauncher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
-        # Once: what the Trainer writes is then moved below. The directory is that of the program's
-        # first Trainer.
-        self._root = self._root or self._directory or self._find_root(trainer)
+        # Only once, since the Trainer's own directory then becomes a folder below. The directory of
+        # the program's first Trainer is that of all.
+        known = self._directory if self._call is None else self._call.root
+        self._begin(trainer, known or self._find_root(trainer))
         if self._num_members > 1:
-            self.share_threads(self._num_members)
+            self.limit_threads(self._num_members)
             if self._is_first:
-                self._start(self._root)
-        self._count_stage(trainer)
+                self._start(self.call.root)
         returned = self._run_stage(trainer, function, *args, **kwargs)
         if self._is_first:
             self._wait(self._has_ended)
@@ -90,8 +90,10 @@ class ProcessLauncher(MemberLauncher, ScriptLauncher):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Member 0 has failed: wait until the others have come to their end, and show the table."""
-        if self._is_first and not isinstance(exception, (KeyboardInterrupt, MemberError)):
+        """Where member 0 failed, wait until the others have ended, and show the table."""
+        if isinstance(exception, (KeyboardInterrupt, MemberError)) or self._call is None:
+            return
+        if self._is_first:
             self._wait_for_end()
             self._show()
 
@@ -101,7 +103,7 @@ class ProcessLauncher(MemberLauncher, ScriptLauncher):
         return member_of_this_process() is None
 
     def _start(self, directory: Path) -> None:
-        """Start the other members, once a program."""
+        """Start the other members, unless this program has done so."""
         if self._others:
             if len(self._others) + 1 != self._num_members:
                 raise ValueError(
@@ -118,7 +120,7 @@ class ProcessLauncher(MemberLauncher, ScriptLauncher):
             variables = {MEMBER_VARIABLE: str(member), DIRECTORY_VARIABLE: str(directory)}
             with output_path.open("wb") as output:
                 self._others[member] = self.run_again(variables, output)
-        # The others belong to this program: it ends after them.
+        # The program ends after the other members.
         atexit.register(self._wait_for_end)
 
     def _has_ended(self, member: int) -> bool:
@@ -130,7 +132,7 @@ class ProcessLauncher(MemberLauncher, ScriptLauncher):
 
     def _wait(self, is_ready: Callable[[int], bool]) -> None:
         """Wait until each other member is ready, or its process has ended."""
-        told_s = perf_counter() + _PATIENCE_S
+        notice_s = perf_counter() + _PATIENCE_S
         pending = set(self._others)
         with _on_sigterm(self._stop):
             while pending := {
@@ -138,16 +140,16 @@ class ProcessLauncher(MemberLauncher, ScriptLauncher):
                 for member in pending
                 if self._others[member].poll() is None and not is_ready(member)
             }:
-                if perf_counter() > told_s:
+                if perf_counter() > notice_s:
                     names = ", ".join(map(str, sorted(pending)))
                     rank_zero_info(
                         f"Waiting for members {names}, which print to {self._output('*')}"
                     )
-                    told_s = math.inf
+                    notice_s = math.inf
                 sleep(_POLL_S)
 
     def _stop(self, signum: int, frame: object) -> None:
-        # What the Trainer does in a stage; between stages nobody else would tell the others.
+        # In a stage the Trainer forwards the signal; between stages nothing else does.
         for process in self._others.values():
             process.send_signal(signum)
         sys.exit(128 + signum)
@@ -155,18 +157,18 @@ class ProcessLauncher(MemberLauncher, ScriptLauncher):
     def _conclude(self) -> None:
         results = self._show()
         if results.failed and self._raise_on_failure:
-            # The program may end by this error. It does not leave the others behind.
+            # This error may end the program, which must not leave the others running.
             self._wait_for_end()
             results.check()
 
     @override
     def _result_of(self, member: int) -> MemberResult:
-        """What a member has recorded of this stage, and what its process tells besides."""
+        """What a member recorded of this stage, completed by the state of its process."""
         process = self._others.get(member)
-        # Asked before the file is read: a member that has ended records nothing any more.
+        # Polled before the file is read: a member that has ended records nothing afterwards.
         code = None if process is None else process.poll()
         recorded = self._recorded(member)
-        result = recorded or MemberResult(member, *self._stage, RUNNING)
+        result = recorded or self._running(member)
         if process is not None:
             result = replace(result, output=str(self._output(member)))
         if result.status != RUNNING or code is None:
@@ -185,7 +187,7 @@ class ProcessLauncher(MemberLauncher, ScriptLauncher):
 
 @contextmanager
 def _on_sigterm(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Handle SIGTERM so; Python lets the main thread alone do it."""
+    """Meanwhile this handles SIGTERM. Python allows that in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""How the stages of independent members ended: a file per member, and one table of them all."""
+"""How the stages of independent members ended: a file per member, and one table of all."""
 
 import json
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ RUNNING, DONE, FAILED, ABSENT = "running", "done", "failed", "did not run"
 
 @dataclass(frozen=True)
 class MemberResult:
-    """How one stage of one member ended, or that it runs.
+    """How one stage of one member ended, or that it is running.
 
     Args:
         member: The member.
         stage: ``fit``, ``validate``, ``test`` or ``predict``.
-        call: Which stage of this name in the program, counted from 1.
+        call: Number of the call among those of this stage in the program, from 1.
         status: ``running``, ``done``, ``failed``, or ``did not run`` where the member's program
-            came to its end without this stage.
+            ended without this stage.
         error: Why it failed.
         device: The member's device.
         epochs: Epochs that were trained.
         steps: Optimizer steps that were taken.
         seconds: Wall time of the stage.
-        metrics: What was logged, by name.
+        metrics: The logged metrics, by name.
         checkpoint: The best checkpoint, or the last one where nothing is monitored.
-        output: The file that the member's process prints to; where members take turns in one, that
-            of the traceback of a member that has failed.
+        output: The file that the member's process prints to; of a sequential member, the file with
+            the traceback of its failure.
     """
 
     member: int
@@ -66,7 +66,7 @@ class MemberResults:
 
     @property
     def done(self) -> tuple[MemberResult, ...]:
-        """The members that came to the end of the stage."""
+        """The members that completed the stage."""
         return tuple(result for result in self.members if result.status == DONE)
 
     @property
@@ -132,16 +132,16 @@ def _number(value: float | None) -> str:
 
 
 def member_folder(member: int | str) -> str:
-    """The name of the folder of all that a member writes; ``*`` for those of all members."""
+    """The name of the folder that a member writes to; ``*`` for a pattern that matches all."""
     return f"member_{member}"
 
 
 def read_results(directory: str | Path, stage: str = "fit") -> MemberResults:
-    """Read what the members of a run have recorded, also while it goes on or after it was killed.
+    """Read what the members of a run recorded, also while it is running or after it was killed.
 
     Args:
         directory: ``default_root_dir`` of the run's Trainer.
-        stage: Which stage; of several of this name, each member's last.
+        stage: Name of the stage; of several calls, each member's last one is read.
 
     Raises:
         FileNotFoundError: No member has recorded this stage there.
@@ -157,7 +157,7 @@ def read_results(directory: str | Path, stage: str = "fit") -> MemberResults:
 
 
 def read_member(folder: Path) -> list[MemberResult]:
-    """All that a member has recorded, in the order in which it began."""
+    """Everything that a member recorded, in the order in which the stages began."""
     try:
         text = (folder / _FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -166,7 +166,7 @@ def read_member(folder: Path) -> list[MemberResult]:
 
 
 def record(folder: Path, result: MemberResult) -> None:
-    """Record a result in place of what was recorded of the same stage; whole or not at all."""
+    """Record a result, atomically. It replaces an earlier result of the same call."""
     entries = {(known.stage, known.call): known for known in read_member(folder)}
     entries[result.stage, result.call] = result
     _write(folder / _FILE, list(entries.values()))
@@ -180,6 +180,6 @@ def _write(path: Path, results: Sequence[MemberResult]) -> None:
 
 
 def forget_results(directory: Path) -> None:
-    """Remove what the members of an earlier run have recorded."""
+    """Remove what the members of an earlier run recorded."""
     for path in directory.glob(f"{member_folder('*')}/{_FILE}"):
         path.unlink()

@@ -1,1 +1,1 @@
-"""The parts of a pipeline: processes, stages, schedules, micro-batches."""
+"""The processes, stages, schedules and micro-batches of a pipeline."""

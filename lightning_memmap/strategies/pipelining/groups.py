@@ -1,26 +1,29 @@
-"""Which processes are a pipeline, and which hold the same stages of other pipelines."""
+"""Process groups: the processes of a pipeline, and those with the same stages of all pipelines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-#: Gradients are summed over processes in tensors of about this size.
+from lightning_memmap.strategies._buckets import buckets
+
+#: Gradients are averaged over processes in tensors of about this size.
 _BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Processes as a grid: each row of it is a pipeline, each column holds the same stages.
+    """A grid of processes: each row is a pipeline, each column holds the same stages.
 
-    Rank ``r`` is in pipeline ``r // pipeline_size``, at place ``r % pipeline_size``: neighbours in
-    a pipeline are neighbours on a node.
+    Rank ``r`` is rank ``r % pipeline_size`` of pipeline ``r // pipeline_size``: neighbours in a
+    pipeline are neighbours on a node.
 
     Args:
-        data_parallel_size: Pipelines.
+        data_parallel_size: Number of pipelines.
         pipeline_size: Processes of each.
         rank: Global rank of this process.
     """
@@ -33,7 +36,7 @@ class Layout:
     def of(
         cls, world_size: int, rank: int, data_parallel_size: int | str, pipeline_size: int | str
     ) -> "Layout":
-        """The layout for sizes of which either may be ``auto``: what the other leaves.
+        """Make a layout from sizes; ``auto`` is what the other size leaves.
 
         Raises:
             ValueError: The sizes do not multiply to the number of processes.
@@ -53,12 +56,12 @@ class Layout:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Number of this process's pipeline."""
+        """Index of this process's pipeline."""
         return self.rank // self.pipeline_size
 
     @property
-    def place(self) -> int:
-        """Place of this process in its pipeline."""
+    def pipeline_rank(self) -> int:
+        """Rank of this process within its pipeline."""
         return self.rank % self.pipeline_size
 
     @property
@@ -73,7 +76,7 @@ class Groups:
     """The process groups of this process.
 
     Args:
-        pipeline: Its pipeline.
+        pipeline: The processes of its pipeline.
         data_parallel: The processes that hold the same stages.
     """
 
@@ -87,36 +90,25 @@ _MADE: dict[tuple[object, Layout, float], Groups] = {}
 def groups_of(layout: Layout, timeout_s: float) -> Groups:
     """The groups of a layout. All processes must call it.
 
-    They are made once in a life of the default process group, whose sockets and threads a group
-    has again.
+    They are made once per default process group, since each group opens its own sockets and
+    threads.
 
     Args:
         layout: The grid of processes.
-        timeout_s: After how long a collective that another process does not join is an error.
+        timeout_s: Seconds after which a collective fails if another process does not join it.
     """
     key = (dist.group.WORLD, layout, timeout_s)
     if key not in _MADE:
-        pipelines = layout.pipelines
+        # Every process must make all groups. Columns hold the same stages of all pipelines.
+        rows, columns = layout.pipelines, list(map(list, zip(*layout.pipelines, strict=True)))
         timeout = timedelta(seconds=timeout_s)
-        _MADE[key] = Groups(
-            _own_group(pipelines, layout.rank, timeout),
-            _own_group(
-                [list(ranks) for ranks in zip(*pipelines, strict=True)], layout.rank, timeout
-            ),
-        )
+        make: Any = dist.new_subgroups_by_enumeration
+        _MADE[key] = Groups(make(rows, timeout)[0], make(columns, timeout)[0])
     return _MADE[key]
 
 
-def _own_group(rank_lists: list[list[int]], own: int, timeout: timedelta) -> dist.ProcessGroup:
-    # Every process makes all groups, its own and the others'.
-    groups = [dist.new_group(ranks, timeout) for ranks in rank_lists]
-    group: dist.ProcessGroup
-    (group,) = (group for group, ranks in zip(groups, rank_lists, strict=True) if own in ranks)
-    return group
-
-
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Give all processes of a group the values of its first one."""
+    """Broadcast tensors in place from the first process of a group to the others."""
     if dist.get_world_size(group) > 1:
         source = dist.get_global_rank(group, 0)
         for tensor in tensors:
@@ -124,40 +116,28 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> No
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Let the gradient of each parameter be the mean over the processes of a group.
+    """Average the gradient of each parameter over the processes of a group.
 
-    A process where a parameter has none counts as zero. Where it has none anywhere, it stays
-    without.
+    A missing gradient counts as zero. A parameter without a gradient on any process gets none.
     """
     size = dist.get_world_size(group)
     if size == 1:
         return
-    bucket: list[nn.Parameter] = []
-    held_bytes = 0
-    for index, parameter in enumerate(parameters):
-        bucket.append(parameter)
-        held_bytes += parameter.nbytes
-        following = parameters[index + 1] if index + 1 < len(parameters) else None
-        if (
-            following is None
-            or following.dtype != parameter.dtype
-            or held_bytes + following.nbytes > _BUCKET_BYTES
-        ):
-            _average_bucket(bucket, size, group)
-            bucket, held_bytes = [], 0
+    for bucket in buckets(parameters, _BUCKET_BYTES):
+        _average_bucket(parameters[bucket], size, group)
 
 
 def _average_bucket(
     parameters: Sequence[nn.Parameter], size: int, group: dist.ProcessGroup
 ) -> None:
     grads = [parameter.grad for parameter in parameters]
-    # One number for each parameter says on how many processes it has a gradient.
+    # One number per parameter: on how many processes it has a gradient.
     counts = parameters[0].new_tensor([float(grad is not None) for grad in grads])
-    parts = [
+    flattened = [
         torch.zeros_like(parameter).flatten() if grad is None else grad.flatten()
         for parameter, grad in zip(parameters, grads, strict=True)
     ]
-    flat = torch.cat([counts, *parts]).detach()
+    flat = torch.cat([counts, *flattened]).detach()
     dist.all_reduce(flat, group=group)
     found = flat[: len(parameters)].tolist()
     flat = flat[len(parameters) :].div_(size)
@@ -180,14 +160,14 @@ def clip_by_norm(
 ) -> None:
     """Scale gradients so that their norm over all processes of a group is at most ``max_norm``.
 
-    All processes of the group must call it, those without gradients as well.
+    All processes of the group must call it, including those without gradients.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norms = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
         norms += torch.linalg.vector_norm(grad).double().square()
     dist.all_reduce(norms, group=group)
-    # As torch.nn.utils.clip_grad_norm_ has it.
+    # The formula of torch.nn.utils.clip_grad_norm_.
     scale = (max_norm / (norms.sqrt() + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(scale.to(grad.dtype))

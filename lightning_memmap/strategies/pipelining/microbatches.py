@@ -1,4 +1,4 @@
-"""How the rows of a batch are dealt to the micro-batches of a pipeline. Integers, and their use."""
+"""Which rows of a batch are in which micro-batch of a pipeline."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,23 +9,23 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from torch import Tensor
 
-#: What has rows, and can be indexed by them.
+#: Types that are indexed by rows.
 _WITH_ROWS = (Tensor, TensorDictBase)
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Deals consecutive rows to micro-batches whose sizes differ by at most one.
+    """Micro-batches of consecutive rows, whose sizes differ by at most one.
 
     All micro-batches of a pipeline must have one shape. Where the rows do not divide evenly, the
-    smaller ones are filled up with a copy of their last row, which no loss and no output contains.
-    Where there are fewer rows than micro-batches, the last ones hold a copy of row 0 and weigh 0.
-    So a batch of any number of rows goes through the same schedule, and every process knows how
-    without asking.
+    smaller ones are padded with a copy of their last row, which no loss and no output includes.
+    Where there are fewer rows than micro-batches, the last ones have a copy of row 0 and weight 0.
+    So a batch of any number of rows goes through the same schedule, and every process can compute
+    how without communication.
 
     Args:
         num_rows: Rows of the batch.
-        num: Micro-batches.
+        num: Number of micro-batches.
     """
 
     num_rows: int
@@ -33,72 +33,72 @@ class MicroBatches:
 
     @property
     def size(self) -> int:
-        """Rows of each micro-batch, with those that fill it up."""
+        """Rows of each micro-batch, padding included."""
         return -(-self.num_rows // self.num)
 
     def rows(self, index: int) -> range:
-        """The rows of a micro-batch that are its own; row 0 where there is none left for it."""
+        """The rows of a micro-batch without padding; row 0 where no row is left for it."""
         base, more = divmod(self.num_rows, self.num)
         start = index * base + min(index, more)
         count = base + (index < more)
         return range(start, start + count) if count else range(1)
 
     def weight(self, index: int) -> float:
-        """The share of the batch's rows that a micro-batch has; the weights sum to 1."""
+        """The fraction of the batch's rows in a micro-batch; the weights sum to 1."""
         base, more = divmod(self.num_rows, self.num)
         return (base + (index < more)) / self.num_rows
 
     @cached_property
-    def taken(self) -> list[int]:
-        """The rows of all micro-batches, ``num * size`` of them, with those that fill up."""
+    def padded_rows(self) -> list[int]:
+        """The rows of all micro-batches one after the other, ``num * size``, padding included."""
         rows = []
         for own in map(self.rows, range(self.num)):
             rows += [*own, *[own[-1]] * (self.size - len(own))]
         return rows
 
     @cached_property
-    def kept(self) -> list[int]:
-        """Where in `taken` the rows of the batch are, in their order."""
+    def positions(self) -> list[int]:
+        """For each row of the batch, its position in `padded_rows`."""
         return [
-            index * self.size + place
+            index * self.size + offset
             for index in range(min(self.num, self.num_rows))
-            for place in range(len(self.rows(index)))
+            for offset in range(len(self.rows(index)))
         ]
 
     @property
     def is_even(self) -> bool:
-        """Whether no row fills up."""
+        """Whether there is no padding."""
         return self.num_rows % self.num == 0
 
-    def lay_out(self, tensor: Tensor) -> Tensor:
-        """The rows as the micro-batches have them, one micro-batch after the other."""
+    def pad(self, tensor: Tensor) -> Tensor:
+        """The rows of all micro-batches, of shape (num * size, ...)."""
         if self.is_even:
             return tensor
-        return tensor[torch.tensor(self.taken, device=tensor.device)]
+        return tensor[torch.tensor(self.padded_rows, device=tensor.device)]
 
-    def restore(self, outputs: Any) -> Any:
-        """The rows of the batch from what came of `lay_out`, in any nesting of tensors."""
+    def unpad(self, outputs: Any) -> Any:
+        """Undo `pad`: the rows of the batch, for any nesting of tensors."""
         if self.is_even:
             return outputs
         return apply_to_collection(
-            outputs, Tensor, lambda t: t[torch.tensor(self.kept, device=t.device)]
+            outputs, Tensor, lambda t: t[torch.tensor(self.positions, device=t.device)]
         )
 
 
-def take_rows(batch: Any, rows: range, num_rows: int) -> Any:
-    """Some consecutive rows of a batch, in any nesting of tensors.
+def slice_rows(batch: Any, rows: range, num_rows: int) -> Any:
+    """Slice consecutive rows out of a batch, for any nesting of tensors.
 
     Args:
-        batch: Each of its tensors has ``num_rows`` rows, or no dimension: those, and what is no
-            tensor, stay as they are.
-        rows: The rows to take.
+        batch: Each tensor has ``num_rows`` rows. Tensors without dimensions, and other values,
+            stay as they are.
+        rows: The rows of the slice.
         num_rows: Rows of the batch.
 
     Raises:
         ValueError: A tensor has another number of rows.
     """
 
-    def take(value: Any) -> Any:
+    def slice_leaf(value: Any) -> Any:
         if isinstance(value, Tensor) and not value.ndim:
             return value
         if len(value) != num_rows:
@@ -111,4 +111,4 @@ def take_rows(batch: Any, rows: range, num_rows: int) -> Any:
 
     if len(rows) == num_rows:
         return batch
-    return apply_to_collection(batch, _WITH_ROWS, take)
+    return apply_to_collection(batch, _WITH_ROWS, slice_leaf)

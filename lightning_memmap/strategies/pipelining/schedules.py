@@ -1,4 +1,4 @@
-"""The schedules of a pipeline: one for each shape of batch, made when it is first met."""
+"""The schedules of a pipeline: one for each shape of batch, made at the first such batch."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -19,16 +19,16 @@ from torch.distributed.pipelining import (
 
 from lightning_memmap.strategies.pipelining.microbatches import MicroBatches
 
-#: By name, the schedule of torch.
+#: By name, the schedules of torch.
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
 }
-#: Shapes of batches whose schedules, and buffers, are kept.
+#: Number of shapes whose schedules, with their buffers, are kept.
 _MAX_KEPT = 16
 
-#: The loss of a micro-batch, by its number and the output of the last stage.
+#: Computes the loss of a micro-batch from its index and the output of the last stage.
 MicroLoss = Callable[[int, Any], Tensor]
 
 
@@ -38,8 +38,8 @@ class PipelineOptions:
 
     Args:
         schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
-        num_microbatches: Micro-batches of each batch.
-        num_processes: Processes of a pipeline.
+        num_microbatches: Micro-batches per batch.
+        num_processes: Processes per pipeline.
 
     Raises:
         ValueError: An unknown schedule, or a number of micro-batches that it cannot run.
@@ -68,7 +68,7 @@ class PipelineOptions:
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether a process holds several stages that do not follow each other."""
+        """Whether a process holds several stages that are not neighbours."""
         return self.schedule == "interleaved"
 
 
@@ -86,34 +86,34 @@ class Pipeline:
     """Runs batches through the stages of all processes of a pipeline.
 
     All processes of the group must call `train` and `forward` together, with batches of the same
-    shape. Those that hold the first stage put their batch in; the others' is looked at for its
-    shape alone.
+    shape. The batch of the process with the first stage is computed; of the others only the shape
+    is used.
 
     Args:
-        parts: The stages of this process, by number.
-        num_parts: Stages of the pipeline.
+        stages: The stages of this process, by index.
+        num_stages: Stages of the pipeline.
         options: How batches go through it.
         group: The processes of the pipeline.
-        device: Of this process.
+        device: The device of this process.
         context: Makes the context in which stages and losses run, such as autocast.
     """
 
     def __init__(
         self,
-        parts: Mapping[int, nn.Module],
-        num_parts: int,
+        stages: Mapping[int, nn.Module],
+        num_stages: int,
         options: PipelineOptions,
         group: dist.ProcessGroup,
         device: torch.device,
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._parts = parts
-        self._num_parts = num_parts
+        self._stages = stages
+        self._num_stages = num_stages
         self._options = options
         self._group = group
         self._device = device
         self._context = context
-        self._kept: OrderedDict[Hashable, _Run] = OrderedDict()
+        self._runs: OrderedDict[Hashable, _ShapeRun] = OrderedDict()
         self._loss: MicroLoss | None = None
 
     def train(
@@ -122,14 +122,14 @@ class Pipeline:
         """Forward and backward pass of a batch; gradients are added to those of the parameters.
 
         Args:
-            args: What the first stage is given, with ``rows.num_rows`` rows each.
-            rows: How the rows are dealt.
-            loss: Called on the process of the last stage, for each micro-batch.
-            frozen: Differs where other parameters of the pipeline are frozen.
+            args: The inputs of the first stage, with ``rows.num_rows`` rows each.
+            rows: Which rows are in which micro-batch.
+            loss: Called on the process with the last stage, for each micro-batch.
+            frozen: Identifies which parameters of the pipeline are frozen.
 
         Returns:
-            The sum of the losses, without dimensions, on all processes. It is summed in float64,
-            and has the dtype of the losses.
+            The sum of the losses, of shape (), on all processes. It is summed in float64, and has
+            the dtype of the losses.
         """
         run = self._run(args, rows, frozen)
         losses: list[Tensor] = []
@@ -151,24 +151,29 @@ class Pipeline:
         return total.to(run.loss_dtype)
 
     def forward(self, args: Sequence[Tensor], rows: MicroBatches) -> Any:
-        """Forward pass of a batch without gradients.
+        """Forward pass of a batch without gradients. Arguments are as for `train`.
 
         Returns:
-            What the last stage returned, with ``rows.num_rows`` rows, on all processes.
+            The output of the last stage, with ``rows.num_rows`` rows, on all processes.
         """
         run = self._run(args, rows, None)
-        # Buffers that are used again must not be tensors of inference mode.
+        # The schedule reuses its buffers, which must not be tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            output = rows.restore(run.step(args, rows, None))
+            output = rows.unpad(run.step(args, rows, None))
             if run.outputs is None:
-                described: list[Any] = [apply_to_collection(output, Tensor, _Like.of)]
+                described: list[Any] = [apply_to_collection(output, Tensor, _describe)]
                 dist.broadcast_object_list(described, self._last, self._group, self._device)
                 run.outputs = described
-            if self._num_parts - 1 not in self._parts:
-                output = apply_to_collection(
-                    run.outputs[0], _Like, lambda like: like.make(rows.num_rows, self._device)
-                )
+            if self._num_stages - 1 not in self._stages:
+                output = apply_to_collection(run.outputs[0], Tensor, self._receiver, rows.num_rows)
             return apply_to_collection(output, Tensor, self._broadcast)
+
+    def close(self) -> None:
+        """Drop all schedules and their buffers."""
+        self._runs.clear()
+
+    def _receiver(self, like: Tensor, num_rows: int) -> Tensor:
+        return torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, device=self._device)
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
@@ -177,39 +182,39 @@ class Pipeline:
 
     @property
     def _last(self) -> int:
-        """The global rank of the process that holds the last stage."""
+        """The global rank of the process with the last stage."""
         return dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1)
 
-    def _run(self, args: Sequence[Tensor], rows: MicroBatches, frozen: Hashable) -> "_Run":
+    def _run(self, args: Sequence[Tensor], rows: MicroBatches, frozen: Hashable) -> "_ShapeRun":
         shapes = tuple((rows.size, arg.shape[1:], arg.dtype) for arg in args)
         dtypes = (torch.is_autocast_enabled(self._device.type), torch.get_default_dtype())
         key = (shapes, dtypes, frozen)
-        if key not in self._kept:
-            if len(self._kept) == _MAX_KEPT:
-                self._kept.popitem(last=False)
-            self._kept[key] = self._make(is_training=frozen is not None)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        if key not in self._runs:
+            if len(self._runs) == _MAX_KEPT:
+                self._runs.popitem(last=False)
+            self._runs[key] = self._make(is_training=frozen is not None)
+        self._runs.move_to_end(key)
+        return self._runs[key]
 
-    def _make(self, is_training: bool) -> "_Run":
+    def _make(self, is_training: bool) -> "_ShapeRun":
         stages = [
             PipelineStage(
-                _Stage(part, number, self._context),
-                number,
-                self._num_parts,
+                _ScheduledStage(stage, index, self._context),
+                index,
+                self._num_stages,
                 self._device,
                 group=self._group,
             )
-            for number, part in sorted(self._parts.items())
+            for index, stage in sorted(self._stages.items())
         ]
         schedule = SCHEDULES[self._options.schedule](
             stages if self._options.is_interleaved else stages[0],
             self._options.num_microbatches,
             loss_fn=self._micro_loss if is_training else None,
-            # The losses are weighed by their rows instead.
+            # The losses are weighted by their rows instead.
             scale_grads=False,
         )
-        return _Run(schedule, 0 in self._parts, self._num_parts - 1 in self._parts)
+        return _ShapeRun(schedule, 0 in self._stages, self._num_stages - 1 in self._stages)
 
     def _micro_loss(self, output: Any, index: Tensor) -> Tensor:
         assert self._loss is not None
@@ -217,12 +222,12 @@ class Pipeline:
             return self._loss(int(index), output)
 
 
-class _Run:
+class _ShapeRun:
     """A schedule for one shape of batch.
 
     Attributes:
-        outputs: What the last stage returns, described; a list of one once that is known.
-        loss_dtype: The dtype of the losses, once that is known.
+        outputs: The description of what the last stage returns, in a list; None until known.
+        loss_dtype: The dtype of the losses; None until known.
     """
 
     def __init__(self, schedule: Any, has_first: bool, has_last: bool) -> None:
@@ -233,70 +238,60 @@ class _Run:
         self.loss_dtype: torch.dtype | None = None
 
     def step(self, args: Sequence[Tensor], rows: MicroBatches, losses: list[Tensor] | None) -> Any:
-        inputs = [rows.lay_out(arg) for arg in args] if self._has_first else []
+        inputs = [rows.pad(arg) for arg in args] if self._has_first else []
         if losses is None or not self._has_last:
             return self._schedule.step(*inputs)
-        # Not the labels, but the number of each micro-batch: its loss is told which rows it has.
+        # Instead of labels, the index of each micro-batch, from which its loss finds its rows.
         return self._schedule.step(*inputs, target=torch.arange(rows.num), losses=losses)
 
 
-class _Stage(nn.Module):
+class _ScheduledStage(nn.Module):
     """A stage as a schedule calls it.
 
-    Before the first micro-batch torch calls each stage once, to learn what it returns, and all but
-    the first one with memory that nobody has written. What that call does to running statistics
-    is undone.
+    Before the first micro-batch torch calls each stage once to find the shapes of its outputs, and
+    all but the first stage with uninitialised memory. The effect of that call on running
+    statistics is undone.
     """
 
     def __init__(
-        self, part: nn.Module, number: int, context: Callable[[], AbstractContextManager[Any]]
+        self, stage: nn.Module, index: int, context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         super().__init__()
-        self._part = part
-        self._number = number
+        self._stage = stage
+        self._index = index
         self._context = context
         self._calls = 0
         self._before: list[Tensor] = []
 
     def forward(self, *args: Tensor) -> Any:
-        part = self._part
+        stage = self._stage
         self._calls += 1
         if self._calls == 1:
-            self._before = [buffer.clone() for buffer in part.buffers()]
-            if self._number:
+            self._before = [buffer.clone() for buffer in stage.buffers()]
+            if self._index:
                 with torch.no_grad():
                     for arg in args:
                         arg.zero_()
         elif self._before:
             with torch.no_grad():
-                for buffer, value in zip(part.buffers(), self._before, strict=True):
+                for buffer, value in zip(stage.buffers(), self._before, strict=True):
                     buffer.copy_(value)
             self._before = []
         with self._context():
-            return part(*args)
+            return stage(*args)
 
 
-@dataclass(frozen=True)
-class _Like:
-    """What must be known of a tensor to receive one like it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Like":
-        return cls(tuple(tensor.shape[1:]), tensor.dtype)
-
-    def make(self, num_rows: int, device: torch.device) -> Tensor:
-        return torch.empty((num_rows, *self.shape), dtype=self.dtype, device=device)
+def _describe(tensor: Tensor) -> Tensor:
+    """A tensor without memory, with the row shape and dtype of another one."""
+    return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
 
 
 @contextmanager
 def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
-    """Let a backward pass find no gradients, and put back what was there.
+    """Clear gradients for a backward pass, and restore them afterwards.
 
     Yields:
-        A list that is empty, and after the context the new gradients of the parameters.
+        A list, into which the new gradients of the parameters are put at the end of the context.
     """
     before = [parameter.grad for parameter in parameters]
     new: list[Tensor | None] = []

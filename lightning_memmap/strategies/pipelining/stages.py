@@ -1,4 +1,4 @@
-"""Which consecutive parts of a module each process of a pipeline holds, and which it does not."""
+"""The stages of a module: which ones each process of a pipeline holds."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_memmap._compat.modules import materialize, tell_device
+from lightning_memmap._compat.modules import materialize, set_device_attribute
 from lightning_memmap.errors import UnsuitableModuleError
 
 
@@ -16,42 +16,43 @@ class Chain(nn.Module):
     """Modules one after the other: a tuple that one returns is the arguments of the next.
 
     Args:
-        parts: The modules.
+        children: The modules.
     """
 
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
+    def __init__(self, children: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.chain = nn.ModuleList(children)
 
     def forward(self, *args: Any) -> Any:
-        """What the last module returns."""
-        for part in self.parts:
-            output = part(*args)
+        """The output of the last module."""
+        for child in self.chain:
+            output = child(*args)
             args = output if isinstance(output, tuple) else (output,)
         return output
 
 
 class Stages:
-    """The stages of a LightningModule, cut into one part or several for each process.
+    """The stages of a LightningModule, one or several for each process of a pipeline.
 
-    After `hold`, the stages of this process are on its device, and the parameters and buffers of
-    all others are on the meta device: they have a name, a shape and no memory, so that every
-    process sees the parameters of the whole module, in the same order.
+    After `keep_local`, the stages of this process are on its device, and the parameters and
+    buffers of all others are on the meta device: they have a name and a shape but no memory, so
+    that every process sees the parameters of the whole module in the same order.
 
     Args:
-        module: Has ``stages()``, the consecutive parts whose composition is its forward.
+        module: Has ``stages()``, the consecutive modules whose composition is its forward.
         num_processes: Processes of the pipeline.
-        interleaved: Deal the stages to the processes in turn, so that a process may hold several
-            that do not follow each other. Otherwise neighbours are joined to one stage a process.
+        interleaved: Stage ``i`` belongs to process ``i % num_processes``, so that a process may
+            hold several. Otherwise neighbouring stages are joined to one stage per process.
 
     Attributes:
-        parts: What runs as one stage of the schedule, in order.
+        stages: The stages of the schedule, in order.
 
     Raises:
-        UnsuitableModuleError: The module has no ``stages()``, or it returns something else than
+        UnsuitableModuleError: The module has no ``stages()``, or it returns something other than
             modules.
-        ValueError: There are fewer stages than processes, or interleaved ones are no multiple of
-            them; two stages share a parameter; or a parameter is in no stage, or not in the module.
+        ValueError: There are fewer stages than processes, or the number of interleaved stages is
+            not a multiple of theirs; two stages share a parameter; or a parameter is in no stage,
+            or not in the module.
     """
 
     def __init__(self, module: L.LightningModule, num_processes: int, interleaved: bool) -> None:
@@ -67,78 +68,81 @@ class Stages:
             )
         _check_parameters(module, stages)
         if not interleaved:
-            bounds = [len(stages) * place // num_processes for place in range(num_processes + 1)]
+            bounds = [len(stages) * rank // num_processes for rank in range(num_processes + 1)]
             stages = [
                 Chain(stages[first:last]) if last - first > 1 else stages[first]
                 for first, last in itertools.pairwise(bounds)
             ]
-        self.parts: list[nn.Module] = stages
+        self.stages: list[nn.Module] = stages
 
-    def owner(self, part: int) -> int:
-        """The rank within the pipeline of the process that holds a part."""
-        return part % self._num_processes
+    def owner(self, stage: int) -> int:
+        """The rank within the pipeline of the process that holds a stage."""
+        return stage % self._num_processes
 
-    def held(self, rank: int) -> dict[int, nn.Module]:
-        """The parts that a process holds, by their number."""
-        return {i: part for i, part in enumerate(self.parts) if self.owner(i) == rank}
+    def local(self, rank: int) -> dict[int, nn.Module]:
+        """The stages of a process, by index."""
+        return {i: stage for i, stage in enumerate(self.stages) if self.owner(i) == rank}
 
-    def hold(self, rank: int, device: torch.device) -> None:
-        """Leave the parts of one process in this process, on its device, and no others.
+    def keep_local(self, rank: int, device: torch.device) -> dict[int, nn.Module]:
+        """Keep the stages of one process on a device, and drop the memory of all others.
 
-        What is outside of all stages, such as metrics, is on every process. Parts of the held ones
-        that are on the meta device get memory, and are reset.
+        Whatever is outside of all stages, such as metrics, is on every process. Modules of the
+        local stages that are on the meta device are materialised and reset.
+
+        Args:
+            rank: Rank of this process within the pipeline.
+            device: The device of this process.
+
+        Returns:
+            The local stages, by index.
 
         Raises:
-            ValueError: The module was cut before, for another place in a pipeline.
+            ValueError: The module was cut before, for another rank or another pipeline.
         """
-        place = (rank, self._num_processes, len(self.parts))
-        before = getattr(self._module, "pipeline_place", None)
-        if before not in (None, place):
+        split = (rank, self._num_processes, len(self.stages))
+        before = getattr(self._module, "pipeline_split", None)
+        if before not in (None, split):
             raise ValueError(
                 f"{type(self._module).__name__} was cut before, and this process holds the stages"
                 f" of rank {before[0]} of {before[1]} only: make a new module and load a"
                 " checkpoint into it"
             )
-        self._module.pipeline_place = place  # type: ignore[assignment]
-        held = self.held(rank)
+        self._module.pipeline_split = split  # type: ignore[assignment]
+        local = self.local(rank)
         if before is None:
-            for part in held.values():
-                materialize(part, device)
-        kept = {id(t) for part in held.values() for t in _tensors(part)}
+            for stage in local.values():
+                materialize(stage, device)
+        kept = {id(t) for stage in local.values() for t in tensors_of(stage)}
         meta: dict[int, Tensor] = {}
-        for number, part in enumerate(self.parts):
-            if number not in held:
-                for submodule in part.modules():
+        for index, stage in enumerate(self.stages):
+            if index not in local:
+                for submodule in stage.modules():
                     _drop(submodule, kept, meta)
         _move(self._module, device)
-        for part in held.values():
-            part.to(device)
-        tell_device(self._module, device)
+        for stage in local.values():
+            stage.to(device)
+        set_device_attribute(self._module, device)
+        return local
 
     def owners(self) -> dict[int, int]:
         """By the ``id`` of each parameter and buffer of the stages, the rank that holds it."""
         owners: dict[int, int] = {}
-        for number, part in enumerate(self.parts):
-            for tensor in _tensors(part):
-                owners.setdefault(id(tensor), self.owner(number))
+        for index, stage in enumerate(self.stages):
+            for tensor in tensors_of(stage):
+                owners.setdefault(id(tensor), self.owner(index))
         return owners
-
-
-def has_meta_parameters(module: nn.Module) -> bool:
-    """Whether some parameter has no memory."""
-    return any(parameter.is_meta for parameter in module.parameters())
 
 
 def _stages_of(module: L.LightningModule) -> list[nn.Module]:
     for name, what in (
-        ("stages", "stages() -> list[nn.Module], the consecutive parts of forward"),
+        ("stages", "stages() -> list[nn.Module], the consecutive modules of forward"),
         ("loss", "loss(output, batch) -> Tensor, the mean loss over the rows of a batch"),
     ):
         if not callable(getattr(module, name, None)):
             raise UnsuitableModuleError(
                 f"memmap_pipeline: {type(module).__name__} needs a method {what}"
             )
-    # An nn.ModuleList or nn.Sequential is as good as a list.
+    # It may be an nn.ModuleList or nn.Sequential instead of a list.
     stages = list(module.stages())  # type: ignore[operator]
     for stage in stages:
         if not isinstance(stage, nn.Module):
@@ -154,19 +158,19 @@ def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) ->
     names = {id(p): name for name, p in module.named_parameters()}
     aliases = {(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
     first: dict[int, int] = {}
-    for number, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
             if id(parameter) not in names:
                 raise ValueError(
-                    f"stage {number} has a parameter {name!r} that {type(module).__name__} has"
-                    " not, so that no checkpoint would hold it: keep the module that it belongs to"
-                    " as an attribute"
+                    f"stage {index} has a parameter {name!r} that {type(module).__name__} does"
+                    " not have, so that no checkpoint would contain it: keep the module that it"
+                    " belongs to as an attribute"
                 )
-            other = first.setdefault(id(parameter), number)
-            if other != number:
+            other = first.setdefault(id(parameter), index)
+            if other != index:
                 called = sorted(alias for of, alias in aliases if of == id(parameter))
                 raise ValueError(
-                    f"stages {other} and {number} share the parameter {' = '.join(called)}:"
+                    f"stages {other} and {index} share the parameter {' = '.join(called)}:"
                     " memmap_pipeline holds each parameter on one process; untie them, or put the"
                     " modules that share it into one stage"
                 )
@@ -177,18 +181,19 @@ def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) ->
         )
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a module."""
     yield from module.parameters()
     yield from module.buffers()
 
 
 def _drop(module: nn.Module, kept: Iterable[int], meta: dict[int, Tensor]) -> None:
-    """Put the module's own tensors on the meta device. Those that are one stay one."""
+    """Move a module's own tensors to the meta device, except those kept. Tied ones stay tied."""
     for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if id(parameter) not in kept and not parameter.is_meta:
             if id(parameter) not in meta:
                 empty: Any = parameter.detach().to("meta")
-                # The old one is kept as well, so that no other tensor is given its id.
+                # The old one is kept alive, so that no other tensor can get its id.
                 meta[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
                 meta[-id(parameter)] = parameter
             setattr(module, name, meta[id(parameter)])
@@ -198,8 +203,8 @@ def _drop(module: nn.Module, kept: Iterable[int], meta: dict[int, Tensor]) -> No
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """`nn.Module.to`, which refuses modules with parts on the meta device, for the other parts."""
-    if not any(tensor.is_meta for tensor in _tensors(module)):
+    """`nn.Module.to` for all tensors that are not on the meta device, which it would refuse."""
+    if not any(tensor.is_meta for tensor in tensors_of(module)):
         module.to(device)
         return
     for child in module.children():

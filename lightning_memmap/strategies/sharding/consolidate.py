@@ -1,4 +1,4 @@
-"""Makes one file of a sharded checkpoint."""
+"""Converts a sharded checkpoint to one file."""
 
 import os
 import re
@@ -14,27 +14,27 @@ _META = "meta.pt"
 def consolidate_checkpoint(
     folder: str | Path, file: str | Path, *, weights_only: bool = True
 ) -> None:
-    """Make one file of a checkpoint that several processes saved their shards to.
+    """Convert a sharded checkpoint of several processes to one file.
 
     ``load_from_checkpoint`` of the plain module loads the file, and any strategy resumes from it.
-    One process calls it; the checkpoint must fit into its memory. A sharded checkpoint has parts
-    that are unpickled: do not open those of people whom you do not trust.
+    Call it in one process; the checkpoint must fit into its memory. Some of a sharded checkpoint
+    is unpickled: do not open one from somebody whom you do not trust.
 
     Args:
-        folder: What ``memmap_fsdp2`` or Lightning's ``ModelParallelStrategy`` has saved with
+        folder: What ``memmap_fsdp2`` or Lightning's ``ModelParallelStrategy`` saved with
             ``save_distributed_checkpoint=True``.
-        file: Where to write; must not exist.
-        weights_only: Refuse to unpickle what callbacks, hyperparameters and the like have saved,
-            as in ``torch.load``.
+        file: The file to write; must not exist.
+        weights_only: Refuse to unpickle the states of callbacks, hyperparameters and the like, as
+            in ``torch.load``.
 
     Raises:
-        ValueError: ``folder`` is no sharded checkpoint.
+        ValueError: ``folder`` is not a sharded checkpoint.
         FileExistsError: ``file`` exists.
     """
     folder, file = Path(folder), Path(file)
     if not (folder / _META).is_file() or not (folder / ".metadata").is_file():
         raise ValueError(
-            f"folder={str(folder)!r}: it has no {_META} and .metadata, so it is no sharded"
+            f"folder={str(folder)!r}: it has no {_META} and .metadata, so it is not a sharded"
             " checkpoint; a checkpoint of one file needs no consolidation"
         )
     if file.exists():
@@ -51,18 +51,18 @@ def consolidate_checkpoint(
 
 
 def _plain(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Weights and optimizer states as the Trainer saves them without shards."""
+    """Weights and optimizer states in the format in which the Trainer saves them unsharded."""
     count = sum(re.fullmatch(r"optimizer_\d+", key) is not None for key in tensors)
     states = [_numbered(tensors[f"optimizer_{index}"]) for index in range(count)]
     return {"state_dict": tensors["state_dict"], "optimizer_states": states}
 
 
 def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer state whose parameters have names, with the numbers that torch gives them."""
+    """An optimizer state by parameter names, converted to torch's parameter numbers."""
     numbers: dict[str, int] = {}
     groups = []
     for group in state["param_groups"]:
-        members = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
-        groups.append({**group, "params": members})
+        params = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
+        groups.append({**group, "params": params})
     values = {numbers[name]: value for name, value in state.get("state", {}).items()}
     return {"state": values, "param_groups": groups}

@@ -13,10 +13,10 @@ from typing_extensions import override
 
 
 class ShardedPrecision(Precision):
-    """Another plugin's precision, with batches cast too, those that are a TensorDict included.
+    """The precision of another plugin, which also casts batches, TensorDicts included.
 
     Args:
-        inner: Says in which dtype weights are made, and gives the context of a step.
+        inner: Chooses the dtype of weights, and makes the context of a step.
         batch_dtype: Floating-point tensors of a batch are cast to it; None leaves them.
     """
 
@@ -54,7 +54,7 @@ class ShardedPrecision(Precision):
 
     @contextmanager
     def _evaluation_context(self) -> Iterator[None]:
-        # What FSDP2 gathers for the first time in inference mode could not be trained on later.
+        # What FSDP2 gathers for the first time in inference mode could not be trained later.
         with torch.inference_mode(False), torch.no_grad(), self.forward_context():
             yield
 

@@ -1,4 +1,4 @@
-"""Shards a module with FSDP2: which of its modules are units, and how each gets its values."""
+"""Shards a module with FSDP2: which submodules are units, and how each is initialised."""
 
 import itertools
 from collections import defaultdict
@@ -13,16 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memmap.errors import UnsuitableModuleError
 
-#: Their forward reads the parameters of their children directly.
+#: Their forward pass reads the parameters of their children directly.
 _WHOLE = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
-#: Nobody calls them: their items are called.
+#: They are never called themselves: their items are.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-#: Their running statistics stay float32 in mixed precision, and torch then wants their parameters
-#: in float32 too.
+#: Their running statistics stay float32 in mixed precision, which requires float32 parameters.
 STATISTICS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -56,9 +55,9 @@ def modules_of_classes(
     """The modules below ``root`` of the given classes.
 
     Args:
-        root: Is none of them itself.
-        classes: Classes, or their names: plain or with their module.
-        argument: What the classes were given as, for the error.
+        root: The module to search; it is never returned itself.
+        classes: Classes, or their names, with or without their Python module.
+        argument: Name of the argument that gave the classes, for the error.
 
     Raises:
         ValueError: A class matches no module.
@@ -73,7 +72,7 @@ def modules_of_classes(
             )
             raise ValueError(
                 f"{argument}={list(classes)!r}: no module of {type(root).__name__} is a"
-                f" {_name(wanted)}; choose from {', '.join(candidates) or 'none: it has no parts'}"
+                f" {_name(wanted)}; choose from {', '.join(candidates) or 'none: it has none'}"
             )
         found.update(matches)
     return [module for module in below if module in found]
@@ -91,12 +90,12 @@ def _is_of(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
 
 
 def modules_of_size(root: nn.Module, min_parameters: int) -> list[nn.Module]:
-    """The smallest modules below ``root`` that have enough parameters, not counting those of the
-    units inside them; bottom up.
+    """The smallest modules below ``root`` with enough parameters, not counting those of units
+    inside them; bottom up.
 
     Args:
-        root: Is none of them itself.
-        min_parameters: Parameters of a unit, at least.
+        root: The module to search; it is never returned itself.
+        min_parameters: Minimum number of parameters of a unit.
     """
     units: list[nn.Module] = []
     left: dict[nn.Module, int] = {}
@@ -117,8 +116,8 @@ def modules_of_size(root: nn.Module, min_parameters: int) -> list[nn.Module]:
 
 
 def without_shared(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """The units whose parameters are used by nobody else. Tied parameters are left to the unit
-    that holds all modules that they are tied in."""
+    """The units whose parameters no module outside of them uses. Tied parameters are left to the
+    unit that contains all modules that share them."""
     names = defaultdict(list)
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
@@ -135,8 +134,8 @@ def without_shared(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Modul
 
 
 def roots(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules below ``module`` that are called: its children, or the items of those
-    that are containers."""
+    """The outermost modules below ``module`` that are called: its children, or their items where
+    these are containers."""
     found = []
     for child in module.children():
         found += roots(child) if isinstance(child, _CONTAINERS) else [child]
@@ -144,7 +143,7 @@ def roots(module: nn.Module) -> list[nn.Module]:
 
 
 def check_materialisable(root: nn.Module) -> None:
-    """Whether modules on the meta device can be given values.
+    """Check that modules on the meta device can be initialised.
 
     Raises:
         UnsuitableModuleError: One has no ``reset_parameters``, or two share a parameter.
@@ -160,8 +159,8 @@ def check_materialisable(root: nn.Module) -> None:
     if missing:
         raise UnsuitableModuleError(
             f"{', '.join(missing)}: on the meta device, and without a method reset_parameters()"
-            " that gives the module's own parameters and buffers their values; define it, or"
-            " build the module on the CPU"
+            " that initialises the module's own parameters and buffers; define it, or build the"
+            " module on the CPU"
         )
     names = defaultdict(list)
     for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -170,7 +169,7 @@ def check_materialisable(root: nn.Module) -> None:
     for tied in names.values():
         if len(tied) > 1:
             raise UnsuitableModuleError(
-                f"{' and '.join(tied)}: one parameter on the meta device, and it would become"
+                f"{' and '.join(tied)}: one parameter on the meta device, which would become"
                 f" {len(tied)}; build the modules that share it on the CPU"
             )
 
@@ -181,15 +180,15 @@ def shard(
     device: torch.device,
     fully_shard: dict[nn.Module, Callable[[nn.Module], Any]],
 ) -> None:
-    """Give each module its values, which are those of rank 0, and shard the units.
+    """Initialise each module with the values of rank 0, and shard the units.
 
-    No more than one unit, and what is left to the units around it, is whole on the device at a
-    time. All ranks call it, and have modules of the same structure.
+    At any time, only one unit, and what belongs to the units around it, is whole on the device.
+    All ranks must call it, with modules of the same structure.
 
     Args:
-        root: Its modules are on any device, the meta device included.
-        device: Where they go.
-        fully_shard: What shards each unit.
+        root: The module, on any device, the meta device included.
+        device: The device of this process.
+        fully_shard: For each unit, the function that shards it.
     """
     check_materialisable(root)
     for module in post_order(root):
@@ -199,19 +198,19 @@ def shard(
             reset()
         for tensor in own_tensors(module):
             tensor.data = tensor.data.to(device)
-            _take_from_rank_0(tensor)
+            _broadcast_from_rank_0(tensor)
         if module in fully_shard:
             fully_shard[module](module)
 
 
-def _take_from_rank_0(tensor: Tensor) -> None:
+def _broadcast_from_rank_0(tensor: Tensor) -> None:
     contiguous = tensor.detach().contiguous()
     dist.broadcast(contiguous, src=0)
     tensor.copy_(contiguous)
 
 
 def recompute(module: nn.Module) -> None:
-    """Let a module keep nothing of its forward pass but its inputs, and compute it again in the
-    backward pass. Names of parameters stay as they are."""
+    """Let a module keep only the inputs of its forward pass, and compute it again in the backward
+    pass. The names of parameters do not change."""
     forward: Any = partial(checkpoint, module.forward, use_reentrant=False)
     module.forward = forward

@@ -68,7 +68,7 @@ class Deep(Regression):
             self.blocks[1].up.weight = self.blocks[0].up.weight
         self.losses: list[float] = []
         self.step_dtypes: dict[str, torch.dtype] = {}
-        self.held: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}
 
     def build(self) -> None:
         torch.manual_seed(SEED)
@@ -105,7 +105,7 @@ class Deep(Regression):
 
     def on_train_start(self) -> None:
         parameters = list(self.parameters())
-        self.held = {
+        self.sizes = {
             "local": sum(p.to_local().numel() for p in parameters if isinstance(p, DTensor)),
             "whole": sum(p.numel() for p in parameters),
         }
@@ -203,15 +203,15 @@ def fit(
     return module
 
 
-def told(module: Any) -> dict[str, Any]:
+def report(module: Any) -> dict[str, Any]:
     return {
-        "held": module.held,
+        "sizes": module.sizes,
         "calls": [block.calls for block in module.blocks],
         "dtypes": [block.dtypes for block in module.blocks],
         "step": module.step_dtypes,
         "losses": module.losses,
         "seen": module.seen,
-        "class": [type(part).__name__ for part in (module, *module.blocks, module.net[0])],
+        "class": [type(each).__name__ for each in (module, *module.blocks, module.net[0])],
     }
 
 
@@ -224,12 +224,12 @@ def two(out: Path) -> dict[str, Any]:
     """All that two processes are asked."""
     blocks = {"wrap_classes": ["Block"]}
     found: dict[str, Any] = {
-        "blocks": told(fit(out, "blocks", **blocks)),
-        "by size": told(fit(out, "by size", min_unit_parameters=4000)),
-        "root": told(fit(out, "root")),
-        "resharded": told(fit(out, "resharded", reshard_after_forward=True, **blocks)),
-        "recomputed": told(fit(out, "recomputed", activation_checkpointing=True, **blocks)),
-        "tied": told(fit(out, "tied", lambda: Deep(tied=True), **blocks)),
+        "blocks": report(fit(out, "blocks", **blocks)),
+        "by size": report(fit(out, "by size", min_unit_parameters=4000)),
+        "root": report(fit(out, "root")),
+        "resharded": report(fit(out, "resharded", reshard_after_forward=True, **blocks)),
+        "recomputed": report(fit(out, "recomputed", activation_checkpointing=True, **blocks)),
+        "tied": report(fit(out, "tied", lambda: Deep(tied=True), **blocks)),
     }
     for name, accumulate in (("sharded", False), ("unsharded", True)):
         watch = Watch()
@@ -245,7 +245,7 @@ def two(out: Path) -> dict[str, Any]:
     found |= mixed(out, blocks)
     found |= checkpoints(out, blocks)
     module = fit(out, "first Trainer", **blocks)
-    found["second Trainer"] = told(fit(out, "second Trainer", lambda: module, **blocks))
+    found["second Trainer"] = report(fit(out, "second Trainer", lambda: module, **blocks))
     found["errors"] = errors(out, module)
     return found
 
@@ -269,10 +269,10 @@ def initialised(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
         return module
 
     return {
-        "meta": told(fit(out, "meta", on_meta, **blocks)),
-        "init_module": told(fit(out, "init_module", by_trainer, **blocks)),
-        "configured": told(fit(out, "configured", Configured, meta_init=True, **blocks)),
-        "unlike": told(fit(out, "unlike", unlike, replicate_size=2, **blocks)),
+        "meta": report(fit(out, "meta", on_meta, **blocks)),
+        "init_module": report(fit(out, "init_module", by_trainer, **blocks)),
+        "configured": report(fit(out, "configured", Configured, meta_init=True, **blocks)),
+        "unlike": report(fit(out, "unlike", unlike, replicate_size=2, **blocks)),
     }
 
 
@@ -280,10 +280,10 @@ def mixed(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
     bf16 = {"trainer_options": {"precision": "bf16-mixed"}}
     own = {"param_dtype": "bfloat16", "output_dtype": "float32"}
     found = {
-        "bf16-mixed": told(fit(out, "bf16-mixed", **blocks, **bf16)),
-        "own policy": told(fit(out, "own policy", **blocks, **own)),
-        "uncast batch": told(fit(out, "uncast batch", cast_batch=False, **blocks, **bf16)),
-        "bf16-true": told(
+        "bf16-mixed": report(fit(out, "bf16-mixed", **blocks, **bf16)),
+        "own policy": report(fit(out, "own policy", **blocks, **own)),
+        "uncast batch": report(fit(out, "uncast batch", cast_batch=False, **blocks, **bf16)),
+        "bf16-true": report(
             fit(out, "bf16-true", **blocks, trainer_options={"precision": "bf16-true"})
         ),
     }
@@ -295,7 +295,7 @@ def mixed(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
     )
     strategy = FSDP2Strategy(**blocks)
     make_trainer(out, strategy=strategy, devices=2, precision="bf16-mixed").fit(module, loader)
-    found["tensordict"] = told(module)
+    found["tensordict"] = report(module)
     return found
 
 
@@ -303,11 +303,11 @@ def checkpoints(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     sharded = {**blocks, "save_distributed_checkpoint": True}
     saver = {"callbacks": [save_first(out, "folders")], "enable_checkpointing": True}
-    found["saved"] = told(fit(out, "whole folder", trainer_options=saver, **sharded))
+    found["saved"] = report(fit(out, "whole folder", trainer_options=saver, **sharded))
     folder = out / "folders" / "step=4.ckpt"
     found["is folder"] = folder.is_dir()
     # A folder is loaded, and a file saved.
-    found["resumed"] = told(fit(out, "resumed", checkpoint=folder, **blocks))
+    found["resumed"] = report(fit(out, "resumed", checkpoint=folder, **blocks))
     for make in (Momentum, TwoOptimizers):
         name = make.__name__
         saver = {"callbacks": [save_first(out, name)], "enable_checkpointing": True}
@@ -364,12 +364,12 @@ def errors(out: Path, sharded: Deep) -> dict[str, str]:
 
 
 def four(out: Path, folder: str) -> dict[str, Any]:
-    """Two copies, each sharded over two processes; and a folder of two processes that goes on."""
+    """Two copies, each sharded over two processes; and a run resumed from two processes."""
     blocks = {"wrap_classes": ["Block"], "processes": 4}
     clip = {"gradient_clip_val": 0.1}
     module = fit(out, "hybrid", replicate_size=2, trainer_options=clip, **blocks)
-    found = {"hybrid": told(module), "sampler": module.trainer.distributed_sampler_kwargs}
-    found["grouped"] = told(fit(out, "grouped", reshard_after_forward=2, **blocks))
+    found = {"hybrid": report(module), "sampler": module.trainer.distributed_sampler_kwargs}
+    found["grouped"] = report(fit(out, "grouped", reshard_after_forward=2, **blocks))
     resumed = fit(out, "resumed", checkpoint=Path(folder), replicate_size=2, **blocks)
-    found["resumed"] = told(resumed)
+    found["resumed"] = report(resumed)
     return found

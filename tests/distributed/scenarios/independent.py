@@ -60,7 +60,7 @@ def options_of(out: Path) -> dict[str, Any]:
     }
 
 
-def told(module: Regression, trainer: L.Trainer) -> dict[str, Any]:
+def report(module: Regression, trainer: L.Trainer) -> dict[str, Any]:
     return {
         "seen": module.seen,
         "weights": weights(module),
@@ -100,7 +100,7 @@ class InHooks(Regression):
         super().test_step(batch, batch_idx)
 
 
-def in_hooks(out: Path, members: int, in_turns: bool = False) -> dict[str, Any]:
+def in_hooks(out: Path, members: int, sequentially: bool = False) -> dict[str, Any]:
     """Train members that choose in hooks, test them, and train them again with another Trainer.
 
     Returns:
@@ -111,26 +111,26 @@ def in_hooks(out: Path, members: int, in_turns: bool = False) -> dict[str, Any]:
     module, data = InHooks(), make_data(out, members)
     own: dict[int, dict[str, Any]] = {}
 
-    def tell(trainer: L.Trainer, strategy: IndependentStrategy, name: str) -> None:
-        trainers = strategy.trainers if in_turns else {strategy.member: trainer}
+    def note(trainer: L.Trainer, strategy: IndependentStrategy, name: str) -> None:
+        trainers = strategy.trainers if sequentially else {strategy.member: trainer}
         for member, found in trainers.items():
-            told_of = own.setdefault(member, {})
+            reports = own.setdefault(member, {})
             assert isinstance(found.lightning_module, Regression)
-            told_of[name] = told(found.lightning_module, found) | {
+            reports[name] = report(found.lightning_module, found) | {
                 "weights": weights(found.lightning_module).clone(),
                 "metrics": {key: value.item() for key, value in found.callback_metrics.items()},
             }
 
-    strategy = IndependentStrategy(num_members=members, processes=not in_turns)
+    strategy = IndependentStrategy(num_members=members, processes=not sequentially)
     trainer = make_trainer(out, **{**options_of(out), "strategy": strategy})
     trainer.fit(module, data)
-    tell(trainer, strategy, "fitted")
+    note(trainer, strategy, "fitted")
     trainer.test(module, data, ckpt_path="best", verbose=False)
-    tell(trainer, strategy, "tested")
-    strategy = IndependentStrategy(num_members=members, processes=not in_turns)
+    note(trainer, strategy, "tested")
+    strategy = IndependentStrategy(num_members=members, processes=not sequentially)
     again = make_trainer(out / "again", strategy=strategy, max_epochs=2, enable_checkpointing=True)
     again.fit(module, data)
-    tell(again, strategy, "again")
+    note(again, strategy, "again")
     own[strategy.member]["random"] = torch.rand(3)
     return {"member": strategy.member, "own": own, "results": listed(strategy.results)}
 
@@ -143,7 +143,7 @@ def beside_lone_runs(out: Path, members: int) -> dict[str, Any]:
     trainer = make_trainer(out, **{**options_of(out), "strategy": strategy, "devices": 2})
     trainer.fit(module, make_data(out, members))
     fitted = listed(strategy.results)
-    found = told(module, trainer)
+    found = report(module, trainer)
     (metrics,) = trainer.test(module, make_data(out, members), ckpt_path="best", verbose=False)
     tested = listed(strategy.results)
 
@@ -151,12 +151,12 @@ def beside_lone_runs(out: Path, members: int) -> dict[str, Any]:
     lone = Member(member)
     reference = make_trainer(alone, **options_of(alone))
     reference.fit(lone, make_data(out, members, member))
-    expected = told(lone, reference)
+    expected = report(lone, reference)
     (lone_metrics,) = reference.test(
         lone, make_data(out, members, member), ckpt_path="best", verbose=False
     )
 
-    # Another Trainer of the program, which goes on from each member's own checkpoint.
+    # Another Trainer of the program, resumed from each member's own checkpoint.
     again = Member(member)
     resumed = make_trainer(
         out / "again", strategy=IndependentStrategy(num_members=members), devices=2, max_epochs=8
@@ -182,8 +182,8 @@ def beside_lone_runs(out: Path, members: int) -> dict[str, Any]:
         "tested": tested,
         "found": {**found, "metrics": metrics},
         "expected": {**expected, "metrics": lone_metrics},
-        "resumed": told(again, resumed),
-        "expected resumed": told(lone_again, lone_resumed),
+        "resumed": report(again, resumed),
+        "expected resumed": report(lone_again, lone_resumed),
         "in hooks": in_hooks(out / "hooks", members),
     }
 

@@ -1,4 +1,4 @@
-"""All that is asked of memmap_pipeline, and of one device as the reference."""
+"""Everything that memmap_pipeline must support, and one device as the reference."""
 
 import os
 from collections.abc import Callable
@@ -119,7 +119,7 @@ class Double(Staged):
 
 
 class Manual(Staged):
-    """Two optimizers in turn, each on some stages, which freeze each other's parameters."""
+    """Two alternating optimizers, each on some stages, which freeze each other's parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Runs:
             "metrics": metrics,
             "steps": trainer.global_step,
             "sharding": sharding,
-            "held": sum(p.numel() for p in module.parameters() if not p.is_meta),
+            "local": sum(p.numel() for p in module.parameters() if not p.is_meta),
         }
 
     def evaluate(self, checkpoint: Path) -> dict[str, Any]:
@@ -224,8 +224,8 @@ class Runs:
         predicted = trainer.predict(module, data) or []
         return {
             "metrics": {**validated, **tested},
-            "rows": torch.cat([part["row"] for part in predicted]),
-            "y": torch.cat([part["y"] for part in predicted]),
+            "rows": torch.cat([batch["row"] for batch in predicted]),
+            "y": torch.cat([batch["y"] for batch in predicted]),
             "seen": module.seen,
             "sharding": trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1},
         }
@@ -239,14 +239,14 @@ def run(
     others: list[str] | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Fits, resumes and evaluations of one arm.
+    """Fits, resumes and evaluations of one set-up.
 
     Args:
         out: Directory of stores and checkpoints.
         options: Of the strategy; None for one device.
         devices: Processes.
         cases: Of `CASES`; all by default.
-        others: Checkpoints of other arms, from which a run goes on and is evaluated.
+        others: Checkpoints of other set-ups, from which a run is resumed and evaluated.
         resume: Whether to save and resume.
     """
     runs = Runs(out, options, devices)
@@ -267,14 +267,14 @@ def run(
 
 
 def limits(out: Path) -> dict[str, Any]:
-    """What two processes are told of what is not supported, and what batch-norm has seen."""
+    """The errors of two processes for what is not supported, and the statistics of batch norm."""
     runs = Runs(out, {"schedule": "gpipe"}, 2)
-    told = refused(runs)
+    report = refused(runs)
     trainer, data = runs.make(max_epochs=2)
     module = WithBatchNorm()
     trainer.fit(module, data)
     buffers = {name: b for name, b in module.net.named_buffers() if not b.is_meta}
-    return {"told": told, "buffers": buffers}
+    return {"report": report, "buffers": buffers}
 
 
 class Tied(Staged):
@@ -331,7 +331,7 @@ class Penalised(Staged):
 
 
 def refused(runs: Runs) -> dict[str, str]:
-    """What every rank is told, by case."""
+    """The error on every rank, by case."""
     size = (runs.options or {}).get("pipeline_parallel_size", runs.processes)
     cases: dict[str, tuple[Callable[[], Staged], dict[str, Any], dict[str, Any]]] = {
         "tied": (Tied, {}, {}),
@@ -351,7 +351,7 @@ def refused(runs: Runs) -> dict[str, str]:
         "micro-batches": (Staged, {"schedule": "1f1b", "num_microbatches": size - 1}, {}),
         "rounds": (Staged, {"schedule": "interleaved", "num_microbatches": 2 * size + 1}, {}),
     }
-    told = {}
+    report = {}
     for name, (make, strategy, options) in cases.items():
         with_options = Runs(runs.out, {**(runs.options or {}), **strategy}, runs.processes)
         trainer, data = with_options.make(max_epochs=1, **options)
@@ -359,8 +359,8 @@ def refused(runs: Runs) -> dict[str, str]:
         try:
             trainer.fit(make(), data)
         except Exception as error:
-            told[name] = f"{type(error).__name__}: {error}"
-    return told
+            report[name] = f"{type(error).__name__}: {error}"
+    return report
 
 
 class Dies(Staged):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_memmap.compare.rows import Tap, expected_hashes, hash_batch, hash_rows
 from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import Store
-from lightning_memmap.strategies.in_parts.shares import deal
+from lightning_memmap.strategies.scattering.batch import scatter
 from tests.rows import CPU, make_loader, make_sampler
 
 BATCH = {
@@ -84,10 +84,10 @@ def test_batch_that_is_a_frozen_dataclass_has_rows() -> None:
     assert hash_batch(picture) == hash_rows([BATCH["image"], BATCH["label"]])
 
 
-def test_shares_have_the_rows_of_their_batch() -> None:
-    shares = deal(BATCH, [CPU] * 3)
-    assert len(shares.parts) == 3
-    assert hash_batch(shares) == hash_batch(BATCH)
+def test_scattered_batch_has_the_rows_of_its_batch() -> None:
+    scattered = scatter(BATCH, [CPU] * 3)
+    assert len(scattered.batches) == 3
+    assert hash_batch(scattered) == hash_batch(BATCH)
 
 
 def test_tap_notes_the_rows_before_the_transform_in_all_its_copies() -> None:

@@ -1,4 +1,4 @@
-"""Streams in which stages on several devices work at several micro-batches at a time."""
+"""CUDA streams in which stages on several devices work on several micro-batches at a time."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,14 +11,14 @@ from typing_extensions import override
 
 from lightning_memmap._compat.tensors import tree_leaves
 from lightning_memmap.loading.device_streams import kept_stream, stream_module
-from lightning_memmap.strategies._stages import Stage
+from lightning_memmap.strategies.model_stages.cut import Stage
 
-#: Attributes that say nothing of what a module computes, and its parameters.
+#: Attributes of a module that its forward pass does not assign, and its parameters.
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"_buffers"}
 
 
 class NoStreams:
-    """Micro-batches of a device that works in the order in which it is called."""
+    """For a device that runs micro-batches in the order of the calls."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -32,18 +32,18 @@ class NoStreams:
 
 
 class MicroBatchStreams(NoStreams):
-    """Lets stages work side by side, each of them at one micro-batch after the other.
+    """Lets stages run side by side, each on one micro-batch after the other.
 
-    Every other device works at its stage in its current stream. The root device has one stream for
-    its layers of stages, and one for each micro-batch, in which the rest of the step runs: in a
-    single one the first stage would wait for the loss of the micro-batch before.
+    Every other device runs its stage in its current stream. The root device has one stream for the
+    layers of its stage, and one per micro-batch for the rest of the step: with a single stream the
+    first stage would wait for the loss of the previous micro-batch.
 
-    So each stage sees the micro-batches in their order. So does the rest of the step, in two parts
+    So each stage runs the micro-batches in order. The rest of the step does so too, in two halves
     that do not wait for each other: what it computes until it has called its last layer, and what
     it computes from the output of the last stage. The backward pass of each operator runs in the
     stream of its forward pass.
 
-    The streams are kept for the whole process, since each has memory of its own.
+    The streams are kept for the whole process, since the allocator keeps memory for each stream.
 
     Args:
         device: The root device.
@@ -53,10 +53,10 @@ class MicroBatchStreams(NoStreams):
         self._device = device
         self._module = stream_module(device)
         self._layers = kept_stream(device, "layers")
-        #: The streams of the micro-batches of this step so far, the current one last.
+        #: The streams of this step's micro-batches so far, the current one last.
         self._rest: list[Any] = []
         self._is_running = False
-        #: What the current micro-batch computes until it has called its last layer.
+        #: Recorded when the current micro-batch called its latest layer.
         self._called: Any = None
         self._entered: list[AbstractContextManager[Any]] = []
 
@@ -91,10 +91,10 @@ class MicroBatchStreams(NoStreams):
                 self._follow()
 
     def connect(self, stages: Sequence[Stage]) -> list[RemovableHandle]:
-        """Let layers run in their streams, after what lets their inputs follow to their devices.
+        """Let layers run in their streams. Call it after the hooks that move their inputs.
 
         Returns:
-            The hooks, to be removed.
+            The hooks that do this.
         """
         handles = []
         for stage in stages:
@@ -131,27 +131,26 @@ class MicroBatchStreams(NoStreams):
             return
         self._entered.pop().__exit__(None, None, None)
         self._rest[-1].wait_stream(self._layers)
-        # The rest of the step may read what the layer keeps, which is replaced by the next
-        # micro-batch.
+        # The rest of the step may read what the layer keeps, and the next micro-batch replaces it.
         _use(self._rest[-1], output, list(_attributes(layer)))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _follow(self) -> None:
-        """What is computed from now on comes after all that the micro-batch before computes."""
+        """Wait for everything that the previous micro-batch computes."""
         if self._is_running and len(self._rest) > 1:
             self._rest[-1].wait_stream(self._rest[-2])
 
 
 def _attributes(layer: nn.Module) -> Iterator[Any]:
-    """The buffers of a layer and its parts, and what else they keep that may hold tensors."""
-    for part in layer.modules():
-        for name, value in vars(part).items():
+    """The buffers of a layer and its submodules, and other attributes that may hold tensors."""
+    for module in layer.modules():
+        for name, value in vars(module).items():
             if name not in _OF_EVERY_MODULE and isinstance(value, (Tensor, list, tuple, dict)):
                 yield value
 
 
 def _use(stream: Any, *values: Any) -> None:
-    """The memory of tensors is not used again before a stream is done with what it was given."""
+    """Keep the memory of tensors from being reused before a stream has finished its work."""
     for value in tree_leaves(values):
         if isinstance(value, Tensor) and value.device == stream.device:
             value.record_stream(stream)

@@ -1,4 +1,4 @@
-"""Replicas that run side by side or in turn, and meet."""
+"""Replicas that run side by side or one after the other, with barriers."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.strategies.in_parts.workers import SeparateWaysError, Workers
+from lightning_memmap.strategies.replicas.threads import DivergedReplicasError, ReplicaThreads
 from tests.rows import CPU
 
 TOGETHER = [CPU] * 4
@@ -17,13 +17,13 @@ MIXED = [CPU, APART[1], CPU, APART[1]]
 
 
 @pytest.fixture(params=[TOGETHER, APART, MIXED], ids=["together", "apart", "mixed"])
-def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    made = Workers(request.param)
+def threads(request: pytest.FixtureRequest) -> Iterator[ReplicaThreads]:
+    made = ReplicaThreads(request.param)
     yield made
     made.close()
 
 
-def test_meetings_bring_all_values_to_the_first(workers: Workers) -> None:
+def test_barrier_brings_all_values_to_replica_0(threads: ReplicaThreads) -> None:
     acted = []
 
     def act(values: list[Any]) -> int:
@@ -31,71 +31,73 @@ def test_meetings_bring_all_values_to_the_first(workers: Workers) -> None:
         return sum(values)
 
     def work(index: int) -> list[int]:
-        return [workers.meet(index, "sum", index + step, act) for step in range(200)]
+        return [threads.barrier(index, "sum", index + step, act) for step in range(200)]
 
     for _ in range(3):
         acted.clear()
-        results = workers.run([partial(work, index) for index in range(4)])
+        results = threads.run([partial(work, index) for index in range(4)])
         assert results == [[6 + 4 * step for step in range(200)]] * 4
         assert acted == [[step, step + 1, step + 2, step + 3] for step in range(200)]
 
 
-def test_replicas_on_one_device_take_turns_in_order() -> None:
-    workers, order = Workers(TOGETHER), []
+def test_replicas_on_one_device_run_in_order() -> None:
+    threads, order = ReplicaThreads(TOGETHER), []
 
     def work(index: int) -> None:
         for leg in range(50):
             order.append((leg, index))
-            workers.meet(index, "leg", None, lambda _: None)
+            threads.barrier(index, "leg", None, lambda _: None)
 
-    workers.run([partial(work, index) for index in range(4)])
-    workers.close()
+    threads.run([partial(work, index) for index in range(4)])
+    threads.close()
     assert order == [(leg, index) for leg in range(50) for index in range(4)]
 
 
 @pytest.mark.parametrize("failing", range(4))
-@pytest.mark.parametrize("when", ["before", "between", "in the meeting"])
-def test_failure_ends_all_and_is_raised(workers: Workers, failing: int, when: str) -> None:
+@pytest.mark.parametrize("when", ["before", "between", "in the action"])
+def test_failure_of_a_replica_is_raised(threads: ReplicaThreads, failing: int, when: str) -> None:
     def act(values: list[Any]) -> None:
-        if when == "in the meeting":
+        if when == "in the action":
             raise KeyError(f"{when} {failing}")
 
     def work(index: int) -> None:
         if when == "before" and index == failing:
             raise KeyError(f"{when} {failing}")
-        workers.meet(index, "first", None, act)
+        threads.barrier(index, "first", None, act)
         if when == "between" and index == failing:
             raise KeyError(f"{when} {failing}")
-        workers.meet(index, "second", None, act)
+        threads.barrier(index, "second", None, act)
 
     for _ in range(2):  # They can be used again.
         with pytest.raises(KeyError, match=f"{when} {failing}"):
-            workers.run([partial(work, index) for index in range(4)])
-    assert workers.run([partial(int, index) for index in range(4)]) == [0, 1, 2, 3]
+            threads.run([partial(work, index) for index in range(4)])
+    assert threads.run([partial(int, index) for index in range(4)]) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("other", range(4))
 @pytest.mark.parametrize("kind", ["other name", "one more", "one less"])
-def test_separate_ways_end_all(workers: Workers, other: int, kind: str) -> None:
+def test_diverging_replicas_raise(threads: ReplicaThreads, other: int, kind: str) -> None:
     def work(index: int) -> None:
         if kind == "other name":
-            workers.meet(index, "here" if index == other else "there", None, list)
+            threads.barrier(index, "here" if index == other else "there", None, list)
         if kind == "one less" or index == other:
-            workers.meet(index, "first", None, list)
+            threads.barrier(index, "first", None, list)
         if kind == "one less" and index != other:
-            workers.meet(index, "second", None, list)
+            threads.barrier(index, "second", None, list)
 
-    with pytest.raises(SeparateWaysError, match=r"replica . of 4 came to .*and replica . to"):
-        workers.run([partial(work, index) for index in range(4)])
+    with pytest.raises(
+        DivergedReplicasError, match=r"replica . of 4 reached .*and replica . reached"
+    ):
+        threads.run([partial(work, index) for index in range(4)])
 
 
-def test_fewer_replicas_than_devices_run(workers: Workers) -> None:
+def test_fewer_replicas_than_devices_run(threads: ReplicaThreads) -> None:
     def work(index: int) -> int:
-        count: int = workers.meet(index, "count", None, len)
+        count: int = threads.barrier(index, "count", None, len)
         return count
 
-    assert workers.run([partial(work, index) for index in range(2)]) == [2, 2]
-    assert workers.run([partial(work, 0)]) == [1]
+    assert threads.run([partial(work, index) for index in range(2)]) == [2, 2]
+    assert threads.run([partial(work, 0)]) == [1]
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -107,15 +109,15 @@ def test_modes_are_those_of_the_caller(grad: bool, inference: bool, autocast: bo
         output = layer(torch.ones(1, 2))
         return output.dtype, output.requires_grad, output.is_inference()
 
-    workers = Workers(APART)
+    threads = ReplicaThreads(APART)
     with (
         torch.set_grad_enabled(grad),
         torch.inference_mode(inference),
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),
     ):
         expected = modes()
-        found = workers.run([modes] * 4)
-    workers.close()
+        found = threads.run([modes] * 4)
+    threads.close()
     assert found == [expected] * 4
 
 
@@ -124,7 +126,7 @@ def test_replicas_on_one_device_run_in_the_thread_of_the_caller() -> None:
         return threading.current_thread()
 
     caller = threading.current_thread()
-    together, mixed = Workers(TOGETHER), Workers(MIXED)
+    together, mixed = ReplicaThreads(TOGETHER), ReplicaThreads(MIXED)
     assert together.run([work] * 4) == [caller] * 4
     first, other, *rest = mixed.run([work] * 4)
     assert [first, other, *rest] == [caller, other] * 2
@@ -133,20 +135,20 @@ def test_replicas_on_one_device_run_in_the_thread_of_the_caller() -> None:
     mixed.close()
 
 
-def test_replicas_that_meet_have_the_modes_their_caller_began_with() -> None:
-    workers = Workers(TOGETHER)
+def test_replicas_started_at_a_barrier_have_the_modes_of_the_caller() -> None:
+    threads = ReplicaThreads(TOGETHER)
 
     def work(index: int) -> list[bool]:
         with torch.no_grad():
-            workers.meet(index, "within", None, len)
+            threads.barrier(index, "within", None, len)
             inside = torch.is_grad_enabled()
         return [inside, torch.is_grad_enabled()]
 
-    assert workers.run([partial(work, index) for index in range(4)]) == [[False, True]] * 4
-    workers.close()
+    assert threads.run([partial(work, index) for index in range(4)]) == [[False, True]] * 4
+    threads.close()
 
 
-def test_meeting_outside_of_a_step_acts_at_once() -> None:
-    workers = Workers(TOGETHER)
-    assert workers.meet(2, "alone", 7, sum) == 7
-    workers.close()
+def test_barrier_outside_of_a_step_acts_at_once() -> None:
+    threads = ReplicaThreads(TOGETHER)
+    assert threads.barrier(2, "alone", 7, sum) == 7
+    threads.close()

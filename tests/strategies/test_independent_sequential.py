@@ -1,4 +1,4 @@
-"""Independent members that take turns in one process: as lone runs, none harmed by another."""
+"""Independent members that run sequentially in one process: each as if it ran alone."""
 
 import bdb
 import gc
@@ -26,8 +26,8 @@ from lightning_memmap.errors import MemberError, UnsuitableModuleError
 from lightning_memmap.strategies import IndependentStrategy, MemberResults, read_results
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
 from tests.datasets import in_dataset_order
-from tests.distributed.scenarios.contract import CASES
 from tests.models import Points, Regression, make_trainer, weights
+from tests.strategies.contract import CASES
 
 MEMBERS = 2
 
@@ -59,7 +59,7 @@ def make_data(path: Path, **options: Any) -> MemmapDataModule:
     return MemmapDataModule(**{**defaults, **options})
 
 
-def in_turns(members: int = MEMBERS, **options: Any) -> IndependentStrategy:
+def sequential(members: int = MEMBERS, **options: Any) -> IndependentStrategy:
     return IndependentStrategy(num_members=members, processes=False, **options)
 
 
@@ -73,7 +73,7 @@ def statuses(results: MemberResults | None) -> list[str]:
 
 
 class Chosen(Regression):
-    """Tells which member it is."""
+    """Reports which member it is."""
 
     @property
     def member(self) -> int:
@@ -98,8 +98,8 @@ def test_members_are_as_lone_runs_bit_for_bit(tmp_path: Path, case: str) -> None
             trainer.fit(module, make_data(tmp_path, member=member))
         return module, trainer
 
-    strategy = in_turns()
-    module, trainer = fit("turns", strategy=strategy)
+    strategy = sequential()
+    module, trainer = fit("sequential", strategy=strategy)
     assert strategy.trainers[0] is trainer
     assert module_of(strategy, 0) is module
     for member in range(MEMBERS):
@@ -129,7 +129,7 @@ def test_members_stop_save_log_and_schedule_by_themselves(tmp_path: Path) -> Non
             # Gets better for as many epochs.
             self.log("mine", float(max(0, self.member - self.current_epoch)))
 
-    strategy = in_turns(3)
+    strategy = sequential(3)
     trainer = make_trainer(
         tmp_path,
         strategy=strategy,
@@ -160,7 +160,7 @@ def test_members_stop_save_log_and_schedule_by_themselves(tmp_path: Path) -> Non
 
 
 def test_stages_after_fit_go_on_with_each_members_own(tmp_path: Path) -> None:
-    strategy = in_turns()
+    strategy = sequential()
     trainer = make_trainer(tmp_path, strategy=strategy, enable_checkpointing=True, max_epochs=2)
     module, data = Regression(), make_data(tmp_path)
     trainer.fit(module, data)
@@ -178,7 +178,7 @@ def test_stages_after_fit_go_on_with_each_members_own(tmp_path: Path) -> None:
         alone = make_trainer(tmp_path / "alone")
         (expected,) = alone.test(lone, make_data(tmp_path), verbose=False)
         assert read_results(tmp_path, "test").members[member].metrics == expected
-        # What was to be seen: the held-out fold, then all test rows.
+        # The expected rows: the held-out fold, then all test rows.
         seen = module_of(strategy, member).seen
         assert [row for step in seen["test"] for row in step] == list(range(100, 120))
         held_out = [row for step in seen["val"][-7:] for row in step]
@@ -196,7 +196,7 @@ def test_callbacks_that_a_module_brings_are_each_members_own(tmp_path: Path) -> 
             # Not of the same types: those would replace each other.
             return [last, *([EarlyStopping("val_loss")] if self.member else [])]
 
-    strategy = in_turns()
+    strategy = sequential()
     trainer = make_trainer(tmp_path, strategy=strategy, enable_checkpointing=True)
     module, data = Bringing(), make_data(tmp_path)
     trainer.fit(module, data)
@@ -209,23 +209,23 @@ def test_callbacks_that_a_module_brings_are_each_members_own(tmp_path: Path) -> 
 
 def test_another_trainer_goes_on_with_each_members_own(tmp_path: Path) -> None:
     module, data = Regression(), make_data(tmp_path)
-    first = in_turns()
+    first = sequential()
     make_trainer(tmp_path, strategy=first).fit(module, data)
     before = [weights(module_of(first, member)) for member in range(MEMBERS)]
     modules = [module_of(first, member) for member in range(MEMBERS)]
-    second = in_turns()
+    second = sequential()
     make_trainer(tmp_path / "again", strategy=second).validate(module, data, verbose=False)
     for member in range(MEMBERS):
         assert module_of(second, member) is modules[member]
         assert torch.equal(weights(module_of(second, member)), before[member])
 
-    # A new module around a part of the old one.
+    # A new module around a submodule of the old one.
     class Around(Regression):
         def __init__(self, net: nn.Module) -> None:
             super().__init__()
             self.net = nn.Sequential(net)
 
-    around, third = Around(module.net), in_turns()
+    around, third = Around(module.net), sequential()
     make_trainer(tmp_path / "third", strategy=third).validate(around, data, verbose=False)
     for member in range(MEMBERS):
         assert torch.equal(weights(module_of(third, member)), before[member])
@@ -234,7 +234,7 @@ def test_another_trainer_goes_on_with_each_members_own(tmp_path: Path) -> None:
 
 def test_resume_is_as_the_whole_run_for_each_member(tmp_path: Path) -> None:
     def fit(name: str, max_epochs: int, **options: Any) -> IndependentStrategy:
-        strategy = in_turns()
+        strategy = sequential()
         trainer = make_trainer(
             tmp_path / name,
             strategy=strategy,
@@ -243,14 +243,14 @@ def test_resume_is_as_the_whole_run_for_each_member(tmp_path: Path) -> None:
             callbacks=[ModelCheckpoint(tmp_path / name, save_last=True)],
         )
         with warnings.catch_warnings():
-            # The checkpoints of the part that is resumed are in another directory.
+            # The checkpoints that are resumed are in another directory.
             warnings.filterwarnings("ignore", message="The dirpath has changed")
             trainer.fit(Regression(), make_data(tmp_path), weights_only=True, **options)
         return strategy
 
     whole = fit("whole", 3)
-    fit("part", 1)
-    resumed = fit("rest", 3, ckpt_path=tmp_path / "part" / "member_{member}" / "last.ckpt")
+    fit("first", 1)
+    resumed = fit("rest", 3, ckpt_path=tmp_path / "first" / "member_{member}" / "last.ckpt")
     for member in range(MEMBERS):
         found, expected = module_of(resumed, member), module_of(whole, member)
         assert torch.equal(weights(found), weights(expected))
@@ -268,7 +268,7 @@ def test_parts_stores_and_loaders_are_each_members_own(tmp_path: Path) -> None:
         stored.prepare_data()
 
     def rows(data: Any, val: Any = None, **options: Any) -> list[list[int]]:
-        strategy = in_turns()
+        strategy = sequential()
         torch.manual_seed(4)
         make_trainer(tmp_path, strategy=strategy, **options).fit(Regression(), data, val)
         return [
@@ -276,8 +276,8 @@ def test_parts_stores_and_loaders_are_each_members_own(tmp_path: Path) -> None:
             for member in range(MEMBERS)
         ]
 
-    parts = rows(make_data(tmp_path, num_folds=None, num_parts=MEMBERS))
-    assert [sorted(part) for part in parts] == [list(range(0, 63, 2)), list(range(1, 63, 2))]
+    subsets = rows(make_data(tmp_path, num_folds=None, num_parts=MEMBERS))
+    assert [sorted(subset) for subset in subsets] == [list(range(0, 63, 2)), list(range(1, 63, 2))]
     sites = rows(
         make_data(
             tmp_path, train_dataset=None, num_folds=None, store_dir=tmp_path / "site_{member}"
@@ -292,12 +292,12 @@ def test_parts_stores_and_loaders_are_each_members_own(tmp_path: Path) -> None:
 
 
 def test_predictions_of_each_member_are_a_table(tmp_path: Path) -> None:
-    strategy = in_turns()
+    strategy = sequential()
     trainer = make_trainer(tmp_path, strategy=strategy)
     module, data = Regression(), make_data(tmp_path)
     trainer.fit(module, data)
     table = PredictionTable(tmp_path / "table_{member}")
-    second = in_turns()
+    second = sequential()
     predicting = make_trainer(tmp_path, strategy=second, callbacks=[table])
     predicting.predict(module, data, return_predictions=False)
     x = Points(25, 200).x
@@ -318,7 +318,7 @@ def test_tuner_finds_a_rate_for_each_member(tmp_path: Path) -> None:
             with torch.no_grad():
                 self.net[0].weight *= 1 + 10 * self.member
 
-    strategy = in_turns()
+    strategy = sequential()
     module = Wider()
     trainer = make_trainer(tmp_path, strategy=strategy, enable_checkpointing=True, max_epochs=20)
     Tuner(trainer).lr_find(module, datamodule=make_data(tmp_path), num_training=40)
@@ -333,7 +333,7 @@ def test_compiled_modules_are_compiled_for_each_member(tmp_path: Path) -> None:
         """Steps that compute and do nothing else, which is what a compiler is given."""
 
         def setup(self, stage: str) -> None:
-            turn.append(self.member)
+            order.append(self.member)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
@@ -341,21 +341,21 @@ def test_compiled_modules_are_compiled_for_each_member(tmp_path: Path) -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
 
-    turn: list[int] = []
+    order: list[int] = []
     ran: set[int] = set()
 
     def backend(graph: Any, inputs: Any) -> Any:
         def run(*args: Any) -> Any:
-            ran.add(turn[-1])
+            ran.add(order[-1])
             return graph.forward(*args)
 
         return run
 
     def fit(wrap: Callable[[Any], Any]) -> IndependentStrategy:
-        strategy = in_turns()
+        strategy = sequential()
         module, data = wrap(Quiet()), make_data(tmp_path)
         make_trainer(tmp_path, strategy=strategy, max_epochs=2).fit(module, data)
-        again = in_turns()
+        again = sequential()
         make_trainer(tmp_path, strategy=again, max_epochs=1).fit(module, data)
         assert module_of(again, 1) is module_of(strategy, 1)
         torch._dynamo.reset()
@@ -398,8 +398,8 @@ def test_compiled_modules_are_compiled_for_each_member(tmp_path: Path) -> None:
     assert not torch.equal(weights(module_of(plain, 0)), weights(module_of(plain, 1)))
 
 
-def test_members_have_the_devices_in_turn(tmp_path: Path) -> None:
-    strategy = in_turns(3)
+def test_members_share_the_devices_evenly(tmp_path: Path) -> None:
+    strategy = sequential(3)
     strategy.parallel_devices = [torch.device("cpu"), torch.device("cpu", 0)]
     trainer = make_trainer(tmp_path, strategy=strategy)
     trainer.fit(Regression(), make_data(tmp_path, num_folds=3))
@@ -414,7 +414,7 @@ def test_datasets_are_shared_and_copies_of_data_are_not_set_up(tmp_path: Path) -
             found[self.member] = data
 
     found: dict[int, MemmapDataModule] = {}
-    strategy = in_turns()
+    strategy = sequential()
     data = make_data(tmp_path, num_folds=None)
     data.prepare_data()
     data.setup()
@@ -434,7 +434,7 @@ def test_random_numbers_after_a_stage_are_as_after_a_lone_run(tmp_path: Path) ->
 
     data = make_data(tmp_path, num_folds=None)
     torch.manual_seed(3)
-    make_trainer(tmp_path / "a", strategy=in_turns()).fit(Noisy(), data)
+    make_trainer(tmp_path / "a", strategy=sequential()).fit(Noisy(), data)
     after = torch.rand(4)
     torch.manual_seed(3)
     one = IndependentStrategy()
@@ -452,7 +452,7 @@ def test_seed_of_one_member_is_not_that_of_the_next(tmp_path: Path) -> None:
             found.append((os.environ.get("PL_GLOBAL_SEED"), torch.rand(()).item()))
 
     found: list[Any] = []
-    make_trainer(tmp_path, strategy=in_turns(3)).fit(Seeding(), make_data(tmp_path, num_folds=3))
+    make_trainer(tmp_path, strategy=sequential(3)).fit(Seeding(), make_data(tmp_path, num_folds=3))
     assert found[0] == found[2] != found[1]
     assert found[1][0] == "9"
     assert found[0][0] is None
@@ -518,7 +518,7 @@ HOOKS = ("setup", "configure_model", "configure_optimizers", "training_step", "o
 def test_member_that_fails_stops_no_other_and_is_let_go(
     tmp_path: Path, hook: str, alive: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    strategy = in_turns(3, raise_on_failure=False)
+    strategy = sequential(3, raise_on_failure=False)
     module, data = Unlucky(1, hook), make_data(tmp_path, num_folds=3)
     trainer = make_trainer(tmp_path, strategy=strategy)
     trainer.fit(module, data)
@@ -534,16 +534,16 @@ def test_member_that_fails_stops_no_other_and_is_let_go(
     assert "member 1: ValueError: no luck" in printed.out
     assert "Traceback" in printed.err
 
-    # It takes part in nothing that follows.
+    # It does not run in later stages.
     trainer.test(module, data, verbose=False)
     assert statuses(strategy.results) == ["done", "failed", "done"]
     assert strategy.results.members[1].error == "ValueError: no luck"
     assert [m.member for m in read_results(tmp_path, "test").members] == [0, 2]
-    again = in_turns(3)
+    again = sequential(3)
     with pytest.raises(MemberError, match=r"1 of 3 members failed.*member 1: ValueError: no luck"):
         make_trainer(tmp_path, strategy=again).validate(module, data, verbose=False)
     # A new module is a new start, with the same data.
-    fresh = in_turns(3)
+    fresh = sequential(3)
     make_trainer(tmp_path, strategy=fresh).fit(Unlucky(5, hook), data)
     assert statuses(fresh.results) == ["done"] * 3
 
@@ -555,7 +555,7 @@ def test_member_that_fails_stops_no_other_and_is_let_go(
 def test_first_member_that_fails_ends_after_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    strategy = in_turns(3)
+    strategy = sequential(3)
     trainer = make_trainer(tmp_path, strategy=strategy)
     with pytest.raises(ValueError, match="no luck"):
         trainer.fit(Unlucky(0, "training_step"), make_data(tmp_path, num_folds=3))
@@ -565,7 +565,7 @@ def test_first_member_that_fails_ends_after_the_others(
 
 
 def test_failure_of_another_is_an_error_of_the_first(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, strategy=in_turns())
+    trainer = make_trainer(tmp_path, strategy=sequential())
     words = r"fit: 1 of 2 members failed.*member 1: SystemExit: 3 \(its output: .*member_1"
     with pytest.raises(MemberError, match=words):
         trainer.fit(Unlucky(1, "training_step", SystemExit(3)), make_data(tmp_path))
@@ -581,7 +581,7 @@ def test_user_who_ends_a_member_ends_all(
     error: BaseException,
     raised: type[BaseException],
 ) -> None:
-    trainer = make_trainer(tmp_path, strategy=in_turns(3, raise_on_failure=False))
+    trainer = make_trainer(tmp_path, strategy=sequential(3, raise_on_failure=False))
     with pytest.raises(raised):
         trainer.fit(Unlucky(member, "training_step", error), make_data(tmp_path, num_folds=3))
     results = read_results(tmp_path)
@@ -595,7 +595,7 @@ def test_sigterm_ends_all(tmp_path: Path) -> None:
             if self.member == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    trainer = make_trainer(tmp_path, strategy=in_turns(3))
+    trainer = make_trainer(tmp_path, strategy=sequential(3))
     with pytest.raises(SystemExit):
         trainer.fit(Asking(), make_data(tmp_path, num_folds=3))
     assert statuses(read_results(tmp_path)) == ["done", "failed"]
@@ -606,11 +606,11 @@ def test_sigterm_ends_all(tmp_path: Path) -> None:
 
 def test_copies_live_no_longer_than_what_they_are_copies_of(tmp_path: Path) -> None:
     def fit() -> list[Any]:
-        strategy = in_turns()
+        strategy = sequential()
         trainer, module = make_trainer(tmp_path, strategy=strategy), Regression()
         trainer.fit(module, make_data(tmp_path))
-        held = [trainer, module, strategy.trainers[1], module_of(strategy, 1)]
-        return [weakref.ref(each) for each in held]
+        alive = [trainer, module, strategy.trainers[1], module_of(strategy, 1)]
+        return [weakref.ref(each) for each in alive]
 
     references = fit()
     let_copies_go()
@@ -621,8 +621,8 @@ def test_copies_live_no_longer_than_what_they_are_copies_of(tmp_path: Path) -> N
 
 
 def test_member_is_not_known_before_a_stage(tmp_path: Path) -> None:
-    strategy = in_turns()
-    words = "Choose by self.trainer.strategy.member in configure_model"
+    strategy = sequential()
+    words = "Use self.trainer.strategy.member in configure_model"
     with pytest.raises(RuntimeError, match=words):
         _ = strategy.member
     trainer = make_trainer(tmp_path, strategy=strategy)
@@ -635,10 +635,10 @@ def test_member_is_not_known_before_a_stage(tmp_path: Path) -> None:
 def test_one_member_is_trained_alone_by_the_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together = in_turns()
+    together = sequential()
     make_trainer(tmp_path, strategy=together).fit(Regression(), make_data(tmp_path))
     monkeypatch.setenv(MEMBER_VARIABLE, "1")
-    strategy = in_turns()
+    strategy = sequential()
     assert strategy.member == 1
     module = Regression()
     make_trainer(tmp_path, strategy=strategy).fit(module, make_data(tmp_path))
@@ -668,11 +668,11 @@ def with_lock() -> Regression:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (compiled_in_place, "Regression has a part of which compile[(][)] was called"),
+        (compiled_in_place, "compile[(][)] was called on Regression or a submodule"),
         (
             hook_of_closure,
-            r"function hook_of_closure.<locals>.<lambda> \(.*test_independent_turns.py, line \d+\)"
-            " holds on to the Regression",
+            r"function hook_of_closure.<locals>.<lambda> \(.*_sequential.py, line \d+\)"
+            " refers to the Regression",
         ),
         (with_lock, "something in them cannot be copied: TypeError: cannot pickle '_thread.lock'"),
     ],
@@ -681,7 +681,7 @@ def with_lock() -> Regression:
 def test_what_cannot_be_each_members_own_is_refused(
     tmp_path: Path, make: Callable[[], Any], words: str
 ) -> None:
-    trainer = make_trainer(tmp_path, strategy=in_turns())
+    trainer = make_trainer(tmp_path, strategy=sequential())
     with pytest.raises(UnsuitableModuleError, match=words):
         trainer.fit(make(), make_data(tmp_path))
     # Before anything was trained.
@@ -690,22 +690,22 @@ def test_what_cannot_be_each_members_own_is_refused(
 
 def test_module_that_was_refused_can_be_mended(tmp_path: Path) -> None:
     module, data = with_lock(), make_data(tmp_path)
-    strategy = in_turns(3)
+    strategy = sequential(3)
     trainer = make_trainer(tmp_path, strategy=strategy)
     with pytest.raises(UnsuitableModuleError):
         trainer.fit(module, data)
     del module.lock
-    strategy = in_turns()
+    strategy = sequential()
     make_trainer(tmp_path, strategy=strategy).fit(module, data)
     assert statuses(strategy.results) == ["done"] * MEMBERS
 
 
 def test_checkpoint_of_the_first_member_is_refused_for_all(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, strategy=in_turns(), enable_checkpointing=True)
+    trainer = make_trainer(tmp_path, strategy=sequential(), enable_checkpointing=True)
     module, data = Regression(), make_data(tmp_path)
     trainer.fit(module, data)
     saver: Any = trainer.checkpoint_callback
-    words = re.escape("is of member 0, and all members would load it: write {member}")
+    words = re.escape("belongs to member 0, and all members would load it: write {member}")
     with pytest.raises(ValueError, match=words):
         trainer.test(module, data, ckpt_path=saver.best_model_path)
 
@@ -720,25 +720,27 @@ def test_logger_of_one_run_is_refused(tmp_path: Path) -> None:
         def finalize(self, status: str) -> None:
             """Nothing was begun."""
 
-    trainer = make_trainer(tmp_path, strategy=in_turns(), logger=OneRun())
+    trainer = make_trainer(tmp_path, strategy=sequential(), logger=OneRun())
     with pytest.raises(ValueError, match="WandbLogger with processes=False: it has one run"):
         trainer.fit(Regression(), make_data(tmp_path))
 
 
 def test_module_of_fewer_members_is_refused(tmp_path: Path) -> None:
     module = Regression()
-    make_trainer(tmp_path, strategy=in_turns()).fit(module, make_data(tmp_path))
-    trainer = make_trainer(tmp_path, strategy=in_turns(3))
+    make_trainer(tmp_path, strategy=sequential()).fit(module, make_data(tmp_path))
+    trainer = make_trainer(tmp_path, strategy=sequential(3))
     with pytest.raises(ValueError, match="num_members=3: this Regression was trained by 2 members"):
         trainer.validate(module, make_data(tmp_path, num_folds=3))
 
 
-def test_notebook_is_told_to_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_must_run_members_sequentially(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lightning_memmap.strategies.independent.is_interactive", lambda: True)
     words = re.escape("with IndependentStrategy(num_members=2, processes=False)")
     with pytest.raises(ValueError, match=words):
         make_trainer(tmp_path, strategy=IndependentStrategy(num_members=2))
-    for strategy in (in_turns(), IndependentStrategy()):
+    for strategy in (sequential(), IndependentStrategy()):
         assert make_trainer(tmp_path, strategy=strategy).strategy is strategy
     # A member that is trained alone starts no process.
     monkeypatch.setenv(MEMBER_VARIABLE, "1")

@@ -9,90 +9,90 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_memmap._compat.modules import PARTS
+from lightning_memmap._compat.modules import MODULE_DICTS
 
 
 class Assignment(NamedTuple):
-    """An attribute of a module, and its value; `MISSING` where it was deleted."""
+    """An attribute of a module and its value; `MISSING` where it was deleted."""
 
     module: nn.Module
     name: str
     value: Any
 
 
-#: Stands for an attribute that is no longer there.
+#: The value of an attribute that was deleted.
 MISSING = object()
 
 
 class Assignments:
     """Finds what was assigned to a module's attributes outside of its steps.
 
-    What hooks and callbacks assign is for all replicas. What a step assigns each replica keeps for
-    itself, such as a hidden state of its own rows: as under DDP, where each process does.
+    What hooks and callbacks assign is for all replicas. What a step assigns, such as a hidden
+    state of its rows, each replica keeps for itself, as each process does under DDP.
     """
 
     def __init__(self) -> None:
         self._seen: dict[nn.Module, dict[str, Any]] = {}
 
     def since_last_step(self, modules: Iterable[nn.Module]) -> Iterator[Assignment]:
-        """What was assigned since `note_step`; for modules that are new, all that they have."""
+        """What was assigned since `note_step`; for new modules, all of their attributes."""
         for module in modules:
             seen, attributes = self._seen.get(module, {}), vars(module)
             for name, value in attributes.items():
-                if seen.get(name, MISSING) is not value and name not in PARTS:
+                if seen.get(name, MISSING) is not value and name not in MODULE_DICTS:
                     yield Assignment(module, name, value)
             for name in seen.keys() - attributes.keys():
                 yield Assignment(module, name, MISSING)
 
     def note_step(self, modules: Iterable[nn.Module]) -> None:
-        """A step of all replicas has ended, whatever it has assigned."""
+        """Note the attributes at the end of a step of all replicas."""
         self._seen = {module: dict(vars(module)) for module in modules}
 
 
-def map_value(value: Any, stand_in: Callable[[Any], Any]) -> Any:
-    """A value with the stand-ins of what it refers to: itself, or as an item of a list, tuple or
-    dict, the target of a weak reference or the owner of a bound method.
+def map_references(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """Replace what a value refers to: itself, an item of a list, tuple or dict, the target of a
+    weak reference or the owner of a bound method.
 
     Args:
-        value: What a module has as an attribute.
-        stand_in: Gives the stand-in for an object; the object itself where there is none.
+        value: An attribute of a module.
+        replace: Returns the replacement of an object, or the object itself.
 
     Returns:
-        The same object where it refers to nothing that has a stand-in.
+        The same object where nothing is replaced.
     """
     if type(value) in (list, tuple):
-        items = [_map_item(item, stand_in) for item in value]
+        items = [_map_item(item, replace) for item in value]
         same = all(new is old for new, old in zip(items, value, strict=True))
         return value if same else type(value)(items)
     if type(value) is dict:
-        pairs = {key: _map_item(item, stand_in) for key, item in value.items()}
+        pairs = {key: _map_item(item, replace) for key, item in value.items()}
         return value if all(pairs[key] is value[key] for key in value) else pairs
-    return _map_item(value, stand_in)
+    return _map_item(value, replace)
 
 
-def _map_item(value: Any, stand_in: Callable[[Any], Any]) -> Any:
+def _map_item(value: Any, replace: Callable[[Any], Any]) -> Any:
     if isinstance(value, weakref.ref):
         target = value()
-        mapped = stand_in(target)
+        mapped = replace(target)
         return value if mapped is target else weakref.ref(mapped)
     if isinstance(value, MethodType):
-        owner = stand_in(value.__self__)
+        owner = replace(value.__self__)
         return value if owner is value.__self__ else MethodType(value.__func__, owner)
-    return stand_in(value)
+    return replace(value)
 
 
 class NumberCheck:
-    """Warns once for each attribute to which the replicas' steps have assigned other numbers.
+    """Warns once for each attribute to which the replicas' steps assigned different numbers.
 
-    Sums and counts kept in attributes are of all rows on one device, and of the rows of replica 0
-    under ``memmap_dp``.
+    A sum or count that a step keeps in an attribute is over all rows on one device, and over the
+    rows of replica 0 under ``memmap_dp``.
     """
 
     def __init__(self) -> None:
         self._known: set[str] = set()
 
     def check(self, name: str, before: dict[str, Any], modules: Sequence[nn.Module]) -> None:
-        """Compare what a step has assigned.
+        """Compare what a step assigned.
 
         Args:
             name: Name of the step.
@@ -106,7 +106,7 @@ class NumberCheck:
             if all(isinstance(value, Number) for value in values):
                 differs = any(value != values[0] for value in values)
             elif all(isinstance(value, Tensor) and value.ndim == 0 for value in values):
-                # Once: to read a number from a GPU is to wait for it.
+                # Only once, since reading a number from a GPU waits for it.
                 self._known.add(attribute)
                 differs = len({value.item() for value in values}) > 1  # type: ignore[union-attr]
             else:
@@ -114,8 +114,8 @@ class NumberCheck:
             if differs:
                 self._known.add(attribute)
                 rank_zero_warn(
-                    f"{name} has assigned another number to self.{attribute} in each replica, and"
-                    " hooks and callbacks see that of replica 0, which is of its own rows alone."
+                    f"{name} assigned a different number to self.{attribute} in each replica, and"
+                    " hooks and callbacks see that of replica 0, which is from its own rows alone."
                     " For all rows, use self.log or a torchmetrics metric, append to a list, or"
                     " train with memmap_superbatch"
                 )

@@ -1,7 +1,7 @@
-"""Lets members take turns in this process: one member's whole stage after the other's.
+"""Runs members sequentially in this process: one member's whole stage after the other's.
 
-Member 0 has what the program has made: its Trainer, its module, its data. Each other member has
-copies of them, made before member 0 begins, and is told to do the same with them.
+Member 0 has what the program made: its Trainer, its module, its data. Each other member has copies
+of them, made before member 0 begins, and runs the same stage with them.
 """
 
 import bdb
@@ -26,7 +26,11 @@ from lightning_memmap._compat.randomness import RandomState
 from lightning_memmap._compat.tensors import tree_leaves
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.strategies.members.copies import MemberCopies
-from lightning_memmap.strategies.members.launcher import MemberLauncher, member_of_this_process
+from lightning_memmap.strategies.members.launcher import (
+    MemberLauncher,
+    StageCall,
+    member_of_this_process,
+)
 from lightning_memmap.strategies.members.results import (
     FAILED,
     MemberResult,
@@ -35,14 +39,14 @@ from lightning_memmap.strategies.members.results import (
     member_folder,
 )
 
-#: By these the user ends the program, and with it all members.
+#: With these the user ends the program, and with it all members.
 _END = (KeyboardInterrupt, SIGTERMException, bdb.BdbQuit)
 
 
-class OneLauncher(MemberLauncher, Launcher):
-    """Runs the stages of one member in this process, and knows nothing of the others."""
+class InProcessLauncher(MemberLauncher, Launcher):
+    """Runs the stages of one member in this process."""
 
-    #: Whether the user has ended the latest stage.
+    #: Whether the user ended the latest stage.
     is_ended = False
 
     @property
@@ -60,60 +64,60 @@ class OneLauncher(MemberLauncher, Launcher):
         try:
             return self._run_stage(trainer, function, *args, **kwargs)
         except _END:
-            # Lightning makes another error of this one.
+            # Lightning raises another error instead of this one.
             self.is_ended = True
             raise
 
-    def join(self, root: Path, stage: tuple[str, int]) -> None:
+    def join(self, call: StageCall) -> None:
         """Take part in a stage of the program."""
-        self._root, self._stage = root, stage
+        self._call = call
 
     def fail(self, trainer: L.Trainer, error: BaseException) -> None:
-        """Record that the stage has failed, also where that was before or after its run."""
+        """Record that the stage failed, even if that was before or after its run."""
         recorded = self._recorded(self.member)
         if recorded is None or recorded.status != FAILED:
             self._record(trainer, FAILED, 0.0, error)
 
     @override
     def kill(self, signum: Any) -> None:
-        """There is no other process."""
+        """Nothing: there is no other process."""
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """There is nobody to tell."""
+        """Nothing: no other member depends on this one."""
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """What a member is to do in a stage."""
+class _MemberRun:
+    """A stage of one member: its launcher, its Trainer and the arguments."""
 
-    launcher: OneLauncher
+    launcher: InProcessLauncher
     trainer: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def given(self) -> list[Any]:
-        """What the Trainer's method was given: as much for each member."""
+    def arguments(self) -> list[Any]:
+        """The arguments of the Trainer's method: the same number for each member."""
         return tree_leaves((self.args, self.kwargs))
 
-    def parts(self) -> list[Any]:
-        """The Trainer, and what it was made of: as much for each member where it is new."""
+    def components(self) -> list[Any]:
+        """The Trainer, its callbacks and its loggers: the same number for each new Trainer."""
         return [self.trainer, *self.trainer.callbacks, *self.trainer.loggers]
 
     def modules(self) -> dict[str, Any]:
-        """All modules by name; a member may have others than another one."""
+        """All submodules by name, which may differ between members."""
         return dict(self.trainer.lightning_module.named_modules())
 
 
-class TurnLauncher(OneLauncher):
-    """Runs the stages of member 0, and lets each other member have its turn after that.
+class SequentialLauncher(InProcessLauncher):
+    """Runs the stages of member 0, and then those of each other member.
 
     Args:
         num_members: Members of the run.
-        raise_on_failure: Whether a failure of another member is an error of member 0.
+        raise_on_failure: Whether member 0 raises an error where another member failed.
     """
 
-    # A program has one set of members, however many Trainers it makes.
+    # One set of members for the whole program, however many Trainers it makes.
     _copies: ClassVar[defaultdict[int, MemberCopies]] = defaultdict(MemberCopies)
     _random: ClassVar[dict[int, RandomState]] = {}
     _directories: ClassVar[set[Path]] = set()
@@ -135,17 +139,17 @@ class TurnLauncher(OneLauncher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
-        self._root = self._root or self._find_root(trainer)
-        self._count_stage(trainer)
+        self._begin(trainer, self._find_root(trainer) if self._call is None else self._call.root)
         if self._is_alone:
             return super().launch(function, *args, trainer=trainer, **kwargs)
-        if self._root not in self._directories:
-            self._directories.add(self._root)
-            forget_results(self._root)
-        own = _Turn(self, trainer, args, kwargs)
-        turns = self._copy(own)
-        self._trainers = {0: trainer} | {member: turn.trainer for member, turn in turns.items()}
-        starts = self._starts()
+        root = self.call.root
+        if root not in self._directories:
+            self._directories.add(root)
+            forget_results(root)
+        own = _MemberRun(self, trainer, args, kwargs)
+        runs = self._copy(own)
+        self._trainers = {0: trainer} | {member: run.trainer for member, run in runs.items()}
+        initial = self._initial_states()
         returned = failure = None
         try:
             returned = super().launch(function, *args, trainer=trainer, **kwargs)
@@ -155,36 +159,36 @@ class TurnLauncher(OneLauncher):
             failure = error
             if not isinstance(error, TunerExit):
                 del self._trainers[0]
-        results = self._let_others(own, turns, starts)
+        results = self._run_others(own, runs, initial)
         if failure is not None:
             try:
                 raise failure
             finally:
-                # It knows this function, and would be kept by it.
+                # Its traceback refers to this frame, which would keep it alive.
                 del failure
         if self._raise_on_failure:
             results.check()
         return returned
 
-    def _copy(self, own: _Turn) -> dict[int, _Turn]:
-        """What each other member is to do that has not failed before.
+    def _copy(self, own: _MemberRun) -> dict[int, _MemberRun]:
+        """The runs of all other members that have not failed before.
 
         Raises:
             UnsuitableModuleError: Something cannot be copied as it is.
-            ValueError: A checkpoint is that of member 0, the module is of another number of
-                members, or a logger cannot tell members apart.
+            ValueError: A checkpoint belongs to member 0, the module to another number of members,
+                or a logger cannot distinguish members.
         """
         loggers = own.trainer.loggers
         if self._others and any(isinstance(logger, WandbLogger) for logger in loggers):
             raise ValueError(
-                "WandbLogger with processes=False: it has one run in a process, to which all"
-                " members would write; leave out processes=False, or take a CSVLogger"
+                "WandbLogger with processes=False: it has one run per process, to which all members"
+                " would write; leave out processes=False, or use a CSVLogger"
             )
-        for given in own.given():
+        for given in own.arguments():
             if isinstance(given, (str, Path)) and member_folder(0) in Path(given).parts:
                 raise ValueError(
-                    f"{str(given)!r} is of member 0, and all members would load it: write"
-                    " {member} for the number in it, or ckpt_path='best'"
+                    f"{str(given)!r} belongs to member 0, and all members would load it: write"
+                    " {member} in place of the number, or ckpt_path='best'"
                 )
         module = own.trainer.lightning_module
         knowing = [m for m, copies in self._copies.items() if copies.knows(module)]
@@ -195,12 +199,11 @@ class TurnLauncher(OneLauncher):
             )
         if not knowing and self._others and any(map(is_compiled_in_place, module.modules())):
             raise UnsuitableModuleError(
-                f"processes=False: {type(module).__name__} has a part of which compile() was"
-                " called, and the copies of the other members would not be compiled: use"
-                " torch.compile(part) or torch.compile(module)"
+                f"processes=False: compile() was called on {type(module).__name__} or a submodule"
+                " of it, and the copies of the other members would not be compiled: use"
+                " torch.compile(submodule) or torch.compile(module)"
             )
-        assert self._root is not None
-        turns = {}
+        runs = {}
         self._reasons = {}
         for member in self._others:
             copies = self._copies[member]
@@ -208,43 +211,43 @@ class TurnLauncher(OneLauncher):
             if reason is not None:
                 self._reasons[member] = reason
                 continue
-            launcher = OneLauncher(member, self._num_members, raise_on_failure=False)
+            launcher = InProcessLauncher(member, self._num_members, raise_on_failure=False)
             with uncompiled(module):
                 found = copies.copy((own.trainer, own.args, own.kwargs), {id(self): launcher})
-            # Of a Trainer that it knows the member has a launcher.
-            turns[member] = _Turn(found[0].strategy.launcher, *found)
-        for member, turn in turns.items():
-            compile_as(turn.trainer.lightning_module, module)
-            turn.launcher.join(self._root, self._stage)
+            # The copy of a known Trainer has a launcher already.
+            runs[member] = _MemberRun(found[0].strategy.launcher, *found)
+        for member, run in runs.items():
+            compile_as(run.trainer.lightning_module, module)
+            run.launcher.join(self.call)
             copies = self._copies[member]
-            copies.keep(zip(own.given(), turn.given(), strict=True))
+            copies.keep(zip(own.arguments(), run.arguments(), strict=True))
             if not copies.knows(own.trainer):
-                copies.keep(zip(own.parts(), turn.parts(), strict=True))
-        return turns
+                copies.keep(zip(own.components(), run.components(), strict=True))
+        return runs
 
-    def _starts(self) -> dict[int, RandomState]:
-        """The random state that each other member begins with.
+    def _initial_states(self) -> dict[int, RandomState]:
+        """The random state in which each other member begins the stage.
 
-        That of the program, as in a process of its own. Its own goes on from stage to stage as
-        long as the program's does.
+        In the first stage it is the program's, as in a process of its own. The member continues
+        with its own as long as the program does so, too.
         """
         now = RandomState.now()
         before = self._random.get(0)
-        goes_on = before is not None and now.is_as(before)
-        return {m: self._random.get(m, now) if goes_on else now for m in self._others}
+        continues = before is not None and now.equals(before)
+        return {m: self._random.get(m, now) if continues else now for m in self._others}
 
-    def _let_others(
-        self, own: _Turn, turns: dict[int, _Turn], starts: dict[int, RandomState]
+    def _run_others(
+        self, own: _MemberRun, runs: dict[int, _MemberRun], initial: dict[int, RandomState]
     ) -> MemberResults:
-        """Let the others have their turns, and show how all have ended."""
+        """Run the stage of the other members, and show how all members ended."""
         after = {0: RandomState.now()}
         try:
-            for member in list(turns):
-                starts[member].restore()
-                self._let(own, turns.pop(member))
+            for member in list(runs):
+                initial[member].restore()
+                self._run_member(own, runs.pop(member))
                 after[member] = RandomState.now()
                 if member not in self._trainers:
-                    # Its Trainer and its module hold each other, and memory of a device.
+                    # Its Trainer and its module refer to each other, and to memory of a device.
                     gc.collect()
         finally:
             after[0].restore()
@@ -252,29 +255,28 @@ class TurnLauncher(OneLauncher):
         self._random.update(after)
         return self._show()
 
-    def _let(self, own: _Turn, turn: _Turn) -> None:
-        """Let a member have its turn."""
-        copies = self._copies[turn.launcher.member]
+    def _run_member(self, own: _MemberRun, run: _MemberRun) -> None:
+        copies = self._copies[run.launcher.member]
         try:
-            getattr(turn.trainer, self._stage[0])(*turn.args, **turn.kwargs)
+            getattr(run.trainer, self.call.name)(*run.args, **run.kwargs)
         except BaseException as error:
-            if isinstance(error, _END) or turn.launcher.is_ended:
+            if isinstance(error, _END) or run.launcher.is_ended:
                 raise
-            turn.launcher.fail(turn.trainer, error)
-            self._let_go(own, turn.launcher.member, traceback.format_exc())
+            run.launcher.fail(run.trainer, error)
+            self._drop_failed(own, run.launcher.member, traceback.format_exc())
         else:
-            # Also those that were made in configure_model.
+            # Including those that were made in configure_model.
             modules = own.modules()
-            copies.keep((modules[n], m) for n, m in turn.modules().items() if n in modules)
+            copies.keep((modules[n], m) for n, m in run.modules().items() if n in modules)
 
-    def _let_go(self, own: _Turn, member: int, text: str) -> None:
-        """Tell why a member has failed, and let go of what it has."""
+    def _drop_failed(self, own: _MemberRun, member: int, text: str) -> None:
+        """Report why a member failed, and drop its copies."""
         self._output(member).write_text(text)
         print(text, file=sys.stderr)
-        copies, recorded = self._copies[member], self._recorded(member)
-        assert recorded is not None
-        copies.forget([*own.given(), *own.parts(), *own.modules().values()])
-        copies.fail((own.trainer, own.trainer.lightning_module), recorded.error or "")
+        copies = self._copies[member]
+        copies.forget([*own.arguments(), *own.components(), *own.modules().values()])
+        reason = self._result_of(member).error or ""
+        copies.fail((own.trainer, own.trainer.lightning_module), reason)
         del self._trainers[member]
 
     @override

@@ -1,8 +1,7 @@
-"""Persistent replicas of a module: the same module on other devices, with tensors of their own."""
+"""Persistent replicas of a module: the same module on other devices, with their own tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -10,47 +9,49 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.cuda import comm
 from torch.nn.parameter import is_lazy
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
-from lightning_memmap._compat.metrics import copy_metric, states_without_reduction
+from lightning_memmap._compat.metrics import states_without_reduction
 from lightning_memmap._compat.modules import (
-    PARTS,
+    MODULE_DICTS,
     compiled_steps,
     is_compiled,
     is_compiled_inside,
     lightning_attributes,
-    own_parts,
+    module_dicts,
 )
 from lightning_memmap._compat.tensors import add_tensors, copy_tensors
 from lightning_memmap.errors import UnsuitableModuleError
-from lightning_memmap.strategies.in_parts.attributes import (
+from lightning_memmap.strategies._buckets import buckets
+from lightning_memmap.strategies.replicas.attributes import (
     MISSING,
     Assignment,
     Assignments,
     NumberCheck,
-    map_value,
+    map_references,
 )
+from lightning_memmap.strategies.scattering.metrics import MetricCopies, is_metric
 
-#: Gives what a replica has in place of an object; the object itself where that is nothing else.
-StandIn = Callable[[Any], Any]
+#: Returns what a replica has in place of an optimizer or a scheduler; any other object itself.
+FindProxy = Callable[[Any], Any]
 
-#: Bytes that are sent at once from one GPU to the others.
+#: Bytes that one GPU sends to the others at a time.
 _BUCKET_BYTES = 64 * 2**20
 
 
 class Replicas:
     """The module, and a replica of it for each further device.
 
-    Replica 0 is the module itself. Another replica has parameters, buffers and metrics of its own,
-    and what a step assigns to its attributes. Everything else is shared: what a step appends to a
-    list of the module is seen by all.
+    Replica 0 is the module itself. Every other replica has its own parameters, buffers and
+    metrics, and its own attributes where a step assigns them. Everything else is shared: what a
+    step appends to a list of the module is seen by all.
 
     Args:
         module: The module, on the first device.
         devices: One per replica, repeats allowed.
 
     Raises:
-        UnsuitableModuleError: The module has parts that cannot be replicated.
+        UnsuitableModuleError: The module has submodules that cannot be replicated.
         ValueError: A parameter has no shape yet, or a metric's state no ``dist_reduce_fx``.
     """
 
@@ -58,53 +59,64 @@ class Replicas:
         check_module(module)
         self.module = module
         self.devices = tuple(devices)
-        self.twins = [Twin(device) for device in self.devices[1:]]
-        #: Gives what replica 0 has during a training step for an optimizer or a scheduler.
-        self.stand_in: StandIn = _itself
+        #: All replicas but replica 0.
+        self.others = [ModuleReplica(device) for device in self.devices[1:]]
+        #: For the attributes of replica 0 during a step.
+        self.find_proxy: FindProxy = _itself
         self._assignments = Assignments()
         self._numbers = NumberCheck()
-        self._stood_in: dict[tuple[nn.Module, str], Any] = {}
+        self._proxied: dict[tuple[nn.Module, str], Any] = {}
         self._num_up_to_date = 0
         self._versions: list[int] | None = None
 
     def module_of(self, index: int) -> LightningModule:
         """The module of one replica."""
-        return self.module if index == 0 else self.twins[index - 1].modules[self.module]  # type: ignore[return-value]
+        return self.module if index == 0 else self.others[index - 1].modules[self.module]  # type: ignore[return-value]
 
     def refresh(self, always_copy: bool) -> None:
         """Give the replicas the attributes, parameters and buffers that the module has now.
 
         Args:
-            always_copy: Copy parameters and buffers also where torch has counted no change since.
-                It does not count what is written to their ``data``.
+            always_copy: Copy parameters and buffers even where torch counted no change since the
+                last call. It does not count what is written to their ``data``.
         """
-        if not self.twins:
+        if not self.others:
             return
-        for twin in self.twins:
-            twin.follow(self.module)
-        modules = self.twins[0].modules
+        for replica in self.others:
+            replica.follow(self.module)
+        modules = self.others[0].modules
         assigned = list(self._assignments.since_last_step(modules))
-        for index, twin in enumerate(self.twins):
-            # One that had no part in the last step knows nothing of it.
+        for index, replica in enumerate(self.others):
+            # A replica that the last step did not run lacks all earlier assignments.
             is_behind = index >= self._num_up_to_date
-            twin.assign(list(Assignments().since_last_step(modules)) if is_behind else assigned)
+            replica.assign(list(Assignments().since_last_step(modules)) if is_behind else assigned)
         for module, name, value in assigned:
-            self._stood_in.pop((module, name), None)
-            if value is not MISSING and map_value(value, self.stand_in) is not value:
-                self._stood_in[module, name] = value
+            self._proxied.pop((module, name), None)
+            if value is not MISSING and map_references(value, self.find_proxy) is not value:
+                self._proxied[module, name] = value
         if always_copy:
-            self.copy_out()
+            self.broadcast()
             self._versions = None
         elif self._versions is None or self._versions != self._count_versions():
-            self.copy_out()
+            self.broadcast()
             self._versions = self._count_versions()
 
     @contextmanager
     def step(self, name: str, num_replicas: int) -> Iterator[list[LightningModule]]:
-        """While it lasts, the first replicas run a step of this name."""
+        """Meanwhile the first replicas run a step.
+
+        Args:
+            name: Name of the step.
+            num_replicas: How many run it.
+
+        Yields:
+            Their modules.
+        """
         modules = [self.module_of(index) for index in range(num_replicas)]
         before = dict(vars(self.module))
-        given = {place: map_value(value, self.stand_in) for place, value in self._stood_in.items()}
+        given = {
+            key: map_references(value, self.find_proxy) for key, value in self._proxied.items()
+        }
         for (module, attribute), value in given.items():
             vars(module)[attribute] = value
         try:
@@ -112,66 +124,66 @@ class Replicas:
         finally:
             for (module, attribute), value in given.items():
                 if vars(module).get(attribute) is value:
-                    vars(module)[attribute] = self._stood_in[module, attribute]
-        if self.twins:
+                    vars(module)[attribute] = self._proxied[module, attribute]
+        if self.others:
             self._numbers.check(name, before, modules)
-            self._assignments.note_step(self.twins[0].modules)
+            self._assignments.note_step(self.others[0].modules)
             self._num_up_to_date = num_replicas - 1
 
     def _count_versions(self) -> list[int] | None:
-        """How often each tensor was written to; None where torch does not count."""
-        tensors = [t for twin in self.twins for t in (*twin.sources, *twin.targets)]
+        """How many times each tensor was written to; None where torch does not count."""
+        tensors = [t for replica in self.others for t in (*replica.sources, *replica.targets)]
         if any(tensor.is_inference() for tensor in tensors):
             return None
         return [tensor._version for tensor in tensors]
 
-    def copy_out(self) -> None:
+    def broadcast(self) -> None:
         """Copy parameters and buffers from the module to its replicas."""
-        sources = self.twins[0].sources if self.twins else []
+        sources = self.others[0].sources if self.others else []
         if not sources:
             return
         remote = list(dict.fromkeys(d for d in self.devices[1:] if d != self.devices[0]))
         if remote and all(device.type == "cuda" for device in self.devices):
-            for start, stop in _buckets(sources):
+            for bucket in buckets(sources, _BUCKET_BYTES):
                 copies = comm.broadcast_coalesced(  # type: ignore[no-untyped-call]
-                    [source.detach() for source in sources[start:stop]],
+                    [source.detach() for source in sources[bucket]],
                     [self.devices[0], *remote],
                 )
                 by_device = dict(zip((self.devices[0], *remote), copies, strict=True))
-                for twin in self.twins:
-                    copy_tensors(twin.targets[start:stop], list(by_device[twin.device]))
+                for replica in self.others:
+                    copy_tensors(replica.targets[bucket], list(by_device[replica.device]))
             return
-        for twin in self.twins:
-            copy_tensors(twin.targets, sources)
+        for replica in self.others:
+            copy_tensors(replica.targets, sources)
 
     @property
     def have_gradients(self) -> bool:
         """Whether a replica has gradients that are not added to the module's."""
-        return any(twin.has_gradients for twin in self.twins)
+        return any(replica.has_gradients for replica in self.others)
 
-    def copy_gradients(self) -> None:
+    def broadcast_gradients(self) -> None:
         """Give the replicas copies of the module's gradients, which a step may read and clip."""
-        for twin in self.twins:
-            twin.copy_gradients()
+        for replica in self.others:
+            replica.copy_gradients()
 
     def drop_gradients(self) -> None:
-        """Take the copies back, before a backward adds to them."""
-        for twin in self.twins:
-            for own in twin.parameters.values():
+        """Clear the copies, before a backward pass adds to them."""
+        for replica in self.others:
+            for own in replica.parameters.values():
                 own.grad = None
 
-    def add_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
         """Add the gradients of the replicas to those of the module, and clear them."""
         root = {p: p.grad for p in self.module.parameters() if p.grad is not None}
         by_device = {self.devices[0]: root}
-        for twin in self.twins:
-            found = {p: own.grad for p, own in twin.parameters.items() if own.grad is not None}
-            _add(by_device.setdefault(twin.device, {}), found)
-            for own in twin.parameters.values():
+        for replica in self.others:
+            found = {p: own.grad for p, own in replica.parameters.items() if own.grad is not None}
+            _add(by_device.setdefault(replica.device, {}), found)
+            for own in replica.parameters.values():
                 own.grad = None
         others = list(by_device.values())[1:]
         if others and all(device.type == "cuda" for device in by_device):
-            _add_from_gpus(root, others, self.devices[0])
+            _reduce_from_gpus(root, others, self.devices[0])
         else:
             for other in others:
                 _add(root, {p: grad.to(self.devices[0]) for p, grad in other.items()})
@@ -179,17 +191,20 @@ class Replicas:
             parameter.grad = grad
 
 
-class Twin:
+class ModuleReplica:
     """The replica of a module on one device.
+
+    Args:
+        device: The device.
 
     Attributes:
         device: The device.
-        modules: The replica of each module.
+        modules: The replica of each submodule.
         parameters: The replica of each parameter.
         metrics: The copy of each metric or metric collection.
         sources: Parameters and buffers of the module.
         targets: Their replicas, in the same order.
-        stand_in: Gives what the replica has for an optimizer or a scheduler.
+        find_proxy: For the attributes of this replica.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -199,46 +214,49 @@ class Twin:
         self.metrics = MetricCopies(device)
         self.sources: list[Tensor] = []
         self.targets: list[Tensor] = []
-        self.stand_in: StandIn = _itself
+        self.find_proxy: FindProxy = _itself
         self._visited: dict[nn.Module, nn.Module] = {}
         self._compiled: dict[nn.Module, dict[str, Any]] = {}
         self._mapped: dict[tuple[nn.Module, str], Any] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
 
     def follow(self, module: nn.Module) -> None:
-        """Have the module's parts: new layers, frozen or not, on this device."""
+        """Replicate the module's present structure on this device: new layers, frozen or not."""
         self.sources, self.targets, self._visited = [], [], {}
         parameters, metrics = self.parameters, self.metrics
         self.parameters, self.metrics = {}, MetricCopies(self.device)
-        self._follow(module, parameters, metrics)
+        self._replicate(module, parameters, metrics)
         self.modules = self._visited
 
     def assign(self, assignments: Sequence[Assignment]) -> None:
-        """Have attributes that were assigned to the module. Those that refer to replicated modules
-        or parameters refer to the replica's own. An LSTM keeps such a list of its weights."""
+        """Take over attributes that were assigned to the module.
+
+        Where they refer to modules or parameters, as an LSTM's list of its weights does, those of
+        the replica refer to its own.
+        """
         for module, name, value in assignments:
             self._mapped.pop((module, name), None)
             attributes = vars(self.modules.get(module, module))
             if value is MISSING:
                 attributes.pop(name, None)
                 continue
-            attributes[name] = mapped = map_value(value, self._own)
+            attributes[name] = mapped = map_references(value, self._replica_of)
             if mapped is not value:
                 self._mapped[module, name] = mapped
         for (module, name), mapped in list(self._mapped.items()):
             attributes = vars(self.modules[module]) if module in self.modules else {}
             if attributes.get(name) is mapped:
-                # What it refers to may have been replaced.
-                attributes[name] = map_value(vars(module)[name], self._own)
+                # What it refers to may have a new replica.
+                attributes[name] = map_references(vars(module)[name], self._replica_of)
                 self._mapped[module, name] = attributes[name]
             else:
                 del self._mapped[module, name]
-        for module, twin in self.modules.items():
-            vars(twin).update(lightning_attributes(module, self.device))
+        for module, replica in self.modules.items():
+            vars(replica).update(lightning_attributes(module, self.device))
             if is_compiled(module):
                 if module not in self._compiled:
-                    self._compiled[module] = compiled_steps(module, twin)
-                vars(twin).update(self._compiled[module])
+                    self._compiled[module] = compiled_steps(module, replica)
+                vars(replica).update(self._compiled[module])
 
     @property
     def has_gradients(self) -> bool:
@@ -269,20 +287,20 @@ class Twin:
         if targets:
             copy_tensors(targets, sources)
 
-    def _follow(
+    def _replicate(
         self,
         module: nn.Module,
         parameters: dict[nn.Parameter, nn.Parameter],
-        metrics: "MetricCopies",
+        metrics: MetricCopies,
     ) -> nn.Module:
         if module in self._visited:
             return self._visited[module]
-        twin = self.modules.get(module)
-        if twin is None:
-            twin = type(module).__new__(type(module))
-        self._visited[module] = twin
-        own_parameters, own_buffers, own_children = own_parts(module)
-        known_buffers = vars(twin).get(PARTS[1], {})
+        replica = self.modules.get(module)
+        if replica is None:
+            replica = type(module).__new__(type(module))
+        self._visited[module] = replica
+        own_parameters, own_buffers, own_children = module_dicts(module)
+        known_buffers = vars(replica).get(MODULE_DICTS[1], {})
         children: dict[str, nn.Module | None] = {}
         for name, child in own_children.items():
             if child is None:
@@ -290,14 +308,14 @@ class Twin:
             elif is_metric(child):
                 children[name] = self.metrics.copy_of(child, metrics)
             else:
-                children[name] = self._follow(child, parameters, metrics)
-        parts = (
+                children[name] = self._replicate(child, parameters, metrics)
+        dicts = (
             {name: self._parameter(p, parameters) for name, p in own_parameters.items()},
             {name: self._buffer(b, known_buffers.get(name)) for name, b in own_buffers.items()},
             children,
         )
-        vars(twin).update(zip(PARTS, parts, strict=True))
-        return twin
+        vars(replica).update(zip(MODULE_DICTS, dicts, strict=True))
+        return replica
 
     def _parameter(
         self, parameter: nn.Parameter | None, known: dict[nn.Parameter, nn.Parameter]
@@ -325,73 +343,41 @@ class Twin:
         self.targets.append(known)
         return known
 
-    def _own(self, value: Any) -> Any:
-        """What the replica has for an object; the object itself where it has nothing else."""
+    def _replica_of(self, value: Any) -> Any:
+        """What the replica has in place of an object; the object itself where it has nothing."""
         if isinstance(value, nn.Module):
             return self.metrics.get(value) if is_metric(value) else self.modules.get(value, value)
         if isinstance(value, nn.Parameter):
             return self.parameters.get(value, value)
-        return self.stand_in(value)
-
-
-class MetricCopies:
-    """Copies of metrics on one device.
-
-    Metrics are told apart by identity: they overload comparison, and their hash changes with their
-    state.
-
-    Args:
-        device: The device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._copies: dict[int, tuple[nn.Module, Any]] = {}
-
-    def get(self, metric: nn.Module) -> Any:
-        """The copy of a metric; the metric itself where there is none."""
-        return self._copies.get(id(metric), (metric, metric))[1]
-
-    def copy_of(self, metric: nn.Module, known: "MetricCopies") -> Any:
-        """The copy of a metric: taken from others where they have one, else made."""
-        if id(metric) not in self._copies:
-            found = known.get(metric)
-            made = copy_metric(metric, self._device) if found is metric else found
-            self._copies[id(metric)] = (metric, made)
-        return self._copies[id(metric)][1]
+        return self.find_proxy(value)
 
 
 def _itself(value: Any) -> Any:
     return value
 
 
-def is_metric(module: nn.Module) -> bool:
-    """Whether a module is a metric, or a collection that is copied and merged as a whole."""
-    return isinstance(module, (Metric, MetricCollection))
-
-
 def check_module(module: nn.Module) -> None:
     """Check that a module can be replicated.
 
     Raises:
-        UnsuitableModuleError: It has parts that were compiled or scripted for one object.
+        UnsuitableModuleError: It has submodules that were compiled or scripted for one object.
         ValueError: A parameter has no shape yet, or a metric's state no ``dist_reduce_fx``.
     """
-    for name, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
             raise UnsuitableModuleError(
-                f"the module's part {name!r} is a ScriptModule, which memmap_dp cannot replicate:"
+                f"the submodule {name!r} is a ScriptModule, which memmap_dp cannot replicate:"
                 " use the module that was scripted, or memmap_superbatch"
             )
-        if is_compiled_inside(part):
+        if is_compiled_inside(child):
             raise UnsuitableModuleError(
-                f"the module's part {name or 'self'!r} was compiled on its own, and memmap_dp"
+                f"the submodule {name or 'self'!r} was compiled on its own, and memmap_dp"
                 " cannot replicate it: give the Trainer torch.compile(module) of the whole"
                 " LightningModule, or use memmap_superbatch"
             )
-        if isinstance(part, Metric) and (states := states_without_reduction(part)):
+        if isinstance(child, Metric) and (states := states_without_reduction(child)):
             raise ValueError(
-                f"the metric {name!r} ({type(part).__name__}) has the states {states} without a"
+                f"the metric {name!r} ({type(child).__name__}) has the states {states} without a"
                 " dist_reduce_fx, so that what the replicas count cannot be merged: use"
                 " memmap_superbatch, or update the metric in a callback from the step's output"
             )
@@ -417,16 +403,16 @@ def _add(sums: dict[nn.Parameter, Tensor], grads: dict[nn.Parameter, Tensor]) ->
         add_tensors([sums[p] for p in dense], [grads[p] for p in dense])
 
 
-def _add_from_gpus(
+def _reduce_from_gpus(
     sums: dict[nn.Parameter, Tensor],
     others: list[dict[nn.Parameter, Tensor]],
     device: torch.device,
 ) -> None:
-    """Add the gradients of other GPUs to those on one, many small ones at a time."""
+    """Add the gradients of other GPUs to those on one, many small ones at once."""
     every = [sums, *others]
     common = [p for p in sums if all(p in grads and not grads[p].is_sparse for grads in every)]
-    for start, stop in _buckets([sums[parameter] for parameter in common]):
-        bucket = common[start:stop]
+    for group in buckets([sums[parameter] for parameter in common], _BUCKET_BYTES):
+        bucket = common[group]
         total = comm.reduce_add_coalesced(  # type: ignore[no-untyped-call]
             [[grads[parameter] for parameter in bucket] for grads in every], device
         )
@@ -434,16 +420,3 @@ def _add_from_gpus(
     done = set(common)
     for other in others:
         _add(sums, {p: grad.to(device) for p, grad in other.items() if p not in done})
-
-
-def _buckets(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """First and one-past-last tensor of each group of at most `_BUCKET_BYTES`."""
-    if not tensors:
-        return []
-    bounds, size = [0], 0
-    for index, tensor in enumerate(tensors):
-        if size and size + tensor.nbytes > _BUCKET_BYTES:
-            bounds.append(index)
-            size = 0
-        size += tensor.nbytes
-    return list(zip(bounds, chain(bounds[1:], [len(tensors)]), strict=True))

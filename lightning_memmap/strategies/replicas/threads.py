@@ -1,4 +1,4 @@
-"""Runs the replicas of a step, in turn or side by side, and lets them meet inside the step."""
+"""Runs the replicas of a step, one after the other or side by side, with barriers inside."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 
-class Workers:
-    """Calls the replicas of a step: in turn on one physical device, side by side on several.
+class ReplicaThreads:
+    """Runs the replicas of a step: one after the other on one device, devices side by side.
 
-    Replicas of one device take turns, in order: their random numbers come from one generator, and a
-    run must repeat. They run in one thread, because each thread that computes on a CPU brings an
-    OpenMP team of its own; for the first device it is the caller's. Only where a replica waits for
-    the others in the middle of its step does the next one begin in another thread.
+    The order on a device is fixed, because its replicas draw random numbers from one generator and
+    a run must be repeatable. They share one thread, because each thread that computes on a CPU
+    starts its own OpenMP team; for the first device it is the caller's thread. Only where a
+    replica waits at a barrier does the next one start in another thread.
 
     Args:
         devices: One per replica.
@@ -32,7 +32,7 @@ class Workers:
         Gradient mode, inference mode, autocast and current streams are those of the caller.
 
         Raises:
-            Exception: What the first replica that failed raised, once all have ended.
+            Exception: That of the first replica that failed, once all have ended.
         """
         self._step = step = _Step(functions, self._devices, self._threads)
         try:
@@ -40,34 +40,34 @@ class Workers:
         finally:
             self._step = None
 
-    def meet(self, index: int, name: str, value: Any, action: Callable[[list[Any]], Any]) -> Any:
-        """Wait for all replicas of the step, and let the first one act for all of them.
+    def barrier(self, index: int, name: str, value: Any, action: Callable[[list[Any]], Any]) -> Any:
+        """Wait for all replicas of the step; replica 0 then runs an action once for all.
 
-        Outside of a step there is nobody to wait for, and the caller acts.
+        Outside of a step there is nobody to wait for, and the caller runs it.
 
         Args:
             index: The replica that calls.
-            name: What the meeting is for; all replicas must name the same.
-            value: What this replica brings.
-            action: Called by the first replica with the values of all.
+            name: What the replicas wait for; all must name the same.
+            value: This replica's value for the action.
+            action: Called by replica 0 with the values of all.
 
         Returns:
-            What the action returned, to all replicas.
+            What the action returned, on all replicas.
 
         Raises:
-            SeparateWaysError: Another replica ended its step, or waits for something else.
+            DivergedReplicasError: Another replica ended its step, or waits for something else.
         """
         if self._step is None:
             return action([value])
-        return self._step.meet(index, name, value, action)
+        return self._step.barrier(index, name, value, action)
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown()
 
 
-class SeparateWaysError(RuntimeError):
-    """The replicas of a step did not make the same calls."""
+class DivergedReplicasError(RuntimeError):
+    """The replicas of a step did not reach the same barriers."""
 
 
 class _Step:
@@ -83,72 +83,74 @@ class _Step:
         self._devices = devices
         self._threads = threads
         self._futures: list[Future[None]] = []
-        # What follows changes under this lock alone.
+        # Everything below is changed only with this lock.
         self._changed = threading.Condition()
-        self._turns: dict[torch.device, list[int]] = {}
+        self._queues: dict[torch.device, list[int]] = {}
         for index in range(len(functions)):
-            self._turns.setdefault(devices[index], []).append(index)
-        self._not_begun = {device: list(indices) for device, indices in self._turns.items()}
-        self._states = {device: _ThreadState(device) for device in self._turns}
+            self._queues.setdefault(devices[index], []).append(index)
+        self._not_started = {device: list(indices) for device, indices in self._queues.items()}
+        self._states = {device: _ThreadState(device) for device in self._queues}
         self._waiting: dict[int, tuple[str, Any]] = {}
         self._ended: dict[int, bool] = {}
         self._returned: dict[int, Any] = {}
         self._errors: dict[int, BaseException] = {}
-        self._num_meetings = 0
+        self._num_barriers = 0
         self._result: Any = None
 
     def run(self) -> list[Any]:
-        here, *others = self._turns
+        here, *others = self._queues
         for device in others:
             self._start_thread(device)
         self._run_replicas(here)
-        for future in self._futures:  # It grows where replicas meet.
+        for future in self._futures:  # The list grows at barriers.
             future.result()
         errors = [self._errors[index] for index in sorted(self._errors)]
         if errors:
-            # That others went separate ways follows from a failure, where there was one.
-            raise next((e for e in errors if not isinstance(e, SeparateWaysError)), errors[0])
+            # Where one replica failed, the others diverge as a consequence.
+            raise next((e for e in errors if not isinstance(e, DivergedReplicasError)), errors[0])
         return [self._returned[index] for index in range(len(self._functions))]
 
-    def meet(self, index: int, name: str, value: Any, action: Callable[[list[Any]], Any]) -> Any:
+    def barrier(self, index: int, name: str, value: Any, action: Callable[[list[Any]], Any]) -> Any:
         device = self._devices[index]
-        self._end_turn(index)
-        if self._not_begun[device]:
+        self._leave(index)
+        if self._not_started[device]:
             self._start_thread(device)
         with self._changed:
-            meeting = self._num_meetings
+            passed = self._num_barriers
             self._waiting[index] = (name, value)
             self._changed.notify_all()
             if index == 0:
                 self._changed.wait_for(lambda: self._all_waiting or self._ended)
             else:
-                self._changed.wait_for(lambda: self._num_meetings > meeting or self._ended)
-            if self._num_meetings == meeting:
-                self._check_meeting(index, name)
+                self._changed.wait_for(lambda: self._num_barriers > passed or self._ended)
+            if self._num_barriers == passed:
+                self._check_barrier(index, name)
             result = self._result
         if index == 0:
-            # The others wait: nobody else runs.
+            # All others wait.
             result = action([self._waiting[other][1] for other in range(len(self._functions))])
             with self._changed:
                 self._waiting, self._result = {}, result
-                self._num_meetings += 1
+                self._num_barriers += 1
                 self._changed.notify_all()
-        self._await_turn(index)
+        self._enter(index)
         return result
 
     @property
     def _all_waiting(self) -> bool:
         return len(self._waiting) == len(self._functions)
 
-    def _check_meeting(self, index: int, name: str) -> None:
-        others = {other: what for other, (what, _) in self._waiting.items() if what != name}
+    def _check_barrier(self, index: int, name: str) -> None:
+        others = {
+            other: reached for other, (reached, _) in self._waiting.items() if reached != name
+        }
         others |= dict.fromkeys(self._ended, "the end of its training_step")
         if others:
-            other, what = min(others.items())
-            raise SeparateWaysError(
-                f"replica {index} of {len(self._functions)} came to {name}, and replica {other} to"
-                f" {what}: under memmap_dp all replicas must make the same calls to optimizers,"
-                " schedulers and manual_backward in a step, whatever their rows"
+            other, reached = min(others.items())
+            raise DivergedReplicasError(
+                f"replica {index} of {len(self._functions)} reached {name}, and replica {other}"
+                f" reached {reached}: under memmap_dp all replicas must make the same calls to"
+                " optimizers, schedulers and manual_backward in a step, whatever their rows"
             )
 
     def _start_thread(self, device: torch.device) -> None:
@@ -160,38 +162,38 @@ class _Step:
             self._run_replicas(device)
 
     def _run_replicas(self, device: torch.device) -> None:
-        """Run the replicas of a device that have not begun, one after the other."""
+        """Run the replicas of a device that have not started, one after the other."""
         while True:
             with self._changed:
-                if self._errors or not self._not_begun[device]:
+                if self._errors or not self._not_started[device]:
                     return
-                index = self._not_begun[device].pop(0)
-            self._await_turn(index)
+                index = self._not_started[device].pop(0)
+            self._enter(index)
             try:
                 self._returned[index] = self._functions[index]()
             except BaseException as error:
                 self._errors[index] = error
             finally:
-                self._end_turn(index, for_good=True)
+                self._leave(index, for_good=True)
 
-    def _await_turn(self, index: int) -> None:
-        turns = self._turns[self._devices[index]]
+    def _enter(self, index: int) -> None:
+        queue = self._queues[self._devices[index]]
         with self._changed:
-            self._changed.wait_for(lambda: turns[0] == index)
+            self._changed.wait_for(lambda: queue[0] == index)
 
-    def _end_turn(self, index: int, for_good: bool = False) -> None:
-        turns = self._turns[self._devices[index]]
+    def _leave(self, index: int, for_good: bool = False) -> None:
+        queue = self._queues[self._devices[index]]
         with self._changed:
-            turns.remove(index)
+            queue.remove(index)
             if for_good:
                 self._ended[index] = True
             else:
-                turns.append(index)
+                queue.append(index)
             self._changed.notify_all()
 
 
 class _ThreadState:
-    """What torch keeps for each thread: taken from this one, entered by another."""
+    """The modes that torch keeps per thread: those of this thread, to enter in another."""
 
     def __init__(self, device: torch.device) -> None:
         self._grad = torch.is_grad_enabled()
@@ -211,5 +213,5 @@ class _ThreadState:
                 torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache)
             )
         if self._stream is not None:
-            # Makes its device the current one, too.
+            # This makes its device the current one, too.
             stack.enter_context(torch.cuda.stream(self._stream))

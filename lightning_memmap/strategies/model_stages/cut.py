@@ -1,8 +1,11 @@
-"""Cutting a module into stages, one per device, and moving tensors between them."""
+"""Cuts a module into stages, one per device, and moves tensors between them."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,20 +14,19 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_memmap._compat.modules import own_parts
+from lightning_memmap._compat.modules import module_dicts
 from lightning_memmap._compat.tensors import without_computing
 
-#: Bytes that training keeps for each byte of a parameter: itself, its gradient, and the two
-#: averages of Adam.
+#: Bytes in training for each byte of a parameter: itself, its gradient, and two averages of Adam.
 _TRAINING_FACTOR = 4
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers that are on one device.
+    """The layers on one device.
 
     Args:
-        index: Which stage it is.
+        index: Index of the stage.
         device: The device.
         names: The layers' names in the module, in order.
         layers: The layers.
@@ -43,14 +45,14 @@ class Stage:
 def find_stages(
     module: nn.Module, devices: Sequence[torch.device], layers: str | None = None
 ) -> list[Stage]:
-    """The stages of a module: those that it names itself, or an even cut of its layers.
+    """Find the stages of a module: those that it names itself, or an even cut of its layers.
 
     A module names them in an attribute or method ``model_parallel_stages``: for each device a
     module, or the name of one, or a list of them. Otherwise the layers of an ``nn.Sequential`` or
-    ``nn.ModuleList`` are cut so that the largest stage is as small as possible, where a layer
-    counts ``4 * bytes of parameters + bytes of outputs``: while Adam trains, there are a gradient
-    and two averages for each parameter. Outputs are counted with the module's
-    ``example_input_array``, which should have as many rows as a step; nothing is computed for it.
+    ``nn.ModuleList`` are cut so that the largest stage is as small as possible. A layer counts as
+    ``4 * bytes of parameters + bytes of outputs``, since Adam keeps two averages beside each
+    parameter and its gradient. Outputs are counted for the module's ``example_input_array``, which
+    should have as many rows as a step; it is not computed.
 
     Args:
         module: The module.
@@ -59,8 +61,8 @@ def find_stages(
             ``nn.Sequential`` that is an attribute of the module.
 
     Raises:
-        ValueError: There is nothing to cut, the stages are not as many as the devices, or two
-            stages share a layer or a parameter.
+        ValueError: There is nothing to cut, the number of stages is not that of the devices, or
+            two stages share a layer or a parameter.
     """
     given = getattr(module, "model_parallel_stages", None)
     if given is not None and layers is not None:
@@ -73,8 +75,8 @@ def find_stages(
         activations: dict[nn.Module, int] = {}
     else:
         name, sequence = _find_sequence(module, layers)
-        # A layer that is there twice counts twice.
-        children = own_parts(sequence)[2].items()
+        # A layer that occurs twice counts twice.
+        children = module_dicts(sequence)[2].items()
         found = [(f"{name}.{key}", layer) for key, layer in children if layer is not None]
         if len(found) < len(devices):
             raise ValueError(
@@ -106,53 +108,50 @@ def even_cut(loads: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
 
     Args:
         loads: One number per item, at least as many as stages.
-        num_stages: Stages; each gets at least one item.
+        num_stages: Number of stages; each gets at least one item.
 
     Returns:
         First and one-past-last item of each stage.
     """
-    count = len(loads)
-    sums = [0]
-    for load in loads:
-        sums.append(sums[-1] + load)
-    # best[n]: the smallest possible largest sum of the first n items in the stages so far, and
-    # where the last of these starts.
-    best: list[tuple[float, int]] = [(0 if n == 0 else float("inf"), 0) for n in range(count + 1)]
-    starts = []
-    for _ in range(num_stages):
-        best = [
-            min(
-                ((max(best[k][0], sums[n] - sums[k]), k) for k in range(n)),
-                default=(float("inf"), 0),
-            )
-            for n in range(count + 1)
-        ]
-        starts.append([start for _, start in best])
-    bounds, stop = [], count
-    for start_of in reversed(starts):
-        bounds.append((start_of[stop], stop))
-        stop = start_of[stop]
+    sums = [0, *accumulate(loads)]
+
+    @cache
+    def best(stop: int, num: int) -> tuple[float, int]:
+        """For the first items in this many stages: the smallest possible largest sum, and the
+        first item of the last stage."""
+        if num == 0:
+            return (0 if stop == 0 else math.inf), 0
+        return min(
+            ((max(best(k, num - 1)[0], sums[stop] - sums[k]), k) for k in range(stop)),
+            default=(math.inf, 0),
+        )
+
+    bounds, stop = [], len(loads)
+    for num in range(num_stages, 0, -1):
+        start = best(stop, num)[1]
+        bounds.append((start, stop))
+        stop = start
     return bounds[::-1]
 
 
-def place(module: nn.Module, stages: Sequence[Stage]) -> None:
+def move_stages(module: nn.Module, stages: Sequence[Stage]) -> None:
     """Move each stage to its device and the rest of the module to the first one."""
-    with _taken_out(module, stages):
+    with _without_stages(module, stages):
         module.to(stages[0].device)
     for stage in stages:
         for layer in stage.layers:
             layer.to(stage.device)
 
 
-def connect(stages: Sequence[Stage]) -> list[RemovableHandle]:
-    """Let tensors follow: each layer is given its inputs on its device, and what the last layer
-    of all returns goes to the first device.
+def connect_stages(stages: Sequence[Stage]) -> list[RemovableHandle]:
+    """Move tensors between stages: the inputs of each layer to its device, and the output of the
+    very last layer to the first device.
 
     Returns:
-        The hooks, to be removed.
+        The hooks that do this.
     """
     handles = [
-        layer.register_forward_pre_hook(_mover_of_inputs(stage.device), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_move_inputs, stage.device), with_kwargs=True)
         for stage in stages
         for layer in dict.fromkeys(stage.layers)
     ]
@@ -160,20 +159,13 @@ def connect(stages: Sequence[Stage]) -> list[RemovableHandle]:
     handles.append(
         stages[-1]
         .layers[-1]
-        .register_forward_hook(lambda layer, arguments, output: _move(output, root))
+        .register_forward_hook(lambda layer, arguments, output: move_data_to_device(output, root))
     )
     return handles
 
 
-def _mover_of_inputs(device: torch.device) -> Callable[..., Any]:
-    def move_inputs(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _move(args, device), _move(kwargs, device)
-
-    return move_inputs
-
-
-def _move(data: Any, device: torch.device) -> Any:
-    return move_data_to_device(data, device)
+def _move_inputs(device: torch.device, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    return move_data_to_device(args, device), move_data_to_device(kwargs, device)
 
 
 def _named_stages(
@@ -185,7 +177,7 @@ def _named_stages(
             f"model_parallel_stages names {len(stages)} stages for {num_devices} devices: there"
             f" must be one for each; use Trainer(devices={len(stages)})"
         )
-    names = {part: name for name, part in module.named_modules()}
+    names = {child: name for name, child in module.named_modules()}
     cut = []
     for index, stage in enumerate(stages):
         items = stage if isinstance(stage, (list, tuple)) else [stage]
@@ -197,8 +189,8 @@ def _named_stages(
                 layer = None
             if not isinstance(layer, nn.Module) or not names.get(layer):
                 raise ValueError(
-                    f"model_parallel_stages: {item!r} in stage {index} is no part of the module;"
-                    " give modules that it holds, or their names"
+                    f"model_parallel_stages: {item!r} in stage {index} is not in the module;"
+                    " give submodules of it, or their names"
                 )
             layers.append((names[layer], layer))
         if not layers:
@@ -218,7 +210,7 @@ def _find_sequence(module: nn.Module, layers: str | None) -> tuple[str, nn.Modul
                 f"layers={layers!r}: the module has no nn.Sequential or nn.ModuleList of that name"
             )
         return layers, sequence
-    found = {n: part for n, part in module.named_children() if isinstance(part, nn.Sequential)}
+    found = {n: child for n, child in module.named_children() if isinstance(child, nn.Sequential)}
     if len(found) != 1:
         raise ValueError(
             f"the module has {len(found)} attributes that are an nn.Sequential {list(found)}, and"
@@ -229,22 +221,22 @@ def _find_sequence(module: nn.Module, layers: str | None) -> tuple[str, nn.Modul
 
 
 def _check_disjoint(module: nn.Module, cut: list[list[tuple[str, nn.Module]]]) -> None:
-    """No layer and no parameter is in two stages, or in a stage and in the rest."""
+    """Check that no layer and no parameter is in two stages, or both in a stage and outside."""
     stage_of: dict[nn.Module, tuple[int, str]] = {}
     for index, stage in enumerate(cut):
         for name, layer in stage:
-            for part in layer.modules():
-                other, other_name = stage_of.setdefault(part, (index, name))
+            for child in layer.modules():
+                other, other_name = stage_of.setdefault(child, (index, name))
                 if other != index:
                     raise ValueError(
                         f"{other_name} in stage {other} and {name} in stage {index} are, or share,"
                         " one layer: a layer can only be on one device"
                     )
     owners: dict[nn.Parameter, tuple[int | None, str]] = {}
-    for part_name, part in module.named_modules():
-        stage_index = stage_of[part][0] if part in stage_of else None
-        for name, parameter in part.named_parameters(recurse=False):
-            full = f"{part_name}.{name}" if part_name else name
+    for module_name, child in module.named_modules():
+        stage_index = stage_of[child][0] if child in stage_of else None
+        for name, parameter in child.named_parameters(recurse=False):
+            full = f"{module_name}.{name}" if module_name else name
             other_index, other_name = owners.setdefault(parameter, (stage_index, full))
             if other_index != stage_index:
                 raise ValueError(
@@ -264,14 +256,14 @@ def _parameter_bytes(layers: Sequence[nn.Module]) -> int:
 
 
 def _output_bytes(module: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, int]:
-    """Bytes of the outputs of all modules in each layer, for the module's example input."""
+    """The bytes of the outputs of all modules in each layer, for the module's example input."""
     example = getattr(module, "example_input_array", None)
     if example is None:
         return {}
     sizes = dict.fromkeys(layers, 0)
 
     def count(layer: nn.Module) -> Callable[..., None]:
-        def hook(part: nn.Module, arguments: Any, output: Any) -> None:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             tensors: list[Tensor] = []
             apply_to_collection(output, Tensor, tensors.append)
             sizes[layer] += sum(tensor.nbytes for tensor in tensors)
@@ -279,10 +271,10 @@ def _output_bytes(module: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Mod
         return hook
 
     handles = [
-        part.register_forward_hook(count(layer))
+        child.register_forward_hook(count(layer))
         for layer in layers
-        for part in layer.modules()
-        if not list(part.children())
+        for child in layer.modules()
+        if not list(child.children())
     ]
     try:
         without_computing(module, example)
@@ -299,19 +291,19 @@ def _output_bytes(module: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Mod
 
 
 @contextmanager
-def _taken_out(module: nn.Module, stages: Sequence[Stage]) -> Iterator[None]:
-    """Leaves placeholders where the layers of the stages are."""
+def _without_stages(module: nn.Module, stages: Sequence[Stage]) -> Iterator[None]:
+    """Meanwhile placeholders stand where the layers of the stages are."""
     layers = {layer for stage in stages for layer in stage.layers}
-    places = [
+    found = [
         (parent, name, child)
         for parent in module.modules()
         for name, child in parent.named_children()
         if child in layers
     ]
-    for parent, name, _ in places:
+    for parent, name, _ in found:
         setattr(parent, name, nn.Identity())
     try:
         yield
     finally:
-        for parent, name, child in places:
+        for parent, name, child in found:
             setattr(parent, name, child)

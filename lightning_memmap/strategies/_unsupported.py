@@ -1,4 +1,4 @@
-"""What is refused where each process holds a part of the module."""
+"""Checks for strategies under which each process holds only some of the module."""
 
 from collections.abc import Sequence
 
@@ -13,36 +13,36 @@ _ELSEWHERE = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
 
 
 def check_callbacks(trainer: L.Trainer, strategy_name: str) -> None:
-    """Refuse callbacks that average the weights of the module.
+    """Refuse callbacks that average weights, since they keep a copy of the whole module.
 
     Raises:
-        ValueError: There is one; they keep a copy of the whole module.
+        ValueError: The Trainer has such a callback.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
                 f"{type(callback).__name__}: it averages a copy of the whole module, and under"
-                f" {strategy_name} each process holds a part of it; leave the callback out, or"
+                f" {strategy_name} no process holds the whole module; leave the callback out, or"
                 f" {_ELSEWHERE}"
             )
 
 
 def check_embeddings(module: nn.Module, strategy_name: str) -> None:
-    """Refuse sparse gradients, where those of several processes are averaged.
+    """Refuse sparse gradients, where gradients are averaged over processes.
 
     Raises:
-        ValueError: An embedding has them.
+        ValueError: An embedding has sparse gradients.
     """
-    for name, part in module.named_modules():
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             raise ValueError(
-                f"{name}: {type(part).__name__} with sparse=True, and {strategy_name} cannot"
+                f"{name}: {type(child).__name__} with sparse=True, and {strategy_name} cannot"
                 " average sparse gradients over processes; make it with sparse=False"
             )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], strategy_name: str) -> None:
-    """Refuse optimizers that do not treat each parameter alone.
+    """Refuse optimizers that do not update each parameter by itself.
 
     Raises:
         ValueError: One is LBFGS.
@@ -50,13 +50,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], strategy_name: str) -> Non
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise ValueError(
             "LBFGS: it needs the gradients of the whole module on one process, and under"
-            f" {strategy_name} each process holds a part of it; use an optimizer that treats each"
-            f" parameter alone, such as AdamW or SGD, or {_ELSEWHERE}"
+            f" {strategy_name} no process has them all; use an optimizer that updates each"
+            f" parameter by itself, such as AdamW or SGD, or {_ELSEWHERE}"
         )
 
 
 def check_loss(loss: Tensor, strategy_name: str) -> None:
-    """Refuse a loss with terms of parameters that this process holds in part, or not at all.
+    """Refuse a loss with terms of parameters that this process does not hold as a whole.
 
     Raises:
         ValueError: It has such terms.
@@ -64,6 +64,6 @@ def check_loss(loss: Tensor, strategy_name: str) -> None:
     if loss.is_meta or isinstance(loss, DTensor):
         raise ValueError(
             "the loss has a term computed from the parameters themselves, such as a penalty on"
-            f" their norms, and under {strategy_name} each process holds a part of them; use the"
+            f" their norms, and under {strategy_name} no process holds all of them; use the"
             f" optimizer's weight_decay for an L2 penalty, or {_ELSEWHERE}"
         )

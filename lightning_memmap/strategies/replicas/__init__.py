@@ -1,0 +1,1 @@
+"""Replicas of a module in one process: their tensors, attributes, threads and optimizers."""

@@ -1,0 +1,171 @@
+"""The contract of all strategies: which strategies there are, and which fits each must support.
+
+From these tables come the tests of one process (`tests.strategies.test_contract`), of several
+(`tests.distributed.test_contract`) and of members (`tests.strategies.test_independent`). A new
+strategy joins with an entry in `CONTRACTS`; a test fails until it has one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.strategies import STRATEGIES
+from tests.models import (
+    Manual,
+    Plateau,
+    Points,
+    Regression,
+    Scheduled,
+    Sgd,
+    TwoOptimizers,
+    make_trainer,
+)
+
+DEVICES = 2
+GLOBAL_BATCH = 10
+#: Seven steps of an epoch: five of 10 rows, and the last two, of 7 and 6.
+TRAIN = Points(63)
+#: Two steps of 10; and of 25 rows, one of 10 and two that share the others.
+VAL, TEST = Points(20, 100), Points(25, 200)
+
+#: The reference: Lightning's own strategy on one device, with the whole global batch.
+REFERENCE = "auto"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """How a strategy runs on two devices.
+
+    Args:
+        strategy: The registered name.
+        runs_in: One process, several processes, or one process per member.
+        options: Arguments of the strategy; without any, the Trainer is given the name.
+        num_batches: Batches that a global batch is divided into: one per data device.
+        calls_per_step: How often a process calls the module's ``training_step`` in a step.
+    """
+
+    strategy: str
+    runs_in: Literal["one", "several", "members"]
+    options: dict[str, Any] = field(default_factory=dict)
+    num_batches: int = DEVICES
+    calls_per_step: int = 1
+
+    def make_strategy(self) -> Any:
+        """What the Trainer is given."""
+        return self.make_class()(**self.options) if self.options else self.strategy
+
+    def make_class(self) -> Any:
+        """The class of the strategy."""
+        return {name: made for name, made, _ in STRATEGIES}[self.strategy]
+
+
+CONTRACTS = {
+    "memmap_superbatch": Contract("memmap_superbatch", "one"),
+    # With prefetched steps, which on a CPU are not the default.
+    "memmap_superbatch+prefetch": Contract("memmap_superbatch", "one", {"prefetch": 3}),
+    "memmap_dp": Contract("memmap_dp", "one", calls_per_step=DEVICES),
+    "memmap_model_parallel": Contract("memmap_model_parallel", "one"),
+    # DDP must know that an optimizer may freeze the parameters of another.
+    "memmap_superbatch_ddp": Contract(
+        "memmap_superbatch_ddp",
+        "several",
+        {"data_devices_per_process": 1, "find_unused_parameters": True},
+    ),
+    "memmap_fsdp2": Contract("memmap_fsdp2", "several"),
+    # Each process has a layer, and both have the whole batch.
+    "memmap_pipeline": Contract("memmap_pipeline", "several", num_batches=1),
+    "memmap_independent": Contract("memmap_independent", "members"),
+}
+
+
+def contracts_in(runs_in: str) -> list[str]:
+    """The keys of the contracts that run in one process, in several, or in one per member."""
+    return [key for key, contract in CONTRACTS.items() if contract.runs_in == runs_in]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fit that must end as on one device.
+
+    Args:
+        make: Makes the module.
+        options: Options of the Trainer.
+        callbacks: Makes the callbacks, given a directory.
+        atol: How far the weights of several processes may be from those of one device.
+        in_several: Whether strategies of several processes must support it.
+    """
+
+    make: Callable[[], Regression] = Regression
+    options: dict[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[Path], Sequence[L.Callback]] = lambda out: ()
+    # float32 sums in another order, over at most 35 steps of Adam with a rate of 0.05.
+    atol: float = 5e-6
+    in_several: bool = True
+
+
+CASES = {
+    "plain": Case(options={"max_epochs": 2}),
+    "accumulation": Case(options={"accumulate_grad_batches": 3, "max_epochs": 2}),
+    "accumulation_even": Case(options={"accumulate_grad_batches": 2}),
+    "clip_norm": Case(Sgd, {"gradient_clip_val": 0.05}),
+    "clip_value": Case(
+        Sgd, {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}, atol=1e-6
+    ),
+    "max_steps": Case(options={"max_steps": 9, "max_epochs": 3}),
+    "limit_batches": Case(options={"limit_train_batches": 3, "max_epochs": 2}),
+    "limit_fraction": Case(options={"limit_train_batches": 0.5, "max_epochs": 2}),
+    "overfit": Case(options={"overfit_batches": 2, "max_epochs": 2}),
+    "fast_dev_run": Case(options={"fast_dev_run": 3}),
+    "fast_dev_run_once": Case(options={"fast_dev_run": True}),
+    "reload": Case(options={"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}),
+    "val_check_interval": Case(options={"val_check_interval": 2, "max_epochs": 2}),
+    "val_check_fraction": Case(options={"val_check_interval": 0.5}),
+    "no_sanity_check": Case(options={"num_sanity_val_steps": 0}),
+    "no_inference_mode": Case(options={"inference_mode": False}),
+    "float64": Case(options={"precision": "64-true"}, atol=1e-12),
+    # Each process rounds its own mean: 8 bits of a gradient that moves weights by about 0.1.
+    "bfloat16": Case(Sgd, {"precision": "bf16-mixed"}, atol=2e-3),
+    # Weights of 8 bits are rounded differently with each order of additions.
+    "bfloat16_weights": Case(options={"precision": "bf16-true"}, in_several=False),
+    "manual": Case(Manual, {"max_epochs": 2}),
+    "two_optimizers": Case(TwoOptimizers, {"max_epochs": 2}),
+    "scheduler": Case(Scheduled, {"max_epochs": 2}),
+    "plateau": Case(Plateau, {"max_epochs": 2}),
+    "early_stopping": Case(
+        options={"max_epochs": 10},
+        callbacks=lambda out: [EarlyStopping("val_loss", min_delta=1e9, patience=2)],
+    ),
+    "best_checkpoint": Case(
+        options={"max_epochs": 4, "enable_checkpointing": True},
+        callbacks=lambda out: [
+            ModelCheckpoint(out / "best", monitor="val_loss", mode="max", filename="{epoch}")
+        ],
+    ),
+}
+
+
+def make_run(key: str, path: Path, **options: Any) -> tuple[L.Trainer, MemmapDataModule]:
+    """Make a Trainer and its data.
+
+    Args:
+        key: A key of `CONTRACTS`, or `REFERENCE`.
+        path: Directory of the stores, which all runs there share.
+        options: Options of the Trainer.
+    """
+    if key == REFERENCE:
+        return make_trainer(path, **options), make_data(path, GLOBAL_BATCH)
+    contract = CONTRACTS[key]
+    trainer = make_trainer(path, strategy=contract.make_strategy(), devices=DEVICES, **options)
+    return trainer, make_data(path, GLOBAL_BATCH // contract.num_batches)
+
+
+def make_data(path: Path, batch_size: int) -> MemmapDataModule:
+    """The data of all contracts, with a batch size per data device."""
+    return MemmapDataModule(
+        TRAIN, VAL, TEST, TEST, store_dir=path / "stores", batch_size=batch_size
+    )
