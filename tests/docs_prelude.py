@@ -16,7 +16,6 @@ __all__ = [
     "data",
     "model",
     "test",
-    "torch",
     "train",
     "val",
 ]
