@@ -1,10 +1,11 @@
-"""The examples: scripts and configs run as a user runs them, and their parts by what they do."""
+"""The examples: scripts and configs run as a user runs them, and what each example shows holds."""
 
 import functools
 import gzip
 import hashlib
 import os
 import re
+import shutil
 import struct
 import subprocess
 from collections.abc import Callable
@@ -17,13 +18,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from examples import cifar, digits, gpt, segmentation
+from examples import cifar, digits, gpt, kfold, segmentation
 from examples.cifar import CropAndFlip, SmallImages
 from examples.digits import Digits, FashionMNIST, Normalize, ShiftAndNormalize, read_idx
 from examples.segmentation import MirrorAndTurn, Shapes, ToTraining
-from lightning_memmap import MemmapDataModule
+from lightning_memmap import MemmapDataModule, open_store
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.transforms import PerSample
+from tests.models import make_trainer
 from tests.preloaded import python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +34,7 @@ TIMEOUT_S = 200
 
 
 def run(directory: Path, *command: str) -> str:
-    """Run a program whose working directory is empty at first; its whole output."""
+    """Run a program in a directory; its whole output."""
     environment = {
         **os.environ,
         "COLUMNS": "160",
@@ -58,7 +60,7 @@ def run_cli(directory: Path, stage: str, config: str, *options: str) -> str:
 
 
 def metric(printed: str, name: str) -> float:
-    """A metric from the last table that names it."""
+    """A metric from the last printed table that names it."""
     found = re.findall(rf"{name} +│ +([0-9.]+) +│", printed)
     assert found, printed[-5000:]
     return float(found[-1])
@@ -72,18 +74,28 @@ def test_digits_script_learns_and_summarises(tmp_path: Path) -> None:
     assert metric(printed, "test_accuracy") > 0.95
     summary = printed.rpartition("Run summary")[2]
     assert "1,257 rows" in summary
+    # Four data devices, and the images are bytes.
     assert "3: cpu" in summary
+    assert "uint8 (1, 8, 8)" in summary
     assert "samples/s" in summary
     assert [path.name for path in tmp_path.iterdir()] == ["stores"]
 
 
 def test_segmentation_script_learns_and_summarises(tmp_path: Path) -> None:
     printed = run(tmp_path, str(ROOT / "examples" / "segmentation.py"), "--max_epochs", "4")
-    # Without learning: about 0.2 (all background), 0.5 and 0.6.
+    # An untrained model has about 0.2 (all background), 0.5 and 0.6.
     assert metric(printed, "test_mask_iou") > 0.45
     assert metric(printed, "test_striped_accuracy") > 0.9
     assert metric(printed, "test_kinds_accuracy") > 0.65
     assert "640 rows" in printed.rpartition("Run summary")[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["stores"]
+
+
+def test_gpt_script_learns_and_summarises(tmp_path: Path) -> None:
+    printed = run(tmp_path, str(ROOT / "examples" / "gpt.py"), "--max_steps", "60")
+    # The uniform distribution over bytes has ln(256) = 5.5.
+    assert metric(printed, "test_loss") < 3.5
+    assert "uint8 (65,)" in printed.rpartition("Run summary")[2]
     assert [path.name for path in tmp_path.iterdir()] == ["stores"]
 
 
@@ -92,14 +104,33 @@ def test_kfold_script_trains_all_folds_and_their_ensemble(tmp_path: Path) -> Non
         tmp_path, str(ROOT / "examples" / "kfold.py"), "--num_folds", "3", "--max_epochs", "6"
     )
     found = re.findall(r"ensemble of 3 members: ([0-9.]+)", printed)
-    # All rows of the larger class: 0.63.
+    # Always the larger class: 0.63.
     assert float(found[-1]) > 0.9
     for stage in ("fit", "test"):
         table = printed.rpartition(f"Members: {stage}")[2]
         assert len(re.findall(r"│ +[012] │ \S+ +│ done +│", table)) >= 3
     members = sorted((tmp_path / "checkpoints" / "kfold").iterdir())
     assert [path.name for path in members] == ["member_0", "member_1", "member_2"]
+    # One store serves all folds.
     assert [path.name for path in tmp_path.iterdir() if path.name != "checkpoints"] == ["stores"]
+    stores = [path for path in (tmp_path / "stores" / "kfold").iterdir() if path.suffix != ".lock"]
+    assert {path.name: len(open_store(path)) for path in stores} == {"train": 455, "test": 114}
+    # Each member validates on the rows that its fold holds out, and the ensemble averages all.
+    train, test = kfold.BreastCancer("train"), kfold.BreastCancer("test")
+    mean = torch.zeros(114, 2)
+    for member, folder in enumerate(members):
+        (path,) = folder.rglob("best.ckpt")
+        model = kfold.TableClassifier.load_from_checkpoint(path, weights_only=True).eval()
+        saved = torch.load(path, weights_only=True)["callbacks"]
+        (score,) = (s["best_model_score"] for s in saved.values() if "best_model_score" in s)
+        held_out = slice(member, None, 3)
+        with torch.inference_mode():
+            logits, labels = model(train.features[held_out]), torch.tensor(train.labels[held_out])
+            loss = torch.nn.functional.cross_entropy(logits, labels)
+            mean += model(test.features).softmax(1) / 3
+        assert loss.item() == pytest.approx(score.item(), rel=1e-4)
+    accuracy = (mean.argmax(1) == torch.tensor(test.labels)).float().mean()
+    assert float(found[-1]) == pytest.approx(accuracy.item(), abs=1e-4)
 
 
 # Configs
@@ -108,7 +139,7 @@ def test_kfold_script_trains_all_folds_and_their_ensemble(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "max_epochs", "subcommands", "measure", "at_least"),
     [
-        ("digits", 2, ("validate", "test", "predict"), "accuracy", 0.9),
+        ("digits", 2, ("validate", "test"), "accuracy", 0.9),
         ("segmentation", 1, ("test",), "striped_accuracy", 0.8),
     ],
 )
@@ -120,17 +151,27 @@ def test_config_serves_subcommands(
     measure: str,
     at_least: float,
 ) -> None:
-    config = f"{name}.yaml"
+    config, checkpoint = f"{name}.yaml", f"checkpoints/{name}/best.ckpt"
     run_cli(tmp_path, "fit", config, "--trainer.max_epochs", str(max_epochs))
+    manifest = tmp_path / "stores" / name / "val" / "manifest.json"
+    built = manifest.stat().st_mtime_ns
     for subcommand in subcommands:
-        checkpoint = ("--ckpt_path", f"checkpoints/{name}/best.ckpt")
-        printed = run_cli(tmp_path, subcommand, config, *checkpoint)
-        if subcommand != "predict":
-            prefix = "val" if subcommand == "validate" else "test"
-            assert metric(printed, f"{prefix}_{measure}") > at_least
+        printed = run_cli(tmp_path, subcommand, config, "--ckpt_path", checkpoint)
+        prefix = "val" if subcommand == "validate" else "test"
+        assert metric(printed, f"{prefix}_{measure}") > at_least
+    # Stored once.
+    assert manifest.stat().st_mtime_ns == built
     # All of these are git-ignored.
     made = sorted(path.name for path in tmp_path.iterdir())
     assert made == ["checkpoints", "lightning_logs", "stores"]
+    if name == "digits":
+        callback = "--trainer.callbacks+=lightning_memmap.callbacks.PredictionTable"
+        options = (callback, "--trainer.callbacks.path=predictions", "--ckpt_path", checkpoint)
+        run_cli(tmp_path, "predict", config, *options)
+        predictions = torch.stack(list(open_store(tmp_path / "predictions")))
+        correct = predictions == torch.tensor(Digits("test").labels)
+        tested = metric(printed, "test_accuracy")
+        assert correct.float().mean().item() == pytest.approx(tested, abs=1e-4)
 
 
 # GPT
@@ -596,6 +637,22 @@ def test_shapes_are_made_once_and_are_the_same_each_time(
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["val"]
 
 
+def test_shapes_are_decoded_only_while_the_store_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(segmentation._NUM_ROWS, "val", 20)
+    dataset = Shapes("val", tmp_path / "png")
+    data = MemmapDataModule(train_dataset=dataset, store_dir=tmp_path / "stores", batch_size=20)
+    data.prepare_data()
+    data.setup("fit")
+    images = torch.stack([torch.from_numpy(np.array(dataset[row]["image"])) for row in range(20)])
+    shutil.rmtree(tmp_path / "png")
+    for batch in data.train_dataloader():
+        found = batch["image"].movedim(1, -1)
+        assert found.dtype == torch.uint8
+        assert sorted(found.flatten(1).tolist()) == sorted(images.flatten(1).tolist())
+
+
 def test_shapes_own_folder_is_stored_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     for kind in ("images", "masks"):
@@ -639,6 +696,22 @@ def test_cifar_script_learns_and_summarises(tmp_path: Path) -> None:
     assert "1,257 rows" in summary
     assert "uint8 (3, 32, 32)" in summary
     assert [path.name for path in tmp_path.iterdir()] == ["stores"]
+
+
+def test_cifar_images_stay_bytes_until_the_network(tmp_path: Path) -> None:
+    data = MemmapDataModule(
+        SmallImages("val"), store_dir=tmp_path, batch_size=32, transform=CropAndFlip()
+    )
+    given: list[tuple[torch.dtype, tuple[int, ...]]] = []
+    model = cifar.SmallResNet(width=4)
+    model.register_forward_pre_hook(
+        lambda module, args: given.append((args[0].dtype, tuple(args[0].shape)))
+    )
+    trainer = make_trainer(
+        tmp_path, strategy="memmap_superbatch", devices=2, max_steps=2, limit_val_batches=0
+    )
+    trainer.fit(model, data)
+    assert given == [(torch.uint8, (64, 3, 32, 32))] * 2
 
 
 def write_cifar10(folder: Path, rows: int) -> Tensor:
