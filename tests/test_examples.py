@@ -70,7 +70,7 @@ def metric(printed: str, name: str) -> float:
 
 
 def test_digits_script_learns_and_summarises(tmp_path: Path) -> None:
-    printed = run(tmp_path, str(ROOT / "examples" / "digits.py"))
+    printed = run(tmp_path, str(ROOT / "examples" / "digits.py"), "--max_epochs", "5")
     assert metric(printed, "test_accuracy") > 0.95
     summary = printed.rpartition("Run summary")[2]
     assert "1,257 rows" in summary
@@ -92,7 +92,7 @@ def test_segmentation_script_learns_and_summarises(tmp_path: Path) -> None:
 
 
 def test_gpt_script_learns_and_summarises(tmp_path: Path) -> None:
-    printed = run(tmp_path, str(ROOT / "examples" / "gpt.py"), "--max_steps", "60")
+    printed = run(tmp_path, str(ROOT / "examples" / "gpt.py"), "--max_steps", "40")
     # The uniform distribution over bytes has ln(256) = 5.5.
     assert metric(printed, "test_loss") < 3.5
     assert "uint8 (65,)" in printed.rpartition("Run summary")[2]
