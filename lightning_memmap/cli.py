@@ -195,9 +195,11 @@ def _make_parser(function: Callable[..., int]) -> BriefParser:
         parser.add_function_arguments(function, as_group=False, as_positional=True)
         return parser
     flags = {"overwrite": "replace a store of another dataset", "fresh": "resume no earlier build"}
-    skip: set[str | int] = {"dataset", "progress", *flags}
+    skip: set[str | int] = {"dataset", "check", "progress", *flags}
     parser.add_function_arguments(build_store, as_group=False, as_positional=True, skip=skip)
     parser.add_argument("--dataset", type=Dataset, required=True, help="class path of the dataset")
+    checks, meaning = Literal["probes", "full", "off"], "rows to compare with an existing store"
+    parser.add_argument("--check", type=checks, default="probes", help=meaning)
     for flag, meaning in flags.items():
         parser.add_argument(f"--{flag}", action="store_true", help=meaning)
     return parser
@@ -382,7 +384,7 @@ def _plan(
             format_bytes(total - sum(held)),
             format_bytes(max(held)),
             "yes" if sum(held) == total else "no",
-            "dealt anew" if anew else "as stored",
+            "re-striped" if anew else "as stored",
         )
     console.print(table)
     fewest = _fewest_devices(stores, budget)
@@ -404,7 +406,7 @@ def _plan_windows(
         " host memory for two windows",
         title_justify="left",
     )
-    names = ("devices", "store", "rows a shard", "rows mixed", "one process", "each of as many")
+    names = ("devices", "store", "rows per shard", "rows mixed", "one process", "one of as many")
     for name in (*names, "rows"):
         table.add_column(name, justify="left" if name == "store" else "right")
     for count in counts:
@@ -419,7 +421,7 @@ def _plan_windows(
                 f"{min(split.num_rows, split.window * split.num_shards):,}",
                 format_bytes(2 * split.window_bytes(split.num_shards)),
                 format_bytes(2 * split.window_bytes(split.num_shards // count)),
-                "dealt anew" if anew else "as stored",
+                "re-striped" if anew else "as stored",
             )
     console.print(table)
     return 0
@@ -433,7 +435,7 @@ def _placed(
     window: int | None = None,
 ) -> Placement:
     with warnings.catch_warnings():
-        # The table has a column for the counts that deal the rows anew.
+        # Instead of a warning, the table has a column for counts that re-stripe the rows.
         warnings.simplefilter("ignore")
         return plan_placement(
             stores,
@@ -446,7 +448,7 @@ def _placed(
 
 
 def _held_bytes(stores: dict[str, Manifest], count: int, budget: int) -> list[int]:
-    """Bytes of shards on each of ``count`` devices under ``residency="auto"``."""
+    """Bytes of shards on each of ``count`` devices with ``residency="auto"``."""
     devices = tuple(torch.device("cuda", index) for index in range(count))
     topology = DataTopology(devices)
     placement = _placed(stores, topology, "auto", budget)

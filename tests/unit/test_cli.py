@@ -273,7 +273,7 @@ class TestPlan:
             ["2", "1.3 KiB", "1.3 KiB", "660 B", "no", "as stored"],
             ["3", "1.8 KiB", "792 B", "616 B", "no", "as stored"],
             ["4", "2.6 KiB", "0 B", "660 B", "yes", "as stored"],
-            ["5", "2.6 KiB", "0 B", "528 B", "yes", "dealt anew"],
+            ["5", "2.6 KiB", "0 B", "528 B", "yes", "re-striped"],
         ]
         assert "The fewest devices that hold the data: 4" in command.out
 
@@ -302,7 +302,7 @@ class TestPlan:
 
     def test_plan_where_nothing_fits_says_so(self, command: Command, store_path: Path) -> None:
         assert command("plan", store_path, "--memory", "40", "--devices", "60") == 0
-        assert command.table() == [["60", "0 B", "2.6 KiB", "0 B", "no", "dealt anew"]]
+        assert command.table() == [["60", "0 B", "2.6 KiB", "0 B", "no", "re-striped"]]
         assert "do not hold the data" in command.out
 
     def test_plan_of_windows_shows_the_memory_for_two(
@@ -318,7 +318,7 @@ class TestPlan:
             ["3", "points", "2", "48", "4.1 KiB", "1.4 KiB", "as stored"],
         ]
         assert command("plan", store_path, *arguments, "5") == 0
-        assert command.table() == [["5", "points", "2", "50", "4.3 KiB", "880 B", "dealt anew"]]
+        assert command.table() == [["5", "points", "2", "50", "4.3 KiB", "880 B", "re-striped"]]
         # A window is no longer than a shard, which has 3 rows here.
         assert command("plan", store_path, "--residency", "stream", "--devices", "1") == 0
         assert command.table()[0][3:5] == ["60", "6.2 KiB"]
