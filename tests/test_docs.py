@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-# Named in configs. Imported here, since what it imports changes the environment.
+# For the configs. Imported before the tests, since what it imports changes the environment.
 import examples.digits  # noqa: F401
 from lightning_memmap.cli import main
 from tests.preloaded import python
@@ -37,7 +37,7 @@ YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(?:.*/)?lightning-memmap ([a-z][^#\n]*)", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-#: What the Trainers of the pages leave open.
+#: Defaults of the Trainers in the pages.
 TRAINER = {"ACCELERATOR": "cpu", "LOGGER": "False", "MAX_EPOCHS": "1"}
 
 
@@ -67,7 +67,7 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
 
 
 def programs(page: str) -> Iterator[list[str]]:
-    """The lines of a page's programs, empty where the page has something else."""
+    """The programs of a page as lists of lines, empty where the page has something else."""
     prelude = ["from tests.docs_prelude import *", *[""] * page.count("\n")]
     lines = prelude.copy()
     for match in CODE.finditer(page):
@@ -112,7 +112,7 @@ def test_configs_of_a_page_parse(page: str, tmp_path: Path, command: Callable[..
 
 
 def assert_within(given: Any, parsed: Any) -> None:
-    """Check that a config has everything that was given; it has defaults as well."""
+    """Check that a parsed config has everything that was given, beside its defaults."""
     if isinstance(given, dict):
         assert given.keys() <= parsed.keys()
         for key, value in given.items():
