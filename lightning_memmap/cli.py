@@ -30,11 +30,11 @@ from lightning_memmap.placement import (
     DataTopology,
     Placement,
     Residency,
+    SplitSize,
     format_bytes,
     parse_bytes,
     plan_placement,
 )
-from lightning_memmap.sampling import shard_rows
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
@@ -411,16 +411,16 @@ def _plan_windows(
         table.add_column(name, justify="left" if name == "store" else "right")
     for count in counts:
         topology = DataTopology((torch.device("cpu"),) * count)
-        for split in _placed(stores, topology, "stream", 0, window).splits.values():
-            assert split.window is not None
-            anew = split.num_shards != stores[split.split].num_shards
+        for name, split in _placed(stores, topology, "stream", 0, window).splits.items():
+            num_rows, num_shards = split.shards.num_rows, split.shards.num_shards
+            anew = num_shards != stores[name].num_shards
             table.add_row(
                 str(count),
-                _printable(split.split),
-                f"{split.window:,}",
-                f"{min(split.num_rows, split.window * split.num_shards):,}",
-                format_bytes(2 * split.window_bytes(split.num_shards)),
-                format_bytes(2 * split.window_bytes(split.num_shards // count)),
+                _printable(name),
+                f"{split.size.window:,}",
+                f"{min(num_rows, split.size.window * num_shards):,}",
+                format_bytes(2 * split.window_bytes(num_shards)),
+                format_bytes(2 * split.window_bytes(num_shards // count)),
                 "re-striped" if anew else "as stored",
             )
     console.print(table)
@@ -437,28 +437,26 @@ def _placed(
     with warnings.catch_warnings():
         # Instead of a warning, the table has a column for counts that re-stripe the rows.
         warnings.simplefilter("ignore")
+        sizes = {
+            name: SplitSize.of(name, manifest, topology, window=window)
+            for name, manifest in stores.items()
+        }
         return plan_placement(
-            stores,
+            sizes,
             topology,
             residency,
             budget_bytes=dict.fromkeys(topology.data_devices, budget),
             pinned_budget_bytes=0,
-            window=window,
         )
 
 
 def _held_bytes(stores: dict[str, Manifest], count: int, budget: int) -> list[int]:
     """Bytes of shards on each of ``count`` devices with ``residency="auto"``."""
     devices = tuple(torch.device("cuda", index) for index in range(count))
-    topology = DataTopology(devices)
-    placement = _placed(stores, topology, "auto", budget)
     held = [0] * count
-    for split in placement.splits.values():
-        sizes = shard_rows(split.num_rows, split.num_shards) * split.row_bytes
-        for shard, residency in enumerate(split.residency):
-            owner = topology.owner(shard)
-            if residency is Residency.DEVICE and owner is not None:
-                held[owner] += int(sizes[shard])
+    for shards in _placed(stores, DataTopology(devices), "auto", budget).held():
+        if shards.residency is Residency.DEVICE:
+            held[shards.device_index] += shards.num_bytes
     return held
 
 

@@ -1,8 +1,8 @@
 """The data module: Lightning's hooks, each handed on to the layer that does the work."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.console import Console
-from torch import Tensor
+from rich.table import Table
 from torch.utils.data import Dataset
 from typing_extensions import override
 
@@ -21,38 +21,45 @@ from lightning_memmap._compat.loops import (
     renew_train_loader_after_epoch,
     validate_anew,
 )
-from lightning_memmap.errors import MemmapError, StoreNotFoundError, check_integer
+from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
-    ResidentSplit,
+    OnSuperBatch,
+    SplitRows,
     SuperBatchLoader,
     load_split,
 )
+from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.state import LoaderState
-from lightning_memmap.loading.transform import check_callable
+from lightning_memmap.options import SPLITS, DataOptions, Option
 from lightning_memmap.placement import (
-    RESIDENCIES,
     DataTopology,
     Placement,
     Residency,
     Sized,
     SplitPlacement,
+    SplitSize,
     device_budgets,
     format_bytes,
     free_bytes,
+    placement_table,
     plan_placement,
+    topology_of,
 )
 from lightning_memmap.process_group import leave_gloo_at_exit
 from lightning_memmap.ranks import check_ranks_match
-from lightning_memmap.sampling import RowSubset, Stream, default_window
+from lightning_memmap.sampling import (
+    BlockShuffledSampler,
+    RowSubset,
+    Sampler,
+    SequentialSampler,
+    Shards,
+    ShuffledSampler,
+)
 from lightning_memmap.store import Store, build_store, open_store
-from lightning_memmap.store.fingerprint import check_given
-from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.probes import first_sample
-from lightning_memmap.store.recognition import check_choice
 from lightning_memmap.store.recovery import is_store
-from lightning_memmap.store.workers import check_num_workers
 
 if TYPE_CHECKING:
     MapDataset: TypeAlias = Dataset[Any]
@@ -61,7 +68,6 @@ else:
     # class, whatever subclass of it the config names.
     MapDataset = Dataset
 
-_SPLITS = ("train", "val", "test", "predict")
 _SPLITS_OF_STAGE = {
     "fit": ("train", "val"),
     "validate": ("val",),
@@ -70,6 +76,31 @@ _SPLITS_OF_STAGE = {
 }
 #: Share of the free host memory that may be page-locked.
 _PINNED_FRACTION = 0.5
+
+
+@dataclass(frozen=True)
+class _SetUp:
+    """What `MemmapDataModule.setup` has made.
+
+    Args:
+        stores: The open stores by split.
+        placement: Where the shards live.
+        rows: The rows of each split.
+    """
+
+    stores: Mapping[str, Store]
+    placement: Placement
+    rows: Mapping[str, SplitRows]
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the rows were freed."""
+        return any(rows.is_released for rows in self.rows.values())
+
+    def release(self) -> None:
+        """Free the rows."""
+        for rows in self.rows.values():
+            rows.release()
 
 
 class MemmapDataModule(L.LightningDataModule):
@@ -119,16 +150,42 @@ class MemmapDataModule(L.LightningDataModule):
         member: Which fold or part, counted from 0. By default that of the member that this process
             trains under ``memmap_independent``, modulo the number of folds or parts.
         shuffle_window: Rows of a shard that are shuffled together: ``shuffle_window * num_shards``
-            rows are mixed with each other, and not with others of their epoch. By default all rows
-            are mixed, but under ``residency="stream"``, which reads so many rows of each shard at
-            once, as many as make 512 MiB of all shards. The order of rows depends on this number,
-            and not on the residency, the machine or the number of devices: a run with one number
-            is the same everywhere, and is resumed with that number.
+            rows are mixed with each other, and with no other rows of their epoch. By default all
+            rows are mixed, except under ``residency="stream"``, which reads this number of rows of
+            each shard at once: there it is what makes 512 MiB over all shards. The order of rows
+            depends on this number, and not on the residency, the machine or the number of devices:
+            a run with one number is the same everywhere, and is resumed with that number.
+        sampler: Makes the order of the training rows, instead of ``shuffle``: a function of the
+            `lightning_memmap.sampling.Shards` and the seed that returns a
+            `lightning_memmap.sampling.Sampler`.
+
+    The arguments are attributes too. Setting one takes effect at the next `setup`, or for
+    ``batch_size``, the transforms and the order, with the next loader.
 
     Raises:
-        TypeError: A transform cannot be called.
+        TypeError: A transform or the sampler cannot be called.
         ValueError: An argument is out of range.
     """
+
+    store_dir = Option[Path]()
+    batch_size = Option[int]()
+    transform = Option[Callable[..., Any] | None]()
+    eval_transform = Option[Callable[..., Any] | None]()
+    shuffle = Option[bool]()
+    drop_last = Option[bool]()
+    seed = Option[int]()
+    num_shards = Option[int]()
+    residency = Option[str]()
+    memory_fraction = Option[float]()
+    num_workers = Option[int]()
+    overwrite = Option[bool]()
+    fingerprint = Option[str | Mapping[str, str] | None]()
+    check = Option[str]()
+    num_folds = Option[int | None]()
+    num_parts = Option[int | None]()
+    member = Option[int | None]()
+    shuffle_window = Option[int | None]()
+    sampler = Option[Callable[[Shards, int], Sampler] | None]()
 
     def __init__(
         self,
@@ -155,86 +212,40 @@ class MemmapDataModule(L.LightningDataModule):
         num_parts: int | None = None,
         member: int | None = None,
         shuffle_window: int | None = None,
+        sampler: Callable[[Shards, int], Sampler] | None = None,
     ) -> None:
         super().__init__()
-        counts = {"batch_size": batch_size, "seed": seed}
-        optional = {
-            "num_folds": num_folds,
-            "num_parts": num_parts,
-            "member": member,
-            "shuffle_window": shuffle_window,
-        }
-        counts.update((name, value) for name, value in optional.items() if value is not None)
-        for name, value in counts.items():
-            check_integer(name, value)
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: at least 1 row per data device and step")
-        check_num_shards(num_shards)
-        check_num_workers(num_workers)
-        if residency not in RESIDENCIES:
-            raise ValueError(f"residency={residency!r}: choose one of {', '.join(RESIDENCIES)}")
-        if not 0 < memory_fraction <= 1:
-            raise ValueError(f"memory_fraction={memory_fraction}: more than 0 and at most 1")
-        if num_folds is not None and num_parts is not None:
-            raise ValueError(
-                f"num_folds={num_folds} and num_parts={num_parts}: leave one of them out"
-            )
-        if num_folds is not None and num_folds < 2:
-            raise ValueError(f"num_folds={num_folds}: at least 2, one of which is held out")
-        if num_parts is not None and num_parts < 1:
-            raise ValueError(f"num_parts={num_parts}: at least 1")
+        self.options = DataOptions(
+            Path(store_dir),
+            batch_size,
+            transform,
+            eval_transform,
+            shuffle,
+            drop_last,
+            seed,
+            num_shards,
+            residency,
+            memory_fraction,
+            num_workers,
+            overwrite,
+            fingerprint,
+            check,
+            num_folds,
+            num_parts,
+            member,
+            shuffle_window,
+            sampler,
+        )
         if num_folds is not None and val_dataset is not None:
             raise ValueError(
                 f"num_folds={num_folds} with a val_dataset: the fold that is held out is what is"
                 " validated on; leave val_dataset out, or give it as test_dataset"
             )
-        if member is not None and member < 0:
-            raise ValueError(f"member={member}: members are counted from 0")
-        if shuffle_window is not None and shuffle_window < 1:
-            raise ValueError(f"shuffle_window={shuffle_window}: at least 1 row of a shard")
-        if transform is not None:
-            check_callable("transform", transform)
-        if eval_transform is not None:
-            check_callable("eval_transform", eval_transform)
-        check_choice(check)
-        by_split = (
-            fingerprint if isinstance(fingerprint, dict) else dict.fromkeys(_SPLITS, fingerprint)
-        )
-        for split, given in by_split.items():
-            if split not in _SPLITS:
-                raise ValueError(
-                    f"fingerprint for {split!r}: there is no such split, choose among"
-                    f" {', '.join(_SPLITS)}"
-                )
-            check_given(given)
         self.datasets = dict(
-            zip(_SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
+            zip(SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
         )
-        self.store_dir = Path(store_dir)
-        self.batch_size = batch_size
-        self.transform = transform
-        self.eval_transform = eval_transform
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        self.seed = seed
-        self.num_shards = num_shards
-        self.residency = residency
-        self.memory_fraction = memory_fraction
-        self.num_workers = num_workers
-        self.overwrite = overwrite
-        #: By split, what was given; see ``fingerprint``.
-        self.fingerprints = by_split
-        self.check = check
-        self.num_folds = num_folds
-        self.num_parts = num_parts
-        self.member = member
-        self.shuffle_window = shuffle_window
-        #: The open stores by split, from `setup` on.
-        self.stores: dict[str, Store] = {}
-        #: Where the shards live, from `setup` on.
-        self.placement: Placement | None = None
+        self._set_up: _SetUp | None = None
         self._printed: dict[str, tuple[DataTopology, SplitPlacement]] = {}
-        self._resident: dict[str, ResidentSplit] = {}
         #: By split, the dataset that this data module has stored or recognised, and the content of
         #: the store.
         self._built: dict[str, tuple[Any, str]] = {}
@@ -242,6 +253,21 @@ class MemmapDataModule(L.LightningDataModule):
         self._train_loader: SuperBatchLoader | DeviceLoader | None = None
         self._train_state: dict[str, Any] | None = None
         self._num_trained: int | None = None
+
+    def with_options(self, **changes: Any) -> "MemmapDataModule":
+        """A data module of the same class and datasets with other options, and not set up.
+
+        Args:
+            changes: Options by name.
+
+        Raises:
+            TypeError: There is no such option, or a transform cannot be called.
+            ValueError: An option is out of range.
+        """
+        other = copy.copy(self)
+        other.options = replace(self.options, **changes)
+        other.datasets, other._built = dict(self.datasets), dict(self._built)
+        return other
 
     @classmethod
     @override
@@ -277,7 +303,7 @@ class MemmapDataModule(L.LightningDataModule):
             )
         given = (train_dataset, val_dataset, test_dataset, predict_dataset)
         datasets: dict[str, Any] = {}
-        for split, dataset in zip(_SPLITS, given, strict=True):
+        for split, dataset in zip(SPLITS, given, strict=True):
             if isinstance(dataset, (list, tuple)) and any(isinstance(d, Dataset) for d in dataset):
                 raise TypeError(
                     f"{split}_dataset: found {len(dataset)} datasets, and a split has one: join"
@@ -294,9 +320,7 @@ class MemmapDataModule(L.LightningDataModule):
         return {
             **vars(self),
             "trainer": None if self._running is None else self.trainer,
-            "stores": {},
-            "placement": None,
-            "_resident": {},
+            "_set_up": None,
             "_train_loader": None,
         }
 
@@ -312,11 +336,27 @@ class MemmapDataModule(L.LightningDataModule):
     def __str__(self) -> str:
         """The rows of each split that is set up, in the form of Lightning's own data modules."""
         lines = []
-        for split, name in zip(_SPLITS, ("Train", "Validation", "Test", "Predict"), strict=True):
-            resident = self._resident.get(split)
-            size = "None" if resident is None else f"size={resident.num_rows}"
+        for split, name in zip(SPLITS, ("Train", "Validation", "Test", "Predict"), strict=True):
+            rows = self._rows.get(split)
+            size = "None" if rows is None else f"size={rows.shards.num_rows}"
             lines.append(f"{{{name} dataloader: {size}}}")
         return "\n".join(lines)
+
+    @property
+    def stores(self) -> Mapping[str, Store]:
+        """The open stores by split; none before `setup`."""
+        return {} if self._set_up is None else self._set_up.stores
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the shards live; None before `setup`."""
+        return None if self._set_up is None else self._set_up.placement
+
+    @property
+    def _rows(self) -> Mapping[str, SplitRows]:
+        """The rows of each split; none before `setup` and after `teardown`."""
+        made = self._set_up
+        return {} if made is None or made.is_released else made.rows
 
     def prepare_data(self) -> None:
         """Build the stores of the stage's splits, or find them built. One process per node."""
@@ -331,7 +371,7 @@ class MemmapDataModule(L.LightningDataModule):
                 num_workers=self.num_workers,
                 # What this data module has built itself is not built again by the next stage.
                 overwrite=self.overwrite and split not in self._built,
-                fingerprint=self.fingerprints.get(split),
+                fingerprint=self.options.fingerprints.get(split),
                 check=self.check,
             )
             self._built[split] = dataset, store.manifest.content
@@ -364,89 +404,113 @@ class MemmapDataModule(L.LightningDataModule):
         leave_gloo_at_exit()
         error = None
         try:
-            self._set_up(stage)
+            self._make(stage)
         except Exception as caught:
             error = caught
         if self.trainer is not None and self.trainer.world_size > 1:
-            check_ranks_match({} if error is not None else self._facts(), error)
+            check_ranks_match({} if error is not None else self._must_match(), error)
         elif error is not None:
             raise error
 
-    def _set_up(self, stage: str | None) -> None:
-        # Not by teardown(), which a subclass may have made its own.
+    def _make(self, stage: str | None) -> None:
+        # Not by teardown(), which a subclass may have overridden.
         self._release()
-        self.stores = {}
+        stores = {}
         for split in _SPLITS_OF_STAGE[stage] if stage is not None else self._splits():
             if (store := self._open(split)) is not None:
-                self.stores[split] = store
-        topology, host = self._topology(), torch.device("cpu")
-        self.placement = plan_placement(
-            {split: self._sized(split, store) for split, store in self.stores.items()},
+                stores[split] = store
+        topology, host = topology_of(self._strategy), torch.device("cpu")
+        sizes = {
+            split: SplitSize.of(
+                split, store.manifest, topology, self._subset(split), self.shuffle_window
+            )
+            for split, store in stores.items()
+        }
+        placement = plan_placement(
+            sizes,
             topology,
             self.residency,
             budget_bytes=device_budgets(topology.data_devices, self.memory_fraction),
             pinned_budget_bytes=int(free_bytes(host) * _PINNED_FRACTION),
-            window=self.shuffle_window,
             window_budget_bytes=int(free_bytes(host) * self.memory_fraction),
         )
-        self._print_placement(self.placement)
-        self._warn_of_random_reads(self.placement, free_bytes(host))
-        self._resident = {
-            split: load_split(store, topology, self.placement.splits[split], self._subset(split))
-            for split, store in self.stores.items()
+        self._print_placement(placement)
+        self._warn_of_random_reads(placement, free_bytes(host))
+        rows = {
+            split: load_split(store, topology, placement.splits[split])
+            for split, store in stores.items()
         }
+        self._set_up = _SetUp(stores, placement, rows)
 
-    def _facts(self) -> dict[str, object]:
-        """What decides which rows a step has."""
-        facts: dict[str, object] = {
+    def _must_match(self) -> dict[str, object]:
+        """What decides which rows a step has, and so must be the same on all ranks."""
+        assert self._set_up is not None
+        placement = self._set_up.placement
+        values: dict[str, object] = {
             "seed": self.seed,
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
-            "data devices per process": len(self._topology().data_devices),
+            "data devices per process": len(placement.topology.data_devices),
         }
-        if self.placement is not None and (train := self.placement.splits.get("train")):
-            facts["shuffle_window"] = self.train_stream(train, train.num_shards).shuffle_window
-        for split, store in self.stores.items():
-            facts[f"the {split} store"] = store.manifest.content
-            facts[f"rows of the {split} store"] = self._subset(split) or "all"
-        return facts
+        if train := placement.splits.get("train"):
+            values |= self._order(train.size).identity
+        for split, store in self._set_up.stores.items():
+            values[f"the {split} store"] = store.manifest.content
+            values[f"rows of the {split} store"] = self._subset(split) or "all"
+        return values
 
-    def train_stream(self, store: Sized, num_shards: int) -> Stream:
-        """The order of the training rows, but for ``overfit_batches``.
+    def train_sampler(self, store: Sized, topology: DataTopology | None = None) -> Sampler:
+        """The order of the training rows, except under ``overfit_batches``.
 
         Args:
-            store: Their store, or the part of it that is trained on.
-            num_shards: Shards that they are dealt to.
+            store: Their store.
+            topology: Where they are trained on; by default one device.
         """
-        window = self.shuffle_window if self.shuffle else None
-        if self.shuffle and window is None and self.residency == Residency.STREAM.value:
-            window = default_window(num_shards, store.row_bytes)
-        return Stream(store.num_rows, num_shards, self.seed, self.shuffle, window)
+        size = SplitSize.of(
+            "train",
+            store,
+            topology or topology_of(None),
+            self._subset("train"),
+            self.shuffle_window,
+        )
+        return self._order(size)
+
+    def _order(self, size: SplitSize) -> Sampler:
+        shards, seed = size.shards, self.seed
+        if self.sampler is not None:
+            return self.sampler(shards, seed)
+        if not self.shuffle:
+            return SequentialSampler(shards)
+        if self.shuffle_window is None and self.residency != Residency.STREAM.value:
+            return ShuffledSampler(shards, seed)
+        return BlockShuffledSampler(shards, seed, size.window)
 
     def teardown(self, stage: str | None = None) -> None:
-        """Let go of the resident shards."""
+        """Free the shards."""
         self._release()
 
     def _release(self) -> None:
-        for split in self._resident.values():
-            split.release()
-        self._resident = {}
+        if self._set_up is not None:
+            self._set_up.release()
 
     def train_dataloader(self) -> SuperBatchLoader | DeviceLoader:
-        """The training rows in the order of `lightning_memmap.sampling`.
+        """The training rows in the order of `train_sampler`.
 
         Without a Trainer, this and the other loaders are `lightning_memmap.loading.BatchLoader`.
         """
         # Lightning turns shuffling off for overfit_batches, but only in torch's own DataLoader.
         overfitting = getattr(self.trainer, "overfit_batches", 0) > 0
-        shuffle = self.shuffle and not overfitting
+        made = self._set_up
         loader = self._loader(
             "train",
             self.transform,
-            shuffle=shuffle,
+            order=(
+                None
+                if overfitting or made is None or "train" not in self._rows
+                else self._order(made.placement.splits["train"].size)
+            ),
             drop_last=self.drop_last,
-            shuffle_window=self.shuffle_window if shuffle else None,
             progress=None if self.trainer is None else TrainerProgress(self.trainer),
         )
         self._train_loader = loader
@@ -468,39 +532,36 @@ class MemmapDataModule(L.LightningDataModule):
         return loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training stream stands, the same on every rank."""
+        """Where the training loader stands, the same on every rank."""
         if self._train_loader is None:
             return {}
         state: dict[str, Any] = {"train": self._train_loader.state_dict()}
-        if (subset := self._subset("train")) is not None:
-            state["rows"] = asdict(subset)
         if (num_trained := self._train_loader.num_trained) is not None:
             state["num_trained"] = num_trained
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next fit go on where the training stream stood.
+        """Let the next fit go on where the training loader stood.
 
         Raises:
             ValueError: The checkpoint is of another fold or part: its weights have learned from
                 rows that this one holds out. Or it is not what `state_dict` has returned.
         """
-        _check_state(state_dict)
+        train = _check_state(state_dict)
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
-            subset, saved = self._subset("train"), state_dict.get("rows")
-            if saved != (None if subset is None else asdict(subset)):
-                then = "all rows" if saved is None else str(RowSubset(**saved))
+            subset, saved = self._subset("train"), None if train is None else train.subset
+            if train is not None and saved != (None if subset is None else asdict(subset)):
                 raise ValueError(
-                    f"the checkpoint was trained on {then}, and this data module trains on"
-                    f" {subset or 'all rows'}: resume with the member, num_folds and num_parts of"
-                    " the checkpoint"
+                    f"the checkpoint was trained on {_subset_text(saved)}, and this data module"
+                    f" trains on {subset or 'all rows'}: resume with the member, num_folds and"
+                    " num_parts of the checkpoint"
                 )
             self._train_state = state_dict.get("train")
             self._num_trained = state_dict.get("num_trained")
 
     def val_dataloader(self) -> SuperBatchLoader | DeviceLoader | list[Any]:
         """The validation rows in dataset order; nothing where there are none."""
-        if "val" not in self._resident and self._running is not TrainerFn.VALIDATING:
+        if "val" not in self._rows and self._running is not TrainerFn.VALIDATING:
             return []
         if self.trainer is not None and self._running is TrainerFn.FITTING:
             validate_anew(self.trainer)
@@ -518,12 +579,14 @@ class MemmapDataModule(L.LightningDataModule):
         found = {split: (placement.topology, plan) for split, plan in placement.splits.items()}
         # A stage whose splits lie where the last one that had them left them says nothing new.
         if found.items() - self._printed.items():
-            _print_table(placement)
+            _print(placement_table(placement))
         self._printed |= found
 
     def _warn_of_random_reads(self, placement: Placement, free: int) -> None:
         """Say once that the mapped shards do not fit into memory."""
-        mapped = sum(split.mapped_bytes for split in placement.splits.values())
+        mapped = sum(
+            held.num_bytes for held in placement.held() if held.residency is Residency.MMAP
+        )
         if mapped > free and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
@@ -543,7 +606,7 @@ class MemmapDataModule(L.LightningDataModule):
 
     def _splits(self) -> tuple[str, ...]:
         """The splits of what the Trainer runs; all of them where it runs nothing."""
-        return _SPLITS if self._running is None else _SPLITS_OF_STAGE[self._running.value]
+        return SPLITS if self._running is None else _SPLITS_OF_STAGE[self._running.value]
 
     def _stored_split(self, split: str) -> str:
         """The split whose store has the rows of a split."""
@@ -556,12 +619,6 @@ class MemmapDataModule(L.LightningDataModule):
         if self.num_parts is not None and split == "train":
             return self._row_subset("num_parts", self.num_parts)
         return None
-
-    def _sized(self, split: str, store: Store) -> Sized:
-        subset, manifest = self._subset(split), store.manifest
-        if subset is None:
-            return manifest
-        return _Part(subset.num_rows(manifest.num_rows), manifest.num_shards, manifest.row_bytes)
 
     @property
     def _strategy(self) -> Any:
@@ -621,51 +678,43 @@ class MemmapDataModule(L.LightningDataModule):
         if dataset is not None and not self._is_its_own(split, store):
             store.check_dataset(
                 dataset,
-                fingerprint=self.fingerprints.get(split),
+                fingerprint=self.options.fingerprints.get(split),
                 check=self.check,
                 num_workers=self.num_workers,
             )
         return store
-
-    def _topology(self) -> DataTopology:
-        if self.trainer is None:
-            return DataTopology((torch.device("cpu"),))
-        strategy = self.trainer.strategy
-        sharding = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        devices = getattr(strategy, "data_devices", None) or (strategy.root_device,)
-        return DataTopology(tuple(devices), sharding["rank"], sharding["num_replicas"])
 
     def _loader(
         self,
         split: str,
         transform: Callable[..., Any] | None,
         *,
-        shuffle: bool = False,
+        order: Sampler | None = None,
         drop_last: bool = False,
-        shuffle_window: int | None = None,
         progress: TrainerProgress | None = None,
     ) -> SuperBatchLoader | DeviceLoader:
-        if split not in self._resident:
+        rows = self._rows.get(split)
+        if rows is None:
             raise self._missing(split)
         loader = SuperBatchLoader(
-            self._resident[split],
+            rows,
+            order or SequentialSampler(rows.shards),
             self.batch_size,
-            build=self._builder(split),
+            collate=self._collate(split),
             transform=transform,
-            shuffle=shuffle,
             drop_last=drop_last,
             seed=self.seed,
-            shuffle_window=shuffle_window,
             progress=progress,
         )
         if self.trainer is None:
             return BatchLoader(loader, loader.data_devices[0])
         if not getattr(self.trainer, "overfit_batches", 0):
             loader.dataset = loader.batch_sizes
-        if hasattr(self.trainer.strategy, "data_devices"):
-            return loader
-        # A strategy that knows nothing of super-batches is given plain batches.
-        return loader.to(self.trainer.strategy.root_device)
+        device = rows.topology.assemble_on
+        if device is None and isinstance(transform, OnSuperBatch):
+            # The transform needs all rows together, whoever separates them afterwards.
+            device = loader.data_devices[0]
+        return loader if device is None else DeviceLoader(loader, device, rows.topology.prefetch)
 
     def _missing(self, split: str) -> StoreNotFoundError:
         stored = self._stored_split(split)
@@ -677,7 +726,7 @@ class MemmapDataModule(L.LightningDataModule):
             )
         return StoreNotFoundError(f"the {split} split is not set up: call setup() first")
 
-    def _builder(self, split: str) -> Callable[[Sequence[Tensor]], Any]:
+    def _collate(self, split: str) -> Collate:
         schema, dataset = self.stores[split].schema, self.datasets[self._stored_split(split)]
         sample = None
         if dataset is not None and schema.has_classes:
@@ -685,17 +734,11 @@ class MemmapDataModule(L.LightningDataModule):
         return schema.builder(sample)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What a plan needs to know of some rows of a store."""
-
-    num_rows: int
-    num_shards: int
-    row_bytes: int
-
-
-def _check_state(state: object) -> None:
+def _check_state(state: object) -> LoaderState | None:
     """Check what is loaded for a data module. Subclasses may have added to it.
+
+    Returns:
+        Where the training loader stood; None where there was none.
 
     Raises:
         ValueError: It is not what a data module has saved.
@@ -705,25 +748,25 @@ def _check_state(state: object) -> None:
             f"the state of the data module is a {type(state).__name__}: give load_state_dict the"
             " dict that state_dict has returned"
         )
-    if (train := state.get("train")) is not None:
-        LoaderState.read(train)
-    rows, num_trained = state.get("rows"), state.get("num_trained")
-    try:
-        is_subset = rows is None or asdict(RowSubset(**rows)) == rows
-    except (TypeError, ValueError):
-        is_subset = False
-    if not is_subset:
-        raise ValueError(
-            f"the state of the data module has rows={rows!r}, which names no fold and no part:"
-            " resume from a checkpoint that this version has written"
-        )
+    num_trained = state.get("num_trained")
     if num_trained is not None and not (type(num_trained) is int and num_trained >= 0):
         raise ValueError(
             f"the state of the data module has num_trained={num_trained!r}, which is no number of"
             " batches: resume from a checkpoint that this version has written"
         )
+    train = state.get("train")
+    return None if train is None else LoaderState.read(train)
+
+
+def _subset_text(saved: Mapping[str, Any] | None) -> str:
+    if saved is None:
+        return "all rows"
+    try:
+        return str(RowSubset(**saved))
+    except (TypeError, ValueError):
+        return f"rows={dict(saved)!r}, which names no fold and no part"
 
 
 @rank_zero_only
-def _print_table(placement: Placement) -> None:
-    Console().print(placement.table())
+def _print(table: Table) -> None:
+    Console().print(table)

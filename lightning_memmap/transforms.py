@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_memmap.loading import OnSuperBatch
-from lightning_memmap.loading.super_batch import named_leaves
+from lightning_memmap.loading.collate import named_leaves
 from lightning_memmap.loading.transform import check_callable
 
 __all__ = ["OnSuperBatch", "PerSample"]

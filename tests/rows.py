@@ -5,20 +5,33 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.loading import (
     DeviceLoader,
-    ResidentSplit,
+    SplitRows,
     SuperBatch,
     SuperBatchLoader,
     load_split,
 )
-from lightning_memmap.placement import DataTopology, plan_placement
-from lightning_memmap.sampling import RowSubset, Stream
+from lightning_memmap.placement import (
+    DataTopology,
+    Residency,
+    SplitPlacement,
+    SplitSize,
+    plan_placement,
+)
+from lightning_memmap.sampling import (
+    BlockShuffledSampler,
+    RowSubset,
+    Sampler,
+    SequentialSampler,
+    Shards,
+    ShuffledSampler,
+    default_window,
+)
 from lightning_memmap.store import Store
 
 CPU = torch.device("cpu")
@@ -63,32 +76,58 @@ def make_split(
     size: int = 1,
     window: int | None = None,
     subset: RowSubset | None = None,
-) -> ResidentSplit:
+) -> SplitRows:
     """The shards of one process on logical CPU devices."""
     topology = DataTopology((CPU,) * num_devices, rank, size)
     with warnings.catch_warnings():
         # Which device counts are warned of is a matter of test_placement.
         warnings.filterwarnings("ignore", "the train store has .* shards, which")
         # Nor how much is read for rows that lie apart.
-        warnings.filterwarnings("ignore", "residency='stream': .* bytes of the train store")
+        warnings.filterwarnings("ignore", "residency='stream': .* bytes of the store at")
+        size_of_split = SplitSize.of("train", store.manifest, topology, subset, window)
         placement = plan_placement(
-            {"train": Part(store, subset)},
+            {"train": size_of_split},
             topology,
             residency,
             budget_bytes={CPU: 2**40},
             pinned_budget_bytes=0,
-            window=window,
         )
-        return load_split(store, topology, placement.splits["train"], subset)
+        return load_split(store, topology, placement.splits["train"])
 
 
-class Part:
-    """What a plan needs to know of some rows of a store, or of all."""
+def split_with(
+    store: Store,
+    topology: DataTopology,
+    residency: tuple[Residency, ...],
+    subset: RowSubset | None = None,
+) -> SplitRows:
+    """The rows of a split of a store, whose shards live where it is said."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the train store has .* shards, which")
+        size = SplitSize.of("train", store.manifest, topology, subset)
+    return load_split(store, topology, SplitPlacement(size, residency))
 
-    def __init__(self, store: Store, subset: RowSubset | None) -> None:
-        self.num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
-        self.num_shards = store.num_shards
-        self.row_bytes = store.manifest.row_bytes
+
+def make_sampler(
+    num_rows: int,
+    num_shards: int,
+    seed: int = 0,
+    shuffle: bool = False,
+    shuffle_window: int | None = None,
+) -> Sampler:
+    """The order that a data module has with these options."""
+    return sampler_over(Shards(num_rows, num_shards), seed, shuffle, shuffle_window)
+
+
+def sampler_over(
+    shards: Shards, seed: int = 0, shuffle: bool = False, shuffle_window: int | None = None
+) -> Sampler:
+    """The order of some shards; see `make_sampler`."""
+    if not shuffle:
+        return SequentialSampler(shards)
+    if shuffle_window is None:
+        return ShuffledSampler(shards, seed)
+    return BlockShuffledSampler(shards, seed, shuffle_window)
 
 
 def make_loader(
@@ -113,9 +152,38 @@ def make_loader(
         window=window,
         subset=subset,
     )
-    if options.get("shuffle"):
-        options.setdefault("shuffle_window", window)
-    return SuperBatchLoader(split, batch_size, build=store.schema.builder(), **options)
+    if residency == "stream" and window is None:
+        window = default_window(split.shards.num_shards, store.manifest.row_bytes)
+    return loader_over(store, split, batch_size, shuffle_window=window, **options)
+
+
+def loader_over(
+    store: Store,
+    split: SplitRows,
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    shuffle_window: int | None = None,
+    **options: Any,
+) -> SuperBatchLoader:
+    """A loader over the rows of a split of a store."""
+    order = sampler_over(split.shards, seed, shuffle, shuffle_window)
+    collate = store.schema.builder()
+    return SuperBatchLoader(split, order, batch_size, collate=collate, seed=seed, **options)
+
+
+def assembled(
+    loader: SuperBatchLoader,
+    device: torch.device = CPU,
+    on_step: Callable[[SuperBatch], None] | None = None,
+    prefetch: int = 0,
+) -> DeviceLoader:
+    """The batches of a loader, assembled on a device."""
+    found = DeviceLoader(loader, device, prefetch)
+    if on_step is not None:
+        found.subscribe(on_step)
+    return found
 
 
 def rows_of(batch: Any) -> list[int]:
@@ -135,10 +203,9 @@ def joined(steps: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(steps))
 
 
-def stream_rows(stream: Stream, epoch: int, first: int, last: int) -> list[int]:
+def order_rows(sampler: Sampler, epoch: int, first: int, last: int) -> list[int]:
     """The rows that the positions ``first .. last - 1`` of an epoch stand for."""
-    shards, offsets = stream.at(epoch, range(first, last))
-    rows: list[int] = (np.asarray(offsets) * stream.num_shards + shards).tolist()
+    rows: list[int] = sampler.dataset_rows(epoch, range(first, last)).tolist()
     return rows
 
 
@@ -160,7 +227,7 @@ def check_save_and_resume(
         make: Makes the loader that is saved.
         epoch: The epoch in which it is saved.
         resumed: Makes the loader that goes on, of another shape than the one saved. Its steps
-            are then cut otherwise, and only the stream of rows must be the same.
+            are then cut otherwise, and only the order of rows must be the same.
     """
     saved = make()
     saved.set_epoch(epoch)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memmap.loading.streams import _side_stream
+from lightning_memmap._compat.tensors import storage_key
+from lightning_memmap.loading.device_streams import _side_stream
 
 
 class Stream:
@@ -159,7 +160,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(torch, "empty", make_empty)
     monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(
-        Tensor, "is_pinned", lambda tensor: any(tensor is other for other in device.page_locked)
+        Tensor,
+        "is_pinned",
+        # As of a real device, by the memory: a view of page-locked memory is page-locked.
+        lambda tensor: any(
+            storage_key(tensor) == storage_key(other) for other in device.page_locked
+        ),
     )
     monkeypatch.setattr(
         Tensor, "record_stream", lambda tensor, stream: device.recorded.append((tensor, stream))

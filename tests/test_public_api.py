@@ -36,13 +36,30 @@ NAMES = {
     "lightning_memmap.loading": [
         "BatchLoader",
         "DeviceLoader",
+        "EpochRows",
         "OnSuperBatch",
-        "ResidentShards",
-        "ResidentSplit",
+        "RowSource",
+        "SplitRows",
         "SuperBatch",
         "SuperBatchLoader",
         "has_streams",
         "load_split",
+    ],
+    "lightning_memmap.sampling": [
+        "BatchSchedule",
+        "BlockShuffledSampler",
+        "Integers",
+        "RowSubset",
+        "Sampler",
+        "SequentialSampler",
+        "Shards",
+        "ShuffledSampler",
+        "Windows",
+        "default_window",
+        "derive_seed",
+        "shard_rows",
+        "shard_starts",
+        "striping",
     ],
     "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
     "lightning_memmap.strategies": [
@@ -85,6 +102,7 @@ DATA_MODULE = {
     "num_parts": None,
     "member": None,
     "shuffle_window": None,
+    "sampler": None,
 }
 
 STRATEGY = {

@@ -22,7 +22,7 @@ from lightning_memmap._compat.tensors import (
     tree_leaves,
 )
 from lightning_memmap.loading import SuperBatch
-from lightning_memmap.loading.super_batch import named_leaves
+from lightning_memmap.loading.collate import named_leaves
 from lightning_memmap.strategies.in_parts.shares import Shares
 
 #: What memory is for, from the bottom of a picture to its top.

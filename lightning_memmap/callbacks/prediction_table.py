@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import MemmapError, SchemaError
 from lightning_memmap.loading import SuperBatchLoader
+from lightning_memmap.placement import data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.table import TableBuild, TablePlan, TableWriter, check_place
@@ -189,10 +190,10 @@ def _path_of_member(path: Path, trainer: L.Trainer) -> Path:
 
 
 def _rows_and_shards(loader: Any) -> tuple[int, int]:
-    """Rows that a loader's dataset has, and the shards that they are dealt to."""
+    """Rows that a loader's dataset has, and the shards that they are divided into."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if isinstance(sampler, SuperBatchLoader):
-        return sampler.stream.num_rows, sampler.stream.num_shards
+        return sampler.order.num_positions, sampler.order.num_shards
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         return len(loader.dataset), _NUM_SHARDS  # type: ignore[arg-type]
     raise _unknown_rows(loader)
@@ -215,11 +216,11 @@ def _incomplete(trainer: L.Trainer, what: str) -> ValueError:
 def _is_first_of_its_rank(trainer: L.Trainer) -> bool:
     """Whether no process before this one has the same data-parallel rank, and so the same rows.
     All ranks must ask."""
-    sharding = trainer.distributed_sampler_kwargs or {"rank": 0}
-    own = torch.tensor(sharding["rank"], device=trainer.strategy.root_device)
+    rank, _ = data_parallel_rank(trainer.strategy)
+    own = torch.tensor(rank, device=trainer.strategy.root_device)
     # Of all processes: by default a strategy gathers over the data-parallel ones alone.
     ranks = trainer.strategy.all_gather(own, group=dist.group.WORLD).flatten().tolist()
-    return sharding["rank"] not in ranks[: trainer.global_rank]
+    return rank not in ranks[: trainer.global_rank]
 
 
 @contextmanager

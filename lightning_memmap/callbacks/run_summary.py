@@ -1,7 +1,7 @@
 """A table at the end of a run: what was stored, where it was placed, how fast it was used."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -17,8 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.datamodule import MemmapDataModule
-from lightning_memmap.placement import DataTopology, Residency, SplitPlacement, format_bytes
-from lightning_memmap.sampling import shard_rows
+from lightning_memmap.placement import DataTopology, HeldShards, Residency, format_bytes
 from lightning_memmap.store.manifest import Manifest
 
 
@@ -41,6 +40,7 @@ class RunSummary(L.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._splits: dict[str, _Split] = {}
+        self._held: list[HeldShards] = []
         self._rates: list[float] = []
         self._rows = 0
         self._epoch_start_s = self._validation_start_s = 0.0
@@ -60,11 +60,11 @@ class RunSummary(L.Callback):
                 " leave the callback out"
             )
         if stage == "fit":
-            self._splits, self._rates = {}, []
+            self._splits, self._held, self._rates = {}, [], []
         for name, store in data.stores.items():
-            self._splits[name] = _Split(
-                store.manifest, data.placement.splits[name], data.placement.topology
-            )
+            self._splits[name] = _Split(store.manifest, data.placement.topology)
+        held = [shards for shards in self._held if shards.split not in data.stores]
+        self._held = [*held, *data.placement.held()]
 
     @override
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -137,21 +137,15 @@ class RunSummary(L.Callback):
         return lines
 
     def _placed(self) -> dict[str, str]:
-        """By data device, what it held: shards by residency, all splits together."""
-        held: dict[str, dict[Residency, _Holding]] = defaultdict(lambda: defaultdict(_Holding))
-        for name, split in self._splits.items():
-            shard_bytes = (
-                shard_rows(split.placement.num_rows, split.placement.num_shards)
-                * split.placement.row_bytes
-            )
-            for shard, residency in enumerate(split.placement.residency):
-                index = split.topology.owner(shard)
-                if index is not None and residency is not None:
-                    device = f"{index}: {split.topology.data_devices[index]}"
-                    held[device][residency].add(name, int(shard_bytes[shard]))
+        """By data device, the shards of all splits by residency."""
+        lines: dict[str, dict[Residency, list[HeldShards]]] = defaultdict(lambda: defaultdict(list))
+        for shards in sorted(self._held, key=lambda shards: shards.device_index):
+            lines[shards.device_name][shards.residency].append(shards)
         return {
-            device: "; ".join(f"{residency.value}: {holding}" for residency, holding in by.items())
-            for device, by in held.items()
+            device: "; ".join(
+                f"{residency.value}: {_held_text(held)}" for residency, held in by_residency.items()
+            )
+            for device, by_residency in lines.items()
         }
 
     def _throughput(self) -> dict[str, str]:
@@ -171,24 +165,12 @@ class _Split:
     """One split as it was stored and placed."""
 
     manifest: Manifest
-    placement: SplitPlacement
     topology: DataTopology
 
 
-class _Holding:
-    """The shards of one data device with one residency."""
-
-    def __init__(self) -> None:
-        self._shards: dict[str, int] = defaultdict(int)
-        self._bytes = 0
-
-    def add(self, split: str, num_bytes: int) -> None:
-        self._shards[split] += 1
-        self._bytes += num_bytes
-
-    def __str__(self) -> str:
-        splits = ", ".join(f"{count} {split}" for split, count in self._shards.items())
-        return f"{splits} shards, {format_bytes(self._bytes)}"
+def _held_text(held: Sequence[HeldShards]) -> str:
+    splits = ", ".join(f"{len(shards.shards)} {shards.split}" for shards in held)
+    return f"{splits} shards, {format_bytes(sum(shards.num_bytes for shards in held))}"
 
 
 def _now_s(trainer: L.Trainer) -> float:

@@ -223,7 +223,7 @@ def prepare(spec: RunSpec) -> None:
             f"batch_size={data.batch_size} on {spec.devices} devices makes steps of {global_batch}"
             f" rows, and the training split has {store.num_rows}: choose smaller ones"
         )
-    stream = data.train_stream(store.manifest, store.num_shards)
+    sampler = data.train_sampler(store.manifest)
     is_random = _is_random(data, store)
     facts = {
         "environment": describe_environment(),
@@ -242,7 +242,7 @@ def prepare(spec: RunSpec) -> None:
         "has_transform": data.transform is not None,
         "transform_is_random": is_random,
         "has_eval_transform": data.eval_transform is not None,
-        "expected": expected_hashes(store, stream, plan, spec.steps),
+        "expected": expected_hashes(store, sampler, plan, spec.steps),
         "model_class": _name(cli.model),
         "configures_itself": is_overridden("configure_model", cli.model, L.LightningModule),
         "automatic_optimization": cli.model.automatic_optimization,

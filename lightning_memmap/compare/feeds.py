@@ -7,31 +7,33 @@ import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Sampler as TorchSampler
 from typing_extensions import override
 
 from lightning_memmap.compare.arms import Feed
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.loading.transform import DeviceTransform
-from lightning_memmap.sampling import BatchSchedule, Stream, striping
+from lightning_memmap.placement import DataTopology, data_parallel_rank
+from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.schema import Schema
 from lightning_memmap.store import open_store
 
 _CPU = torch.device("cpu")
 
 
-class StreamBatches(Sampler[list[int]]):
+class RowBatches(TorchSampler[list[int]]):
     """The dataset rows of each step of one process, in the order of `lightning_memmap.sampling`.
 
     Args:
-        stream: The order.
+        order: The order of rows.
         plan: How it is cut into steps.
         rank: Data-parallel rank of this process.
         size: Data-parallel processes.
     """
 
-    def __init__(self, stream: Stream, plan: BatchSchedule, rank: int, size: int) -> None:
-        self.stream = stream
+    def __init__(self, order: Sampler, plan: BatchSchedule, rank: int, size: int) -> None:
+        self.order = order
         self.plan = plan
         self.rank = rank
         self.size = size
@@ -51,8 +53,7 @@ class StreamBatches(Sampler[list[int]]):
         for step in range(len(self.plan)):
             first, last = self.plan.bounds(step)
             mine = range(first + (self.rank - first) % self.size, last, self.size)
-            shards, offsets = self.stream.at(self._epoch, mine)
-            yield (offsets * self.stream.num_shards + shards).tolist()
+            yield self.order.dataset_rows(self._epoch, mine).tolist()
 
 
 class _Collate:
@@ -138,17 +139,17 @@ class PlainData(L.LightningDataModule):
     @override
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
-        sharding = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        rank, size = sharding["rank"], sharding["num_replicas"]
+        rank, size = data_parallel_rank(self.trainer.strategy)
         store = open_store(self.data.store_dir / "train")
-        num_shards = striping(store.num_shards, size)
-        stream = self.data.train_stream(store.manifest, num_shards)
-        plan = BatchSchedule(store.num_rows, self.global_batch, num_shards, drop_last=True)
+        sampler = self.data.train_sampler(store.manifest, DataTopology((_CPU,), rank, size))
+        plan = BatchSchedule(
+            sampler.num_positions, self.global_batch, sampler.num_shards, drop_last=True
+        )
         dataset: Dataset[Any] | None = self.data.datasets["train"]
         transform = self.data.transform
         loader: DataLoader[Any] = DataLoader(
             dataset if dataset is not None else store,  # type: ignore[arg-type]  # is map-style
-            batch_sampler=StreamBatches(stream, plan, rank, size),
+            batch_sampler=RowBatches(sampler, plan, rank, size),
             num_workers=self.num_workers,
             collate_fn=_Collate(store.schema, None if self.transform_here else transform),
             persistent_workers=self.num_workers > 0,

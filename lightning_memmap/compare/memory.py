@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_memmap._compat.tensors import dense_parts, storage_key
 from lightning_memmap.callbacks.memory_trace import live_parameters
 from lightning_memmap.placement import Placement
-from lightning_memmap.sampling import shard_rows
 
 
 def process_memory(excluded: Iterable[int] = ()) -> list[dict[str, int]]:
@@ -119,18 +118,10 @@ def resident_bytes(placement: Placement | None) -> dict[str, dict[str, int]]:
     Returns:
         By data device, such as ``1: cuda:1``, the bytes of each residency.
     """
-    held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    if placement is None:
-        return {}
-    topology = placement.topology
-    for split in placement.splits.values():
-        sizes = shard_rows(split.num_rows, split.num_shards) * split.row_bytes
-        for shard, residency in enumerate(split.residency):
-            owner = topology.owner(shard)
-            if residency is not None and owner is not None:
-                device = f"{owner}: {topology.data_devices[owner]}"
-                held[device][residency.value] += int(sizes[shard])
-    return {device: dict(sizes) for device, sizes in held.items()}
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for shards in placement.held() if placement is not None else ():
+        found[shards.device_name][shards.residency.value] += shards.num_bytes
+    return {device: dict(sizes) for device, sizes in found.items()}
 
 
 class EnergyMeter:

@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor, nn
 
 from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
-from lightning_memmap.sampling import BatchSchedule, Stream, shard_starts
+from lightning_memmap.sampling import BatchSchedule, Sampler, shard_starts
 from lightning_memmap.store import Store
 
 _MODULUS = 2**64
@@ -52,23 +52,26 @@ def hash_batch(batch: Any) -> int:
     return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % _MODULUS
 
 
-def expected_hashes(store: Store, stream: Stream, plan: BatchSchedule, num_steps: int) -> list[int]:
+def expected_hashes(
+    store: Store, sampler: Sampler, schedule: BatchSchedule, num_steps: int
+) -> list[int]:
     """The hash of each global batch from the first epoch on, read from the store by the order.
 
     Nothing here has passed a loader: this is what every arm is held to.
     """
     return [
         hash_rows([tensor.index_select(0, places) for tensor in store.tensors])
-        for places in _places(store, stream, plan, num_steps)
+        for places in _places(store, sampler, schedule, num_steps)
     ]
 
 
-def _places(store: Store, stream: Stream, plan: BatchSchedule, num_steps: int) -> Iterator[Tensor]:
+def _places(
+    store: Store, sampler: Sampler, schedule: BatchSchedule, num_steps: int
+) -> Iterator[Tensor]:
     starts = shard_starts(store.num_rows, store.num_shards)
     for index in range(num_steps):
-        epoch, step = divmod(index, len(plan))
-        shards, offsets = stream.at(epoch, range(*plan.bounds(step)))
-        rows = offsets * stream.num_shards + shards
+        epoch, step = divmod(index, len(schedule))
+        rows = sampler.dataset_rows(epoch, range(*schedule.bounds(step)))
         yield torch.from_numpy(starts[rows % store.num_shards] + rows // store.num_shards)
 
 

@@ -1,18 +1,33 @@
-"""From resident shards to super-batches: take, transform, zip, assemble."""
+"""From row sources to batches: fetch, transform, collate, assemble.
+
+row_source       rows in one place, and how they come into a batch
+resident         on a device, page-locked, or in the file mapping
+streamed         in the files, read window by window (window_layout, window_reader)
+split            all sources of a split (store_offsets, upload)
+fetch            the rows of coming steps (buffers, device_streams)
+transform        batch transforms, repeatable
+super_batch      the batches of all data devices in one step (collate)
+loader           super-batches in the order of the sampler (state)
+device_loader    the same, assembled on one device (prefetch)
+batches          the same without a Trainer
+"""
 
 from lightning_memmap.loading.batches import BatchLoader
-from lightning_memmap.loading.loader import DeviceLoader, SuperBatchLoader
-from lightning_memmap.loading.shard import ResidentShards, ResidentSplit, load_split
-from lightning_memmap.loading.streams import has_streams
+from lightning_memmap.loading.device_loader import DeviceLoader
+from lightning_memmap.loading.device_streams import has_streams
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.row_source import EpochRows, RowSource
+from lightning_memmap.loading.split import SplitRows, load_split
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import OnSuperBatch
 
 __all__ = [
     "BatchLoader",
     "DeviceLoader",
+    "EpochRows",
     "OnSuperBatch",
-    "ResidentShards",
-    "ResidentSplit",
+    "RowSource",
+    "SplitRows",
     "SuperBatch",
     "SuperBatchLoader",
     "has_streams",

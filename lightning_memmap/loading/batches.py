@@ -7,25 +7,25 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
-from lightning_memmap.loading.loader import DeviceLoader, SuperBatchLoader
+from lightning_memmap.loading.device_loader import DeviceLoader
+from lightning_memmap.loading.loader import SuperBatchLoader
 
 
 class BatchLoader(DeviceLoader, DataLoader[Any]):
     """Yields assembled batches, those of another epoch in each iteration.
 
-    It is a ``DataLoader`` to Fabric's ``setup_dataloaders``, which gives each of several processes
-    the rows of its own: those at the positions ``p`` with ``p % size == rank``. The batches are
-    made in the process itself, without torch's samplers, collating or workers.
+    Fabric's ``setup_dataloaders`` takes it for a ``DataLoader``, and gives each of several
+    processes its own rows: those at the positions ``p`` with ``p % size == rank``. The batches are
+    made in the process itself, without torch's samplers, collation or workers.
 
-    The state is that of the stream; `load_state_dict` goes on in the epoch that was saved, or with
-    the next one where that was at its end. Fabric saves and loads it with
-    ``fabric.save(path, {"loader": loader})``.
+    `load_state_dict` goes on in the epoch that was saved, or with the next one where that was at
+    its end. Fabric saves and loads the state with ``fabric.save(path, {"loader": loader})``.
 
     Args:
-        loader: The zipped loader.
+        loader: The super-batch loader.
         device: Where the batches are assembled.
-        sampler: Which process this is, where Lightning has made a sampler that says so.
-        **_: What else Lightning knows of a ``DataLoader`` that it makes anew.
+        sampler: A sampler of Lightning's that says which process this is.
+        **_: Other arguments that Lightning passes to a ``DataLoader`` that it makes anew.
 
     Raises:
         ValueError: The processes do not divide the shards of the store.
@@ -41,11 +41,11 @@ class BatchLoader(DeviceLoader, DataLoader[Any]):
         if isinstance(sampler, DistributedSampler):
             loader = loader.of_process(sampler.rank, sampler.num_replicas)
         DeviceLoader.__init__(self, loader, device)
-        rows: Any = range(loader.stream.num_rows)
+        rows: Any = range(loader.order.num_positions)
         DataLoader.__init__(
             self, rows, batch_size=None, sampler=_EpochNote(rows) if sampler is None else sampler
         )
-        #: The epoch of the next iteration; None for that which the sampler was told.
+        #: The epoch of the next iteration; None for that of the sampler.
         self._next_epoch: int | None = None
 
     @override
@@ -56,9 +56,13 @@ class BatchLoader(DeviceLoader, DataLoader[Any]):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved stream stood; see `SuperBatchLoader.load_state_dict`."""
+        """Go on where a saved loader stood; see `SuperBatchLoader.load_state_dict`."""
         super().load_state_dict(state)
         self.set_epoch(state["epoch"] + self.loader.is_at_end(state["position"]))
+
+    def assembled_on(self, device: torch.device, prefetch: int) -> DeviceLoader:
+        """The same batches on another device, for a Trainer, which counts epochs itself."""
+        return DeviceLoader(self.loader, device, prefetch)
 
     @override
     def __iter__(self) -> Any:
@@ -75,10 +79,10 @@ class BatchLoader(DeviceLoader, DataLoader[Any]):
 
 
 class _EpochNote(SequentialSampler):
-    """Notes the epoch that a Trainer says to a loader that was made without one."""
+    """Remembers the epoch that a Trainer sets for a loader that was made without one."""
 
     epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Note the epoch."""
+        """Remember the epoch."""
         self.epoch = epoch

@@ -8,7 +8,7 @@ backward, no numpy array.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from lightning_memmap._compat.tensors import storage_use_count
 
-#: Takes of so many bytes are shared by torch's threads. One thread alone is faster with numpy.
-_SHARED_TAKE = 2**19
+#: From this size on, torch's threads share a copy. One thread alone is faster with numpy.
+_SHARED_COPY_BYTES = 2**19
+#: The shape of one row and the dtype of each field.
+Fields: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
 def rows_of(tensor: Tensor) -> NDArray[Any]:
@@ -45,7 +47,7 @@ class Buffers:
 
     Args:
         tensors: One per field, of shape (B, *field shape).
-        rows: The same memory as rows of raw bytes; see `rows_of`.
+        rows: The same memory as raw rows; see `rows_of`.
     """
 
     tensors: list[Tensor]
@@ -53,9 +55,9 @@ class Buffers:
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> "Buffers":
-        """The memory of contiguous tensors. What is not on a CPU has no rows as raw bytes."""
-        is_here = tensors[0].device.type == "cpu"
-        return cls(tensors, [rows_of(tensor) for tensor in tensors] if is_here else [])
+        """The memory of contiguous tensors. On other devices than a CPU it has no raw rows."""
+        on_cpu = tensors[0].device.type == "cpu"
+        return cls(tensors, [rows_of(tensor) for tensor in tensors] if on_cpu else [])
 
     @cached_property
     def row_bytes(self) -> int:
@@ -63,17 +65,20 @@ class Buffers:
         return sum(tensor.element_size() * tensor.shape[1:].numel() for tensor in self.tensors)
 
     @classmethod
-    def empty(
-        cls, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], *, pin_memory: bool = False
-    ) -> "Buffers":
+    def empty(cls, fields: Fields, num_rows: int, *, pin_memory: bool = False) -> "Buffers":
         """New buffers with undefined content.
 
         Args:
-            shapes: Shape and dtype of each tensor.
+            fields: The shape of one row and the dtype of each field.
+            num_rows: Rows of each tensor.
             pin_memory: In page-locked memory.
         """
-        tensors = [torch.empty(shape, dtype=d, pin_memory=pin_memory) for shape, d in shapes]
-        return cls.of(tensors)
+        return cls.of(
+            [
+                torch.empty((num_rows, *shape), dtype=dtype, pin_memory=pin_memory)
+                for shape, dtype in fields
+            ]
+        )
 
 
 def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
@@ -87,7 +92,7 @@ def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
     Raises:
         IndexError: A location is outside the source.
     """
-    if torch.get_num_threads() > 1 and len(locations) * source.row_bytes >= _SHARED_TAKE:
+    if torch.get_num_threads() > 1 and len(locations) * source.row_bytes >= _SHARED_COPY_BYTES:
         for tensor, target in zip(source.tensors, out.tensors, strict=True):
             torch.index_select(tensor, 0, locations, out=target)
         return
@@ -96,7 +101,7 @@ def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
     if len(chosen) and (largest := int(chosen.view(np.uint64).max())) >= len(source.tensors[0]):
         raise IndexError(f"location {np.uint64(largest).astype(np.int64)}: outside the rows")
     for rows, taken in zip(source.rows, out.rows, strict=True):
-        # No location is outside: "clip" only spares numpy a copy.
+        # No location is outside: "clip" only saves numpy a copy.
         rows.take(chosen, out=taken, mode="clip")
 
 
@@ -104,14 +109,14 @@ class BufferPool:
     """Sets of CPU buffers, one tensor per field in each set.
 
     Args:
-        shapes: Shape and dtype of each buffer.
+        fields: The shape of one row and the dtype of each field.
+        num_rows: Rows of each buffer.
         max_slots: Sets that are kept; where all are in use, the oldest is left to its user.
     """
 
-    def __init__(
-        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], max_slots: int = 4
-    ) -> None:
-        self._shapes = shapes
+    def __init__(self, fields: Fields, num_rows: int, max_slots: int = 4) -> None:
+        self._fields = fields
+        self._num_rows = num_rows
         self._max_slots = max_slots
         self._slots: list[Buffers] = []
         self._idle_count = 0
@@ -122,12 +127,12 @@ class BufferPool:
         They stay the caller's until the last tensor that shares their memory is gone.
 
         Args:
-            num_rows: The first so many rows of each buffer are given.
+            num_rows: Rows of the buffers that are returned, at most those of the pool's.
         """
         for slot in self._slots:
             if self._is_idle(slot):
                 return _handed_out(slot, num_rows)
-        slot = Buffers.empty(self._shapes)
+        slot = Buffers.empty(self._fields, self._num_rows)
         if not self._slots:
             self._idle_count = max(map(storage_use_count, slot.tensors), default=0)
         if len(self._slots) == self._max_slots:

@@ -1,4 +1,4 @@
-"""Coming steps, made ready while the present one is computed."""
+"""Prefetch: coming steps are made ready while the present one is computed."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -6,16 +6,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lightning_memmap.loading.streams import SideStreams
-from lightning_memmap.loading.super_batch import SuperBatch, named_leaves
+from lightning_memmap.loading.collate import named_leaves
+from lightning_memmap.loading.device_streams import SideStreams
+from lightning_memmap.loading.super_batch import SuperBatch
 
 
 class Steps(Protocol):
-    """The steps of an epoch, for one who looks ahead."""
+    """The steps of an epoch, for a prefetcher."""
 
     @property
     def data_devices(self) -> Sequence[torch.device]:
-        """The devices that take batches."""
+        """The devices that serve batches."""
 
     def steps_ahead(self) -> Iterator[SuperBatch]:
         """The steps, none of which counts as delivered."""
@@ -25,7 +26,7 @@ class Steps(Protocol):
 
 
 class _Ready(NamedTuple):
-    """A step that was enqueued and not delivered."""
+    """A step that was enqueued and not yet delivered."""
 
     super_batch: SuperBatch
     batch: Any
@@ -40,11 +41,11 @@ def prefetched(
 ) -> Iterator[Any]:
     """The assembled batches of an epoch, made ready some steps ahead.
 
-    While the consumer has a step, the takes, transforms and copies of the next ones are enqueued on
-    side streams, one on each device. A step is delivered once the current stream of the target was
-    told to wait for it; the program itself does not wait. What counts as delivered, for a
-    checkpoint, is what the consumer was given and nothing else. An error in the making of a step is
-    raised when that step is due.
+    While the consumer has a step, the fetches, transforms and copies of the next ones are enqueued
+    on side streams, one on each device. A step is delivered once the target's current stream has
+    been made to wait for it; the program itself does not wait. Only steps that the consumer was
+    given count as delivered in a checkpoint. An error in making a step is raised when that step is
+    due.
 
     The program is never more than ``depth + 1`` steps ahead of the device: so at most
     ``2 * depth + 2`` batches are in the device's memory.
@@ -53,7 +54,7 @@ def prefetched(
         steps: Where the steps come from.
         device: Where they are assembled.
         depth: Steps in flight beside the one that the consumer has, at least 1.
-        on_step: Is given each super-batch when it is delivered.
+        on_step: Called with each super-batch when it is delivered.
     """
     streams = SideStreams(device, steps.data_devices)
     coming = steps.steps_ahead()
@@ -81,7 +82,7 @@ def prefetched(
             if on_step is not None:
                 on_step(super_batch)
             streams.hand_over(event, [leaf for _, leaf in named_leaves(batch)])
-            # Not held while the consumer works: its memory may be free by then.
+            # Not referenced while the consumer works: its memory may be free by then.
             del super_batch
             yield batch
             del batch
@@ -95,7 +96,7 @@ def prefetched(
         try:
             raise error
         finally:
-            # Its traceback holds this frame, and with it would hold itself.
+            # Its traceback refers to this frame, and so would the error to itself.
             del error
 
 

@@ -1,49 +1,39 @@
-"""Where a stream stands: what a checkpoint holds of it, and the check of what is read from one."""
+"""Where a loader stands in its epoch: what a checkpoint holds, and the check of what is read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeGuard
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
-#: By field, what it must be, and in words.
-_AT_LEAST_ONE, _NOT_NEGATIVE = (1, "a whole number of at least 1"), (0, "a whole number, 0 or more")
-_LEAST = {
-    "num_rows": _AT_LEAST_ONE,
-    "num_shards": _AT_LEAST_ONE,
-    "seed": _NOT_NEGATIVE,
-    "shuffle_window": _AT_LEAST_ONE,
-    "epoch": _NOT_NEGATIVE,
-    "position": _NOT_NEGATIVE,
-    "steps": _NOT_NEGATIVE,
-}
+_NUMBERS = ("num_positions", "seed", "epoch", "position", "steps")
 
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Where a stream stands, the same on every rank.
+    """Where a loader stands, the same on every rank.
 
     Args:
-        num_rows: Rows of the stream.
-        num_shards: Shards of the stream.
-        seed: Seed of the order.
-        shuffle: Whether the rows are permuted.
-        shuffle_window: Rows of a shard within which they are; None where it is the whole shard.
+        sampler: The identity of the sampler; see `lightning_memmap.sampling.Sampler.identity`.
+        num_positions: Positions of an epoch.
+        seed: Seed of random transforms.
         epoch: The epoch.
         position: The first position of the epoch that was not delivered.
         steps: The steps of the epoch that were delivered.
     """
 
-    num_rows: int
-    num_shards: int
+    sampler: dict[str, Any]
+    num_positions: int
     seed: int
-    shuffle: bool
-    shuffle_window: int | None = None
     epoch: int = 0
     position: int = 0
     steps: int = 0
 
+    def as_dict(self) -> dict[str, Any]:
+        """The state as plain values."""
+        return asdict(self)
+
     @classmethod
     def read(cls, state: object) -> "LoaderState":
-        """A state as ``dataclasses.asdict`` has written it, checked.
+        """A state that `as_dict` has returned, checked.
 
         Raises:
             ValueError: It is something else. The message names the key and its value.
@@ -58,17 +48,18 @@ class LoaderState:
                 f"it has {', '.join(unknown)}, which this version of lightning_memmap does not"
                 " know: a later one may have written it"
             )
-        for name, value in state.items():
-            if name == "shuffle":
-                if not isinstance(value, bool):
-                    raise _no_state(f"{name}={value!r}: it must be True or False")
-            elif not (name == "shuffle_window" and value is None):
-                least, words = _LEAST[name]
-                if not _is_whole(value) or value < least:
-                    raise _no_state(f"{name}={value!r}: it must be {words}")
+        for name in _NUMBERS:
+            value = state[name]
+            if type(value) is not int or value < 0:
+                raise _no_state(f"{name}={value!r}: it must be a whole number, 0 or more")
+        sampler = state["sampler"]
+        if not isinstance(sampler, Mapping) or not isinstance(sampler.get("shards"), Mapping):
+            raise _no_state(f"sampler={sampler!r}: it is not the identity of a sampler")
         read = cls(**state)
-        if read.position > read.num_rows:
-            raise _no_state(f"position={read.position}: it must be within num_rows={read.num_rows}")
+        if read.position > read.num_positions:
+            raise _no_state(
+                f"position={read.position}: it must be within num_positions={read.num_positions}"
+            )
         if not bool(read.position) <= read.steps <= read.position:
             raise _no_state(
                 f"steps={read.steps}: each step has at least one of the position={read.position}"
@@ -76,13 +67,15 @@ class LoaderState:
             )
         return read
 
-
-def _is_whole(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+    @property
+    def subset(self) -> Mapping[str, Any] | None:
+        """The rows of the dataset that the loader has; None where it has all of them."""
+        found: Mapping[str, Any] | None = self.sampler["shards"].get("subset")
+        return found
 
 
 def _no_state(problem: str) -> ValueError:
     return ValueError(
-        f"the state of the training stream cannot be loaded: {problem}. Resume from a checkpoint"
+        f"the state of the training loader cannot be loaded: {problem}. Resume from a checkpoint"
         " that this version has written, or give load_state_dict what state_dict has returned"
     )

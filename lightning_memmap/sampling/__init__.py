@@ -2,26 +2,35 @@
 
 Integers only: no file, no tensor, no device.
 
-    shards        how rows are dealt to shards
-    subset        folds and parts of a dataset
-    permutations  the order within shards, from random bits
-    windowed      the same, window by window
-    stream        the rows of each position of an epoch
-    steps         how an epoch is cut into steps
-    windows       how an epoch is cut into what is read from disk at once
+    shards              how rows are divided into shards
+    subset              folds and parts of a dataset
+    sampler             what every sampler has: the rows of each position of an epoch
+    sequential, shuffled, block_shuffled
+                        the samplers, one a file
+    permutations        the order within shards, from random bits
+    window_permutation  the same, window by window
+    schedule            how an epoch is cut into steps
+    windows             how an epoch is cut into what is read from disk at once
 """
 
+from lightning_memmap.sampling.block_shuffled import BlockShuffledSampler
+from lightning_memmap.sampling.sampler import Sampler, derive_seed
 from lightning_memmap.sampling.schedule import BatchSchedule
-from lightning_memmap.sampling.shards import Integers, shard_rows, shard_starts, striping
-from lightning_memmap.sampling.stream import Stream, derive_seed
+from lightning_memmap.sampling.sequential import SequentialSampler
+from lightning_memmap.sampling.shards import Integers, Shards, shard_rows, shard_starts, striping
+from lightning_memmap.sampling.shuffled import ShuffledSampler
 from lightning_memmap.sampling.subset import RowSubset
 from lightning_memmap.sampling.windows import Windows, default_window
 
 __all__ = [
     "BatchSchedule",
+    "BlockShuffledSampler",
     "Integers",
     "RowSubset",
-    "Stream",
+    "Sampler",
+    "SequentialSampler",
+    "Shards",
+    "ShuffledSampler",
     "Windows",
     "default_window",
     "derive_seed",

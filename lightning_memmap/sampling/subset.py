@@ -3,21 +3,20 @@
 from dataclasses import dataclass
 
 import numpy as np
-
-from lightning_memmap.sampling.shards import Integers
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
 class RowSubset:
     """Every ``count``-th row of a dataset from ``index`` on, or all rows but those.
 
-    The rows of a subset are numbered in dataset order, and make a dataset of their own: it is
-    dealt to shards, permuted and cut into steps as if its rows alone had been stored.
+    The rows of a subset are numbered in dataset order and treated as a dataset: they are divided
+    into shards, permuted and cut into steps as if they alone had been stored.
 
     Args:
-        index: The rows ``i`` with ``i % count == index`` are meant.
-        count: Parts that the dataset is divided into so.
-        excluded: The subset is all the other rows.
+        index: Selects the rows ``i`` with ``i % count == index``.
+        count: How many such subsets the dataset has.
+        excluded: The subset is all rows but the selected ones.
 
     Raises:
         ValueError: ``count`` is below 1, or below 2 where its rows are excluded, or ``index`` is
@@ -39,7 +38,7 @@ class RowSubset:
         part = -(-(num_rows - self.index) // self.count)
         return num_rows - part if self.excluded else part
 
-    def rows(self, numbers: Integers) -> Integers:
+    def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """The dataset rows that the rows of the subset are.
 
         Args:

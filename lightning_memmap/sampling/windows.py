@@ -1,7 +1,7 @@
-"""Windows: the parts of a stream that are read from disk at once.
+"""Windows: the parts of an epoch that are read from disk at once.
 
 A window is the positions of some consecutive rows of every shard. The rows of one shard in it are
-a lane: long runs of a file, which a disk reads fast. Integers only: no file, no tensor.
+long runs of a file, which a disk reads fast. Integers only: no file, no tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,87 +9,88 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.shards import Integers
-from lightning_memmap.sampling.stream import Stream
 
-#: What a window of all shards takes if nobody says otherwise: with 24 shards, lanes of 21 MiB.
+#: Bytes of a window over all shards if the user gives no number: 21 MiB of each of 24 shards.
 DEFAULT_WINDOW_BYTES = 512 * 2**20
 
 
 def default_window(num_shards: int, row_bytes: int) -> int:
-    """Rows of a shard in a window, from what a store is alone: the same on every machine.
+    """Rows of a shard in a window. Depends on the store alone: the same on every machine.
 
     Args:
-        num_shards: Shards of the stream.
-        row_bytes: Bytes of one row over all fields.
+        num_shards: Shards of the split.
+        row_bytes: Bytes of one row over all fields, on average.
     """
     return max(1, DEFAULT_WINDOW_BYTES // max(1, num_shards * row_bytes))
 
 
 @dataclass(frozen=True)
 class Windows:
-    """A stream that is cut into windows.
+    """The windows of a sampler's epochs.
 
     Args:
-        stream: The stream.
-        rows: Rows of a shard in a window, but for the last one.
+        sampler: The order.
+        rows: Rows of a shard in every window but the last.
 
     Raises:
-        ValueError: The stream is shuffled, and not within windows of that many rows.
+        ValueError: ``rows`` is below 1, or rows that come together in the sampler's order do not
+            lie together in windows of this size.
     """
 
-    stream: Stream
+    sampler: Sampler
     rows: int
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"rows={self.rows}: at least 1 row of a shard")
-        if self.stream.shuffle and self.stream.shuffle_window != self.rows:
+        if not self.sampler.is_sequential and self.sampler.window_rows != self.rows:
             raise ValueError(
-                f"shuffle_window={self.stream.shuffle_window}: the stream is read in windows of"
+                f"shuffle_window={self.sampler.window_rows}: the rows are read in windows of"
                 f" {self.rows} rows of a shard, and must be shuffled within these"
             )
 
     def __len__(self) -> int:
-        return -(-self._longest // self.rows)
+        return -(-self.sampler.shards.longest // self.rows)
 
     def number_of(self, position: int) -> int:
         """The window of a position."""
-        return position // (self.stream.num_shards * self.rows)
+        return position // (self.sampler.num_shards * self.rows)
 
     def runs(self, epoch: int, number: int) -> list[range]:
-        """The offsets of a window's lanes, the same in each shard, in runs of consecutive ones.
+        """The offsets of a window, the same in each shard, in runs of consecutive ones.
 
-        In the last window, a shard that is one row shorter than others has not the last offset.
+        In the last window, a shard that is one row shorter than others lacks the last offset.
         """
-        if self.stream.shuffle:
-            return self.stream.window_runs(epoch, number)
-        return [range(number * self.rows, min((number + 1) * self.rows, self._longest))]
+        if self.sampler.is_sequential:
+            stop = min((number + 1) * self.rows, self.sampler.shards.longest)
+            return [range(number * self.rows, stop)]
+        return self.sampler.window_runs(epoch, number)
 
-    def places(
+    def row_offsets(
         self,
         epoch: int,
         positions: range,
-        num_places: int,
-        begins: Callable[[Sequence[range]], Sequence[Integers]],
+        window_slots: int,
+        run_starts: Callable[[Sequence[range]], Sequence[Integers]],
     ) -> Integers:
-        """Where the rows lie that supply positions, if all windows of an epoch lay one after the
-        other.
+        """Where the rows of positions lie, if all windows of an epoch lay one after the other.
 
         Args:
             epoch: Epoch, counted from 0.
-            positions: As for `Stream.at`.
-            num_places: Places in a window.
-            begins: What says, for each run of a window and by shard, where in the window the rows
-                of the run begin: int64 of shape (C,) for each run. They lie one after the other.
+            positions: As for `Sampler.at`.
+            window_slots: Slots for rows in a window's memory.
+            run_starts: Returns, for each run of a window, the slot of its first row by shard:
+                int64 of shape (C,) for each run. The rows of a run lie one after the other.
 
         Returns:
             int64 of shape (len(positions),).
         """
-        shards, offsets = self.stream.at(epoch, positions)
+        shards, offsets = self.sampler.at(epoch, positions)
         if not positions:
             return offsets
-        size = self.rows * self.stream.num_shards
+        size = self.rows * self.sampler.num_shards
         for number in range(self.number_of(positions[0]), self.number_of(positions[-1]) + 1):
             first, last = (
                 max(0, -(-(edge - positions.start) // positions.step))
@@ -97,21 +98,17 @@ class Windows:
             )
             here = slice(first, last)
             runs = self.runs(epoch, number)
-            by_run = [begin + number * num_places for begin in begins(runs)]
-            offsets[here] = _places_in(shards[here], offsets[here], runs, by_run)
+            starts = [start + number * window_slots for start in run_starts(runs)]
+            offsets[here] = _slots(shards[here], offsets[here], runs, starts)
         return offsets
 
-    @property
-    def _longest(self) -> int:
-        return -(-self.stream.num_rows // self.stream.num_shards)
 
-
-def _places_in(
-    shards: Integers, offsets: Integers, runs: Sequence[range], begins: Sequence[Integers]
+def _slots(
+    shards: Integers, offsets: Integers, runs: Sequence[range], starts: Sequence[Integers]
 ) -> Integers:
-    """Where rows lie that are in runs, each of which begins by shard where it is said."""
-    places = begins[0][shards] + (offsets - runs[0].start)
-    for run, begin in zip(runs[1:], begins[1:], strict=True):
+    """The slots of rows, from the slot by shard at which each run starts."""
+    slots = starts[0][shards] + (offsets - runs[0].start)
+    for run, start in zip(runs[1:], starts[1:], strict=True):
         here = np.flatnonzero((offsets >= run.start) & (offsets < run.stop))
-        places[here] = begin[shards[here]] + (offsets[here] - run.start)
-    return places
+        slots[here] = start[shards[here]] + (offsets[here] - run.start)
+    return slots

@@ -1,6 +1,6 @@
 """What strategies have in common that train on whole super-batches."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
@@ -9,23 +9,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap.loading import DeviceLoader, SuperBatch, SuperBatchLoader, has_streams
+from lightning_memmap.loading import BatchLoader, DeviceLoader, SuperBatch, has_streams
+from lightning_memmap.placement import DataTopology, data_parallel_rank
 
 #: Steps made ready ahead on a device that works beside the program.
 _PREFETCH = 2
 
 
 class SuperBatchAssembly(Strategy):
-    """Assembles super-batches on the root device before Lightning sees them.
+    """Declares that super-batches are assembled on the root device before Lightning sees them.
 
-    The precision plugin and the module's transfer hooks are then given what they expect.
+    The precision plugin and the module's transfer hooks then get what they expect.
 
     Args:
-        *args: For the strategy that this one is part of.
+        *args: Arguments of the strategy that this is mixed into.
         prefetch: Coming steps that are made ready while one is computed; see
             `lightning_memmap.loading.prefetch`. By default 2 where the root device is a GPU, and
-            0 on a CPU, which would have to do the same work at another time.
-        **kwargs: For the strategy that this one is part of.
+            0 on a CPU, which would only do the same work at another time.
+        **kwargs: Arguments of the strategy that this is mixed into.
 
     Raises:
         ValueError: ``prefetch`` is below 0.
@@ -42,20 +43,34 @@ class SuperBatchAssembly(Strategy):
         super().__init__(*args, **kwargs)
         self._prefetch = prefetch
 
+    if TYPE_CHECKING:
+
+        @property
+        def data_devices(self) -> tuple[torch.device, ...]:
+            """The devices of this process that hold shards and serve batches."""
+
+    @property
+    def data_topology(self) -> DataTopology:
+        """Which devices hold the data; batches are assembled on the root device."""
+        rank, size = data_parallel_rank(self)
+        return DataTopology(
+            self.data_devices, rank, size, assemble_on=self.root_device, prefetch=self.prefetch
+        )
+
     @override
     def process_dataloader(self, dataloader: object) -> object:
         self._has_transfer_hooks = self._find_transfer_hooks()
+        if isinstance(dataloader, BatchLoader):
+            dataloader = dataloader.assembled_on(self.root_device, self.prefetch)
         if isinstance(dataloader, DeviceLoader):
-            dataloader = dataloader.loader
-        if isinstance(dataloader, SuperBatchLoader):
-            return dataloader.to(self.root_device, self.on_super_batch, self.prefetch)
+            dataloader.subscribe(self.on_super_batch)
         return super().process_dataloader(dataloader)
 
     @override
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        # A super-batch comes here from a loader that the Trainer does not know as zipped.
+        # A super-batch comes here from a loader that is not the data module's own.
         if isinstance(batch, SuperBatch):
             self.on_super_batch(batch)
             batch = batch.to(device or self.root_device)
@@ -85,7 +100,7 @@ class SuperBatchAssembly(Strategy):
         )
 
     def on_super_batch(self, super_batch: SuperBatch) -> None:
-        """Called with each super-batch when it is its turn, before Lightning is given its batch."""
+        """Called with each super-batch when it is due, before Lightning gets its batch."""
 
 
 def _is_on(batch: Any, device: torch.device) -> bool:
@@ -108,9 +123,14 @@ class RowWeighting(SuperBatchAssembly, ParallelStrategy):
 
     _row_weight = 1.0
 
+    @property
+    def data_devices(self) -> tuple[torch.device, ...]:
+        """The devices of this process that hold shards and serve batches."""
+        return (self.root_device,)
+
     @override
     def on_super_batch(self, super_batch: SuperBatch) -> None:
-        size: int = self.distributed_sampler_kwargs["num_replicas"]
+        _, size = data_parallel_rank(self)
         self._row_weight = super_batch.num_rows * size / super_batch.step_rows
 
     @override

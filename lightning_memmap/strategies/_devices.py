@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
-from lightning_memmap.placement import check_device
+from lightning_memmap.placement import DataTopology, check_device
 
 
 class LocalDevices(SingleDeviceStrategy):
@@ -79,8 +79,13 @@ class LocalDevices(SingleDeviceStrategy):
 
     @property
     def data_devices(self) -> tuple[torch.device, ...]:
-        """The devices that hold shards and take batches."""
+        """The devices that hold shards and serve batches."""
         return tuple(self._parallel_devices if self._explicit is None else self._explicit)
+
+    @property
+    def data_topology(self) -> DataTopology:
+        """Which devices hold the data; their batches stay apart."""
+        return DataTopology(self.data_devices)
 
     @property
     def num_nodes(self) -> int:

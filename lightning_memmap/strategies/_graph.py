@@ -25,7 +25,7 @@ from lightning_memmap._compat.optimization import (
     logging_in,
 )
 from lightning_memmap._compat.tensors import copy_tensors, storage_key, tree_leaves
-from lightning_memmap.loading.super_batch import named_leaves, rebuilt
+from lightning_memmap.loading.collate import named_leaves, rebuilt
 
 T = TypeVar("T")
 

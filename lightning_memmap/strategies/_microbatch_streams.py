@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_memmap._compat.tensors import tree_leaves
-from lightning_memmap.loading.streams import kept_stream, stream_module
+from lightning_memmap.loading.device_streams import kept_stream, stream_module
 from lightning_memmap.strategies._stages import Stage
 
 #: Attributes that say nothing of what a module computes, and its parameters.

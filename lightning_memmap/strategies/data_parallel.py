@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memmap._compat.modules import before_transfer, divert_batches, end_diversion
-from lightning_memmap.loading import DeviceLoader, SuperBatch, SuperBatchLoader
+from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies._devices import LocalDevices
 from lightning_memmap.strategies.in_parts.manual import ActsOnce, StandIns
 from lightning_memmap.strategies.in_parts.records import StepLog, StepMetrics
@@ -115,15 +115,6 @@ class DataParallelStrategy(StepsInParts):
         self._replicas = self._workers = self._metrics = self._shares = None
         self._logs, self._trainers = [], []
         super().teardown()
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        if isinstance(dataloader, DeviceLoader):
-            dataloader = dataloader.loader
-        if isinstance(dataloader, SuperBatchLoader) and dataloader.transforms_super_batches:
-            # Its batches are dealt to the replicas, as those of any other loader.
-            return dataloader.to(self.root_device)
-        return super().process_dataloader(dataloader)
 
     @override
     def batch_to_device(

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_memmap._compat.loops import view_of_trainer
-from lightning_memmap.loading.streams import has_streams
+from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._microbatch_streams import MicroBatchStreams, NoStreams
 from lightning_memmap.strategies._stages import Stage, connect, find_stages, place

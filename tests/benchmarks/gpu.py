@@ -27,11 +27,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from loaders import make_loader
 from timing import in_turn, machine, pairwise_ratios, spread
 from torch import Tensor, nn
 
-from lightning_memmap.loading import SuperBatchLoader, has_streams, load_split
-from lightning_memmap.placement import DataTopology, plan_placement
+from lightning_memmap.loading import DeviceLoader, SuperBatchLoader, has_streams
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.strategies import SuperBatchStrategy
 
@@ -170,18 +170,7 @@ class Bench:
         self, store: Store, residency: str, batch_size: int = 1, **options: Any
     ) -> SuperBatchLoader:
         """A shuffled loader, once its rows are where they belong."""
-        topology = DataTopology(tuple(self.data_devices))
-        plan = plan_placement(
-            {"train": store.manifest},
-            topology,
-            residency,
-            budget_bytes=dict.fromkeys(self.data_devices, 2**60),
-            pinned_budget_bytes=2**60,
-        ).splits["train"]
-        split = load_split(store, topology, plan)
-        return SuperBatchLoader(
-            split, batch_size, build=store.schema.builder(), shuffle=True, **options
-        )
+        return make_loader(store, self.data_devices, batch_size, residency, **options)
 
     # Waiting
 
@@ -212,11 +201,11 @@ class Bench:
             for residency in ("device", host)
         }
         steps = loaders["device"].num_steps
-        (ready, *_) = loaders["device"].to(self.device)
+        (ready, *_) = DeviceLoader(loaders["device"], self.device)
         runs: dict[str, Callable[[], object]] = {"ideal": lambda: train([ready] * steps)}
         for residency, loader in loaders.items():
             for prefetch in (0, 1, 2, 4):
-                batches = loader.to(self.device, prefetch=prefetch)
+                batches = DeviceLoader(loader, self.device, prefetch)
                 runs[f"{residency}, {prefetch} ahead"] = lambda batches=batches: train(batches)
         seconds = self.seconds(runs)
         yield f"{'':>20} {'us/step':>30} {'share of the step spent waiting':>36}"

@@ -29,11 +29,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from loaders import make_loader
 from timing import machine, pairwise_ratios, spread
 from torch import Tensor
 
-from lightning_memmap.loading import SuperBatchLoader, load_split
-from lightning_memmap.placement import DataTopology, format_bytes, parse_bytes, plan_placement
+from lightning_memmap.loading import DeviceLoader, SuperBatchLoader
+from lightning_memmap.placement import format_bytes, parse_bytes
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.row_file import aligned_memory
 
@@ -107,24 +108,11 @@ def plain_read(paths: list[Path], buffer: memoryview, lets_go: bool, flags: int 
     return total
 
 
-def make_loader(store: Store, residency: str, args: argparse.Namespace) -> SuperBatchLoader:
+def windowed_loader(store: Store, residency: str, args: argparse.Namespace) -> SuperBatchLoader:
     """A shuffled loader."""
-    topology = DataTopology((CPU,) * args.devices)
     window = max(1, parse_bytes(args.window) // (store.num_shards * store.manifest.row_bytes))
-    plan = plan_placement(
-        {"train": store.manifest},
-        topology,
-        residency,
-        budget_bytes={CPU: 2**40},
-        pinned_budget_bytes=0,
-        window=window,
-    ).splits["train"]
-    return SuperBatchLoader(
-        load_split(store, topology, plan),
-        args.batch // args.devices,
-        build=store.schema.builder(),
-        shuffle=True,
-    )
+    batch_size = args.batch // args.devices
+    return make_loader(store, (CPU,) * args.devices, batch_size, residency, window)
 
 
 def epoch_of(loader: SuperBatchLoader, row_bytes: int, most_s: float) -> Callable[[], int]:
@@ -134,7 +122,7 @@ def epoch_of(loader: SuperBatchLoader, row_bytes: int, most_s: float) -> Callabl
     def run() -> int:
         loader.set_epoch(next(epochs))
         rows, started = 0, perf_counter()
-        for batch in loader.to(CPU):
+        for batch in DeviceLoader(loader, CPU):
             rows += len(batch[0])
             del batch
             if perf_counter() - started > most_s:
@@ -154,10 +142,10 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
         "plain": lambda: plain_read(paths, buffer, False),
         "plain, letting go": lambda: plain_read(paths, buffer, True),
         "plain, direct": lambda: plain_read(paths, buffer, False, os.O_DIRECT),
-        "stream": epoch_of(make_loader(store, "stream", args), row_bytes, float("inf")),
+        "stream": epoch_of(windowed_loader(store, "stream", args), row_bytes, float("inf")),
     }
     if args.mmap_seconds:
-        mapped = make_loader(store, "mmap", args)
+        mapped = windowed_loader(store, "mmap", args)
         runs["mmap"] = epoch_of(mapped, row_bytes, args.mmap_seconds)
     rates: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)

@@ -18,13 +18,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from loaders import make_loader
 from tensordict import TensorDict
 from timing import CLOCKS, in_turn, machine, pairwise_ratios, spread
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_memmap.loading import SuperBatchLoader, load_split
-from lightning_memmap.placement import DataTopology, plan_placement
+from lightning_memmap.loading import DeviceLoader, SuperBatchLoader
 from lightning_memmap.store import Store, build_store
 
 #: An epoch that is over sooner is repeated.
@@ -77,37 +77,26 @@ class RowsAtOnce(RandomRows):
         return [rows, chosen % 10] if self.label else rows
 
 
-def make_loader(store: Store, case: Case, num_devices: int, residency: str) -> SuperBatchLoader:
+def case_loader(store: Store, case: Case, num_devices: int, residency: str) -> SuperBatchLoader:
     """A shuffled loader over logical CPU devices whose global batch is the case's."""
     devices = (torch.device("cpu"),) * num_devices
-    topology = DataTopology(devices)
-    plan = plan_placement(
-        {"train": store.manifest},
-        topology,
-        residency,
-        budget_bytes={devices[0]: 2**40},
-        pinned_budget_bytes=0,
-    ).splits["train"]
-    split = load_split(store, topology, plan)
-    return SuperBatchLoader(
-        split, case.batch // num_devices, build=store.schema.builder(), shuffle=True
-    )
+    return make_loader(store, devices, case.batch // num_devices, residency)
 
 
 def loader_epoch(loader: SuperBatchLoader) -> int:
     """All steps of one epoch, each assembled; the number of rows.
 
-    A batch is let go of before the next one is asked for, as the Trainer does.
+    A batch is dropped before the next one is asked for, as the Trainer does.
     """
     rows = 0
-    for batch in loader.to(torch.device("cpu")):
+    for batch in DeviceLoader(loader, torch.device("cpu")):
         rows += (batch[0] if isinstance(batch, list) else batch).size(0)
         del batch
     return rows
 
 
 def bare_epoch(tensors: list[Tensor], places: Tensor, batch: int) -> int:
-    """The same takes with nothing around them."""
+    """The same fetches with nothing around them."""
     buffers = [torch.empty((batch, *t.shape[1:]), dtype=t.dtype) for t in tensors]
     for chosen in places.split(batch):
         for tensor, buffer in zip(tensors, buffers, strict=True):
@@ -116,10 +105,10 @@ def bare_epoch(tensors: list[Tensor], places: Tensor, batch: int) -> int:
 
 
 def bare_epochs_of(loader: SuperBatchLoader, batch: int) -> Callable[[], int]:
-    """The takes of an epoch of which the loader takes the rows in the same order."""
-    source, stream = loader._split.sources[0], loader.stream
-    places = torch.from_numpy(stream.places(0, range(stream.num_rows), source.starts))
-    return lambda: bare_epoch(source.tensors, places, batch)
+    """The fetches of an epoch, of the same rows in the same order."""
+    rows, order = loader._rows.sources[0], loader.order
+    places = torch.from_numpy(rows.locate(order, 0, range(order.num_positions)))
+    return lambda: bare_epoch(rows.memory.tensors, places, batch)
 
 
 def unchanged(batch: Any) -> Any:
@@ -173,7 +162,7 @@ def against_takes(
     store: Store, case: Case, num_devices: int, residency: str, args: argparse.Namespace
 ) -> str:
     """One line: medians with their range, and the ratio."""
-    loader = make_loader(store, case, num_devices, residency)
+    loader = case_loader(store, case, num_devices, residency)
     runs = {"loader": epochs_of(loader), "takes": bare_epochs_of(loader, case.batch)}
     seconds = in_turn(runs, args.rounds, args.clock, LEAST_S)
     rates = {name: [case.num_rows / value for value in times] for name, times in seconds.items()}
@@ -191,7 +180,7 @@ def against_dataloaders(
 ) -> Iterator[str]:
     """A line for each way to use a DataLoader, which of them is the fastest, and how much faster
     than that one takes with nothing around them are."""
-    loader = make_loader(store, case, 1, residency)
+    loader = case_loader(store, case, 1, residency)
     others = dataloaders(case)
     runs: dict[str, Callable[[], object]] = {
         "loader": epochs_of(loader),

@@ -13,23 +13,23 @@ from collections.abc import Callable
 
 from timing import CLOCKS, machine, spread
 
-from lightning_memmap.sampling import Stream
+from lightning_memmap.sampling import Shards, ShuffledSampler
 
 
 def measure(num_rows: int, num_shards: int, block: int, rounds: int, clock: str) -> str:
     """One line: set-up in microseconds, peak memory in KiB, nanoseconds for a row."""
     now = CLOCKS[clock]
     first_s, row_ns = [], []
-    stream = Stream(num_rows, num_shards, seed=1, shuffle=True)
+    sampler = ShuffledSampler(Shards(num_rows, num_shards), seed=1)
     start = num_rows // 2 if num_rows >= 2 * block else 0
     positions = range(start, min(num_rows, start + block))
     for epoch in range(rounds + 1):
-        first_s.append(timed(now, lambda epoch=epoch: stream.at(epoch, range(1))))
-        times = [timed(now, lambda epoch=epoch: stream.at(epoch, positions)) for _ in range(9)]
+        first_s.append(timed(now, lambda epoch=epoch: sampler.at(epoch, range(1))))
+        times = [timed(now, lambda epoch=epoch: sampler.at(epoch, positions)) for _ in range(9)]
         row_ns.append(1e9 * statistics.median(times) / len(positions))
     tracemalloc.start()
-    stream.at(rounds + 1, range(1))
-    stream.at(rounds + 1, positions)
+    sampler.at(rounds + 1, range(1))
+    sampler.at(rounds + 1, positions)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return (

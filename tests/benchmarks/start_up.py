@@ -12,10 +12,9 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from loaders import make_loader
 from timing import CLOCKS, in_turn, machine, spread
 
-from lightning_memmap.loading import SuperBatchLoader, load_split
-from lightning_memmap.placement import DataTopology, plan_placement
 from lightning_memmap.store import build_store, open_store
 
 
@@ -36,16 +35,7 @@ def first_batch(path: Path) -> None:
     """From nothing to the first shuffled batch."""
     store = open_store(path)
     cpu = torch.device("cpu")
-    topology = DataTopology((cpu,))
-    plan = plan_placement(
-        {"train": store.manifest},
-        topology,
-        "mmap",
-        budget_bytes={cpu: 2**40},
-        pinned_budget_bytes=0,
-    )
-    split = load_split(store, topology, plan.splits["train"])
-    next(iter(SuperBatchLoader(split, 1024, build=store.schema.builder(), shuffle=True)))
+    next(iter(make_loader(store, (cpu,), 1024, "mmap")))
 
 
 def main() -> None:

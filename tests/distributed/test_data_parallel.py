@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.sampling import BatchSchedule, Stream
+from lightning_memmap.sampling import BatchSchedule
 from tests.distributed.harness import global_batches, launch, mean_losses
+from tests.rows import make_sampler
 
 GLOBAL_BATCH = 16
 FIT = "training.fit_and_test"
 
 
 def expected_batches(rows: int, epochs: int) -> list[list[int]]:
-    stream = Stream(rows, 24, 0, shuffle=True)
+    sampler = make_sampler(rows, 24, 0, shuffle=True)
     plan = BatchSchedule(rows, GLOBAL_BATCH, 24)
     batches = []
     for epoch in range(epochs):
-        shards, offsets = stream.at(epoch, range(rows))
+        shards, offsets = sampler.at(epoch, range(rows))
         order = (offsets * 24 + shards).tolist()
         for step in range(len(plan)):
             first, last = plan.bounds(step)

@@ -1,5 +1,5 @@
 """A checkpoint from inside an epoch goes on with the next unseen row: on its own arm bit for bit,
-and on other arms and other numbers of processes with the same stream."""
+and on other arms and other numbers of processes with the same sampler."""
 
 from itertools import chain
 from pathlib import Path
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.sampling import BatchSchedule, Stream
+from lightning_memmap.sampling import BatchSchedule
 from tests.distributed.harness import launch
 from tests.distributed.scenarios import resume
+from tests.rows import make_sampler
 
 ROWS = 151
 GLOBAL_BATCH = 16
@@ -29,10 +30,10 @@ SUPERBATCH = {"strategy": "memmap_superbatch", "devices": 2, "batch_size": 8}
 
 def epochs(window: int | None = None) -> list[list[list[int]]]:
     """The rows of each step of each epoch, sorted."""
-    stream, plan = Stream(ROWS, 24, 0, True, window), BatchSchedule(ROWS, GLOBAL_BATCH, 24)
+    sampler, plan = make_sampler(ROWS, 24, 0, True, window), BatchSchedule(ROWS, GLOBAL_BATCH, 24)
     found = []
     for epoch in range(resume.EPOCHS):
-        shards, offsets = stream.at(epoch, range(ROWS))
+        shards, offsets = sampler.at(epoch, range(ROWS))
         order = (offsets * 24 + shards).tolist()
         bounds = (plan.bounds(step) for step in range(len(plan)))
         found.append([sorted(order[first:last]) for first, last in bounds])

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.sampling import BatchSchedule, Stream
+from lightning_memmap.sampling import BatchSchedule
 from tests.models import Points, Regression, make_trainer, weights
-from tests.rows import stream_rows
+from tests.rows import make_sampler, order_rows
 
 NUM_ROWS = 331
 NUM_SHARDS = 24
@@ -52,14 +52,14 @@ class StockData(L.LightningDataModule):
 
     def __init__(self, global_batch: int) -> None:
         super().__init__()
-        self.stream = Stream(NUM_ROWS, NUM_SHARDS, SEED, shuffle=True)
+        self.sampler = make_sampler(NUM_ROWS, NUM_SHARDS, SEED, shuffle=True)
         self.plan = BatchSchedule(NUM_ROWS, global_batch, NUM_SHARDS)
 
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
         epoch = self.trainer.current_epoch
         steps = [
-            stream_rows(self.stream, epoch, *self.plan.bounds(step))
+            order_rows(self.sampler, epoch, *self.plan.bounds(step))
             for step in range(len(self.plan))
         ]
         return DataLoader(Points(NUM_ROWS), batch_sampler=steps)

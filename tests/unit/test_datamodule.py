@@ -183,8 +183,8 @@ class TestLargerThanMemory:
         data = set_up(make_data(tmp_path, residency="stream"), "fit")
         manifest = data.stores["train"].manifest
         expected = default_window(24, manifest.row_bytes)
-        assert data.train_dataloader().state_dict()["shuffle_window"] == expected
-        assert data.train_stream(manifest, 24).shuffle_window == expected
+        assert data.train_dataloader().state_dict()["sampler"]["shuffle_window"] == expected
+        assert data.train_sampler(manifest).window_rows == expected
         data.teardown()
 
     def test_windows_that_do_not_fit_raise_in_setup(self, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ class TestLargerThanMemory:
             )
             trainer.fit(module, data)
             # Nothing of the fit that was left early reads on.
-            assert not any("read-ahead" in thread.name for thread in threading.enumerate())
+            assert not any("window-reader" in thread.name for thread in threading.enumerate())
             trainer.test(module, data, verbose=False)
             predicted = trainer.predict(module, data)
             found[residency] = module.seen, weights(module), [each["row"] for each in predicted]
@@ -244,7 +244,7 @@ class TestLargerThanMemory:
     def test_fit_that_fails_ends_its_thread_with_the_trainer(self, tmp_path: Path) -> None:
         class Failing(Regression):
             def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
-                assert any("read-ahead" in thread.name for thread in threading.enumerate())
+                assert any("window-reader" in thread.name for thread in threading.enumerate())
                 raise KeyError(batch_idx)
 
         # More rows than several steps that are taken at once, and the windows after them.
@@ -255,7 +255,7 @@ class TestLargerThanMemory:
             trainer.fit(Failing(), data)
         del trainer, data
         gc.collect()
-        assert not any("read-ahead" in thread.name for thread in threading.enumerate())
+        assert not any("window-reader" in thread.name for thread in threading.enumerate())
 
     def test_overfit_batches_reads_in_dataset_order(self, tmp_path: Path) -> None:
         module = Regression()
@@ -462,7 +462,7 @@ class TestTeardown:
         before = used_bytes()
         data.teardown()
         assert before - used_bytes() > 0.9 * Wide.num_bytes
-        with pytest.raises(RuntimeError, match=r"let go of by teardown\(\): call setup\(\)"):
+        with pytest.raises(RuntimeError, match=r"freed by teardown\(\): call setup\(\)"):
             next(iter(loader))
         with pytest.raises(StoreNotFoundError, match=r"not set up"):
             data.train_dataloader()

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +10,11 @@ import torch
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatchLoader, load_split
-from lightning_memmap.placement import DataTopology, plan_placement
-from lightning_memmap.sampling import RowSubset
+from lightning_memmap.placement import DataTopology, Residency, SplitPlacement, SplitSize
+from lightning_memmap.sampling import RowSubset, Shards
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
-from tests.rows import CPU, check_save_and_resume, epoch_rows, joined
+from tests.rows import CPU, check_save_and_resume, epoch_rows, joined, loader_over
 
 ROWS = 101
 EPOCH = 1
@@ -25,14 +24,12 @@ def make_loader(
     store: Store, subset: RowSubset | None, num_devices: int, residency: str
 ) -> SuperBatchLoader:
     """A loader over some rows of a store, on logical CPU devices."""
-    topology = DataTopology((CPU,) * num_devices)
     num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
-    sized = SimpleNamespace(num_rows=num_rows, num_shards=12, row_bytes=14)
-    placement = plan_placement(
-        {"train": sized}, topology, residency, budget_bytes={CPU: 2**40}, pinned_budget_bytes=0
-    )
-    split = load_split(store, topology, placement.splits["train"], subset)
-    loader = SuperBatchLoader(split, 4, build=store.schema.builder(), shuffle=True, seed=5)
+    shards = Shards(num_rows, 12, subset)
+    size = SplitSize(shards, tuple((shards.sizes * 14).tolist()), window=1)
+    placement = SplitPlacement(size, (Residency(residency),) * 12)
+    split = load_split(store, DataTopology((CPU,) * num_devices), placement)
+    loader = loader_over(store, split, 4, shuffle=True, seed=5)
     loader.set_epoch(EPOCH)
     return loader
 

@@ -16,11 +16,13 @@ from lightning_memmap.placement import (
     DataTopology,
     Placement,
     Residency,
+    SplitSize,
     check_device,
     device_budgets,
     format_bytes,
     free_bytes,
     parse_bytes,
+    placement_table,
     plan_placement,
 )
 from lightning_memmap.sampling import shard_rows
@@ -48,11 +50,16 @@ def plan(
     pinned: int = 2**40,
     rank: int = 0,
     size: int = 1,
+    window: int | None = None,
     **windows: int | None,
 ) -> Placement:
+    topology = DataTopology(devices, rank, size)
     return plan_placement(
-        stores,
-        DataTopology(devices, rank, size),
+        {
+            name: SplitSize.of(name, store, topology, window=window)
+            for name, store in stores.items()
+        },
+        topology,
         residency,
         budget_bytes=dict.fromkeys(devices, budget),
         pinned_budget_bytes=pinned,
@@ -65,7 +72,7 @@ def count(placement: Placement, split: str = "train") -> dict[Residency | None, 
     return {residency: found.count(residency) for residency in set(found)}
 
 
-class TestConsumers:
+class TestTopology:
     @given(
         num_devices=st.integers(1, 8),
         size=st.integers(1, 6),
@@ -118,9 +125,10 @@ class TestAuto:
         assert count(placement, "val") == {DEVICE: 1, PINNED: 10, MMAP: 13}
 
     def test_plan_on_unequal_gpus_fills_each_up_to_its_budget(self) -> None:
+        topology = DataTopology(GPUS[:2])
         placement = plan_placement(
-            {"train": Size(240)},
-            DataTopology(GPUS[:2]),
+            {"train": SplitSize.of("train", Size(240), topology)},
+            topology,
             budget_bytes={GPUS[0]: 0, GPUS[1]: 2**20},
             pinned_budget_bytes=0,
         )
@@ -242,7 +250,7 @@ class TestStream:
     def test_table_names_windows_and_their_memory(self) -> None:
         stores = {"train": Size(24_000, row_bytes=2**20)}
         console = Console(file=StringIO(), width=200)
-        console.print(plan(stores, (CPU,), "stream", window=50).table())
+        console.print(placement_table(plan(stores, (CPU,), "stream", window=50)))
         output = console.file.getvalue()  # type: ignore[attr-defined]
         assert "stream" in output
         assert "2 x 50 rows a shard, 2.3 GiB" in output
@@ -259,14 +267,14 @@ class TestStriping:
 
     def test_plan_with_as_many_rows_as_devices_gives_each_a_row(self) -> None:
         placement = plan({"train": Size(8, 24)}, GPUS)
-        rows = shard_rows(8, placement.splits["train"].num_shards)
+        rows = shard_rows(8, placement.splits["train"].shards.num_shards)
         owner = placement.topology.owner
         assert [sum(rows[c] for c in range(24) if owner(c) == d) for d in range(8)] == [1] * 8
 
     def test_plan_with_devices_that_do_not_divide_warns_and_names_a_good_count(self) -> None:
         with pytest.warns(UserWarning, match=r"24 shards, which 5 data devices") as caught:
             placement = plan({"train": Size(240)}, GPUS[:5])
-        assert placement.splits["train"].num_shards == 25
+        assert placement.splits["train"].shards.num_shards == 25
         assert "num_shards=25" in str(caught[0].message)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -278,7 +286,7 @@ class TestTable:
         stores = {"train": Size(240)}
         output = StringIO()
         Console(width=200, file=output).print(
-            plan(stores, GPUS[:2], budget=300, pinned=450).table()
+            placement_table(plan(stores, GPUS[:2], budget=300, pinned=450))
         )
         lines = [
             [cell.strip() for cell in line.split("│")[1:-1]]

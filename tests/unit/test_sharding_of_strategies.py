@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import Store
-from tests.rows import epoch_rows, joined, make_loader, stream_rows
+from tests.rows import epoch_rows, joined, make_loader, order_rows
 
 NUM_NODES, DEVICES = 2, 3
 
@@ -69,6 +69,6 @@ def test_ranks_of_two_nodes_have_the_global_batches_of_one_process(
         for parts in zip(*(epoch_rows(loader) for loader in loaders), strict=True)
     ]
     plan = BatchSchedule(num_rows, 4 * NUM_NODES * DEVICES, 24)
-    stream = loaders[0].stream
+    sampler = loaders[0].order
     bounds = [plan.bounds(step) for step in range(len(plan))]
-    assert steps == [sorted(stream_rows(stream, 0, first, last)) for first, last in bounds]
+    assert steps == [sorted(order_rows(sampler, 0, first, last)) for first, last in bounds]

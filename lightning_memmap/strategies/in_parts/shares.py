@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from lightning_memmap.loading import SuperBatch
-from lightning_memmap.loading.super_batch import named_leaves, rebuilt
+from lightning_memmap.loading.collate import named_leaves, rebuilt
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)

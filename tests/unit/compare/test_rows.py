@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap.compare.rows import Tap, expected_hashes, hash_batch, hash_rows
-from lightning_memmap.sampling import BatchSchedule, Stream
+from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import Store
 from lightning_memmap.strategies.in_parts.shares import deal
-from tests.rows import CPU, make_loader
+from tests.rows import CPU, make_loader, make_sampler
 
 BATCH = {
     "image": torch.arange(48, dtype=torch.uint8).reshape(8, 2, 3),
@@ -59,10 +59,10 @@ def test_expected_hashes_are_those_of_a_loader(
     for epoch in range(2):
         loader.set_epoch(epoch)
         found += [hash_batch(super_batch) for super_batch in loader]
-    stream = Stream(70, 6, 3, shuffle)
+    sampler = make_sampler(70, 6, 3, shuffle)
     plan = BatchSchedule(70, 12, 6, drop_last=True)
     assert len(plan) == 5
-    assert expected_hashes(store, stream, plan, 10) == found
+    assert expected_hashes(store, sampler, plan, 10) == found
     assert len(set(found)) == (10 if shuffle else 5)
 
 

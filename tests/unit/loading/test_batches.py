@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import BatchLoader
-from lightning_memmap.sampling import Stream
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
 from tests.rows import (
@@ -23,7 +22,8 @@ from tests.rows import (
     epoch_rows,
     joined,
     make_loader,
-    stream_rows,
+    make_sampler,
+    order_rows,
     take_steps,
 )
 
@@ -35,7 +35,7 @@ def make_batches(store: Store, num_devices: int = 2, **options: Any) -> BatchLoa
 
 
 def order(epoch: int) -> list[int]:
-    return stream_rows(Stream(97, 24, 0, True), epoch, 0, 97)
+    return order_rows(make_sampler(97, 24, 0, True), epoch, 0, 97)
 
 
 def test_iterations_have_the_orders_of_successive_epochs(numbered_store: Stores) -> None:
@@ -93,7 +93,7 @@ def test_batches_of_a_data_module_unpack_in_a_plain_loop(tmp_path: Path) -> None
 
 def test_loaders_say_what_they_load(numbered_store: Stores) -> None:
     loader = make_batches(numbered_store(97, 24))
-    text = "SuperBatchLoader(97 rows on cpu, cpu, batch_size=4, shuffle=True)"
+    text = "SuperBatchLoader(97 rows on cpu, cpu, batch_size=4, order=ShuffledSampler)"
     assert repr(loader) == f"BatchLoader({text}, device='cpu')"
     assert repr(loader.loader) == text
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lightning_memmap.loading import SuperBatchLoader, load_split
-from lightning_memmap.loading.staging import Staging
-from lightning_memmap.placement import DataTopology, plan_placement
+from lightning_memmap.loading.upload import Uploader
+from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.store import Store
-from tests.rows import make_loader
+from tests.rows import assembled, loader_over, make_loader
 
 Stores = Callable[..., Store]
 
@@ -35,15 +35,15 @@ def scaled(batch: Any, generator: torch.Generator) -> Any:
 def gpu_loader(store: Store, residency: str, **options: Any) -> SuperBatchLoader:
     devices = (torch.device("cuda", 0), torch.device("cuda", torch.cuda.device_count() - 1))
     topology = DataTopology(devices)
-    plan = plan_placement(
-        {"train": store.manifest},
+    placement = plan_placement(
+        {"train": SplitSize.of("train", store.manifest, topology)},
         topology,
         residency,
         budget_bytes=dict.fromkeys(devices, 2**40),
         pinned_budget_bytes=2**40,
     )
-    split = load_split(store, topology, plan.splits["train"])
-    return SuperBatchLoader(split, 2, build=store.schema.builder(), shuffle=True, **options)
+    split = load_split(store, topology, placement.splits["train"])
+    return loader_over(store, split, 2, shuffle=True, **options)
 
 
 @pytest.mark.parametrize("residency", ["device", "pinned", "mmap"])
@@ -59,8 +59,8 @@ def test_batches_on_a_gpu_are_those_on_the_cpu(
         expected.set_epoch(epoch)
         loader.set_epoch(epoch)
         found = []
-        for batch in loader.to(root, prefetch=prefetch):
-            # At once, on the current stream.
+        for batch in assembled(loader, root, prefetch=prefetch):
+            # At once, on the current sampler.
             found.append({key: batch[key] * 1 for key in ("row", "image")})
             assert {leaf.device for leaf in batch.values()} == {root}
         for one, other in zip(found, expected, strict=True):
@@ -79,6 +79,6 @@ def test_super_batch_of_a_gpu_that_is_brought_to_the_cpu_is_there(numbered_store
 def test_staging_brings_all_rows() -> None:
     rows = torch.randint(0, 256, (1000, 3001), dtype=torch.uint8)
     target = torch.zeros_like(rows, device="cuda")
-    with Staging(torch.device("cuda"), 40_000) as staging:
+    with Uploader(torch.device("cuda"), 40_000) as staging:
         staging.copy(target, lambda first, out: out.copy_(rows[first : first + len(out)]))
     assert torch.equal(target.cpu(), rows)

@@ -20,19 +20,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_memmap.loading import SuperBatch, SuperBatchLoader, load_split
-from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
-from lightning_memmap.sampling import BatchSchedule, Stream, striping
+from lightning_memmap.loading import SuperBatch, SuperBatchLoader
+from lightning_memmap.placement import DataTopology, Residency
+from lightning_memmap.sampling import BatchSchedule, Sampler, striping
 from lightning_memmap.store import Store, build_store
 from tests.rows import (
     CPU,
+    assembled,
     check_save_and_resume,
     epoch_rows,
     joined,
+    loader_over,
     make_loader,
+    make_sampler,
     make_split,
+    order_rows,
     rows_of,
-    stream_rows,
+    sampler_over,
+    split_with,
     take_steps,
 )
 from tests.unit.loading.holder import keep_batches
@@ -71,9 +76,9 @@ class Layout:
         return self.batch_size * self.num_data_devices
 
     @property
-    def stream(self) -> Stream:
+    def sampler(self) -> Sampler:
         shards = striping(self.num_shards, self.num_data_devices)
-        return Stream(self.num_rows, shards, self.options["seed"], self.options["shuffle"])
+        return make_sampler(self.num_rows, shards, self.options["seed"], self.options["shuffle"])
 
     def loaders(self, stores: Stores) -> list[SuperBatchLoader]:
         """One loader for each process."""
@@ -92,7 +97,7 @@ class Layout:
 
     def steps(self) -> list[tuple[int, int]]:
         plan = BatchSchedule(
-            self.num_rows, self.global_batch, self.stream.num_shards, self.options["drop_last"]
+            self.num_rows, self.global_batch, self.sampler.num_shards, self.options["drop_last"]
         )
         return [plan.bounds(step) for step in range(len(plan))]
 
@@ -135,7 +140,7 @@ class TestRows:
         for step, (first, last) in enumerate(bounds):
             for rank in range(layout.size):
                 # Rank r serves the positions p with p % R == r, in their order.
-                expected = stream_rows(layout.stream, epoch, first, last)
+                expected = order_rows(layout.sampler, epoch, first, last)
                 mine = slice((rank - first) % layout.size, None, layout.size)
                 assert steps[rank][step] == expected[mine]
 
@@ -149,7 +154,7 @@ class TestRows:
     def test_batches_of_devices_are_rows_of_their_own_shards(
         self, numbered_store: Stores, layout: Layout
     ) -> None:
-        total, shards = layout.num_data_devices, layout.stream.num_shards
+        total, shards = layout.num_data_devices, layout.sampler.num_shards
         for rank, loader in enumerate(layout.loaders(numbered_store)):
             for super_batch in loader:
                 whole = rows_of(super_batch.to(CPU))
@@ -160,7 +165,7 @@ class TestRows:
                 for index, rows in enumerate(parts):
                     consumer = rank + layout.size * index
                     assert {row % shards % total for row in rows} <= {consumer}
-                    # What a device delivers, it delivers in stream order.
+                    # What a device delivers, it delivers in the order of the epoch.
                     assert rows == [row for row in whole if row in set(rows)]
 
     @given(
@@ -212,10 +217,10 @@ class TestRows:
         # More rows than are ordered at once, in steps of which many are taken together.
         store = numbered_store(40_000, 24)
         loader = make_loader(store, 4, 1, shuffle=True)
-        stream = Stream(40_000, 24, 0, True)
+        sampler = make_sampler(40_000, 24, 0, True)
         rows = epoch_rows(loader)
         assert {len(step) for step in rows} == {4}
-        assert joined(rows) == stream_rows(stream, 0, 0, 40_000)
+        assert joined(rows) == order_rows(sampler, 0, 0, 40_000)
 
     @pytest.mark.parametrize("num_devices", [1, 3])
     def test_residency_mixed_within_devices_is_the_stream(
@@ -225,27 +230,23 @@ class TestRows:
         residency = tuple(
             Residency.DEVICE if shard % 5 in (0, 3) else Residency.MMAP for shard in range(24)
         )
-        plan = SplitPlacement("train", store.num_rows, 24, store.manifest.row_bytes, residency)
-        split = load_split(store, topology, plan)
+        split = split_with(store, topology, residency)
         for transform in (None, untouched):
-            loader = SuperBatchLoader(
-                split, 7, build=store.schema.builder(), shuffle=True, seed=5, transform=transform
+            loader = loader_over(store, split, 7, shuffle=True, seed=5, transform=transform)
+            assert joined(epoch_rows(loader)) == order_rows(
+                make_sampler(181, 24, 5, True), 0, 0, 181
             )
-            assert joined(epoch_rows(loader)) == stream_rows(Stream(181, 24, 5, True), 0, 0, 181)
 
     def test_residency_mixed_and_restriped_is_the_stream(self, numbered_store: Stores) -> None:
         store, topology = numbered_store(181, 24), DataTopology((CPU,) * 5)
         residency = tuple(Residency.DEVICE if shard % 3 else Residency.MMAP for shard in range(25))
-        plan = SplitPlacement("train", store.num_rows, 25, store.manifest.row_bytes, residency)
-        loader = SuperBatchLoader(
-            load_split(store, topology, plan), 4, build=store.schema.builder(), shuffle=True
-        )
-        assert joined(epoch_rows(loader)) == stream_rows(Stream(181, 25, 0, True), 0, 0, 181)
+        loader = loader_over(store, split_with(store, topology, residency), 4, shuffle=True)
+        assert joined(epoch_rows(loader)) == order_rows(make_sampler(181, 25, 0, True), 0, 0, 181)
 
     def test_device_residency_reads_no_file_any_more(self, tmp_path: Path) -> None:
         store = build_store(Pairs(), tmp_path / "store", num_shards=4, progress=False)
         split = make_split(store, 2, residency="device")
-        loader = SuperBatchLoader(split, 4, build=store.schema.builder())
+        loader = loader_over(store, split, 4)
         for file in (tmp_path / "store").glob("*.memmap"):
             file.write_bytes(b"\xff" * file.stat().st_size)
         rows = [row for super_batch in loader for row in super_batch.to(CPU)[1].tolist()]
@@ -278,11 +279,11 @@ class TestArguments:
 
     def test_assembled_loader_gives_the_same_batches(self, numbered_store: Stores) -> None:
         loader = make_loader(numbered_store(97, 24), 4, shuffle=True)
-        assembled = loader.to(CPU)
-        assembled.set_epoch(2)
-        batches = [rows_of(batch) for batch in assembled]
-        assert assembled.state_dict() == loader.state_dict()
-        assert len(batches) == len(assembled) == len(loader)
+        on_device = assembled(loader)
+        on_device.set_epoch(2)
+        batches = [rows_of(batch) for batch in on_device]
+        assert on_device.state_dict() == loader.state_dict()
+        assert len(batches) == len(on_device) == len(loader)
         loader.set_epoch(2)
         assert batches == epoch_rows(loader)
 
@@ -388,7 +389,7 @@ class TestResume:
         [
             ({"seed": 8}, "seed=7"),
             ({"num_devices": 5}, "num_shards=24"),
-            ({"shuffle": False}, "shuffle=True"),
+            ({"shuffle": False}, "the shuffle, shuffle_window and sampler"),
         ],
     )
     def test_state_of_another_order_is_refused(
@@ -580,10 +581,12 @@ def load_pairs(dataset: Pairs, path: Path, num_devices: int, transform: Any) -> 
 def make_builder_loader(
     store: Store, dataset: Pairs, num_devices: int, transform: Any
 ) -> SuperBatchLoader:
+    split = make_split(store, num_devices)
     return SuperBatchLoader(
-        make_split(store, num_devices),
+        split,
+        sampler_over(split.shards),
         8 // num_devices,
-        build=store.schema.builder(dataset[0]),
+        collate=store.schema.builder(dataset[0]),
         transform=transform,
     )
 
@@ -860,12 +863,12 @@ def test_loader_that_is_dropped_lets_go_of_its_rows_at_once(
     gc.disable()
     try:
         loader = make_loader(numbered_store(97, 24), residency=residency, shuffle=shuffle)
-        assembled = loader.to(CPU)
-        steps = iter(assembled)
+        on_device = assembled(loader)
+        steps = iter(on_device)
         next(steps)
-        split = weakref.ref(loader._split)
+        split = weakref.ref(loader._rows)
         assert split() is not None
-        del loader, assembled, steps
+        del loader, on_device, steps
         assert split() is None
     finally:
         gc.enable()

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap.loading import DeviceLoader, SuperBatch
-from lightning_memmap.loading.streams import SideStreams, has_streams
+from lightning_memmap.loading.device_streams import SideStreams, has_streams
 from lightning_memmap.store import Store
 from tests.rows import (
     CPU,
+    assembled,
     check_save_and_resume,
     epoch_rows,
     make_loader,
@@ -42,7 +43,7 @@ def noisy_by_the_global_generator(batch: Any) -> Any:
 
 def heavy_loader(stores: Stores, prefetch: int, **options: Any) -> DeviceLoader:
     """Nine steps of four rows on two logical data devices."""
-    return make_loader(stores(36, 4, HEAVY), 2, 2, **options).to(CPU, prefetch=prefetch)
+    return assembled(make_loader(stores(36, 4, HEAVY), 2, 2, **options), prefetch=prefetch)
 
 
 class TestBatches:
@@ -63,10 +64,10 @@ class TestBatches:
         loader = make_loader(numbered_store(num_rows, 24), **layout)
         loader.set_epoch(epoch)
         torch.manual_seed(0)
-        plain = [(batch, torch.rand(1)) for batch in loader.to(CPU)]
+        plain = [(batch, torch.rand(1)) for batch in assembled(loader)]
         torch.manual_seed(0)
         # The consumer keeps all batches: none is overwritten by the next ones.
-        ahead = [(batch, torch.rand(1)) for batch in loader.to(CPU, prefetch=depth)]
+        ahead = [(batch, torch.rand(1)) for batch in assembled(loader, CPU, prefetch=depth)]
         assert len(plain) == len(ahead) == len(loader)
         for (expected, drawn), (found, drawn_too) in zip(plain, ahead, strict=True):
             assert list(found) == list(expected)
@@ -84,7 +85,7 @@ class TestBatches:
     ) -> None:
         def make() -> DeviceLoader:
             loader = make_loader(numbered_store(37, 24), 2, shuffle=True, **layout)
-            return loader.to(CPU, prefetch=depth)
+            return assembled(loader, CPU, prefetch=depth)
 
         check_save_and_resume(make, 1)
 
@@ -92,7 +93,7 @@ class TestBatches:
         self, numbered_store: Stores
     ) -> None:
         def make() -> DeviceLoader:
-            return make_loader(numbered_store(37, 24), 2, 4, transform=noisy).to(CPU, prefetch=2)
+            return assembled(make_loader(numbered_store(37, 24), 2, 4, transform=noisy), prefetch=2)
 
         whole = [batch["noise"] for batch in make()]
         saved = make()
@@ -117,7 +118,7 @@ class TestOrder:
             told.append(super_batch.step_rows)
 
         rows = 0
-        for count, batch in enumerate(loader.to(CPU, on_step, prefetch=3), start=1):
+        for count, batch in enumerate(assembled(loader, CPU, on_step, prefetch=3), start=1):
             rows += len(batch["row"])
             # The last rows are too few for a step of their own.
             assert told == [8, 8, 8, 13][:count]
@@ -195,7 +196,7 @@ class TestOrder:
 
 
 def uses(loader: DeviceLoader, operators: Operators) -> Iterator[Any]:
-    """Computes on each batch, on the current stream. Nothing of the test itself is noted."""
+    """Computes on each batch, on the current sampler. Nothing of the test itself is noted."""
     steps = iter(loader)
     while True:
         with operators:
@@ -217,17 +218,17 @@ class TestStreams:
         loader = heavy_loader(numbered_store, depth, transform=transform)
         main = device.current_stream(CPU)
         for batch in uses(loader, Operators(device)):
-            told = [id(tensor) for tensor, stream in device.recorded if stream is main]
+            told = [id(tensor) for tensor, sampler in device.recorded if sampler is main]
             assert {id(leaf) for leaf in batch.values()} <= set(told)
         assert len(loader) == NUM_STEPS
         assert device.races == []
-        assert {stream for _, stream in device.recorded} == {main}
+        assert {sampler for _, sampler in device.recorded} == {main}
         assert device.entered == []
 
     def test_a_use_that_does_not_wait_is_found(
         self, numbered_store: Stores, device: Device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(device.Event, "wait", lambda event, stream: None)
+        monkeypatch.setattr(device.Event, "wait", lambda event, sampler: None)
         # Without a transform numpy takes the rows, which the operators of torch do not show.
         loader = heavy_loader(numbered_store, 2, transform=noisy)
         for _ in uses(loader, Operators(device)):
@@ -279,8 +280,8 @@ class TestStreams:
         loader = heavy_loader(numbered_store, 2, residency="device")
         operators = Operators(device)
         with operators:
-            for source in loader.loader._split.sources:
-                for tensor in source.tensors:
+            for source in loader.loader._rows.sources:
+                for tensor in source.memory.tensors:
                     tensor.mul_(1)
         for _ in uses(loader, operators):
             pass
@@ -291,7 +292,7 @@ class TestStreams:
     ) -> None:
         train = uses(heavy_loader(numbered_store, 2), Operators(device))
         next(train)
-        val = make_loader(numbered_store(24, 24), 2, 2).to(CPU, prefetch=2)
+        val = assembled(make_loader(numbered_store(24, 24), 2, 2), prefetch=2)
         assert [row for batch in uses(val, Operators(device)) for row in rows_of(batch)] == list(
             range(24)
         )
@@ -303,8 +304,8 @@ class TestStreams:
         streams = SideStreams(CPU, others)
         devices = [*dict.fromkeys(others), CPU]
         before = {each: device.current_stream(each) for each in devices}
-        for number, stream in enumerate(before.values(), start=1):
-            stream.known[stream] = number
+        for number, sampler in enumerate(before.values(), start=1):
+            sampler.known[sampler] = number
         streams.follow()
         with streams.entered():
             # torch takes the last device that was entered for the current one.
@@ -317,7 +318,7 @@ class TestStreams:
         for each in devices:
             assert device.current_stream(each) is before[each]
         streams.join()
-        assert all(7 in stream.known.values() for stream in before.values())
+        assert all(7 in sampler.known.values() for sampler in before.values())
 
     def test_loaders_of_a_device_share_a_side_stream(self, device: Device) -> None:
         # torch's allocator keeps what each stream has used for that stream alone.
@@ -334,6 +335,6 @@ class TestStreams:
 
 def test_rows_of_small_steps_that_are_taken_together_are_the_same(numbered_store: Stores) -> None:
     store = numbered_store(40_000, 24)
-    assert epoch_rows(make_loader(store, 4, 1, shuffle=True).to(CPU, prefetch=3)) == epoch_rows(
+    assert epoch_rows(assembled(make_loader(store, 4, 1, shuffle=True), prefetch=3)) == epoch_rows(
         make_loader(store, 4, 1, shuffle=True)
     )

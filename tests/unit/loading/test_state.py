@@ -15,11 +15,13 @@ from tests.rows import epoch_rows, make_loader, take_steps
 Stores = Callable[..., Store]
 
 STATE = {
-    "num_rows": 97,
-    "num_shards": 24,
+    "sampler": {
+        "sampler": "ShuffledSampler",
+        "shards": {"num_rows": 97, "num_shards": 24, "subset": None},
+        "seed": 0,
+    },
+    "num_positions": 97,
     "seed": 0,
-    "shuffle": True,
-    "shuffle_window": None,
     "epoch": 1,
     "position": 16,
     "steps": 2,
@@ -27,7 +29,7 @@ STATE = {
 #: What is changed, and what the error says of it.
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"position": -3}, r"position=-3: it must be a whole number, 0 or more"),
-    ({"position": 98}, r"position=98: it must be within num_rows=97"),
+    ({"position": 98}, r"position=98: it must be within num_positions=97"),
     ({"position": "16"}, r"position='16': it must be a whole number"),
     ({"position": 16.0}, r"position=16\.0: it must be a whole number"),
     ({"position": True}, r"position=True: it must be a whole number"),
@@ -35,13 +37,33 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"epoch": -1}, r"epoch=-1: it must be a whole number, 0 or more"),
     ({"steps": 17}, r"steps=17: each step has at least one of the position=16 rows"),
     ({"steps": 0}, r"steps=0: each step has at least one"),
-    ({"num_rows": 0}, r"num_rows=0: it must be a whole number of at least 1"),
-    ({"num_shards": [24]}, r"num_shards=\[24\]: it must be a whole number of at least 1"),
+    ({"num_positions": 15}, r"position=16: it must be within num_positions=15"),
+    ({"num_positions": [97]}, r"num_positions=\[97\]: it must be a whole number"),
     ({"seed": "x"}, r"seed='x': it must be a whole number"),
-    ({"shuffle": 1}, r"shuffle=1: it must be True or False"),
-    ({"shuffle_window": 0}, r"shuffle_window=0: it must be a whole number of at least 1"),
+    ({"sampler": 1}, r"sampler=1: it is not the identity of a sampler"),
+    ({"sampler": {"shards": 3}}, r"sampler=.*shards.*: it is not the identity of a sampler"),
     ({"weights": 1}, r"it has weights, which this version of lightning_memmap does not know"),
 ]
+#: Another order, and what the error of the epoch says of it.
+OTHER_ORDERS: list[tuple[dict[str, Any], str]] = [
+    ({"sampler": "SequentialSampler"}, r"sampler=SequentialSampler, .*the shuffle"),
+    ({"seed": 7}, r"seed=7, and this loader has seed=0"),
+    ({"shuffle_window": 3}, r"shuffle_window=3, and this loader has shuffle_window=None"),
+    ({"shards": {"num_rows": 97, "num_shards": 4}}, r"num_shards=4, .* resume with num_shards=4"),
+    ({"shards": {}}, r"num_rows=None"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), OTHER_ORDERS)
+def test_state_of_another_order_is_refused_inside_its_epoch(
+    numbered_store: Stores, changes: dict[str, Any], words: str
+) -> None:
+    loader = make_loader(numbered_store(97, 24), shuffle=True)
+    sampler: Any = STATE["sampler"]
+    loader.load_state_dict({**STATE, "sampler": {**sampler, **changes}})
+    loader.set_epoch(1)
+    with pytest.raises(ValueError, match=words):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize(("changes", "words"), WRONG)
@@ -110,9 +132,6 @@ def test_state_that_is_refused_leaves_the_loader_as_it_was(numbered_store: Store
         ([], "the state of the data module is a list"),
         ({"train": {**STATE, "position": -3}}, "position=-3"),
         ({"train": 3}, "it is a int, not a dict"),
-        ({"rows": "all"}, "rows='all', which names no fold and no part"),
-        ({"rows": {"index": "0", "count": 2, "excluded": True}}, "rows=.* names no fold"),
-        ({"rows": {"index": 3, "count": 2, "excluded": True}}, "rows=.* names no fold"),
         ({"num_trained": -1}, "num_trained=-1, which is no number of batches"),
         ({"num_trained": True}, "num_trained=True, which is no number of batches"),
     ],

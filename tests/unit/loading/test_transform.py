@@ -16,7 +16,7 @@ from lightning_memmap.loading import OnSuperBatch, SuperBatchLoader
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
-from tests.rows import CPU, image_of, make_loader, stream_rows, take_steps
+from tests.rows import CPU, assembled, image_of, make_loader, order_rows, take_steps
 
 Stores = Callable[[int, int], Store]
 
@@ -216,7 +216,7 @@ class TestOutput:
             assert torch.equal(flat, images)
             assert torch.equal(others["mean"], images.mean(1))
             rows += others["id"][0].tolist()
-        assert rows == stream_rows(loader.stream, 0, 0, 97)
+        assert rows == order_rows(loader.order, 0, 0, 97)
 
     def test_transform_may_change_its_batch_in_place(self, numbered_store: Stores) -> None:
         def negate(batch: Any) -> Any:
@@ -318,7 +318,7 @@ class TestOnSuperBatch:
                 transform=OnSuperBatch(transform),
             )
             loader.set_epoch(1)
-            runs.append(list(loader.to(CPU, prefetch=prefetch)))
+            runs.append(list(assembled(loader, CPU, prefetch=prefetch)))
         assert [len(run) for run in runs] == [12] * 3
         for steps in zip(*runs, strict=True):
             for step in steps[1:]:

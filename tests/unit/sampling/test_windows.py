@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import Stream, Windows, default_window, shard_rows
+from lightning_memmap.sampling import Sampler, Windows, default_window, shard_rows
 from lightning_memmap.sampling.windows import DEFAULT_WINDOW_BYTES
+from tests.rows import make_sampler
 
 SEEDS = st.integers(0, 2**63 - 1)
 
@@ -22,36 +23,36 @@ def windows(draw: st.DrawFn) -> Windows:
     rows = draw(st.sampled_from([1, 2, 3, 7, 20, 1024, 1300]))
     num_rows = draw(st.integers(1, 300) | st.integers(3000, 9000))
     shuffle = draw(st.booleans())
-    stream = Stream(
+    sampler = make_sampler(
         num_rows, draw(st.integers(1, 25)), draw(SEEDS), shuffle, rows if shuffle else None
     )
-    return Windows(stream, rows)
+    return Windows(sampler, rows)
 
 
 def offsets_by_window(cut: Windows, epoch: int) -> list[list[list[int]]]:
     """By window and shard, the offsets that come then."""
-    stream, size = cut.stream, cut.rows * cut.stream.num_shards
+    sampler, size = cut.sampler, cut.rows * cut.sampler.num_shards
     found = []
-    for first in range(0, stream.num_rows, size):
-        shards, offsets = stream.at(epoch, range(first, min(stream.num_rows, first + size)))
-        found.append([offsets[shards == shard].tolist() for shard in range(stream.num_shards)])
+    for first in range(0, sampler.num_positions, size):
+        shards, offsets = sampler.at(epoch, range(first, min(sampler.num_positions, first + size)))
+        found.append([offsets[shards == shard].tolist() for shard in range(sampler.num_shards)])
     return found
 
 
 @given(windows(), st.integers(0, 5))
 @settings(deadline=None, max_examples=150)
 def test_window_is_the_runs_of_each_shard(cut: Windows, epoch: int) -> None:
-    sizes = shard_rows(cut.stream.num_rows, cut.stream.num_shards)
+    sizes = shard_rows(cut.sampler.num_positions, cut.sampler.num_shards)
     found = offsets_by_window(cut, epoch)
     assert len(cut) == len(found)
-    for number, lanes in enumerate(found):
+    for number, by_shard in enumerate(found):
         runs = cut.runs(epoch, number)
         wanted = [offset for run in runs for offset in run]
         # Few runs, and long ones: at most a wrap around, and the row that some shards have more.
         assert len(runs) <= 2 + (number == len(cut) - 1)
         assert len(wanted) <= cut.rows
         assert len(wanted) == cut.rows or number == len(cut) - 1
-        for shard, offsets in enumerate(lanes):
+        for shard, offsets in enumerate(by_shard):
             assert sorted(offsets) == sorted(o for o in wanted if o < sizes[shard])
             # A short shard lacks the last one alone.
             assert len(offsets) >= len(wanted) - 1
@@ -59,26 +60,26 @@ def test_window_is_the_runs_of_each_shard(cut: Windows, epoch: int) -> None:
 
 @given(windows(), st.integers(0, 5), st.data())
 @settings(deadline=None, max_examples=150)
-def test_places_are_rows_of_runs_that_begin_where_it_is_said(
+def test_row_offsets_are_rows_of_runs_from_their_starts_on(
     cut: Windows, epoch: int, data: st.DataObject
 ) -> None:
-    stream = cut.stream
-    divisors = [n for n in range(1, stream.num_shards + 1) if stream.num_shards % n == 0]
+    sampler = cut.sampler
+    divisors = [n for n in range(1, sampler.num_shards + 1) if sampler.num_shards % n == 0]
     step = data.draw(st.sampled_from(divisors))
-    start = data.draw(st.integers(0, stream.num_rows))
-    positions = range(start, stream.num_rows, step)
+    start = data.draw(st.integers(0, sampler.num_positions))
+    positions = range(start, sampler.num_positions, step)
 
-    def begins(runs: Sequence[range]) -> list[np.ndarray]:
+    def run_starts(runs: Sequence[range]) -> list[np.ndarray]:
         # What no two rows have in common, and another number for each shard and run.
-        shards = np.arange(stream.num_shards)
+        shards = np.arange(sampler.num_shards)
         return [10**9 * shards + 10**6 * index + 7 for index in range(len(runs))]
 
-    places = cut.places(epoch, positions, 10**12, begins)
+    found = cut.row_offsets(epoch, positions, 10**12, run_starts)
 
-    shards, offsets = stream.at(epoch, positions)
-    assert len(set(places.tolist())) == len(positions)
+    shards, offsets = sampler.at(epoch, positions)
+    assert len(set(found.tolist())) == len(positions)
     for position, place, shard, offset in zip(
-        positions, places.tolist(), shards.tolist(), offsets.tolist(), strict=True
+        positions, found.tolist(), shards.tolist(), offsets.tolist(), strict=True
     ):
         number, inside = divmod(place, 10**12)
         assert number == cut.number_of(position)
@@ -89,14 +90,14 @@ def test_places_are_rows_of_runs_that_begin_where_it_is_said(
 
 def test_windows_known_seed_gives_known_rows() -> None:
     # Checkpoints stand for this order: it must never change.
-    def rows(stream: Stream, epoch: int, positions: range) -> list[int]:
-        shards, offsets = stream.at(epoch, positions)
-        return (offsets * stream.num_shards + shards).tolist()
+    def rows(sampler: Sampler, epoch: int, positions: range) -> list[int]:
+        shards, offsets = sampler.at(epoch, positions)
+        return (offsets * sampler.num_shards + shards).tolist()
 
-    assert rows(Stream(13, 3, 42, True, 2), 5, range(13)) == GOLDEN_SMALL
-    middle = Stream(100_003, 24, 7, True, 300)
+    assert rows(make_sampler(13, 3, 42, True, 2), 5, range(13)) == GOLDEN_SMALL
+    middle = make_sampler(100_003, 24, 7, True, 300)
     assert rows(middle, 2, range(50_000, 50_005)) == GOLDEN_MIDDLE
-    large = Stream(10**9, 24, 7, True, 50_000)
+    large = make_sampler(10**9, 24, 7, True, 50_000)
     assert rows(large, 2, range(123_456_789, 123_456_794)) == GOLDEN_LARGE
 
 
@@ -108,9 +109,9 @@ GOLDEN_LARGE = [107128077, 107194942, 106584191, 107172384, 106425025]
 def test_windows_of_huge_dataset_are_small_in_memory() -> None:
     tracemalloc.start()
     try:
-        stream = Stream(10**10, 24, 1, True, 20_000)
+        sampler = make_sampler(10**10, 24, 1, True, 20_000)
         for start in (0, 5 * 10**9, 10**10 - 50_000):
-            _, offsets = stream.at(3, range(start, start + 50_000))
+            _, offsets = sampler.at(3, range(start, start + 50_000))
             assert offsets.max() < 10**10 // 24 + 1
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
@@ -133,7 +134,7 @@ def test_windows_come_in_each_order_equally_often() -> None:
     # 4 windows of 5 rows of one shard, told by their first offset from where they were cut.
     found: Counter[tuple[int, ...]] = Counter()
     for seed in range(2400):
-        firsts = [Stream(20, 1, seed, True, 5).window_runs(0, n)[0].start for n in range(4)]
+        firsts = [make_sampler(20, 1, seed, True, 5).window_runs(0, n)[0].start for n in range(4)]
         found[tuple(np.argsort(np.argsort(firsts)).tolist())] += 1
     assert len(found) == 24
     assert chi_square(np.array(list(found.values())), 100) < CHI_SQUARE_999[23]
@@ -145,7 +146,7 @@ def test_each_row_is_equally_often_at_a_position(position: int) -> None:
     for num_rows, window in ((20, 3), (20, 2)):
         counts = np.zeros(num_rows)
         for seed in range(4000):
-            _, offsets = Stream(num_rows, 1, seed, True, window).at(
+            _, offsets = make_sampler(num_rows, 1, seed, True, window).at(
                 0, range(position, position + 1)
             )
             counts[offsets] += 1
@@ -156,9 +157,9 @@ def test_rows_of_a_window_are_in_each_place_equally_often() -> None:
     # Relative to the beginning of the window, of 10 rows: where its first position comes from.
     counts, others = np.zeros(10), np.zeros((10, 10))
     for seed in range(4000):
-        stream = Stream(200, 2, seed, True, 10)
-        first = stream.window_runs(0, 4)[0].start
-        shards, offsets = stream.at(0, range(80, 82))
+        sampler = make_sampler(200, 2, seed, True, 10)
+        first = sampler.window_runs(0, 4)[0].start
+        shards, offsets = sampler.at(0, range(80, 82))
         inside = (offsets - first) % 100
         assert shards.tolist() == [0, 1]
         counts[inside[0]] += 1
@@ -169,14 +170,14 @@ def test_rows_of_a_window_are_in_each_place_equally_often() -> None:
 
 
 def test_windows_and_epochs_have_orders_of_their_own() -> None:
-    stream = Stream(24 * 50, 1, 3, True, 50)
-    _, first = stream.at(0, range(1200))
+    sampler = make_sampler(24 * 50, 1, 3, True, 50)
+    _, first = sampler.at(0, range(1200))
     inside = [
-        tuple((part - stream.window_runs(0, number)[0].start) % 1200)
+        tuple((part - sampler.window_runs(0, number)[0].start) % 1200)
         for number, part in enumerate(first.reshape(24, 50))
     ]
     assert len(set(inside)) == 24
-    orders = [stream.at(epoch, range(1200))[1].tolist() for epoch in range(4)]
+    orders = [sampler.at(epoch, range(1200))[1].tolist() for epoch in range(4)]
     assert all(one != other for one, other in pairwise(orders))
 
 
@@ -185,8 +186,8 @@ def test_other_rows_share_a_window_in_another_epoch() -> None:
     # and not never. 4 standard errors of a binomial variable.
     together = 0
     for epoch in range(1000):
-        stream = Stream(100, 1, 5, True, 4)
-        _, offsets = stream.at(epoch, range(100))
+        sampler = make_sampler(100, 1, 5, True, 4)
+        _, offsets = sampler.at(epoch, range(100))
         numbers = np.argsort(offsets) // 4
         together += int(numbers[0] == numbers[1])
     assert abs(together - 750) < 4 * math.sqrt(1000 * 0.75 * 0.25)
@@ -201,8 +202,8 @@ def test_default_window_is_of_the_store_alone() -> None:
 
 def test_windows_of_another_order_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shuffle_window=None: .* windows of 8 rows"):
-        Windows(Stream(100, 2, 0, True), 8)
+        Windows(make_sampler(100, 2, 0, True), 8)
     with pytest.raises(ValueError, match=r"shuffle_window=4: .* windows of 8 rows"):
-        Windows(Stream(100, 2, 0, True, 4), 8)
+        Windows(make_sampler(100, 2, 0, True, 4), 8)
     with pytest.raises(ValueError, match="rows=0"):
-        Windows(Stream(100, 2), 0)
+        Windows(make_sampler(100, 2), 0)

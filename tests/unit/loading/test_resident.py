@@ -1,4 +1,4 @@
-"""Takes from resident shards: the rows that were asked for, of every dtype and shape."""
+"""Fetches from resident rows: the rows that were asked for, of every dtype and shape."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers
-from lightning_memmap.loading.shard import ResidentShards
+from lightning_memmap.loading.resident import ResidentRows
+from lightning_memmap.loading.row_source import EpochRows
+from tests.rows import make_sampler
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16,
@@ -24,6 +26,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+def resident(tensors: list[Tensor]) -> EpochRows:
+    """Rows in memory, of one shard, in the order of an epoch."""
+    num_rows = len(tensors[0])
+    rows = ResidentRows(tensors, np.array([0]))
+    with rows.epoch(make_sampler(num_rows, 1), 0, 0) as epoch:
+        return epoch
+
+
 def raw(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -31,32 +41,32 @@ def raw(tensor: Tensor) -> bytes:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (70_000,)], ids=str)
 @pytest.mark.usefixtures("threads")
-def test_take_copies_the_rows_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_fetch_copies_the_rows_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     size = torch.empty((11, *shape), dtype=dtype).nbytes
     rows = torch.randint(0, 2, (size,), dtype=torch.uint8).view(dtype).reshape(11, *shape)
-    shards = ResidentShards([rows, torch.arange(11)], np.array([0]))
+    rows_here = resident([rows, torch.arange(11)])
     chosen = torch.tensor([10, 0, 3, 3, 7])
     expected = b"".join(raw(rows[index]) for index in chosen.tolist())
-    buffers = Buffers.empty([((5, *shape), dtype), ((5,), torch.int64)])
+    buffers = Buffers.empty([(shape, dtype), ((), torch.int64)], 5)
     for out in (None, buffers):
-        taken, numbers = shards.take(chosen, out)
-        assert raw(taken) == expected
-        assert taken.shape == (5, *shape)
-        assert taken.dtype == dtype
+        fetched, numbers = rows_here.fetch(chosen, out)
+        assert raw(fetched) == expected
+        assert fetched.shape == (5, *shape)
+        assert fetched.dtype == dtype
         assert numbers.tolist() == chosen.tolist()
-    assert taken.data_ptr() == buffers.tensors[0].data_ptr()
+    assert fetched.data_ptr() == buffers.tensors[0].data_ptr()
 
 
-def test_take_of_nothing_is_empty() -> None:
-    shards = ResidentShards([torch.arange(6.0).reshape(3, 2)], np.array([0]))
-    (taken,) = shards.take(torch.empty(0, dtype=torch.int64))
-    assert taken.shape == (0, 2)
+def test_fetch_of_nothing_is_empty() -> None:
+    rows_here = resident([torch.arange(6.0).reshape(3, 2)])
+    (fetched,) = rows_here.fetch(torch.empty(0, dtype=torch.int64))
+    assert fetched.shape == (0, 2)
 
 
 @pytest.mark.parametrize("location", [11, -1, -12, 2**62])
 @pytest.mark.parametrize("width", [1, 70_000], ids=["numpy", "index_select"])
 @pytest.mark.usefixtures("threads")
-def test_take_of_a_row_that_is_not_there_is_refused(width: int, location: int) -> None:
-    shards = ResidentShards([torch.zeros(11, width)], np.array([0]))
+def test_fetch_of_a_row_that_is_not_there_is_refused(width: int, location: int) -> None:
+    rows_here = resident([torch.zeros(11, width)])
     with pytest.raises(IndexError):
-        shards.take(torch.tensor([0, location, 1]))
+        rows_here.fetch(torch.tensor([0, location, 1]))

@@ -1,7 +1,7 @@
-"""Streams and events of devices that work asynchronously: all that the package knows of them.
+"""Streams and events of devices that work asynchronously: everything the package knows of them.
 
-A device without streams gets torch's stand-ins for the CPU, which do nothing: what is enqueued
-there is done in the order in which it was enqueued, or at once.
+A device without streams gets torch's stand-ins for the CPU, which do nothing: work that is enqueued
+there is done at once, or in the order in which it was enqueued.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,22 +31,22 @@ def kept_stream(device: torch.device, name: str) -> Any:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device works beside the program, in streams. From page-locked memory it copies
-    by itself, too."""
+    """Whether a device works asynchronously, in streams. It then also copies from page-locked
+    memory by itself."""
     return stream_module(device) is not torch.cpu
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device. Only a copy to the CPU is waited for.
 
-    What is in pageable host memory is copied to page-locked memory first: a copy from there runs
-    beside the program. torch's host allocator does not use that memory again before it is done.
+    Rows in pageable host memory are copied to page-locked memory first: a copy from there is
+    asynchronous. torch's host allocator does not use that memory again before the copy is done.
     """
     if tensor.device == device:
         return tensor
     if tensor.device.type == "cpu" and has_streams(device) and not tensor.is_pinned():
         tensor = tensor.pin_memory()
-    # Nothing would say when a copy to the CPU is done.
+    # Nothing would tell when an asynchronous copy to the CPU is done.
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -55,7 +55,7 @@ class SideStreams:
 
     Args:
         device: The device whose current stream uses what was made ready.
-        others: Other devices that work at it, repeats allowed.
+        others: Other devices that take part, repeats allowed.
     """
 
     def __init__(self, device: torch.device, others: Sequence[torch.device]) -> None:
@@ -64,31 +64,31 @@ class SideStreams:
         # The device itself comes last, so that it is the current device inside `entered`.
         devices = [*(other for other in dict.fromkeys(others) if other != device), device]
         modules = [stream_module(other) for other in devices]
-        self._places = [
+        self._streams = [
             (other, module, _side_stream(module, other))
             for other, module in zip(devices, modules, strict=True)
         ]
 
     def follow(self) -> None:
-        """Let the side streams wait for all that the current streams were given so far."""
-        for device, module, stream in self._places:
+        """Let the side streams wait for all work enqueued on the current streams so far."""
+        for device, module, stream in self._streams:
             stream.wait_stream(module.current_stream(device))
 
     def join(self) -> None:
-        """Let the current streams wait for all that the side streams were given so far."""
-        for device, module, stream in self._places:
+        """Let the current streams wait for all work enqueued on the side streams so far."""
+        for device, module, stream in self._streams:
             module.current_stream(device).wait_stream(stream)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, the side streams are the current ones."""
         with ExitStack() as stack:
-            for _, module, stream in self._places:
+            for _, module, stream in self._streams:
                 stack.enter_context(module.stream(stream))
             yield
 
     def mark(self) -> Any:
-        """An event for what the device's current stream was given so far."""
+        """An event for all work enqueued on the device's current stream so far."""
         event = self._module.Event()
         event.record(self._module.current_stream(self._device))
         return event
@@ -97,8 +97,8 @@ class SideStreams:
         """Let the device's current stream use tensors that a side stream makes.
 
         Args:
-            event: What it waits for; see `mark`.
-            tensors: Their memory is not used again before that stream is done with it.
+            event: The event that it waits for; see `mark`.
+            tensors: Their memory is not used again before that stream is done with them.
         """
         stream = self._module.current_stream(self._device)
         event.wait(stream)

@@ -8,7 +8,8 @@ from queue import SimpleQueue
 from time import monotonic
 
 from lightning_memmap.loading.buffers import Buffers
-from lightning_memmap.loading.lanes import Lanes, Piece
+from lightning_memmap.loading.row_source import released_error
+from lightning_memmap.loading.window_layout import Read, WindowLayout
 from lightning_memmap.sampling import Windows
 
 #: While one thread copies what it has read, or waits for a short read, others read on.
@@ -17,50 +18,43 @@ _NUM_THREADS = 4
 _PATIENCE_S = 10.0
 
 
-def released_error() -> RuntimeError:
-    """What a loader says that outlived its shards."""
-    return RuntimeError(
-        "the shards of this loader were let go of by teardown(): call setup(), and ask for a new"
-        " loader"
-    )
-
-
 @dataclass
 class _Unread:
-    """A window of which pieces are not read yet: ``left`` of them, and those still to be cut."""
+    """A window with unfinished reads: ``left`` of them, and those that are yet to be planned."""
 
     buffers: Buffers
     left: int = 0
-    is_cut: bool = False
+    is_planned: bool = False
 
 
-class Reading:
-    """Threads that read windows. The next window is begun while the last pieces of one are read.
+class WindowReader:
+    """Threads that read windows. The next window is begun while the last reads of one finish.
 
-    They know nothing of their user, so that this one can be dropped. They hold nothing that must
-    be brought to an end, and do not outlive the program.
+    They know nothing of their user, so that it can be garbage-collected. They own nothing that
+    must be closed, and do not outlive the program.
 
     Args:
-        lanes: How rows are read.
+        layout: How rows are read.
         windows: Which rows are in which window.
         epoch: The epoch.
         numbers: The windows to read.
-        idle: Memory for windows that nobody uses; what is needed is taken out of it.
+        idle: Memory for windows that nobody uses; the reader takes what it needs out of this list.
         num_buffers: Windows in memory at most.
     """
 
     def __init__(
         self,
-        lanes: Lanes,
+        layout: WindowLayout,
         windows: Windows,
         epoch: int,
         numbers: Sequence[int],
         idle: list[Buffers],
         num_buffers: int,
     ) -> None:
-        #: Memory for windows; None where it is to be made, and to wake a thread at the end.
+        #: Memory for windows; None stands for memory yet to be allocated, and wakes a thread at
+        #: the end.
         self.free: SimpleQueue[Buffers | None] = SimpleQueue()
-        #: Windows in their order, and why a thread failed.
+        #: Windows in their order, or why a thread failed.
         self.ready: SimpleQueue[Buffers | BaseException] = SimpleQueue()
         #: All memory for windows.
         self.buffers: list[Buffers] = []
@@ -69,16 +63,16 @@ class Reading:
             if buffers is not None:
                 self.buffers.append(buffers)
             self.free.put(buffers)
-        self._lanes = lanes
+        self._layout = layout
         self._runs = (windows.runs(epoch, number) for number in numbers)
         self._unread: deque[_Unread] = deque()
-        self._pieces = self._cut()
+        self._reads = self._plan_reads()
         self._is_over = False
-        # The first one is held while a thread waits for memory. Then others still finish pieces.
+        # The first lock is held while a thread waits for memory. Others still finish reads then.
         self._next_lock, self._done_lock = threading.Lock(), threading.Lock()
         self._threads = [
-            # The interpreter would wait for others at its exit, before it calls `end`.
-            threading.Thread(target=self._run, name="lightning_memmap read-ahead", daemon=True)
+            # The interpreter would wait for threads that are no daemons before it calls `end`.
+            threading.Thread(target=self._run, name="lightning_memmap window-reader", daemon=True)
             for _ in range(_NUM_THREADS)
         ]
 
@@ -103,46 +97,46 @@ class Reading:
                 thread.join(max(0.0, until - monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             return False
-        # It holds this object, which would not be let go of, nor the memory.
-        self._pieces.close()
+        # It refers to this object, which would not be freed, nor would the memory.
+        self._reads.close()
         return True
 
     def _run(self) -> None:
         """What each thread does."""
         try:
-            scratch = self._lanes.scratch()
+            scratch = self._layout.scratch()
             while (found := self._next()) is not None:
-                window, piece = found
-                piece(scratch)
+                window, read = found
+                read(scratch)
                 self._count(window, -1)
-        except BaseException as error:  # Whoever waits for a window must be told.
+        except BaseException as error:  # Whoever waits for a window must get it.
             self._is_over = True
             self.free.put(None)
             self.ready.put(error)
 
-    def _next(self) -> tuple[_Unread, Piece] | None:
+    def _next(self) -> tuple[_Unread, Read] | None:
         with self._next_lock:
-            return None if self._is_over else next(self._pieces, None)
+            return None if self._is_over else next(self._reads, None)
 
-    def _cut(self) -> Generator[tuple[_Unread, Piece], None, None]:
+    def _plan_reads(self) -> Generator[tuple[_Unread, Read], None, None]:
         for runs in self._runs:
             buffers = self.free.get()
             if self._is_over:
                 return
             if buffers is None:
-                buffers = self._lanes.allocate()
+                buffers = self._layout.allocate()
                 self.buffers.append(buffers)
             window = _Unread(buffers)
             self._unread.append(window)
-            for piece in self._lanes.pieces(runs, buffers):
+            for read in self._layout.reads(runs, buffers):
                 self._count(window, 1)
-                yield window, piece
-            window.is_cut = True
+                yield window, read
+            window.is_planned = True
             self._count(window, 0)
 
     def _count(self, window: _Unread, more: int) -> None:
-        """Count pieces of a window, and hand over the windows that are read."""
+        """Count unfinished reads of a window, and hand over the windows that are complete."""
         with self._done_lock:
             window.left += more
-            while self._unread and self._unread[0].is_cut and not self._unread[0].left:
+            while self._unread and self._unread[0].is_planned and not self._unread[0].left:
                 self.ready.put(self._unread.popleft().buffers)

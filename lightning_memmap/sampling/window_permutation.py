@@ -1,4 +1,4 @@
-"""Permutations of shards window by window: rows that come together lie together."""
+"""Permutations of shards window by window: rows that come together also lie together."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from lightning_memmap.sampling.shards import Integers
 _KEPT_WINDOWS = 4
 
 
-class WindowedPermutation:
+class WindowPermutation:
     """Permutations of shards window by window.
 
     The rows that all shards have make a circle of offsets, and the windows are cut off it from

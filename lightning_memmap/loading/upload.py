@@ -1,4 +1,4 @@
-"""Rows from files to a device at the speed of the slower of the two."""
+"""Uploads rows from files to a device at the speed of the slower of the two."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -6,13 +6,13 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.streams import SideStreams, has_streams
+from lightning_memmap.loading.device_streams import SideStreams, has_streams
 
 #: Of each of the two buffers. Larger ones copy no faster, and less of the work is side by side.
 _BUFFER_BYTES = 32 * 2**20
 
 
-class Staging:
+class Uploader:
     """Copies rows to a device through two page-locked buffers in turn: while the device copies from
     one, the next rows are read into the other.
 
@@ -31,7 +31,7 @@ class Staging:
         self._copied = [self._streams.mark(), self._streams.mark()]
         self._turn = 0
 
-    def __enter__(self) -> "Staging":
+    def __enter__(self) -> "Uploader":
         return self
 
     def __exit__(
@@ -48,8 +48,8 @@ class Staging:
 
         Args:
             target: Shape (B, *field shape).
-            read: Is called with the number of a row and a tensor of shape (n, *field shape) on
-                the CPU, and fills that with the rows from this one on.
+            read: Called with the number of a row and a tensor of shape (n, *field shape) on the
+                CPU, which it fills with the rows from this one on.
         """
         row_bytes = target[:1].nbytes
         if not row_bytes:
@@ -63,7 +63,7 @@ class Staging:
             self._copied[self._turn] = self._streams.mark()
 
     def _next_buffer(self, piece: Tensor) -> Tensor:
-        """The other buffer, in the shape of a piece, once nothing is copied from it any more."""
+        """The other buffer, in the shape of a piece, once no copy reads from it any more."""
         self._turn = 1 - self._turn
         self._copied[self._turn].synchronize()
         if len(self._buffers[self._turn]) < piece.nbytes:

@@ -1,9 +1,7 @@
 """Rows that go to a device through two buffers: all of them, unchanged, and never overwritten."""
 
-import warnings
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -11,13 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_memmap.loading import SuperBatch, SuperBatchLoader, load_split
-from lightning_memmap.loading.staging import Staging
-from lightning_memmap.loading.streams import send
-from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
-from lightning_memmap.sampling import RowSubset, Stream
+from lightning_memmap.loading import DeviceLoader, SuperBatch, SuperBatchLoader
+from lightning_memmap.loading.device_streams import send
+from lightning_memmap.loading.upload import Uploader
+from lightning_memmap.placement import DataTopology, Residency
+from lightning_memmap.sampling import RowSubset
 from lightning_memmap.store import Store
-from tests.rows import CPU, epoch_rows, joined, make_loader, stream_rows
+from tests.rows import (
+    CPU,
+    epoch_rows,
+    joined,
+    loader_over,
+    make_loader,
+    make_sampler,
+    order_rows,
+    split_with,
+)
 from tests.streams import Device, Operators
 from tests.streams import device as device
 
@@ -57,7 +64,7 @@ class TestStaging:
     def test_fields_of_any_size_arrive_bit_by_bit(
         self, fields: list[tuple[int, tuple[int, ...], torch.dtype]], buffer_bytes: int
     ) -> None:
-        with Staging(CPU, buffer_bytes) as staging:
+        with Uploader(CPU, buffer_bytes) as staging:
             for num_rows, shape, dtype in fields:
                 size = torch.empty((num_rows, *shape), dtype=dtype).nbytes
                 noise = torch.randint(0, 2 if dtype is torch.bool else 256, (size,))
@@ -76,7 +83,7 @@ class TestStaging:
 
     def test_two_buffers_take_turns_over_all_fields(self) -> None:
         sources = [Source(torch.arange(10.0)), Source(torch.arange(14).view(7, 2))]
-        with Staging(CPU, 16) as staging:
+        with Uploader(CPU, 16) as staging:
             for source in sources:
                 staging.copy(torch.zeros_like(source.rows), source.read)
         buffers = [out.data_ptr() for source in sources for _, _, out in source.calls]
@@ -86,13 +93,13 @@ class TestStaging:
 
     def test_buffers_are_page_locked_and_of_the_size_asked_for(self, device: Device) -> None:
         source = Source(torch.arange(100))
-        with Staging(CPU, 64) as staging:
+        with Uploader(CPU, 64) as staging:
             staging.copy(torch.zeros_like(source.rows), source.read)
         assert [buffer.nbytes for buffer in device.page_locked] == [64, 64]
 
     def test_no_buffer_is_filled_while_the_device_copies_from_it(self, device: Device) -> None:
         source, target = Source(torch.arange(100)), torch.zeros(100, dtype=torch.int64)
-        with Operators(device), Staging(CPU, 64) as staging:
+        with Operators(device), Uploader(CPU, 64) as staging:
             staging.copy(target, source.read)
         assert device.races == []
         main = device.current_stream(CPU)
@@ -105,7 +112,7 @@ class TestStaging:
     ) -> None:
         monkeypatch.setattr(device.Event, "synchronize", lambda event: None)
         source = Source(torch.arange(100))
-        with Operators(device), Staging(CPU, 64) as staging:
+        with Operators(device), Uploader(CPU, 64) as staging:
             staging.copy(torch.zeros(100, dtype=torch.int64), source.read)
         assert device.races
 
@@ -113,15 +120,15 @@ class TestStaging:
 class TestLoading:
     """Shards that are brought to a device that has streams."""
 
-    @pytest.mark.parametrize("num_devices", [1, 4, 5], ids=["one", "as stored", "dealt anew"])
+    @pytest.mark.parametrize("num_devices", [1, 4, 5], ids=["one", "as stored", "re-striped"])
     def test_shards_that_are_staged_are_the_stream(
         self, numbered_store: Stores, device: Device, num_devices: int
     ) -> None:
         store = numbered_store(181, 24)
         loader = make_loader(store, num_devices, 4, residency="device", shuffle=True)
         assert len(device.page_locked) == 2
-        expected = Stream(181, 25 if num_devices == 5 else 24, 0, True)
-        assert joined(epoch_rows(loader)) == stream_rows(expected, 0, 0, 181)
+        expected = make_sampler(181, 25 if num_devices == 5 else 24, 0, True)
+        assert joined(epoch_rows(loader)) == order_rows(expected, 0, 0, 181)
 
     @pytest.mark.parametrize("has_streams", [False, True])
     def test_rows_that_lie_apart_are_read_in_parts(
@@ -133,14 +140,11 @@ class TestLoading:
     ) -> None:
         if has_streams:
             request.getfixturevalue("device")
-        monkeypatch.setattr("lightning_memmap.loading.shard._READ_ROWS", 3)
+        monkeypatch.setattr("lightning_memmap.loading.resident._READ_ROWS", 3)
         store, topology = numbered_store(181, 24), DataTopology((CPU,) * 2)
         subset = RowSubset(1, 3, excluded=True)
-        rows = subset.num_rows(181)
-        residency = (Residency.DEVICE,) * 24
-        plan = SplitPlacement("train", rows, 24, store.manifest.row_bytes, residency)
-        split = load_split(store, topology, plan, subset)
-        loader = SuperBatchLoader(split, 4, build=store.schema.builder())
+        split = split_with(store, topology, (Residency.DEVICE,) * 24, subset)
+        loader = loader_over(store, split, 4)
         assert joined(epoch_rows(loader)) == [row for row in range(181) if row % 3 != 1]
 
 
@@ -155,7 +159,7 @@ class TestHostToDevice:
         store = numbered_store(37, 24)
         loader = meta_loader(store, num_devices)
         sent = []
-        for batch in loader.to(META, prefetch=prefetch):
+        for batch in DeviceLoader(loader, META, prefetch):
             assert {leaf.device for leaf in batch.values()} == {META}
             sent.append(len(batch["row"]))
         assert sent == [8, 8, 8, 13] if num_devices == 2 else [4] * 9 + [1]
@@ -186,8 +190,4 @@ class TestHostToDevice:
 def meta_loader(store: Store, num_devices: int) -> SuperBatchLoader:
     """A loader whose shards are in the file mapping, for data devices without memory."""
     topology = DataTopology((META,) * num_devices)
-    residency = (Residency.MMAP,) * 24
-    plan = SplitPlacement("train", store.num_rows, 24, store.manifest.row_bytes, residency)
-    with warnings.catch_warnings():
-        split: Any = load_split(store, topology, plan)
-    return SuperBatchLoader(split, 4, build=store.schema.builder())
+    return loader_over(store, split_with(store, topology, (Residency.MMAP,) * 24), 4)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightning_memmap._compat.tensors import storage_key
 from lightning_memmap.errors import StoreError
-from lightning_memmap.loading import SuperBatch, SuperBatchLoader, lanes, load_split
-from lightning_memmap.placement import DataTopology, plan_placement
+from lightning_memmap.loading import SuperBatch, SuperBatchLoader, load_split, window_layout
+from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import RowSubset
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.row_file import RowFile
@@ -29,10 +29,10 @@ from tests.preloaded import python
 from tests.rows import (
     CPU,
     NumberedRows,
-    Part,
     check_save_and_resume,
     epoch_rows,
     joined,
+    loader_over,
     make_loader,
     make_split,
     rows_of,
@@ -54,7 +54,7 @@ def drawn(batch: Any, generator: torch.Generator) -> Any:
 
 
 def reading_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if "read-ahead" in thread.name]
+    return [thread for thread in threading.enumerate() if "window-reader" in thread.name]
 
 
 SUBSETS = [None, RowSubset(1, 3), RowSubset(0, 4, excluded=True)]
@@ -166,9 +166,9 @@ class TestRows:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_bytes: int, block_bytes: int
     ) -> None:
         # As much room as it takes, and several pieces a lane.
-        monkeypatch.setattr(lanes, "_MAX_FREE", math.inf)
-        monkeypatch.setattr(lanes, "_PIECE_BYTES", 4 * 4096)
-        monkeypatch.setattr(lanes, "_read_rows", not_called)
+        monkeypatch.setattr(window_layout, "_MAX_FREE", math.inf)
+        monkeypatch.setattr(window_layout, "_READ_BYTES", 4 * 4096)
+        monkeypatch.setattr(window_layout, "_read_rows", not_called)
         monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
         if block_bytes == 1:
             monkeypatch.delattr(os, "O_DIRECT")
@@ -191,7 +191,7 @@ class TestRows:
             )
             if num_devices * size not in (1, 7):
                 # Their rows lie apart in the files.
-                monkeypatch.setattr(lanes, "_read_rows", READ_ROWS)
+                monkeypatch.setattr(window_layout, "_read_rows", READ_ROWS)
             for epoch in range(2):
                 streamed.set_epoch(epoch)
                 mapped.set_epoch(epoch)
@@ -199,7 +199,7 @@ class TestRows:
                     found, wanted = one.to(CPU), other.to(CPU)
                     assert torch.equal(found["row"], wanted["row"])
                     assert torch.equal(found["wide"], wanted["wide"])
-            monkeypatch.setattr(lanes, "_read_rows", not_called)
+            monkeypatch.setattr(window_layout, "_read_rows", not_called)
 
     def test_disks_of_larger_blocks_are_read_in_these(
         self, numbered_store: Stores, monkeypatch: pytest.MonkeyPatch
@@ -230,16 +230,14 @@ class TestRows:
             found.append(torch.cat([batch.to(CPU)["drawn"] for batch in loader]))
         assert torch.equal(*found)
 
-    def test_loader_without_a_window_shuffles_in_those_that_are_read(
+    def test_loader_that_shuffles_in_other_windows_than_are_read_is_refused(
         self, numbered_store: Stores
     ) -> None:
-        split = make_split(numbered_store(181, 24), residency="stream", window=3)
-        build = numbered_store(181, 24).schema.builder()
-        loader = SuperBatchLoader(split, 4, build=build, shuffle=True)
-        assert loader.stream.shuffle_window == 3
-        assert sorted(joined(epoch_rows(loader))) == list(range(181))
-        with pytest.raises(ValueError, match=r"shuffle_window=5: .* windows of 3 rows"):
-            SuperBatchLoader(split, 4, build=build, shuffle=True, shuffle_window=5)
+        store = numbered_store(181, 24)
+        split = make_split(store, residency="stream", window=3)
+        for window, text in ((5, "5"), (None, "None")):
+            with pytest.raises(ValueError, match=rf"shuffle_window={text}: .* windows of 3 rows"):
+                loader_over(store, split, 4, shuffle=True, shuffle_window=window)
 
     def test_files_are_read_where_direct_reads_cannot_be(
         self, numbered_store: Stores, monkeypatch: pytest.MonkeyPatch
@@ -249,7 +247,7 @@ class TestRows:
         assert sorted(joined(epoch_rows(loader))) == list(range(400))
 
 
-READ_ROWS = lanes._read_rows
+READ_ROWS = window_layout._read_rows
 
 
 def not_called(*args: Any) -> Tensor:
@@ -318,7 +316,7 @@ class TestResume:
             return make(residency="stream")
 
         check_save_and_resume(streamed, 1)
-        # Of another residency, number of devices and batch size: the stream is the same.
+        # Of another residency, number of devices and batch size: the order is the same.
         check_save_and_resume(streamed, 1, lambda: make(4, 5, residency="mmap"))
         check_save_and_resume(lambda: make(1, 7), 0, lambda: make(3, 2, residency="stream"))
 
@@ -330,7 +328,7 @@ class TestResume:
         saved = make(2)
         next(iter(saved))
         state = saved.state_dict()
-        assert state["shuffle_window"] == 2
+        assert state["sampler"]["shuffle_window"] == 2
         for window, residency in ((3, "stream"), (None, "mmap")):
             loader = make(window, residency)
             loader.load_state_dict(state)
@@ -353,7 +351,7 @@ class TestMemory:
                     most = max(most, sum((large_tensors() - before).values()))
                 del super_batch
         assert most == 2 * window_bytes
-        loader._split.release()
+        loader._rows.release()
         assert not large_tensors() - before
 
     def test_window_longer_than_a_shard_takes_what_the_shard_has(
@@ -421,12 +419,12 @@ class TestThread:
         loader = self.make(numbered_store)
         steps = iter(loader)
         next(steps)
-        loader._split.release()
+        loader._rows.release()
         assert not reading_threads()
-        with pytest.raises(RuntimeError, match=r"let go of by teardown\(\)"):
+        with pytest.raises(RuntimeError, match=r"freed by teardown\(\)"):
             # Small steps that were taken before may still come.
             list(steps)
-        with pytest.raises(RuntimeError, match=r"let go of by teardown\(\)"):
+        with pytest.raises(RuntimeError, match=r"freed by teardown\(\)"):
             next(iter(loader))
 
     def test_release_wakes_a_consumer_that_waits(self, tmp_path: Path) -> None:
@@ -447,11 +445,11 @@ class TestThread:
         go_on = threading.Event()
         consumer = threading.Thread(target=consume)
         consumer.start()
-        loader._split.release()
+        loader._rows.release()
         go_on.set()
         consumer.join(60)
         assert not consumer.is_alive()
-        assert "let go of by teardown()" in str(failed[0])
+        assert "freed by teardown()" in str(failed[0])
 
     def test_several_iterations_at_once_do_not_disturb_each_other(
         self, numbered_store: Stores
@@ -529,14 +527,14 @@ class TestFailures:
     def test_rows_that_lie_apart_are_warned_of(self, numbered_store: Stores) -> None:
         store, subset, topology = numbered_store(400, 24), RowSubset(1, 3), DataTopology((CPU,))
         plan = plan_placement(
-            {"train": Part(store, subset)},
+            {"train": SplitSize.of("train", store.manifest, topology, subset)},
             topology,
             "stream",
             budget_bytes={CPU: 0},
             pinned_budget_bytes=0,
         ).splits["train"]
-        with pytest.warns(UserWarning, match=r"residency='stream': 3 bytes of the train store"):
-            load_split(store, topology, plan, subset)
+        with pytest.warns(UserWarning, match=r"residency='stream': 3 bytes of the store at"):
+            load_split(store, topology, plan)
 
 
 def link_of(name: str) -> str:

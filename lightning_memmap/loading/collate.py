@@ -1,0 +1,151 @@
+"""Collation: the structure of the dataset's samples around fetched columns, and the assembly of
+the batches of a super-batch on one device."""
+
+import copy
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_memmap.loading.buffers import BufferPool
+from lightning_memmap.loading.device_streams import send
+from lightning_memmap.loading.transform import DeviceTransform, OnSuperBatch
+
+#: Nests one tensor per field like the dataset's samples.
+Collate: TypeAlias = Callable[[Sequence[Tensor]], Any]
+
+
+class Collator:
+    """Collates columns, and assembles the batches of data devices in buffers that it reuses.
+
+    Args:
+        collate: Nests one tensor per field like the dataset's samples.
+        transform: Runs on each assembled batch.
+    """
+
+    def __init__(self, collate: Collate, transform: OnSuperBatch | None = None) -> None:
+        self.collate = collate
+        self._transform = transform
+        self._transforms: dict[torch.device, DeviceTransform] = {}
+        self._pool: BufferPool | None = None
+        self._pool_key: Any = None
+
+    def finish(self, batch: Any, num_rows: int, device: torch.device, seed: int) -> Any:
+        """Run the transform on an assembled batch, if there is one."""
+        if self._transform is None:
+            return batch
+        if device not in self._transforms:
+            self._transforms[device] = DeviceTransform(self._transform, device)
+        batch = self._transforms[device](batch, seed)
+        for name, leaf in named_leaves(batch):
+            _check_leaf(name, leaf, num_rows, "all data devices")
+        return batch
+
+    def assemble(self, batches: list[Any], first: int, num_rows: int, device: torch.device) -> Any:
+        """One batch from those of all data devices; see `SuperBatch` for the order of rows."""
+        leaves = _checked_leaves(batches, first, num_rows)
+        if len(batches) == 1:
+            if all(leaf.device == device for leaf in leaves[0]):
+                return batches[0]
+            outs = [send(leaf, device) for leaf in leaves[0]]
+        else:
+            outs = self._buffers(leaves[0], num_rows, device)
+            for index, columns in enumerate(leaves):
+                start = (index - first) % len(batches)
+                for out, leaf in zip(outs, columns, strict=True):
+                    # Contiguous between devices, and strided on the device.
+                    out[start :: len(batches)].copy_(send(leaf, device))
+        return rebuilt(batches[0], iter(outs))
+
+    def _buffers(self, leaves: list[Tensor], num_rows: int, device: torch.device) -> list[Tensor]:
+        fields = [(tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+        if device.type != "cpu":
+            # torch's caching allocator reuses memory, in stream order.
+            return [torch.empty((num_rows, *shape), dtype=d, device=device) for shape, d in fields]
+        if self._pool is None or self._pool_key != (fields, num_rows):
+            self._pool, self._pool_key = BufferPool(fields, num_rows), (fields, num_rows)
+        return self._pool.get(num_rows).tensors
+
+
+def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[Tensor]]:
+    """The tensors of each batch, after checking that they are alike and have all rows."""
+    named = [dict(named_leaves(batch)) for batch in batches]
+    for index, leaves in enumerate(named):
+        rows = len(range((index - first) % len(batches), num_rows, len(batches)))
+        if list(leaves) != list(named[0]):
+            raise ValueError(
+                f"transform: it returned the tensors {list(leaves)} on data device {index} and"
+                f" {list(named[0])} on data device 0; it must return the same structure on all"
+            )
+        for name, leaf in leaves.items():
+            _check_leaf(name, leaf, rows, f"data device {index}")
+            other = named[0][name]
+            if leaf.shape[1:] != other.shape[1:]:
+                raise ValueError(
+                    f"transform: it returned rows of shape {tuple(leaf.shape[1:])} at batch{name}"
+                    f" on data device {index} and of shape {tuple(other.shape[1:])} on data device"
+                    " 0; they are assembled afterwards, and must be alike. A transform whose"
+                    " shapes differ from call to call runs on the assembled rows instead with"
+                    " transform=OnSuperBatch(...), from lightning_memmap.transforms"
+                )
+            if leaf.dtype != other.dtype:
+                raise ValueError(
+                    f"transform: it returned {leaf.dtype} at batch{name} on data device {index}"
+                    f" and {other.dtype} on data device 0; it must return one dtype on all"
+                )
+    return [list(leaves.values()) for leaves in named]
+
+
+def _check_leaf(name: str, leaf: Any, num_rows: int, place: str) -> None:
+    """Check that what a transform returned is a tensor with a row for each row of its batch."""
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"transform: it returned a {type(leaf).__name__} at batch{name}; return"
+            " tensors, in any nesting of dicts, lists, tuples and dataclasses"
+        )
+    if leaf.ndim == 0 or len(leaf) != num_rows:
+        raise ValueError(
+            f"transform: it returned a tensor of shape {tuple(leaf.shape)} for a batch of"
+            f" {num_rows} rows on {place}; the first dimension of every tensor must be the rows of"
+            " the batch"
+        )
+
+
+def named_leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values, in the order of `rebuilt`."""
+    if isinstance(batch, Mapping):
+        for key, child in batch.items():
+            yield from named_leaves(child, f"{name}[{key!r}]")
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        for index, child in enumerate(batch):
+            yield from named_leaves(child, f"{name}[{index}]")
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Tensor)):
+        for field in dataclasses.fields(batch):
+            yield from named_leaves(getattr(batch, field.name), f"{name}.{field.name}")
+    else:
+        yield name, batch
+
+
+def rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
+    """A batch like this one around other leaves. Frozen dataclasses too, which Lightning's
+    ``apply_to_collection`` refuses."""
+    if isinstance(batch, defaultdict):
+        pairs = [(key, rebuilt(child, leaves)) for key, child in batch.items()]
+        return defaultdict(batch.default_factory, pairs)
+    if isinstance(batch, Mapping):
+        made: Any = type(batch)
+        return made({key: rebuilt(child, leaves) for key, child in batch.items()})
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        children = [rebuilt(child, leaves) for child in batch]
+        made = type(batch)
+        return made(*children) if hasattr(batch, "_fields") else made(children)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Tensor)):
+        filled = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            child = rebuilt(getattr(batch, field.name), leaves)
+            object.__setattr__(filled, field.name, child)
+        return filled
+    return next(leaves)

@@ -1,0 +1,96 @@
+"""A loader whose super-batches are assembled on one device: it yields plain batches."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.prefetch import prefetched
+from lightning_memmap.loading.super_batch import SuperBatch
+
+
+class DeviceLoader:
+    """Assembles the super-batches of a loader on one device, and yields plain batches.
+
+    Args:
+        loader: The super-batch loader; its epoch and its state are shared.
+        device: Usually the root device.
+        prefetch: Coming steps that are made ready on side streams while the consumer has one; see
+            `lightning_memmap.loading.prefetch`. With 0 each is made when it is asked for.
+
+    Raises:
+        ValueError: ``prefetch`` is below 0.
+    """
+
+    def __init__(self, loader: SuperBatchLoader, device: torch.device, prefetch: int = 0) -> None:
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch}: the steps made ready ahead, 0 for none")
+        self.loader = loader
+        self.device = device
+        self._prefetch = prefetch
+        self._on_step: Callable[[SuperBatch], None] | None = None
+
+    def subscribe(self, on_step: Callable[[SuperBatch], None]) -> None:
+        """Call a function with each super-batch before its batch is yielded.
+
+        Args:
+            on_step: The function; it takes the place of the one of an earlier call.
+        """
+        self._on_step = on_step
+
+    @property
+    def batch_sampler(self) -> Any:
+        """Where Lightning looks for a sampler; see `SuperBatchLoader.batch_sampler`."""
+        return self.loader.batch_sampler
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch that is not resumed."""
+        return self.loader.num_steps
+
+    @property
+    def num_trained(self) -> int | None:
+        """Batches that a Trainer has trained on; see `SuperBatchLoader.num_trained`."""
+        return self.loader.num_trained
+
+    @property
+    def dataset(self) -> range:
+        """What Lightning's ``BatchSizeFinder`` measures; see `SuperBatchLoader.batch_sizes`.
+
+        Raises:
+            AttributeError: The super-batch loader was given none.
+        """
+        return self.loader.dataset
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration has."""
+        self.loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands; see `SuperBatchLoader.state_dict`."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a saved loader stood; see `SuperBatchLoader.load_state_dict`."""
+        self.loader.load_state_dict(state)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.loader!r}, device={str(self.device)!r})"
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._prefetch:
+            return prefetched(self.loader, self.device, self._prefetch, self._on_step)
+        return self._one_by_one()
+
+    def _one_by_one(self) -> Iterator[Any]:
+        for super_batch in self.loader:
+            if self._on_step is not None:
+                self._on_step(super_batch)
+            batch = super_batch.to(self.device)
+            del super_batch
+            yield batch
+            del batch

@@ -1,0 +1,275 @@
+"""Fetches the rows of coming steps, and makes super-batches of them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memmap.loading.buffers import BufferPool
+from lightning_memmap.loading.collate import Collate, Collator
+from lightning_memmap.loading.device_streams import has_streams, send
+from lightning_memmap.loading.row_source import EpochRows
+from lightning_memmap.loading.split import SplitRows
+from lightning_memmap.loading.super_batch import SuperBatch
+from lightning_memmap.loading.transform import BatchTransform, DeviceTransform, OnSuperBatch
+from lightning_memmap.sampling import Integers, Sampler, derive_seed
+
+#: Small steps are fetched several at once, up to this number of bytes and of steps.
+_FETCH_BYTES, _FETCH_STEPS = 2**22, 64
+
+
+class Steps(NamedTuple):
+    """Consecutive steps whose rows are located together."""
+
+    first_step: int
+    """Number of the first step in its epoch."""
+    positions: range
+    """The positions of all the steps that this process serves."""
+    lengths: list[int]
+    """Positions of each step. The first step is one of the longest, but for the last two of an
+    epoch."""
+
+
+class Fetcher:
+    """Fetches rows where they are, into a batch for each data device or into one for all.
+
+    Args:
+        rows: The rows of the split.
+        sampler: Their order.
+        collate: Nests one tensor per field like the dataset's samples.
+        transform: Batch transform that runs on each data device; see `DeviceTransform`. Or one that
+            runs on the assembled batch; see `OnSuperBatch`.
+        seed: Seed of random transforms.
+    """
+
+    def __init__(
+        self,
+        rows: SplitRows,
+        sampler: Sampler,
+        collate: Collate,
+        transform: BatchTransform | None,
+        seed: int,
+    ) -> None:
+        self._rows = rows
+        self._sampler = sampler
+        self._seed = seed
+        self._devices = rows.topology.data_devices
+        on_all = transform if isinstance(transform, OnSuperBatch) else None
+        self._collator = Collator(collate, on_all)
+        self._transforms = (
+            [DeviceTransform(transform, device) for device in self._devices]
+            if transform is not None and on_all is None
+            else []
+        )
+        #: By data device, the sources that have rows for it.
+        self._sources_of = [self._sources_for(index) for index in range(len(self._devices))]
+        #: Whether the shards of one data device live in several places.
+        self._is_mixed = any(len(sources) > 1 for sources in self._sources_of)
+        self._pools: dict[int, BufferPool] = {}
+
+    def _sources_for(self, device: int) -> list[int]:
+        owner = self._rows.topology.owner
+        shards = [s for s in range(self._rows.shards.num_shards) if owner(s) == device]
+        found: list[int] = np.unique(self._rows.source_of_shard[shards]).tolist()
+        return found
+
+    @contextmanager
+    def epoch(self, epoch: int, position: int) -> Iterator[list[EpochRows]]:
+        """The rows of all sources in the order of an epoch, from a position on."""
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(source.epoch(self._sampler, epoch, position))
+                for source in self._rows.sources
+            ]
+
+    def fetch(self, sources: list[EpochRows], epoch: int, steps: Steps) -> Iterator[SuperBatch]:
+        """Fetch the rows of consecutive steps.
+
+        Args:
+            sources: From `epoch`.
+            epoch: The epoch.
+            steps: The steps.
+
+        Returns:
+            A super-batch for each step.
+        """
+        if self._is_whole(sources):
+            return self._fetch_whole(sources[0], steps)
+        return self._fetch_by_device(sources, epoch, steps)
+
+    def _is_whole(self, sources: list[EpochRows]) -> bool:
+        """Whether all rows lie in one place on the only physical device, and stay as they are:
+        then one fetch serves all logical data devices."""
+        return (
+            not self._transforms
+            and len(sources) == 1
+            and all(device == sources[0].device for device in self._devices)
+        )
+
+    def _fetch_whole(self, source: EpochRows, steps: Steps) -> Iterator[SuperBatch]:
+        lengths, positions = steps.lengths, steps.positions
+        locations = send(torch.from_numpy(source.locate(positions)), source.device)
+        # Several small steps in one fetch; the steps are views of what it returns.
+        longest = lengths[0]
+        together = max(1, _FETCH_BYTES // max(1, longest * source.row_bytes))
+        together = min(together, _FETCH_STEPS, len(lengths))
+        count, start = len(self._devices), 0
+        first = positions.start // positions.step % count
+        for index in range(0, len(lengths), together):
+            rows_of_steps = lengths[index : index + together]
+            stop = start + sum(rows_of_steps)
+            # Ordinary tensors in inference mode too: it may be over before the last of these steps.
+            ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+            with ordinary or nullcontext():
+                leaves = self._fetch(
+                    source, locations[start:stop], self._devices, together * longest
+                )
+                columns = [leaf.split_with_sizes(rows_of_steps) for leaf in leaves]
+            batches = [list(step) for step in zip(*columns, strict=True)]
+            start = stop
+            del leaves, columns
+            # The last reference to a step's views goes with its super-batch.
+            batches.reverse()
+            for length in rows_of_steps:
+                yield SuperBatch(
+                    self._devices, length, first, columns=batches.pop(), collator=self._collator
+                )
+                first = (first + length) % count
+
+    def _fetch_by_device(
+        self, sources: list[EpochRows], epoch: int, steps: Steps
+    ) -> Iterator[SuperBatch]:
+        """Each data device has a batch of its own. A source serves all of its devices at once."""
+        count, start = len(self._devices), steps.positions.start // steps.positions.step
+        served = [steps.positions[(d - start) % count :: count] for d in range(count)]
+        located = self._locate(sources, served)
+        done = [0] * count
+        for step, length in enumerate(steps.lengths, steps.first_step):
+            first = start % count
+            start += length
+            rows = [
+                slice(begin, begin + len(range((d - first) % count, length, count)))
+                for d, begin in enumerate(done)
+            ]
+            done = [each.stop for each in rows]
+            batches = [
+                self._transformed(device, leaves, epoch, step)
+                for device, leaves in enumerate(self._leaves(sources, located, served, rows))
+            ]
+            yield SuperBatch(self._devices, length, first, batches=batches, collator=self._collator)
+            del batches
+
+    def _locate(
+        self, sources: list[EpochRows], served: list[range]
+    ) -> dict[tuple[int, int], Tensor]:
+        """Where the rows lie that each data device serves, by source and data device.
+
+        Args:
+            sources: From `epoch`.
+            served: The positions that each data device serves.
+        """
+        located = {
+            (which, device): torch.from_numpy(sources[which].locate(positions))
+            for device, positions in enumerate(served)
+            for which in self._sources_of[device]
+        }
+        if self._is_mixed:
+            return located
+        return {key: send(found, sources[key[0]].device) for key, found in located.items()}
+
+    def _leaves(
+        self,
+        sources: list[EpochRows],
+        located: dict[tuple[int, int], Tensor],
+        served: list[range],
+        rows: list[slice],
+    ) -> list[list[Tensor]]:
+        """One tensor per field for each data device, on that device, its rows in order.
+
+        Args:
+            sources: From `epoch`.
+            located: From `_locate`.
+            served: The positions that each data device serves.
+            rows: Which of them the step has.
+        """
+        fetched: list[list[tuple[Integers | None, list[Tensor]]]] = [[] for _ in served]
+        for which, source in enumerate(sources):
+            users = [d for d, found in enumerate(self._sources_of) if which in found]
+            wanted = [located[which, device][rows[device]] for device in users]
+            order: list[Integers | None] = [None] * len(users)
+            if self._is_mixed:
+                for at, device in enumerate(users):
+                    positions = np.array(served[device][rows[device]])
+                    home = self._rows.source_of_shard[positions % self._rows.shards.num_shards]
+                    order[at] = mine = np.flatnonzero(home == which)
+                    wanted[at] = wanted[at][torch.from_numpy(mine)]
+            locations = send(wanted[0] if len(wanted) == 1 else torch.cat(wanted), source.device)
+            devices = [self._devices[device] for device in users]
+            leaves = self._fetch(source, locations, devices)
+            sizes = [len(each) for each in wanted]
+            split = [leaf.split_with_sizes(sizes) if len(users) > 1 else (leaf,) for leaf in leaves]
+            for device, places, columns in zip(users, order, zip(*split, strict=True), strict=True):
+                target = self._devices[device]
+                fetched[device].append((places, [send(column, target) for column in columns]))
+        return [
+            _in_order(found, device) for found, device in zip(fetched, self._devices, strict=True)
+        ]
+
+    def _transformed(self, device: int, leaves: list[Tensor], epoch: int, step: int) -> Any:
+        batch = self._collator.collate(leaves)
+        if self._transforms:
+            topology = self._rows.topology
+            index = topology.rank + topology.size * device
+            return self._transforms[device](batch, derive_seed(self._seed, epoch, step, index))
+        return batch
+
+    def _fetch(
+        self,
+        source: EpochRows,
+        locations: Tensor,
+        devices: Sequence[torch.device],
+        usual_rows: int = 0,
+    ) -> list[Tensor]:
+        """Fetch rows.
+
+        Args:
+            source: Where from.
+            locations: Which rows, int64 of shape (B,), on the source's device.
+            devices: Where they go next.
+            usual_rows: Rows of most fetches. Smaller ones use the same memory.
+        """
+        if source.device.type != "cpu":
+            return source.fetch(locations)
+        if any(device != source.device and has_streams(device) for device in devices):
+            # Memory that copies to a device read from must not be used again before they are done:
+            # torch knows when.
+            return source.fetch(locations, pin_memory=True)
+        pool = self._pool_for(max(len(locations), usual_rows), source)
+        return source.fetch(locations, pool.get(len(locations)))
+
+    def _pool_for(self, num_rows: int, source: EpochRows) -> BufferPool:
+        if num_rows not in self._pools:
+            # Two steps may be under way, each with a batch on every data device.
+            slots = 2 * len(self._devices) + 2
+            self._pools[num_rows] = BufferPool(source.fields, num_rows, slots)
+        return self._pools[num_rows]
+
+
+def _in_order(
+    fetched: list[tuple[Integers | None, list[Tensor]]], device: torch.device
+) -> list[Tensor]:
+    """The rows of one data device, whose shards may live in several places, in their order.
+
+    Args:
+        fetched: For each source, the places of its rows in the batch, and one tensor per field.
+        device: The data device, on which they are.
+    """
+    if len(fetched) == 1:
+        return fetched[0][1]
+    places = np.concatenate([places for places, _ in fetched if places is not None])
+    order = send(torch.from_numpy(np.argsort(places)), device)
+    columns = zip(*(leaves for _, leaves in fetched), strict=True)
+    return [torch.cat(leaves).index_select(0, order) for leaves in columns]

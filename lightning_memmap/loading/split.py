@@ -1,0 +1,112 @@
+"""The rows of a split: every source that this process fetches from, and how they are set up."""
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lightning_memmap.loading.resident import copied_rows, mapped_rows
+from lightning_memmap.loading.row_source import RowSource
+from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading.streamed import StreamedRows
+from lightning_memmap.loading.window_layout import WindowLayout
+from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
+from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.store import Store
+from lightning_memmap.store.row_file import open_row_files
+
+#: A warning tells where a smaller share than this of the bytes read is used.
+_LEAST_SHARE = 0.4
+
+
+@dataclass(frozen=True)
+class SplitRows:
+    """The rows of one split that this process holds.
+
+    Args:
+        topology: The data devices and this process's rank.
+        shards: The rows of the split, and the shards that they are divided into.
+        sources: Where rows are fetched from.
+        source_of_shard: Index into ``sources`` for each shard of the split, int64 of shape (C,),
+            -1 for shards of other processes.
+    """
+
+    topology: DataTopology
+    shards: Shards
+    sources: tuple[RowSource, ...]
+    source_of_shard: Integers
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the rows were freed."""
+        return any(source.is_released for source in self.sources)
+
+    def release(self) -> None:
+        """Free the rows. Loaders over this split give no more batches then."""
+        for source in self.sources:
+            source.release()
+
+
+def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) -> SplitRows:
+    """Bring the shards of a split to where the plan wants them.
+
+    Device and pinned shards are copied from the store in long reads, each shard once; those in
+    the file mapping are not read yet, nor are those that will be read window by window.
+
+    Args:
+        store: The open store.
+        topology: The data devices and this process's rank.
+        placement: Where each shard goes.
+
+    Raises:
+        OSError: A file of a store that is read window by window cannot be opened.
+    """
+    offsets = StoreOffsets(store.num_rows, store.num_shards, placement.shards)
+    cpu = torch.device("cpu")
+    groups: dict[tuple[Residency, torch.device], list[int]] = {}
+    for shard, residency in enumerate(placement.residency):
+        owner = topology.owner(shard)
+        if residency is None or owner is None:
+            continue
+        device = topology.data_devices[owner] if residency is Residency.DEVICE else cpu
+        groups.setdefault((residency, device), []).append(shard)
+    sources: list[RowSource] = []
+    source_of_shard = np.full(placement.shards.num_shards, -1, np.int64)
+    for (residency, device), shards in groups.items():
+        source_of_shard[shards] = len(sources)
+        if residency is Residency.MMAP:
+            sources.append(mapped_rows(store, offsets))
+        elif residency is Residency.STREAM:
+            sources.append(_streamed_rows(store, offsets, topology, placement, shards))
+        else:
+            pin = residency is Residency.PINNED
+            sources.append(copied_rows(store, offsets, shards, device, pin_memory=pin))
+    return SplitRows(topology, placement.shards, tuple(sources), source_of_shard)
+
+
+def _streamed_rows(
+    store: Store,
+    offsets: StoreOffsets,
+    topology: DataTopology,
+    placement: SplitPlacement,
+    shards: list[int],
+) -> StreamedRows:
+    window = placement.size.window
+    rows = min(window, offsets.shards.longest)
+    layout = WindowLayout(
+        store.schema.fields,
+        open_row_files(store),
+        offsets,
+        shards=shards,
+        window=rows,
+        pin=any(device.type == "cuda" for device in topology.data_devices),
+    )
+    if (share := layout.share_used([range(rows)])) < _LEAST_SHARE:
+        warnings.warn(
+            f"residency='stream': {1 / share:.0f} bytes of the store at {store.path} are read for"
+            " each one that is used, since the rows of this process lie apart in its files: build"
+            " a store of these rows alone, or one whose num_shards the data devices divide",
+            stacklevel=2,
+        )
+    return StreamedRows(layout, window)

@@ -1,0 +1,185 @@
+"""Streamed rows: threads read the next window of the files while rows of this one are fetched."""
+
+import os
+import weakref
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memmap.loading.buffers import Buffers, copy_rows
+from lightning_memmap.loading.row_source import released_error
+from lightning_memmap.loading.window_layout import WindowLayout
+from lightning_memmap.loading.window_reader import WindowReader
+from lightning_memmap.sampling import Integers, Sampler, Windows
+
+#: Windows in memory: rows are fetched from one while the other is read.
+NUM_BUFFERS = 2
+
+
+class StreamedRows:
+    """Rows of some shards that stay in the files, and are read window by window.
+
+    Args:
+        layout: How their rows are read.
+        window: Rows of a shard in a window.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, layout: WindowLayout, window: int) -> None:
+        self._layout = layout
+        self._window = window
+        self._idle: list[Buffers] = []
+        self._epochs: weakref.WeakSet[StreamedEpoch] = weakref.WeakSet()
+        #: Whether the memory was freed.
+        self.is_released = False
+
+    def check_sampler(self, sampler: Sampler) -> None:
+        """Check that the sampler's windows are those that are read.
+
+        Raises:
+            ValueError: They are not.
+        """
+        Windows(sampler, self._window)
+
+    def epoch(self, sampler: Sampler, epoch: int, position: int) -> "StreamedEpoch":
+        """Begin to read the windows of an epoch, from that of a position on."""
+        windows = Windows(sampler, self._window)
+        rows = StreamedEpoch(self._layout, windows, epoch, position, self._idle)
+        self._epochs.add(rows)
+        return rows
+
+    def release(self) -> None:
+        """End all threads, and free the memory."""
+        self.is_released = True
+        for rows in list(self._epochs):
+            rows.close()
+        self._idle.clear()
+
+
+class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
+    """Rows of the windows of one epoch, in the order in which they come.
+
+    Threads read, into memory for two windows. They end with the epoch, with `close`, when this
+    object is garbage-collected, and at the exit of the interpreter. In a process that was forked
+    meanwhile, new ones read on.
+
+    Args:
+        layout: How rows are read.
+        windows: Which rows are in which window.
+        epoch: The epoch.
+        position: The first position that will be fetched.
+        idle: Memory for windows that nobody uses; it is given back there.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        layout: WindowLayout,
+        windows: Windows,
+        epoch: int,
+        position: int,
+        idle: list[Buffers],
+    ) -> None:
+        self.fields = [(field.shape, field.dtype) for field in layout.fields]
+        self.row_bytes = sum(field.row_bytes for field in layout.fields)
+        self._layout = layout
+        self._windows = windows
+        self._epoch = epoch
+        self._idle = idle
+        self._number = windows.number_of(position) - 1
+        self._window: Buffers | None = None
+        self._is_closed = False
+        self._start()
+
+    def locate(self, positions: range) -> Integers:
+        """Where the rows lie that supply positions; see `EpochRows.locate`."""
+        layout = self._layout
+        return self._windows.row_offsets(
+            self._epoch, positions, layout.num_slots, layout.run_starts
+        )
+
+    def fetch(
+        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+    ) -> list[Tensor]:
+        """Copy rows into one batch, once they are read; see `EpochRows.fetch`.
+
+        Args:
+            locations: Where the rows are, int64 of shape (B,), on the CPU. None of them is in a
+                window before the last one of the previous call, whose memory is used again.
+            out: Buffers to copy into. New ones are made where it is None.
+            pin_memory: Whether new ones are page-locked.
+        """
+        size = self._layout.num_slots
+        first, last = (int(edge) // size for edge in locations.aminmax())
+        assert first >= self._number, "windows come in their order"
+        if out is None:
+            out = Buffers.empty(self.fields, len(locations), pin_memory=pin_memory)
+        for number in range(first, last + 1):
+            window = self._window_of(number)
+            slots = locations - number * size
+            if first == last:
+                copy_rows(window, slots, out)
+                continue
+            here = np.flatnonzero((slots >= 0) & (slots < size))
+            for rows, fetched in zip(window.rows, out.rows, strict=True):
+                fetched[here] = rows[slots.numpy()[here]]
+        return out.tensors
+
+    def close(self) -> None:
+        """End the threads. No row can be fetched any more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._window = None
+        if self._end():
+            # Nobody writes there any more.
+            self._idle.extend(self._reader.buffers[: NUM_BUFFERS - len(self._idle)])
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        numbers = range(self._number + 1, len(self._windows))
+        self._process = os.getpid()
+        self._reader = WindowReader(
+            self._layout, self._windows, self._epoch, numbers, self._idle, NUM_BUFFERS
+        )
+        self._end: Any = weakref.finalize(self, self._reader.end)
+        self._reader.start()
+
+    def _window_of(self, number: int) -> Buffers:
+        """The memory of a window, once it is read. That of earlier windows is used again."""
+        if self._is_closed:
+            raise released_error()
+        if os.getpid() != self._process:
+            self._start_after_fork()
+        while self._window is None or self._number < number:
+            if self._window is not None:
+                self._reader.free.put(self._window)
+                self._window = None
+            found = self._reader.ready.get()
+            if isinstance(found, BaseException):
+                raise found
+            self._window = found
+            self._number += 1
+        return self._window
+
+    def _start_after_fork(self) -> None:
+        # The threads stayed with the parent, and so did their locks and what they had read.
+        self._end.detach()
+        if self._window is not None:
+            self._idle.append(self._window)
+            self._window = None
+            self._number -= 1
+        self._start()

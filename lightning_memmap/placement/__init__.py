@@ -1,0 +1,43 @@
+"""Placement: where each shard lives, and whether it fits.
+
+topology  the data devices, and where batches are assembled
+budgets   how much memory shards may take
+plan      which shard lives where
+table     the plan for people
+sizes     bytes as text
+"""
+
+from lightning_memmap.placement.budgets import check_device, device_budgets, free_bytes
+from lightning_memmap.placement.plan import (
+    RESIDENCIES,
+    HeldShards,
+    Placement,
+    Residency,
+    Sized,
+    SplitPlacement,
+    SplitSize,
+    plan_placement,
+)
+from lightning_memmap.placement.sizes import format_bytes, parse_bytes
+from lightning_memmap.placement.table import placement_table
+from lightning_memmap.placement.topology import DataTopology, data_parallel_rank, topology_of
+
+__all__ = [
+    "RESIDENCIES",
+    "DataTopology",
+    "HeldShards",
+    "Placement",
+    "Residency",
+    "Sized",
+    "SplitPlacement",
+    "SplitSize",
+    "check_device",
+    "data_parallel_rank",
+    "device_budgets",
+    "format_bytes",
+    "free_bytes",
+    "parse_bytes",
+    "placement_table",
+    "plan_placement",
+    "topology_of",
+]

@@ -1,0 +1,319 @@
+"""The plan: which shard lives where, decided, and refused, before anything is allocated."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from lightning_memmap.errors import PlacementError
+from lightning_memmap.placement.sizes import format_bytes
+from lightning_memmap.placement.topology import DataTopology
+from lightning_memmap.sampling import RowSubset, Shards, default_window, striping
+
+
+class Residency(str, Enum):
+    """Where a shard's rows live while they are used."""
+
+    DEVICE = "device"
+    """In the memory of its data device."""
+    PINNED = "pinned"
+    """In page-locked host memory, from which a GPU copies fast and asynchronously."""
+    MMAP = "mmap"
+    """In the file mapping itself: in the host's page cache as far as it fits."""
+    STREAM = "stream"
+    """In the files, read in their order: only two windows of rows are in host memory."""
+
+
+RESIDENCIES = ("auto", *(residency.value for residency in Residency))
+
+
+class Sized(Protocol):
+    """What a plan needs to know of a store."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the store."""
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that the store was written with."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all fields."""
+
+
+@dataclass(frozen=True)
+class SplitSize:
+    """A split, divided into shards for a topology, and its size.
+
+    Args:
+        shards: Its rows, in a number of shards that the data devices divide.
+        shard_bytes: Bytes of each shard over all fields.
+        window: Rows of a shard in a window, if the split is read window by window.
+    """
+
+    shards: Shards
+    shard_bytes: tuple[int, ...]
+    window: int
+
+    @classmethod
+    def of(
+        cls,
+        split: str,
+        store: Sized,
+        topology: DataTopology,
+        subset: RowSubset | None = None,
+        window: int | None = None,
+    ) -> "SplitSize":
+        """The size of a split.
+
+        Args:
+            split: Its name, for messages.
+            store: Its store.
+            topology: The data devices. Where they do not divide the store's shards, its rows are
+                re-striped, with a warning.
+            subset: The rows of the store that the split has; all of them where it is None.
+            window: Rows of a shard in a window; `default_window` by default.
+
+        Raises:
+            PlacementError: The split has fewer rows than there are data devices.
+        """
+        num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
+        total = topology.num_data_devices
+        if num_rows < total:
+            raise PlacementError(
+                f"the {split} split has {num_rows} rows for {total} data devices, so that some"
+                f" would have none: use at most {num_rows} data devices"
+            )
+        num_shards = striping(store.num_shards, total)
+        if num_shards != store.num_shards:
+            warnings.warn(
+                f"the {split} store has {store.num_shards} shards, which {total} data devices do"
+                f" not divide: its rows are re-striped over {num_shards}, and the row order differs"
+                " from that of other device counts. Build it with"
+                f" num_shards={num_shards} to avoid this",
+                stacklevel=2,
+            )
+        shards = Shards(num_rows, num_shards, subset)
+        shard_bytes = (shards.sizes * store.row_bytes).tolist()
+        return cls(
+            shards, tuple(shard_bytes), window or default_window(num_shards, store.row_bytes)
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the split."""
+        return self.shards.num_rows
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all fields, on average."""
+        return sum(self.shard_bytes) // self.num_rows
+
+
+@dataclass(frozen=True)
+class SplitPlacement:
+    """Where the shards of one split live.
+
+    Args:
+        size: The split.
+        residency: One entry per shard; None for a shard of another process.
+    """
+
+    size: SplitSize
+    residency: tuple[Residency | None, ...]
+
+    @property
+    def shards(self) -> Shards:
+        """The rows of the split, and the shards that they are divided into."""
+        return self.size.shards
+
+    @property
+    def window(self) -> int | None:
+        """Rows of a shard in a window; None where the split is not read window by window."""
+        return self.size.window if Residency.STREAM in self.residency else None
+
+    @property
+    def num_held(self) -> int:
+        """Shards that this process holds."""
+        return len(self.residency) - self.residency.count(None)
+
+    def window_bytes(self, num_shards: int) -> int:
+        """Host memory for a window of this number of shards."""
+        rows = min(self.window or 0, self.shards.longest)
+        return num_shards * rows * self.size.row_bytes
+
+
+@dataclass(frozen=True)
+class HeldShards:
+    """The shards of one split that one data device holds with one residency.
+
+    Args:
+        device_index: Which of the data devices of this process.
+        device: The device.
+        split: Name of the split.
+        residency: Where the shards live.
+        shards: Their numbers.
+        num_rows: Rows in them.
+        num_bytes: Bytes of them.
+    """
+
+    device_index: int
+    device: torch.device
+    split: str
+    residency: Residency
+    shards: tuple[int, ...]
+    num_rows: int
+    num_bytes: int
+
+    @property
+    def device_name(self) -> str:
+        """The data device for people, such as ``1: cuda:1``."""
+        return f"{self.device_index}: {self.device}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The plan: for every split, where each shard of this process lives.
+
+    Args:
+        topology: The data devices and this process's rank.
+        splits: By name.
+        budget_bytes: By device, the bytes that shards may take there.
+    """
+
+    topology: DataTopology
+    splits: Mapping[str, SplitPlacement]
+    budget_bytes: Mapping[torch.device, int] = field(default_factory=dict)
+
+    def held(self) -> Iterator[HeldShards]:
+        """What this process holds, by data device, then by split and residency."""
+        for index, device in enumerate(self.topology.data_devices):
+            for name, split in self.splits.items():
+                groups: dict[Residency, list[int]] = defaultdict(list)
+                for shard, residency in enumerate(split.residency):
+                    if residency is not None and self.topology.owner(shard) == index:
+                        groups[residency].append(shard)
+                for residency, shards in groups.items():
+                    num_rows = int(split.shards.sizes[shards].sum())
+                    num_bytes = sum(split.size.shard_bytes[shard] for shard in shards)
+                    yield HeldShards(
+                        index, device, name, residency, tuple(shards), num_rows, num_bytes
+                    )
+
+
+def plan_placement(
+    splits: Mapping[str, SplitSize],
+    topology: DataTopology,
+    residency: str = "auto",
+    *,
+    budget_bytes: Mapping[torch.device, int],
+    pinned_budget_bytes: int,
+    window_budget_bytes: int | None = None,
+) -> Placement:
+    """Decide what lives where.
+
+    ``auto`` fills the data devices first and falls back shard by shard, to pinned host memory
+    and then to the file mapping. For a CPU it is the file mapping: that is host memory already,
+    and shared by all processes.
+
+    Args:
+        splits: The splits by name, the most important first.
+        topology: The data devices and this process's rank.
+        residency: ``auto``, ``device``, ``pinned``, ``mmap`` or ``stream``.
+        budget_bytes: By device, the bytes that shards may take there.
+        pinned_budget_bytes: Bytes that may be page-locked on this host.
+        window_budget_bytes: For ``stream``, bytes of host memory that all windows of this process
+            may take; None for no limit.
+
+    Raises:
+        ValueError: An unknown residency.
+        PlacementError: The data does not fit. The message gives both numbers and the ways out.
+    """
+    if residency not in RESIDENCIES:
+        raise ValueError(f"residency={residency!r}: choose one of {', '.join(RESIDENCIES)}")
+    used: dict[torch.device, int] = defaultdict(int)
+    pinned = 0
+    placed = {}
+    for name, split in splits.items():
+        chosen: list[Residency | None] = []
+        for shard, size in enumerate(split.shard_bytes):
+            owner = topology.owner(shard)
+            if owner is None:
+                chosen.append(None)
+                continue
+            device = topology.data_devices[owner]
+            choice = _choose(
+                residency,
+                device,
+                fits_device=used[device] + size <= budget_bytes[device],
+                fits_pinned=pinned + size <= pinned_budget_bytes,
+            )
+            used[device] += size * (choice is Residency.DEVICE)
+            pinned += size * (choice is Residency.PINNED)
+            chosen.append(choice)
+        placed[name] = SplitPlacement(split, tuple(chosen))
+    if residency == Residency.STREAM.value:
+        _check_windows(placed, window_budget_bytes)
+    for device, needed in used.items():
+        if needed > budget_bytes[device]:
+            raise PlacementError(
+                f"residency='device': the shards of {device} need {needed} bytes"
+                f" ({format_bytes(needed)}), and {budget_bytes[device]} bytes"
+                f" ({format_bytes(budget_bytes[device])}) may be used there. Use more data"
+                " devices, a larger memory_fraction, smaller dtypes, or residency='auto', which"
+                " leaves the rest in host memory"
+            )
+    if pinned > pinned_budget_bytes:
+        raise PlacementError(
+            f"residency='pinned': the shards need {pinned} bytes ({format_bytes(pinned)}) of"
+            f" page-locked memory, and {pinned_budget_bytes} bytes"
+            f" ({format_bytes(pinned_budget_bytes)}) may be used. Use residency='auto' or 'mmap'"
+        )
+    return Placement(topology, placed, dict(budget_bytes))
+
+
+def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int | None) -> None:
+    """Check that two windows of each split fit into memory together.
+
+    Raises:
+        PlacementError: They do not.
+    """
+    placed: Iterable[SplitPlacement] = splits.values()
+    needed = sum(2 * split.window_bytes(split.num_held) for split in placed)
+    if budget_bytes is None or needed <= budget_bytes:
+        return
+    most = budget_bytes // sum(2 * split.num_held * split.size.row_bytes for split in placed)
+    windows = ", ".join(f"{split.window} rows ({name})" for name, split in splits.items())
+    raise PlacementError(
+        f"residency='stream': two windows of each split, of {windows} of each of the shards of this"
+        f" process, need {needed} bytes ({format_bytes(needed)}) of host memory, and {budget_bytes}"
+        f" bytes ({format_bytes(budget_bytes)}) may be used. "
+        + (
+            f"Use shuffle_window={most} or less, or a larger memory_fraction"
+            if most
+            else "Not even windows of one row fit: use fewer shards, or a larger memory_fraction"
+        )
+    )
+
+
+def _choose(
+    residency: str, device: torch.device, *, fits_device: bool, fits_pinned: bool
+) -> Residency:
+    if residency != "auto":
+        if residency == "pinned" and device.type != "cuda":
+            raise PlacementError(
+                f"residency='pinned': page-locked memory serves CUDA devices, and the data device"
+                f" is {device}. Use residency='auto'"
+            )
+        return Residency(residency)
+    if device.type == "cpu":
+        return Residency.MMAP
+    if fits_device:
+        return Residency.DEVICE
+    return Residency.PINNED if fits_pinned and device.type == "cuda" else Residency.MMAP

@@ -1,0 +1,28 @@
+"""Sizes for people: bytes as text, and text as bytes."""
+
+import re
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes from a text such as ``80GiB``, ``1.5 TB`` or ``4096``.
+
+    Raises:
+        ValueError: The text is not a number with a known unit.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?)B?\s*", text)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{text!r} is not a size: write it like 80GiB, 1.5TB or 4096")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for people, in binary units."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,80 @@
+"""The data topology: which devices hold the data, and where batches go."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class DataTopology:
+    """The data devices of this process, its place among the data-parallel processes, and where
+    batches are assembled.
+
+    The data devices of all processes are numbered: rank ``r`` of ``R`` with ``D`` data devices has
+    ``r, r + R, r + 2R, ...``, ``W = R * D`` in all. Data device ``w`` owns the shards ``c`` with
+    ``c % W == w``.
+
+    Args:
+        data_devices: Devices that hold shards and serve batches. One device may be named more
+            than once: these are logical data devices.
+        rank: Data-parallel rank of this process.
+        size: Data-parallel processes.
+        assemble_on: The device that super-batches are assembled on; None where the batches of the
+            data devices stay apart.
+        prefetch: Coming steps that are made ready while one is computed; see
+            `lightning_memmap.loading.prefetch`.
+
+    Raises:
+        ValueError: No device is given, the rank is outside the processes, or ``prefetch`` is
+            negative.
+    """
+
+    data_devices: tuple[torch.device, ...]
+    rank: int = 0
+    size: int = 1
+    assemble_on: torch.device | None = None
+    prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.data_devices:
+            raise ValueError("data_devices=(): at least one device must hold the data")
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank={self.rank}: outside the {self.size} processes")
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch={self.prefetch}: the steps made ready ahead, 0 for none")
+
+    @property
+    def num_data_devices(self) -> int:
+        """Data devices of all processes, ``W``."""
+        return self.size * len(self.data_devices)
+
+    def owner(self, shard: int) -> int | None:
+        """The index of the data device that owns a shard; None where another process does."""
+        if shard % self.size != self.rank:
+            return None
+        return shard // self.size % len(self.data_devices)
+
+
+def topology_of(strategy: Any) -> DataTopology:
+    """The topology that a strategy declares, or that of a strategy that knows nothing of ours.
+
+    Args:
+        strategy: A Lightning strategy that knows its devices. One with a property
+            ``data_topology`` declares it. Under any other each process holds its shards on its
+            root device, and batches are made there. None stands for one process on the CPU.
+    """
+    if strategy is None:
+        cpu = torch.device("cpu")
+        return DataTopology((cpu,), assemble_on=cpu)
+    declared: DataTopology | None = getattr(strategy, "data_topology", None)
+    if declared is not None:
+        return declared
+    rank, size = data_parallel_rank(strategy)
+    return DataTopology((strategy.root_device,), rank, size, assemble_on=strategy.root_device)
+
+
+def data_parallel_rank(strategy: Any) -> tuple[int, int]:
+    """Data-parallel rank and size of this process under any Lightning strategy."""
+    sharding = getattr(strategy, "distributed_sampler_kwargs", None) or {}
+    return sharding.get("rank", 0), sharding.get("num_replicas", 1)
