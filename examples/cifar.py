@@ -5,15 +5,15 @@
     python examples/cifar.py --data cifar10 --folder data/cifar-10-batches-bin --max_epochs 20
     lightning-memmap fit --config examples/configs/cifar.yaml
 
-All images are 3x32x32 bytes, and stay so until the network has them: each data device crops and
-mirrors the rows that it takes, what moves to the root device is a quarter of what floats would be,
-and the network converts and normalises.
+All images are 3x32x32 bytes and stay bytes until they reach the network: each data device crops
+and mirrors the rows that it fetches, a quarter of the bytes of floats moves to the root device, and
+the network converts and normalises.
 
 The digits of scikit-learn (BSD licence) and Fashion-MNIST (by Zalando SE, MIT licence; see
-`examples.digits.FashionMNIST`) are brought to that size. CIFAR-10 (by Krizhevsky, Nair and Hinton)
-is read from the binary version of its files, ``cifar-10-binary.tar.gz`` of
-https://www.cs.toronto.edu/~kriz/cifar.html, once unpacked. The python version of them is pickled:
-reading it would run whatever code is in it, and so it is not read.
+`examples.digits.FashionMNIST`) are enlarged to that size. CIFAR-10 (by Krizhevsky, Nair and Hinton)
+is read from the unpacked binary version of its files, ``cifar-10-binary.tar.gz`` of
+https://www.cs.toronto.edu/~kriz/cifar.html. The python version is pickled: reading it would run
+whatever code it contains, so this example does not read it.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ DataName = Literal["digits", "fashion-mnist", "cifar10"]
 
 #: Rows of each of CIFAR-10's six files.
 CIFAR10_ROWS = 10_000
-#: A label, and 32 rows of 32 bytes for red, then for green, then for blue.
+#: A label, then 32 x 32 bytes each for red, green and blue.
 CIFAR10_ROW_BYTES = 1 + 3 * 32 * 32
 
 
@@ -43,18 +43,18 @@ class SmallImages(Dataset[dict[str, Any]]):
     """Colour images of 32x32, of 10 classes.
 
     A sample is ``{"image": uint8 tensor of shape (3, 32, 32), "label": int from 0 to 9}``. The
-    digits are drawn four times as large, Fashion-MNIST has a black border of two pixels, and all
-    three colours of them are the same.
+    digits are enlarged four times, Fashion-MNIST gets a black border of two pixels, and both have
+    three equal colour channels.
 
     Args:
-        split: ``train``, ``val`` or ``test``. Of CIFAR-10's 50,000 training rows, the last 5,000
-            are those of ``val``.
+        split: ``train``, ``val`` or ``test``. The last 5,000 of CIFAR-10's 50,000 training rows
+            are ``val``.
         data: Which images.
-        folder: Folder of the files of Fashion-MNIST or CIFAR-10; the latter has no other.
+        folder: Folder of the files of Fashion-MNIST or CIFAR-10; required for CIFAR-10.
 
     Raises:
         ValueError: An unknown split or data, no folder for CIFAR-10, or a damaged file.
-        FileNotFoundError: The files are not there; the message says how to get them.
+        FileNotFoundError: The files are missing; the message says how to get them.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ def read_cifar10(split: str, folder: str | Path | None) -> tuple[Tensor, list[in
 
     Args:
         split: ``train``, ``val`` or ``test``.
-        folder: Where ``data_batch_1.bin`` and so on are.
+        folder: The folder of ``data_batch_1.bin`` and so on.
 
     Returns:
         The images, uint8 of shape (B, 3, 32, 32), and their labels.
 
     Raises:
         ValueError: An unknown split, no folder, or a damaged file.
-        FileNotFoundError: The files are not there; the message says how to get them.
+        FileNotFoundError: The files are missing; the message says how to get them.
     """
     if split not in ("train", "val", "test"):
         raise ValueError(f"split={split!r}: choose one of train, val, test")
@@ -101,42 +101,41 @@ def read_cifar10(split: str, folder: str | Path | None) -> tuple[Tensor, list[in
         raise ValueError(
             "folder=None: name the folder of CIFAR-10's binary version, cifar-10-batches-bin"
         )
-    names = ["test_batch"] if split == "test" else [f"data_batch_{part}" for part in range(1, 6)]
-    rows = np.concatenate([_read_part(Path(folder), name) for name in names])
+    names = ["test_batch"] if split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
+    rows = np.concatenate([_read_file(Path(folder), name) for name in names])
     held_out = 0 if split == "test" else len(rows) // 10
     rows = rows[-held_out:] if split == "val" else rows[: len(rows) - held_out]
     images = torch.from_numpy(np.ascontiguousarray(rows[:, 1:])).view(-1, 3, 32, 32)
     return images, rows[:, 0].tolist()
 
 
-def _read_part(folder: Path, name: str) -> np.ndarray:
-    """The rows of one file as bytes, uint8 of shape (rows, 1 + 3 * 32 * 32)."""
+def _read_file(folder: Path, name: str) -> np.ndarray:
+    """The rows of one file, uint8 of shape (rows, 1 + 3 * 32 * 32)."""
     path = folder / f"{name}.bin"
     if not path.is_file():
-        found = f"; {name} there is of the python version, which is pickled and not read"
+        found = f"; {name} in it is of the python version, which is pickled and not read"
         raise FileNotFoundError(
             f"no {path.name} in {folder}{found if (folder / name).exists() else ''}. Unpack"
-            " cifar-10-binary.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html, and name the"
-            " folder cifar-10-batches-bin that is in it"
+            " cifar-10-binary.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html, and give the"
+            " folder cifar-10-batches-bin in it"
         )
     expected = CIFAR10_ROWS * CIFAR10_ROW_BYTES
     if (size := path.stat().st_size) != expected:
-        raise ValueError(f"{path} has {size} bytes, and should have {expected}: get it again")
+        raise ValueError(f"{path} has {size} bytes, expected {expected}: download it again")
     rows = np.fromfile(path, np.uint8).reshape(CIFAR10_ROWS, CIFAR10_ROW_BYTES)
     if (label := rows[:, 0].max()) > 9:
-        raise ValueError(f"{path} has the label {label}; there are 10 classes: get it again")
+        raise ValueError(f"{path} has the label {label}; there are 10 classes: download it again")
     return rows
 
 
 class CropAndFlip(nn.Module):
-    """Batch transform for training: a random crop of each padded image, and a mirror image of half
-    of them.
+    """Batch transform for training: crop each padded image at random, and mirror half of them.
 
-    Each row is cropped and mirrored its own way, all in one gather on the data device.
+    Each row is cropped and mirrored independently, all of them in one gather on the data device.
 
     Args:
-        padding: Black pixels around an image before it is cropped to its size again.
-        flip: Whether half of the images are mirrored, left to right.
+        padding: Black pixels added on each side before the image is cropped to its size again.
+        flip: Whether to mirror half of the images, left to right.
     """
 
     def __init__(self, padding: int = 4, flip: bool = True) -> None:
@@ -145,7 +144,7 @@ class CropAndFlip(nn.Module):
         self.flip = flip
 
     def forward(self, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Transform ``image``, of shape (B, C, H, W) and any dtype; the rest stays as it is."""
+        """Transform ``image``, of shape (B, C, H, W) and any dtype, and keep everything else."""
         image = batch["image"]
         rows, channels, height, width = image.shape
         device = image.device
@@ -157,9 +156,9 @@ class CropAndFlip(nn.Module):
             mirrored = torch.rand((rows, 1), generator=generator, device=device) < 0.5
             x = torch.where(mirrored, width - 1 - x, x)
         padded = F.pad(image, [self.padding] * 4)
-        places = y[:, :, None] * padded.shape[3] + (x + moved[1])[:, None, :]
-        places = places.view(rows, 1, -1).expand(-1, channels, -1)
-        cropped = padded.flatten(2).gather(2, places).view(image.shape)
+        pixels = y[:, :, None] * padded.shape[3] + (x + moved[1])[:, None, :]
+        pixels = pixels.view(rows, 1, -1).expand(-1, channels, -1)
+        cropped = padded.flatten(2).gather(2, pixels).view(image.shape)
         return {**batch, "image": cropped}
 
 
@@ -169,9 +168,9 @@ class SmallResNet(ImageClassifier):
     Eight convolutions and a linear layer, after David Page's "How to train your ResNet" of 2018.
 
     Args:
-        lr: Highest learning rate; it rises to it and falls to nearly zero in one cycle.
+        lr: Highest learning rate, which rises to this value and falls to nearly zero in one cycle.
         width: Channels of the first layer.
-        weight_decay: Of all parameters.
+        weight_decay: Weight decay of all parameters.
     """
 
     def __init__(self, lr: float = 0.4, width: int = 64, weight_decay: float = 5e-4) -> None:
@@ -190,17 +189,17 @@ class SmallResNet(ImageClassifier):
             nn.Flatten(),
             nn.Linear(8 * width, 10),
         )
-        # The layout that convolutions on tensor cores want.
+        # The layout that is fast for convolutions on tensor cores.
         self.network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, image: Tensor) -> Tensor:
-        """Logits of shape (B, 10) of uint8 images of shape (B, 3, 32, 32)."""
+        """Logits of shape (B, 10) for uint8 images of shape (B, 3, 32, 32)."""
         scaled = image.contiguous(memory_format=torch.channels_last).float().div_(255)
-        # Small logits at first: the largest of so many activations are large.
+        # The largest of many activations are large; this makes the first logits small.
         return 0.125 * self.network(scaled.sub_(0.5).div_(0.25))  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> Any:
-        """SGD with Nesterov's momentum, and one cycle of the learning rate over all steps."""
+        """SGD with Nesterov momentum, and one cycle of the learning rate over all steps."""
         optimizer = torch.optim.SGD(
             self.parameters(),
             lr=self.lr,
@@ -218,7 +217,7 @@ class SmallResNet(ImageClassifier):
 
 
 class _Residual(nn.Module):
-    """Two convolutions, added to what goes in."""
+    """Two convolutions, added to their input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -250,7 +249,7 @@ def main(
     lr: float = 0.4,
     width: int = 8,
 ) -> None:
-    """Train with memmap_superbatch, test, and print what was done.
+    """Train with memmap_superbatch, test, and print a summary.
 
     Args:
         data: Which images.
@@ -267,7 +266,7 @@ def main(
         *(SmallImages(split, data, folder) for split in ("train", "val", "test")),
         store_dir=store_dir or f"stores/cifar-{data}",
         batch_size=batch_size,
-        # The mirror image of a digit is none.
+        # The mirror image of a digit is not a digit.
         transform=CropAndFlip(flip=data != "digits"),
     )
     is_on_gpu = torch.cuda.is_available()

@@ -4,12 +4,11 @@
     python examples/digits.py --data fashion-mnist --max_epochs 5
     lightning-memmap fit --config examples/configs/digits.yaml
 
-The images are stored once as uint8 and stay resident on the data devices. What is random, or
-larger than what it is made of, happens to each batch on the data device that took it: shifts and
-the conversion to normalised floats.
+The images are stored once as uint8 and stay resident on the data devices. Random shifts and the
+conversion to normalised floats happen later, to each batch, on the data device that fetched it.
 
-The digits (1,797 images of 8x8) come with scikit-learn (BSD licence). Fashion-MNIST (70,000 of
-28x28, by Zalando SE, MIT licence) is read from a folder; see `FashionMNIST`.
+The digits (1,797 images of 8x8) come with scikit-learn (BSD licence). Fashion-MNIST (70,000 images
+of 28x28, by Zalando SE, MIT licence) is read from a folder; see `FashionMNIST`.
 """
 
 import gzip
@@ -54,9 +53,9 @@ class Digits(Dataset[Sample]):
         if split not in bounds:
             raise ValueError(f"split={split!r}: choose one of {', '.join(bounds)}")
         digits = load_digits()
-        # The writers follow each other in the file: dealt out, all splits know all of them.
+        # The file is sorted by writer: after a permutation, every split has all writers.
         rows = np.random.RandomState(0).permutation(len(digits.target))[slice(*bounds[split])]
-        # Grey levels are 0 to 16 in the file, and 0 to 255 here.
+        # Grey levels are 0 to 16 in the file and 0 to 255 here.
         grey = np.rint(digits.images[rows] * (255 / 16)).astype(np.uint8)
         self.images = torch.from_numpy(grey)[:, None]
         self.labels = digits.target[rows].tolist()
@@ -85,36 +84,36 @@ class FashionMNIST(Dataset[Sample]):
     """Fashion-MNIST: 55,000 rows to train on, 5,000 to validate and 10,000 to test.
 
     A sample is ``{"image": uint8 tensor of shape (1, 28, 28), "label": int from 0 to 9}``. The
-    files are looked for as ``train-images-idx3-ubyte`` and so on, with or without ``.gz``.
+    files are named ``train-images-idx3-ubyte`` and so on, with or without ``.gz``.
 
     Args:
         split: ``train``, ``val`` (the last 5,000 of the training file) or ``test``.
-        folder: Folder of the files. By default the one of Debian's package
+        folder: Folder of the files, by default that of Debian's package
             ``dataset-fashion-mnist``.
-        download: Download what is missing into ``folder``, 31 MB in all.
+        download: Download missing files into ``folder``, 31 MB in all.
 
     Raises:
         ValueError: An unknown split, or a file is damaged.
-        FileNotFoundError: The files are not there; the message says how to get them.
+        FileNotFoundError: The files are missing; the message says how to get them.
     """
 
     def __init__(
         self, split: str, folder: str | Path | None = None, download: bool = False
     ) -> None:
-        parts = {
+        files = {
             "train": ("train", slice(0, 55_000)),
             "val": ("train", slice(55_000, 60_000)),
             "test": ("t10k", slice(0, 10_000)),
         }
-        if split not in parts:
-            raise ValueError(f"split={split!r}: choose one of {', '.join(parts)}")
+        if split not in files:
+            raise ValueError(f"split={split!r}: choose one of {', '.join(files)}")
         if download and folder is None:
             raise ValueError("download=True: name the folder to download to, with folder=...")
         directory = DEBIAN_FOLDER if folder is None else Path(folder)
-        part, rows = parts[split]
-        count = 10_000 if part == "t10k" else 60_000
+        prefix, rows = files[split]
+        count = 10_000 if prefix == "t10k" else 60_000
         paths = [
-            _find_or_download(directory, f"{part}-{kind}-ubyte", download)
+            _find_or_download(directory, f"{prefix}-{kind}-ubyte", download)
             for kind in ("images-idx3", "labels-idx1")
         ]
         images, labels = read_idx(paths[0], (count, 28, 28)), read_idx(paths[1], (count,))
@@ -138,32 +137,32 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
     Args:
         path: The file, compressed if its name ends in ``.gz``.
-        shape: What it must hold.
+        shape: Shape of the array that it must hold.
 
     Returns:
         A uint8 array of that shape.
 
     Raises:
-        ValueError: The file is damaged, or holds something else.
+        ValueError: The file is damaged or holds something else.
     """
     expected = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)
     size = int(np.prod(shape))
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             header = file.read(len(expected))
-            # One byte more than wanted shows that there are more, however many there are.
+            # One byte more than expected is enough to see that the file is too long.
             data = file.read(size + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is no whole gzip file ({error}): get it again") from error
+        raise ValueError(f"{path} is not a whole gzip file ({error}): download it again") from error
     if header != expected:
         raise ValueError(
-            f"{path} starts with {header.hex(' ')}, and an idx file of {shape} uint8 starts with"
-            f" {expected.hex(' ')}: it is another file"
+            f"{path} starts with {header.hex(' ')}, but an idx file of {shape} uint8 starts with"
+            f" {expected.hex(' ')}: give the right file"
         )
     if len(data) != size:
         found = f"only {len(data)}" if len(data) < size else f"more than {size}"
-        raise ValueError(f"{path} has {found} bytes of data, its header says {size}: get it again")
-    # A copy, since an array over bytes cannot be written to and torch wants one that can.
+        raise ValueError(f"{path} has {found} bytes of data, expected {size}: download it again")
+    # A copy, since an array over bytes is read-only and torch wants a writable one.
     return np.frombuffer(data, np.uint8).reshape(shape).copy()
 
 
@@ -174,9 +173,9 @@ def _find_or_download(folder: Path, name: str, download: bool) -> Path:
             return path
     if not download:
         raise FileNotFoundError(
-            f"no {name} or {name}.gz in {folder}. Ways out: `apt-get install"
+            f"no {name} or {name}.gz in {folder}. Ways to get it: `apt-get install"
             f" dataset-fashion-mnist` on Debian or Ubuntu puts it into {DEBIAN_FOLDER};"
-            " folder=... names another folder that has it; download=True with folder=... fetches"
+            " folder=... names another folder that has it; download=True with folder=... downloads"
             f" it from {FASHION_MNIST_URL}"
         )
     url = f"{FASHION_MNIST_URL}/{packed.name}"
@@ -184,9 +183,9 @@ def _find_or_download(folder: Path, name: str, download: bool) -> Path:
         data: bytes = response.read()
     found, expected = hashlib.md5(data).hexdigest(), FASHION_MNIST_MD5[packed.name]
     if found != expected:
-        raise ValueError(f"{url} has the MD5 sum {found}, expected {expected}: it was not kept")
+        raise ValueError(f"{url} has the MD5 sum {found}, expected {expected}: it is not kept")
     folder.mkdir(parents=True, exist_ok=True)
-    # Complete or not there at all, also when several processes download at once.
+    # The file is complete or absent, even when several processes download at once.
     partial = folder / f".{packed.name}.{os.getpid()}"
     partial.write_bytes(data)
     partial.replace(packed)
@@ -197,7 +196,7 @@ class Normalize(nn.Module):
     """Batch transform: uint8 images to normalised floats.
 
     Args:
-        mean: Mean of the pixels, with 0 to 255 scaled to 0 to 1.
+        mean: Mean of the pixels, scaled from 0..255 to 0..1.
         std: Their standard deviation.
     """
 
@@ -218,8 +217,8 @@ class ShiftAndNormalize(nn.Module):
     Args:
         mean: See `Normalize`.
         std: See `Normalize`.
-        max_shift: Pixels that an image moves at most, in each direction. What comes in at the
-            border is black.
+        max_shift: The most pixels that an image moves in each direction. The uncovered border is
+            black.
     """
 
     def __init__(self, mean: float, std: float, max_shift: int = 1) -> None:
@@ -228,7 +227,7 @@ class ShiftAndNormalize(nn.Module):
         self.max_shift = max_shift
 
     def forward(self, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Transform ``image``, uint8 of shape (B, C, H, W); each row is moved its own way."""
+        """Transform ``image``, uint8 of shape (B, C, H, W); each row moves independently."""
         image = batch["image"]
         rows, channels, height, width = image.shape
         device = image.device
@@ -247,8 +246,10 @@ class ShiftAndNormalize(nn.Module):
 
 
 class ImageClassifier(L.LightningModule):
-    """The steps of a module that tells 10 classes of images apart. What it computes, and how it
-    learns, is its subclasses'."""
+    """The steps of a classifier of images with 10 classes.
+
+    Subclasses define ``forward`` and ``configure_optimizers``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +303,7 @@ class DigitsClassifier(ImageClassifier):
         """Logits of shape (B, 10).
 
         Args:
-            image: Shape (B, 1, H, W): normalised floats, or uint8 that are scaled to 0 to 1.
+            image: Shape (B, 1, H, W): normalised floats, or uint8, which is scaled to 0..1.
         """
         if image.dtype == torch.uint8:
             image = image.float() / 255
@@ -317,7 +318,7 @@ class DigitsClassifier(ImageClassifier):
 def _convolution(channels_in: int, channels_out: int) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
-        # Not over the batch: the result is then the same however rows are dealt to processes.
+        # Not over the batch: so the result does not depend on which process has which rows.
         nn.GroupNorm(4, channels_out),
         nn.ReLU(),
     )
@@ -333,12 +334,12 @@ def main(
     max_epochs: int = 10,
     lr: float = 2e-3,
 ) -> None:
-    """Train with memmap_superbatch, test, and print what was done.
+    """Train with memmap_superbatch, test, and print a summary.
 
     Args:
         data: Which images.
         folder: Folder of Fashion-MNIST's files.
-        download: Download Fashion-MNIST's files into the folder if they are missing.
+        download: Download missing files of Fashion-MNIST into the folder.
         store_dir: Directory of the stores, by default stores/ and the name of the data.
         devices: GPUs, by default all; on a CPU logical data devices, by default 4.
         batch_size: Rows per data device and step.

@@ -1,4 +1,4 @@
-"""A small GPT that reads and writes bytes of English text, one module for many strategies.
+"""A small GPT over the bytes of an English text: one module for many strategies.
 
     python examples/gpt.py
     lightning-memmap fit --config examples/configs/gpt.yaml
@@ -36,14 +36,14 @@ VOCABULARY = 256
 
 
 class Text(Dataset[dict[str, Tensor]]):
-    """Windows of a text that follow each other: 90 % to train on, 5 % to validate, 5 % to test.
+    """Consecutive windows of a text: 90 % for training, 5 % for validation, 5 % for testing.
 
-    A sample is ``{"tokens": uint8 tensor of shape (length + 1,)}``: in each place but the last, the
-    token to predict is the next one. The last token of a window is the first one of the next.
+    A sample is ``{"tokens": uint8 tensor of shape (length + 1,)}``. Each token but the last has the
+    next one as its target. The last token of a window is the first of the next window.
 
     Args:
         split: ``train``, ``val`` or ``test``.
-        length: Tokens that are predicted in a window.
+        length: Tokens to predict in a window.
         file: A text file. By default the help texts of Python, by topic in alphabetical order.
 
     Raises:
@@ -51,19 +51,19 @@ class Text(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, split: str, length: int = 64, file: str | Path | None = None) -> None:
-        parts = {"train": (0.0, 0.9), "val": (0.9, 0.95), "test": (0.95, 1.0)}
-        if split not in parts:
-            raise ValueError(f"split={split!r}: choose one of {', '.join(parts)}")
+        shares = {"train": (0.0, 0.9), "val": (0.9, 0.95), "test": (0.95, 1.0)}
+        if split not in shares:
+            raise ValueError(f"split={split!r}: choose one of {', '.join(shares)}")
         if file is None:
             text = "\n".join(topics[name] for name in sorted(topics)).encode()
         else:
             text = Path(file).read_bytes()
-        first, last = (int(share * len(text)) for share in parts[split])
+        first, last = (int(share * len(text)) for share in shares[split])
         rows = (last - first - 1) // length
         if rows < 1:
             raise ValueError(
-                f"length={length}: the {last - first} bytes of the {split} split fill no window of"
-                f" {length + 1}; use a smaller length or a longer text"
+                f"length={length}: the {last - first} bytes of the {split} split are fewer than the"
+                f" {length + 1} of a window; use a smaller length or a longer text"
             )
         tokens = torch.frombuffer(bytearray(text[first:last]), dtype=torch.uint8)
         self.windows = tokens.unfold(0, length + 1, length)
@@ -76,21 +76,21 @@ class Text(Dataset[dict[str, Tensor]]):
 
 
 class Embedding(nn.Module):
-    """Tokens and places to vectors: int64 of shape (B, T) to (B, T, width)."""
+    """The sum of a vector for each token and one for its position in the window."""
 
     def __init__(self, width: int, length: int) -> None:
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, width)
-        self.place = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.position = nn.Parameter(torch.randn(length, width) * 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed tokens of any length up to ``length``."""
-        embedded: Tensor = self.token(tokens) + self.place[: tokens.shape[1]]
+        """Embed int64 tokens of shape (B, T), with T up to ``length``, as (B, T, width)."""
+        embedded: Tensor = self.token(tokens) + self.position[: tokens.shape[1]]
         return embedded
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward part, each added to what comes in."""
+    """Causal self-attention and a feed-forward network, each added to its input."""
 
     def __init__(self, width: int, head_width: int) -> None:
         super().__init__()
@@ -100,36 +100,36 @@ class Block(nn.Module):
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.wide = nn.Sequential(
+        self.feed_forward = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (B, T, width) in and out."""
+        """Transform vectors of shape (B, T, width)."""
         normed = self.norm(x)
-        # As many heads as there are columns: under tensor parallel each process has a part.
+        # The number of heads follows from the columns: under tensor parallelism a process has some.
         query, key, value = (
             layer(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        added: Tensor = x + self.wide(x)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        added: Tensor = x + self.feed_forward(x)
         return added
 
 
 class GPT(L.LightningModule):
     """A language model of bytes.
 
-    Under ``memmap_pipeline`` its layers are the stages; ``memmap_model_parallel`` finds them by
-    itself; under Lightning's ``ModelParallelStrategy`` the blocks are divided over the
+    Under ``memmap_pipeline`` its layers are the stages. ``memmap_model_parallel`` finds them by
+    itself. Under Lightning's ``ModelParallelStrategy`` the blocks are divided over the
     ``tensor_parallel`` axis.
 
     Args:
         lr: Learning rate of AdamW.
-        num_blocks: Blocks.
+        num_blocks: Number of blocks.
         width: Width of the model, a multiple of 16.
-        length: Tokens of a window.
+        length: The most tokens in a window.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class GPT(L.LightningModule):
         )
 
     def stages(self) -> list[nn.Module]:
-        """The consecutive parts of `forward`, for ``memmap_pipeline``."""
+        """The consecutive modules of `forward`, for ``memmap_pipeline``."""
         return list(self.layers)
 
     def configure_model(self) -> None:
-        """Divide the layers, where the strategy gives a device mesh."""
+        """Divide the layers if the strategy has a device mesh."""
         mesh = self.device_mesh
         if mesh is not None and not isinstance(next(self.layers.parameters()), DTensor):
             divide(self.layers, mesh)
@@ -164,7 +164,7 @@ class GPT(L.LightningModule):
         return F.cross_entropy(output.flatten(0, 1), batch["tokens"][:, 1:].long().flatten())
 
     def step(self, batch: dict[str, Tensor], stage: str) -> Tensor:
-        """The loss of a batch, logged as the mean over all rows of an epoch."""
+        """The loss of a batch. The mean over all rows of an epoch is logged."""
         loss: Tensor = self.loss(self(batch["tokens"][:, :-1].long()), batch)
         self.log(
             f"{stage}_loss",
@@ -190,7 +190,7 @@ class GPT(L.LightningModule):
         self.step(batch, "test")
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The most likely next byte in each place, int64 of shape (B, T)."""
+        """The most likely next byte at each position, int64 of shape (B, T)."""
         return torch.argmax(self(batch["tokens"][:, :-1].long()), dim=-1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -199,19 +199,19 @@ class GPT(L.LightningModule):
 
 
 def divide(layers: nn.Sequential, mesh: DeviceMesh) -> None:
-    """Tensor parallel inside the blocks, and FSDP2 where there are data-parallel processes.
+    """Apply tensor parallelism inside the blocks, and FSDP2 over data-parallel processes.
 
     Args:
         layers: The layers of a `GPT`.
-        mesh: With the axes ``data_parallel`` and ``tensor_parallel``.
+        mesh: A mesh with the axes ``data_parallel`` and ``tensor_parallel``.
     """
     plan = {
         "query": ColwiseParallel(),
         "key": ColwiseParallel(),
         "value": ColwiseParallel(),
         "out": RowwiseParallel(),
-        "wide.1": ColwiseParallel(),
-        "wide.3": RowwiseParallel(),
+        "feed_forward.1": ColwiseParallel(),
+        "feed_forward.3": RowwiseParallel(),
     }
     for block in list(layers)[1:-1]:
         parallelize_module(block, mesh["tensor_parallel"], plan)
@@ -230,15 +230,15 @@ def main(
     max_steps: int = 250,
     lr: float = 3e-3,
 ) -> None:
-    """Train with memmap_superbatch, test, and print what was done.
+    """Train with memmap_superbatch, test, and print a summary.
 
     Args:
         file: A text file; by default the help texts of Python.
         store_dir: Directory of the stores.
         devices: GPUs, by default all; on a CPU logical data devices, by default 4.
         batch_size: Windows per data device and step.
-        max_epochs: Epochs to train at most.
-        max_steps: Steps to train at most.
+        max_epochs: The most epochs to train.
+        max_steps: The most steps to train.
         lr: Learning rate.
     """
     L.seed_everything(0)

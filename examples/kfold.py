@@ -4,12 +4,12 @@
     python examples/kfold.py --processes false
     lightning-memmap fit --config examples/configs/kfold.yaml
 
-One store serves all folds: member ``m`` holds the rows ``i`` with ``i % num_folds == m`` out, to
-stop and to choose its checkpoint by, and trains on the others. The members exchange nothing, and
-each is a process of its own, or all take turns in one. What they found comes back as one table; the
-ensemble averages the probabilities of their best checkpoints.
+One store serves all folds: member ``m`` holds out the rows ``i`` with ``i % num_folds == m`` for
+early stopping and for choosing its checkpoint, and trains on the others. The members exchange
+nothing. Each has its own process, or all are trained sequentially in one. Their results come back
+as one table, and the ensemble averages the probabilities of their best checkpoints.
 
-The table (569 rows of 30 features, 2 classes) comes with scikit-learn. It is the Breast Cancer
+The data (569 rows of 30 features, 2 classes) comes with scikit-learn. It is the Breast Cancer
 Wisconsin (Diagnostic) data of the UCI Machine Learning Repository, by William H. Wolberg,
 W. Nick Street and Olvi L. Mangasarian.
 """
@@ -33,7 +33,7 @@ from lightning_memmap.strategies import IndependentStrategy
 
 
 class BreastCancer(Dataset[dict[str, Any]]):
-    """scikit-learn's breast cancer table: 455 rows to train on, 114 to test.
+    """scikit-learn's breast cancer data: 455 rows for training, 114 for testing.
 
     A sample is ``{"features": float32 tensor of shape (30,), "label": 0 or 1}``.
 
@@ -61,7 +61,7 @@ class BreastCancer(Dataset[dict[str, Any]]):
 
 
 class TableClassifier(L.LightningModule):
-    """A small network over a row of numbers, which it learns to scale first.
+    """A small network over a row of numbers, which batch norm scales first.
 
     Args:
         num_features: Numbers in a row.
@@ -97,7 +97,7 @@ class TableClassifier(L.LightningModule):
         return F.cross_entropy(self(batch["features"]), batch["label"])
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log ``val_loss`` and ``val_accuracy``, of the rows that the fold holds out."""
+        """Log ``val_loss`` and ``val_accuracy`` on the rows that the fold holds out."""
         logits = self(batch["features"])
         self.val_accuracy(logits, batch["label"])
         self.log("val_loss", F.cross_entropy(logits, batch["label"]))
@@ -114,11 +114,14 @@ class TableClassifier(L.LightningModule):
 
 
 def ensemble_accuracy(checkpoints: Iterable[str], data: BreastCancer) -> float:
-    """The accuracy of the mean of the members' probabilities.
+    """Test an ensemble that averages the probabilities of its members.
 
     Args:
-        checkpoints: Of the members.
-        data: What to test on.
+        checkpoints: Checkpoints of the members.
+        data: The rows to test on.
+
+    Returns:
+        The accuracy, from 0 to 1.
     """
     probabilities = []
     for checkpoint in checkpoints:
@@ -143,16 +146,16 @@ def main(
     """Train a member for each fold, test them, and test their ensemble.
 
     Args:
-        num_folds: Folds, and members.
-        devices: GPUs or, on a CPU, 1; by default all GPUs, but no more than folds. Members share
-            them in turn.
+        num_folds: Number of folds and of members.
+        devices: GPUs, by default all but no more than folds; on a CPU, 1. Member m uses device
+            m % devices.
         store_dir: Directory of the stores.
         root_dir: Directory of checkpoints and results, with a folder for each member.
         batch_size: Rows per step of a member.
-        max_epochs: Most epochs to train; a member stops once its fold gets no better.
-        processes: Whether each member has a process of its own.
+        max_epochs: The most epochs to train; a member stops once its fold stops improving.
+        processes: Whether each member has its own process.
     """
-    # The program runs once for each member that has a process, and all start with the same weights.
+    # The program runs once per process, and all members start with the same weights.
     L.seed_everything(0)
     strategy = IndependentStrategy(
         num_members=num_folds, raise_on_failure=False, processes=processes
@@ -180,11 +183,11 @@ def main(
     trainer.fit(model, datamodule=datamodule)
     trainer.test(model, datamodule=datamodule, ckpt_path="best", weights_only=True, verbose=False)
     if strategy.results is not None:
-        # In the first member's process alone.
+        # Only in the process of the first member.
         checkpoints = [member.checkpoint for member in strategy.results.done if member.checkpoint]
         accuracy = ensemble_accuracy(checkpoints, BreastCancer("test"))
         print(f"Accuracy of the ensemble of {len(checkpoints)} members: {accuracy:.4f}")
-        # The ensemble is of those that are left; that some failed is an error all the same.
+        # The ensemble consists of the members that succeeded; a failure is an error all the same.
         strategy.results.check()
 
 

@@ -4,15 +4,15 @@
     lightning-memmap fit --config examples/configs/segmentation.yaml
 
 A sample is an image, a mask with the class of each pixel, a yes-or-no label and a vector of
-labels. The PNG files are decoded while the store is built, and never again. What is random
-happens afterwards, on the data devices: each row of each batch is mirrored and turned its own way,
-image and mask together.
+labels. The PNG files are decoded while the store is built, and never again. The random
+augmentation happens later, on the data devices: each row of each batch is mirrored and turned
+independently, image and mask together.
 
 The images are synthetic, since no small public set has all four: one or two circles, crosses and
-triangles over a noisy background, striped or not. `Shapes` makes them when they are missing,
-and reads your own files if you give a folder with the same layout.
+triangles on a noisy background, striped or not. `Shapes` makes them if they are missing,
+and reads your own files from a folder with the same layout.
 
-Albumentations, which works per sample and on numpy arrays, would be used like this, with
+Albumentations works per sample and on numpy arrays. It would be used like this, with
 ``PerSample`` from `lightning_memmap.transforms`::
 
     compose = A.Compose([A.HorizontalFlip(p=0.5), A.RandomRotate90(p=1), A.Rotate(limit=15)])
@@ -62,7 +62,7 @@ class Shapes(Dataset[Sample]):
 
     Args:
         split: ``train``, ``val`` or ``test``.
-        folder: Where the files are. A split whose folder is missing is made: see `make_shapes`.
+        folder: Folder of the files. `make_shapes` makes a split whose folder is missing.
 
     Raises:
         ValueError: An unknown split.
@@ -88,20 +88,22 @@ class Shapes(Dataset[Sample]):
             image = file.convert("RGB")
         with Image.open(self.directory / "masks" / name) as file:
             if file.mode not in ("L", "P"):
-                raise ValueError(f"the mask {name} has mode {file.mode}: one class index a pixel")
+                raise ValueError(
+                    f"the mask {name} has mode {file.mode}: give one class index per pixel (L or P)"
+                )
             mask = torch.from_numpy(np.array(file))[None]
         kinds = torch.tensor([int(labels[kind]) for kind in KINDS], dtype=torch.uint8)
         return {"image": image, "mask": mask, "striped": labels["striped"] == "1", "kinds": kinds}
 
 
 def make_shapes(directory: Path, *, num_rows: int, seed: int) -> None:
-    """Make synthetic images with their masks and labels, the same ones for the same seed.
+    """Make synthetic images with masks and labels. The same seed gives the same images.
 
     Args:
-        directory: The folder of one split, laid out as `Shapes` reads it. It is complete or not
-            there at all, also when several processes make it at once.
-        num_rows: Images to make.
-        seed: Seed of everything about them.
+        directory: The folder of one split, with the layout that `Shapes` reads. It is complete or
+            absent, even when several processes make it at once.
+        num_rows: Number of images.
+        seed: Seed of all random numbers.
     """
     rng = np.random.default_rng(seed)
     partial = directory.with_name(f".{directory.name}.{os.getpid()}")
@@ -121,7 +123,7 @@ def make_shapes(directory: Path, *, num_rows: int, seed: int) -> None:
     try:
         partial.rename(directory)
     except OSError:
-        # Another process was faster, and has made the same.
+        # Another process was faster and has made the same images.
         shutil.rmtree(partial)
         if not directory.exists():
             raise
@@ -155,17 +157,17 @@ def _draw(rng: np.random.Generator, striped: bool) -> tuple[Image.Image, Image.I
 
 
 class ToTraining(nn.Module):
-    """Batch transform: stored bytes to what the network and the losses want."""
+    """Batch transform: stored bytes to the dtypes that the network and the losses need."""
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert a batch of B rows.
 
         Args:
             batch: ``image`` (B, 3, H, W), ``mask`` (B, 1, H, W), ``striped`` (B,) and ``kinds``
-                (B, 3), of any dtype; pixels from 0 to 255.
+                (B, 3), of any dtype, with pixels from 0 to 255.
 
         Returns:
-            ``image`` as float32 from -1 to 1, ``mask`` as int64 of shape (B, H, W), the labels
+            ``image`` as float32 from -1 to 1, ``mask`` as int64 of shape (B, H, W), and the labels
             as float32.
         """
         return {
@@ -177,14 +179,14 @@ class ToTraining(nn.Module):
 
 
 class MirrorAndTurn(nn.Module):
-    """Batch transform for training: mirror and turn each row its own way, then convert it.
+    """Batch transform for training: mirror and turn each row at random, then convert it.
 
-    Half of the rows are mirrored. Each is turned by 0, 90, 180 or 270 degrees and by a small free
-    angle. Image and mask are sampled at the same places: the image in between pixels, the mask,
-    whose classes cannot be mixed, at the nearest one. What comes in at the border is reflected.
+    Half of the rows are mirrored. Each row is turned by 0, 90, 180 or 270 degrees and by a small
+    free angle. Image and mask are sampled at the same points: the image is interpolated, and the
+    mask, whose classes cannot be mixed, takes the nearest pixel. Reflection fills the border.
 
     Args:
-        max_degrees: Largest free angle, in degrees to either side.
+        max_degrees: Largest free angle in either direction, in degrees.
     """
 
     def __init__(self, max_degrees: float = 10.0) -> None:
@@ -193,34 +195,34 @@ class MirrorAndTurn(nn.Module):
         self.convert = ToTraining()
 
     def forward(self, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Transform a batch as `ToTraining` does, ``image`` and ``mask`` moved before."""
+        """Move ``image`` and ``mask``, then convert the batch as `ToTraining` does."""
         image, mask = batch["image"].float(), batch["mask"].float()
         rows, _, height, width = image.shape
         chance = torch.rand(3, rows, generator=generator, device=image.device)
         mirror = torch.where(chance[0] < 0.5, -1.0, 1.0)
         quarters = (chance[1] * 4).floor() * (math.pi / 2)
         angle = quarters + (chance[2] * 2 - 1) * math.radians(self.max_degrees)
-        # From places of the result to places of the input, both from -1 to 1 over either side.
+        # Maps points of the result to points of the input; both axes run from -1 to 1.
         cos, sin, none = angle.cos(), angle.sin(), torch.zeros_like(angle)
         to_x = torch.stack([mirror * cos, -mirror * sin * (height / width), none], dim=1)
         to_y = torch.stack([sin * (width / height), cos, none], dim=1)
-        places = F.affine_grid(
+        points = F.affine_grid(
             torch.stack([to_x, to_y], dim=1), list(image.shape), align_corners=False
         )
         moved = {
-            "image": _sample(image, places, "bilinear"),
-            "mask": _sample(mask, places, "nearest"),
+            "image": _sample(image, points, "bilinear"),
+            "mask": _sample(mask, points, "nearest"),
         }
         converted: dict[str, Tensor] = self.convert({**batch, **moved})
         return converted
 
 
-def _sample(image: Tensor, places: Tensor, mode: str) -> Tensor:
-    return F.grid_sample(image, places, mode, padding_mode="reflection", align_corners=False)
+def _sample(image: Tensor, points: Tensor, mode: str) -> Tensor:
+    return F.grid_sample(image, points, mode, padding_mode="reflection", align_corners=False)
 
 
 class Segmenter(L.LightningModule):
-    """A small U-Net with two more heads: classes of pixels, one yes-or-no label, a label vector.
+    """A small U-Net with three heads: classes of pixels, a yes-or-no label, and a label vector.
 
     Args:
         lr: Learning rate of Adam.
@@ -290,7 +292,7 @@ class Segmenter(L.LightningModule):
 
 
 def _metrics() -> nn.ModuleDict:
-    """In the order of the network's outputs; each name begins with the field it is about."""
+    """Metrics in the order of the network's outputs; each name starts with its field."""
     iou: Metric = JaccardIndex("multiclass", num_classes=1 + len(KINDS))
     return nn.ModuleDict(
         {
@@ -320,10 +322,10 @@ def main(
     max_epochs: int = 12,
     lr: float = 4e-3,
 ) -> None:
-    """Train with memmap_superbatch, test, and print what was done.
+    """Train with memmap_superbatch, test, and print a summary.
 
     Args:
-        folder: Folder of the PNG files; what is missing there is made.
+        folder: Folder of the PNG files; missing ones are made.
         store_dir: Directory of the stores.
         devices: GPUs, by default all; on a CPU logical data devices, by default 4.
         batch_size: Rows per data device and step.

@@ -1,4 +1,4 @@
-"""Parsers of the command line whose errors are a line or two, with the nearest right name."""
+"""Command-line parsers with errors of a line or two that suggest the nearest right name."""
 
 import re
 import sys
@@ -10,12 +10,12 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-#: How jsonargparse and Python say that a name is wrong, and which name it is.
+#: Messages of jsonargparse and Python about a wrong name; the groups give the name.
 _WRONG_OPTION = re.compile(r"unrecognized arguments: -*([^\s=]+)|[Oo]ption '([^']+)'")
 _WRONG_CHOICE = re.compile(r"invalid choice: '([^']+)' \(choose from (.+)\)")
 _WRONG_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
 _WRONG_MODULE = re.compile(r"No module named '([^']+)'")
-#: What jsonargparse tells of a value that fits no type of a union, beside the reason.
+#: Lines of jsonargparse about a value that fits no type of a union, except the reason.
 _NOISE = re.compile(
     r"Does not validate against|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
     r"|Subclass types expect|Not a valid subclass|a (class path|dict) |in \"<unicode string>\""
@@ -23,70 +23,81 @@ _NOISE = re.compile(
 
 
 class BriefParser(ArgumentParser):
-    """A parser that says what is wrong, and with a misspelt name which one is near, without usage.
+    """A parser that says what is wrong and suggests the nearest name, without printing its usage.
 
-    Its subcommands' parsers, and those of classes that are named in a config, are of this class.
+    Its subcommands, and the classes that are named in a config, have parsers of this class too.
     """
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Exit with code 2, or raise where the parser is part of another one."""
+        """Exit with code 2, or raise if the parser is part of another one."""
         parser = getattr(ex, "subcommand_parser", self)
         message = with_suggestion(message, parser)
         if not self.exit_on_error:
             super().error(message, ex)
         print(f"error: {shortened(message)}", file=sys.stderr)
         help_of = parser.prog.replace(" [options]", "")
-        print(f"{help_of} --help lists what there is", file=sys.stderr)
+        print(f"{help_of} --help lists the arguments", file=sys.stderr)
         sys.exit(2)
 
     @override
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse a file, which has to be UTF-8."""
+        """Parse a file.
+
+        Raises:
+            TypeError: The file is not UTF-8.
+        """
         try:
             parsed: Namespace = super().parse_path(path, *args, **kwargs)
         except UnicodeDecodeError as error:
-            raise TypeError(f"{str(path)!r} is no text file in UTF-8: {error}") from error
+            raise TypeError(f"{str(path)!r} is not a text file in UTF-8: {error}") from error
         return parsed
 
 
 class TrainingParser(BriefParser, LightningArgumentParser):
-    """LightningCLI's parser, with errors of a line or two."""
+    """The parser of LightningCLI, with errors of a line or two."""
 
 
 def refuse_several_configs(args: Iterable[str]) -> None:
-    """See that ``--config`` is given once, to a command that would use the last one alone.
+    """Check the arguments of a command that would use only the last of several ``--config``.
 
     Raises:
-        ValueError: It is given more often.
+        ValueError: ``--config`` is given more than once.
     """
     count = sum(arg.partition("=")[0] == "--config" for arg in args)
     if count > 1:
         raise ValueError(
-            f"--config is given {count} times, and one file is read here: merge them with"
+            f"--config is given {count} times, and only one file is read: merge them with"
             " lightning-memmap fit --config ONE --config OTHER --print_config > merged.yaml"
         )
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """``; did you mean ...?`` with the nearest name, or nothing where none is near."""
+    """A suggestion for a misspelt name.
+
+    Returns:
+        ``; did you mean ...?`` with the nearest of the names, or nothing if none is near.
+    """
     found = get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def with_suggestion(message: str, parser: ArgumentParser) -> str:
-    """The message of an error with the name that may have been meant.
+    """Add the name that may have been meant to an error message.
 
     Args:
-        message: What jsonargparse tells.
-        parser: Who tells it, whose options are looked through.
+        message: A message of jsonargparse.
+        parser: The parser that it comes from, whose options are searched.
+
+    Returns:
+        The message, with a suggestion if there is one.
     """
     if "did you mean" in message:
-        # A parser within this one has said it.
+        # A parser within this one has added it.
         return message
     if message.startswith("Unexpected config:"):
         found = message.partition(":")[2].strip()
-        what = f"holds no options but {found!r:.80}" if found else "is empty"
+        what = f"has no options, only {found!r:.80}" if found else "is empty"
         return f"a config {what}: write names of options and their values"
     if match := _WRONG_OPTION.search(message):
         options = set(parser.get_defaults(skip_validation=True).keys())
@@ -102,17 +113,25 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
 
 
 def shortened(message: str, length: int = 600) -> str:
-    """One line of a message of jsonargparse: where, and the reasons."""
-    # Where a member of a union has a problem, what the members beside it expect is no reason.
-    # Within the problem, which is indented further, it is.
+    """Reduce a message of jsonargparse to one line: where the mistake is, and the reasons.
+
+    Args:
+        message: A message of any number of lines.
+        length: The most characters to keep.
+
+    Returns:
+        The line.
+    """
+    # If one member of a union has a problem, what the other members expect is no reason. Within
+    # the problem, which is indented further, it is.
     problem = re.search(r"^( *)- Problem with", message, re.MULTILINE)
     if problem is not None:
         message = re.sub(rf"^{problem[1]}- Expected a.*$", "", message, flags=re.MULTILINE)
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
-    told = [line for line in lines if line and not _NOISE.match(line)]
-    # A value that fits no type of a union without a reason: say what was given.
-    if len(told) == 1 and told[0].endswith(":"):
-        told += [line for line in lines if line.startswith("Given value:")]
-    # Members of a union often fail for one reason.
-    text = " ".join(dict.fromkeys(told))
+    kept = [line for line in lines if line and not _NOISE.match(line)]
+    # A value that fits no type of a union, without a reason: say what was given.
+    if len(kept) == 1 and kept[0].endswith(":"):
+        kept += [line for line in lines if line.startswith("Given value:")]
+    # Members of a union often fail for the same reason.
+    text = " ".join(dict.fromkeys(kept))
     return text if len(text) <= length else text[:length] + " ..."

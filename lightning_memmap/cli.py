@@ -2,20 +2,19 @@
 
 ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI with the strategy names of this
 pack registered. ``store`` works on stores: ``build``, ``info``, ``verify``, ``plan``. ``compare``
-trains under several strategies and tells what each one costs; ``advise`` predicts that.
+trains under several strategies and reports what each one costs; ``advise`` predicts it.
 """
 
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
-from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
@@ -43,19 +42,19 @@ from lightning_memmap.store.verify import unknown_files
 from lightning_memmap.strategies import STRATEGIES
 
 _DESCRIPTION = """Train with data that stays resident on every device.
-"lightning-memmap store --help" lists what can be done with stores, and
-"lightning-memmap compare --help" how strategies are compared, and
-"lightning-memmap advise --help" how to ask which one is right."""
+Further commands: "lightning-memmap store --help" works on stores,
+"lightning-memmap compare --help" compares strategies, and
+"lightning-memmap advise --help" tells which strategy is right."""
 
-
-_MOST_DEVICES = 4096
+#: The most devices that ``store plan`` tries in search of the fewest that hold the data.
+_MAX_DEVICES = 4096
 
 
 class SaveConfig(SaveConfigCallback):
-    """Lightning's, with a way out that a command line has where the file is there.
+    """Lightning's callback, with an error that a user of the command line can act on.
 
-    It is not overwritten: without a logger it is a file of the folder that the user stands in, and
-    may be the very config that was given.
+    A file that exists is not overwritten: without a logger it is in the user's working directory,
+    and may be the very config that was given.
     """
 
     @override
@@ -67,13 +66,13 @@ class SaveConfig(SaveConfigCallback):
                 raise
             path = Path(trainer.log_dir or "") / self.config_filename
             raise MisconfigurationException(
-                f"the config of this run would be saved as {path}, which is there already:\n"
+                f"the config of this run would be saved as {path}, which exists already:\n"
                 "name another folder with --trainer.default_root_dir, or move that file"
             ) from error
 
 
 class TrainingCLI(LightningCLI):
-    """LightningCLI that knows the names of all strategies when one is misspelt."""
+    """LightningCLI that suggests the nearest name when a strategy is misspelt."""
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -82,27 +81,34 @@ class TrainingCLI(LightningCLI):
         if isinstance(strategy, str) and strategy.lower() not in names:
             ours = ", ".join(name for name, *_ in STRATEGIES)
             self.parser.error(
-                f"trainer.strategy: {strategy!r} is no strategy{nearest(strategy, names) or '.'}"
+                f"trainer.strategy: unknown strategy {strategy!r}{nearest(strategy, names) or '.'}"
                 f" Those of this pack are {ours}"
             )
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command with these arguments, by default those of the process.
+    """Run the command.
 
-    A user's mistake ends it with a line or two and exit code 1 or 2, Ctrl-C with 130.
+    A user's mistake ends it with a line or two on standard error.
+
+    Args:
+        args: The arguments after ``lightning-memmap``, by default those of the process.
+
+    Raises:
+        SystemExit: With code 1 or 2 after a user's mistake, 130 after Ctrl-C, and the code of
+            ``store``, ``compare`` or ``advise``.
     """
     try:
         try:
             _run(args)
         finally:
-            # Here, where it can be caught, and not when the interpreter ends.
+            # An error of flushing can be caught here, but not when the interpreter ends.
             sys.stdout.flush()
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or "interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # Whoever read the output has seen enough. What is still in the buffer goes nowhere.
+        # The reader of the output is gone: discard what is still in the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
@@ -115,7 +121,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _run(args: Sequence[str] | None) -> None:
     given = list(sys.argv[1:] if args is None else args)
-    # A class_path may name a module of the folder the user stands in, as with `python -m`.
+    # A class_path may name a module in the working directory, as with `python -m`.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     commands = {"store": _store_command, "compare": compare, "advise": advise}
@@ -123,8 +129,8 @@ def _run(args: Sequence[str] | None) -> None:
         sys.exit(commands[given[0]](given[1:]))
     if given and not given[0].startswith("-") and given[0] not in TrainingCLI.subcommands():
         near = nearest(given[0], (*commands, *TrainingCLI.subcommands()))
-        print(f"error: there is no command {given[0]!r}{near}", file=sys.stderr)
-        print("lightning-memmap --help lists what there is", file=sys.stderr)
+        print(f"error: unknown command {given[0]!r}{near}", file=sys.stderr)
+        print("lightning-memmap --help lists the commands", file=sys.stderr)
         sys.exit(2)
     TrainingCLI(
         args=None if args is None else given,
@@ -135,9 +141,11 @@ def _run(args: Sequence[str] | None) -> None:
 
 
 def _is_mistake(error: BaseException) -> bool:
-    """Whether an error tells a user what to do otherwise, so that its traceback tells nothing: one
-    of this package or the Trainer that refuse an argument, or a file. Where a dataset or a module
-    failed, its author wants the traceback."""
+    """Whether the message of an error is enough for its user.
+
+    It is when this package or the Trainer refuses an argument or a file. When a dataset or a
+    module failed, its author wants the traceback.
+    """
     if isinstance(error, DatasetError) and error.__cause__ is not None:
         return False
     if isinstance(error, (MemmapError, MisconfigurationException)):
@@ -147,7 +155,7 @@ def _is_mistake(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> BaseException:
-    """What jsonargparse met where it made an object of a config, and wrapped; else the error."""
+    """The error that jsonargparse wrapped when it made an object of a config, or the error."""
     while _raiser(error) == "jsonargparse" and (inner := error.__cause__ or error.__context__):
         error = inner
     return error
@@ -162,75 +170,55 @@ def _raiser(error: BaseException) -> str:
 def _store_command(args: list[str]) -> int:
     parser = BriefParser(prog="lightning-memmap store", description="Work on stores.")
     commands = parser.add_subcommands()
-    commands.add_subcommand("build", _build_parser(), help="store a dataset")
-    commands.add_subcommand("info", _path_parser(), help="print what a store holds")
-    commands.add_subcommand("verify", _path_parser(), help="check every byte of a store")
-    commands.add_subcommand("plan", _plan_parser(), help="print what would live where")
+    functions: dict[str, Callable[..., int]] = {
+        "build": _build,
+        "info": _info,
+        "verify": _verify,
+        "plan": _plan,
+    }
+    for name, function in functions.items():
+        summary = str(function.__doc__).partition("\n")[0]
+        commands.add_subcommand(name, _make_parser(function), help=summary)
     config = parser.parse_args(args)
-    run = {"build": _build, "info": _info, "verify": _verify, "plan": _plan}[config.subcommand]
     options = parser.instantiate(config)[config.subcommand]
     try:
-        # Without markup: the names of files and fields may look like it.
-        return run(options, Console(markup=False))
+        return functions[config.subcommand](**vars(options))
     except (MemmapError, OSError, ValueError, TypeError) as error:
         _print_error(error)
         return 2
+
+
+def _make_parser(function: Callable[..., int]) -> BriefParser:
+    """A parser for the arguments of a function, described by its docstring."""
+    parser = BriefParser()
+    if function is not _build:
+        parser.add_function_arguments(function, as_group=False, as_positional=True)
+        return parser
+    flags = {"overwrite": "replace a store of another dataset", "fresh": "resume no earlier build"}
+    skip: set[str | int] = {"dataset", "check", "progress", *flags}
+    parser.add_function_arguments(build_store, as_group=False, as_positional=True, skip=skip)
+    parser.add_argument("--dataset", type=Dataset, required=True, help="class path of the dataset")
+    checks, meaning = Literal["probes", "full", "off"], "rows to compare with an existing store"
+    parser.add_argument("--check", type=checks, default="probes", help=meaning)
+    for flag, meaning in flags.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=meaning)
+    return parser
+
+
+def _make_console() -> Console:
+    """A console without markup: the names of files and fields may look like it."""
+    return Console(markup=False)
 
 
 def _print_error(error: Exception) -> None:
     print("error: " + "\n".join(map(_printable, str(error).splitlines())), file=sys.stderr)
 
 
-def _build_parser() -> BriefParser:
-    parser = BriefParser()
-    parser.add_argument("path", type=str, help="directory of the store")
-    parser.add_argument("--dataset", type=Dataset, required=True, help="class path of the dataset")
-    parser.add_argument("--num_shards", type=int, default=24, help="shards of the store")
-    parser.add_argument("--num_workers", type=int, default=0, help="processes that write")
-    parser.add_argument("--overwrite", action="store_true", help="replace another dataset")
-    parser.add_argument(
-        "--fingerprint", type=str | None, help="text that changes whenever the rows do"
-    )
-    parser.add_argument(
-        "--check",
-        type=Literal["probes", "full", "off"],
-        default="probes",
-        help="which rows are compared with a store that is there",
-    )
-    parser.add_argument("--fresh", action="store_true", help="resume no interrupted build")
-    return parser
-
-
-def _path_parser() -> BriefParser:
-    parser = BriefParser()
-    parser.add_argument("path", type=str, help="directory of a store, or of one store per split")
-    return parser
-
-
-def _plan_parser() -> BriefParser:
-    parser = _path_parser()
-    parser.add_argument("--devices", type=str, default="1..8", help="counts, like 4 or 1..8")
-    parser.add_argument("--memory", type=str, default="80GiB", help="memory of one device")
-    parser.add_argument(
-        "--memory_fraction", type=float, default=0.7, help="share that shards may take"
-    )
-    parser.add_argument(
-        "--residency",
-        type=Literal["auto", "stream"],
-        default="auto",
-        help="auto, or stream for data larger than memory",
-    )
-    parser.add_argument(
-        "--shuffle_window", type=int | None, help="rows of a shard in a window of stream"
-    )
-    return parser
-
-
 def _stores(path: str) -> dict[str, Store]:
-    """The store at a path, or those one level below it, by name.
+    """The store at a path or the stores one level below it, by name.
 
     Raises:
-        MemmapError: One of them cannot be read, or there is none.
+        MemmapError: There is no store, or one cannot be read.
     """
     stores = {}
     for name, found in _stores_or_errors(path).items():
@@ -241,7 +229,7 @@ def _stores(path: str) -> dict[str, Store]:
 
 
 def _stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
-    """As `_stores`, with the reason in place of a store below the path that cannot be read."""
+    """Like `_stores`, with an error in place of a store below the path that cannot be read."""
     # Resolved, so that "." has a name.
     directory = Path(os.path.realpath(path))
     try:
@@ -260,38 +248,34 @@ def _stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
         if not found:
             raise
         for other in others:
-            print(f"skipped {_printable(other)}: it is no store", file=sys.stderr)
+            print(f"skipped {_printable(other)}: it is not a store", file=sys.stderr)
         return found
 
 
 def _printable(value: object) -> str:
-    """A name as a terminal may show it: the codes that control one are left out."""
+    """A text that is safe to print: control codes of the terminal are replaced."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
-def _build(options: Namespace, console: Console) -> int:
-    store = build_store(
-        options.dataset,
-        options.path,
-        num_shards=options.num_shards,
-        num_workers=options.num_workers,
-        overwrite=options.overwrite,
-        fingerprint=options.fingerprint,
-        check=options.check,
-        fresh=options.fresh,
-    )
-    _print_info(store, console)
+def _build(**options: Any) -> int:
+    """Store a dataset."""
+    _print_info(build_store(**options), _make_console())
     return 0
 
 
-def _info(options: Namespace, console: Console) -> int:
+def _info(path: str) -> int:
+    """Print what a store holds.
+
+    Args:
+        path: Directory of a store, or of one store per split.
+    """
     code = 0
-    for store in _stores_or_errors(options.path).values():
+    for store in _stores_or_errors(path).values():
         if isinstance(store, Exception):
             _print_error(store)
             code = 2
         else:
-            _print_info(store, console)
+            _print_info(store, _make_console())
     return code
 
 
@@ -324,9 +308,15 @@ def _print_info(store: Store, console: Console) -> None:
     console.print(table)
 
 
-def _verify(options: Namespace, console: Console) -> int:
+def _verify(path: str) -> int:
+    """Check every byte of a store.
+
+    Args:
+        path: Directory of a store, or of one store per split.
+    """
+    console = _make_console()
     damaged = False
-    for store in _stores_or_errors(options.path).values():
+    for store in _stores_or_errors(path).values():
         try:
             if isinstance(store, Exception):
                 raise store
@@ -340,7 +330,7 @@ def _verify(options: Namespace, console: Console) -> int:
             console.print(_printable(damage), style="red", soft_wrap=True)
         where = _printable(store.path)
         for name in unknown_files(store.path, store.manifest):
-            line = f"{where}: {_printable(name)} is no part of the store: nothing here reads it"
+            line = f"{where}: {_printable(name)} is not part of the store and is never read"
             console.print(line, soft_wrap=True)
         if not damages:
             sums = store.num_shards * len(store.schema.fields)
@@ -349,26 +339,44 @@ def _verify(options: Namespace, console: Console) -> int:
     return int(damaged)
 
 
-def _plan(options: Namespace, console: Console) -> int:
-    stores = {name: store.manifest for name, store in _stores(options.path).items()}
-    window = options.shuffle_window
-    if options.residency == "stream":
-        return _plan_windows(stores, _counts(options.devices), window, console)
-    if window is not None:
-        raise ValueError(f"shuffle_window={window}: it is planned for with residency='stream'")
+def _plan(
+    path: str,
+    *,
+    devices: str = "1..8",
+    memory: str = "80GiB",
+    memory_fraction: float = 0.7,
+    residency: Literal["auto", "stream"] = "auto",
+    shuffle_window: int | None = None,
+) -> int:
+    """Print which device would hold what.
+
+    Args:
+        path: Directory of a store, or of one store per split.
+        devices: Counts of devices, like 4 or 1..8.
+        memory: Memory of one device.
+        memory_fraction: Share of it that shards may take.
+        residency: auto, or stream for data larger than memory.
+        shuffle_window: Rows of a shard in a window of stream.
+    """
+    stores = {name: store.manifest for name, store in _stores(path).items()}
+    counts, console = _counts(devices), _make_console()
+    if residency == "stream":
+        return _plan_windows(stores, counts, shuffle_window, console)
+    if shuffle_window is not None:
+        raise ValueError(f"shuffle_window={shuffle_window}: give residency='stream' to plan for it")
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction={memory_fraction}: more than 0 and at most 1")
     total = sum(manifest.num_bytes for manifest in stores.values())
-    memory = parse_bytes(options.memory)
-    if not 0 < options.memory_fraction <= 1:
-        raise ValueError(f"memory_fraction={options.memory_fraction}: more than 0 and at most 1")
-    budget = int(memory * options.memory_fraction)
+    device_bytes = parse_bytes(memory)
+    budget = int(device_bytes * memory_fraction)
     table = Table(
         title=f"{format_bytes(total)} of {_printable(', '.join(stores))} on devices of"
-        f" {format_bytes(memory)}, {format_bytes(budget)} of each for shards",
+        f" {format_bytes(device_bytes)}, {format_bytes(budget)} of each for shards",
         title_justify="left",
     )
     for name in ("devices", "on devices", "in host memory", "fullest device", "fits", "rows"):
         table.add_column(name, justify="right")
-    for count in _counts(options.devices):
+    for count in counts:
         held = _held_bytes(stores, count, budget)
         anew = any(manifest.num_shards % count for manifest in stores.values())
         table.add_row(
@@ -382,7 +390,7 @@ def _plan(options: Namespace, console: Console) -> int:
     console.print(table)
     fewest = _fewest_devices(stores, budget)
     if fewest is None:
-        console.print(f"Even {_MOST_DEVICES} devices do not hold the data.")
+        console.print(f"Even {_MAX_DEVICES} devices do not hold the data.")
     else:
         console.print(f"The fewest devices that hold the data: {fewest}")
     return 0
@@ -399,7 +407,7 @@ def _plan_windows(
         " host memory for two windows",
         title_justify="left",
     )
-    names = ("devices", "store", "rows a shard", "rows mixed", "one process", "each of as many")
+    names = ("devices", "store", "rows per shard", "rows mixed", "one process", "one of as many")
     for name in (*names, "rows"):
         table.add_column(name, justify="left" if name == "store" else "right")
     for count in counts:
@@ -428,7 +436,7 @@ def _placed(
     window: int | None = None,
 ) -> Placement:
     with warnings.catch_warnings():
-        # That rows are dealt anew for some counts is a column of the table.
+        # Instead of a warning, the table has a column for counts that re-stripe the rows.
         warnings.simplefilter("ignore")
         sizes = {
             name: SplitSize.of(name, manifest, topology, window=window)
@@ -444,7 +452,7 @@ def _placed(
 
 
 def _held_bytes(stores: dict[str, Manifest], count: int, budget: int) -> list[int]:
-    """Bytes of shards on each of ``count`` devices under ``residency="auto"``."""
+    """Bytes of shards on each of ``count`` devices with ``residency="auto"``."""
     devices = tuple(torch.device("cuda", index) for index in range(count))
     held = [0] * count
     for shards in _placed(stores, DataTopology(devices), "auto", budget).held():
@@ -455,7 +463,7 @@ def _held_bytes(stores: dict[str, Manifest], count: int, budget: int) -> list[in
 
 def _fewest_devices(stores: dict[str, Manifest], budget: int) -> int | None:
     total = sum(manifest.num_bytes for manifest in stores.values())
-    most = min(_MOST_DEVICES, *(manifest.num_rows for manifest in stores.values()))
+    most = min(_MAX_DEVICES, *(manifest.num_rows for manifest in stores.values()))
     for count in range(max(1, -(-total // max(1, budget))), most + 1):
         if sum(_held_bytes(stores, count, budget)) == total:
             return count

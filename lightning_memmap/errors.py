@@ -1,7 +1,7 @@
-"""The errors of this package that are more than a wrong argument.
+"""The errors of this package.
 
-A wrong argument raises ValueError or TypeError. These say that something outside the call does
-not fit: the dataset, the store on disk, or the memory of the devices.
+A wrong argument raises ValueError or TypeError. The classes here say that something outside the
+call is wrong: the dataset, the store on disk, or the memory of the devices.
 """
 
 from numbers import Integral
@@ -10,8 +10,12 @@ from numbers import Integral
 def check_integer(name: str, value: object) -> None:
     """Check an argument that counts something.
 
+    Args:
+        name: Name of the argument.
+        value: Its value.
+
     Raises:
-        TypeError: It is no integer.
+        TypeError: The value is not an integer.
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: give an integer")
@@ -26,7 +30,7 @@ class SchemaError(MemmapError, TypeError):
 
 
 class DatasetError(MemmapError):
-    """A dataset failed at a row, is random, or is not the one that its store was built from."""
+    """A dataset failed at a row, is random, or is not the one in its store."""
 
 
 class StoreNotFoundError(MemmapError, FileNotFoundError):
@@ -34,20 +38,20 @@ class StoreNotFoundError(MemmapError, FileNotFoundError):
 
 
 class StoreError(MemmapError):
-    """A store is damaged, unsafe to open, or of a format that this version does not read."""
+    """A store is damaged, unsafe to open, or in a format that this version cannot read."""
 
 
 class PlacementError(MemmapError):
-    """The shards do not fit where the plan must put them."""
+    """The shards do not fit where the plan has to put them."""
 
 
 class UnsuitableModuleError(MemmapError, TypeError):
-    """A module cannot be trained under a strategy as it is."""
+    """A module cannot be trained under a strategy without a change."""
 
 
 class RankMismatchError(MemmapError):
-    """The processes of a run differ in what must be the same on all of them."""
+    """The processes of a run differ in something that must be the same on all of them."""
 
 
 class MemberError(MemmapError):
-    """Members that train independently failed; the others have come to their end."""
+    """Independently trained members failed; the others ran to their end."""

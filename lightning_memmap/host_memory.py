@@ -1,7 +1,7 @@
-"""How much memory of the host this process may still use, as its control groups limit it.
+"""How much host memory this process may still use, within the limits of its control groups.
 
-In a container the machine's free memory says little: the kernel ends a process that goes beyond
-the limit of its group, however much the machine has.
+In a container the free memory of the machine says little: the kernel kills a process that exceeds
+the limit of its group, however much memory the machine has.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-#: Where the kernel shows the control groups, and those that a process is in.
+#: The control groups, and the file that names those of this process.
 GROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
@@ -19,18 +19,20 @@ _VERSION_2 = "", "memory.max", "memory.current", ""
 
 
 def available_bytes() -> int:
-    """Bytes that this process can use without anything being swapped or killed.
+    """Measure the host memory that is available to this process.
 
-    Pages of files that the kernel can drop count as available.
+    Returns:
+        Bytes that this process can use before anything is swapped or killed. Pages of files that
+        the kernel can drop count as available.
     """
     return min([int(psutil.virtual_memory().available), *_left_in_groups()])
 
 
 def _left_in_groups() -> Iterator[int]:
-    """What each group with a limit leaves that this process is in, or that holds such a group."""
+    """The bytes left in each group with a limit that this process is in, ancestors included."""
     try:
         lines = MEMBERSHIP.read_text(encoding="utf-8").splitlines()
-    except OSError:  # No Linux, or no control groups.
+    except OSError:  # Not Linux, or no control groups.
         return
     for line in lines:
         number, _, rest = line.partition(":")
@@ -41,7 +43,7 @@ def _left_in_groups() -> Iterator[int]:
             version = _VERSION_1
         else:
             continue
-        # Inside a container, the groups above its own are not to be seen, and its own is the top.
+        # A container does not see the groups above its own, and its own is the top.
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):
             left = _left_in(GROUPS / version[0] / str(group).lstrip("/"), *version[1:])
             if left is not None:

@@ -1,4 +1,4 @@
-"""The process group at the end of a program."""
+"""Leaving the process group at the end of a program."""
 
 import atexit
 from functools import cache
@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 @cache
 def leave_gloo_at_exit() -> None:
-    """Leave a process group of gloo before the interpreter goes, at the exit of this program.
+    """Register the process to leave its gloo process group before the interpreter ends.
 
-    Lightning does that for NCCL alone. Threads of gloo that are there when the interpreter is gone
-    abort the process (SIGABRT) now and then, after all of its work was done.
+    Lightning does this for NCCL alone. Threads of gloo that outlive the interpreter occasionally
+    abort the process (SIGABRT), after all of its work is done. Calling this twice has no effect.
     """
     atexit.register(_leave_gloo)
 

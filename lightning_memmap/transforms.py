@@ -1,8 +1,8 @@
-"""Batch transforms: what runs on every batch, on the data device that took it.
+"""Batch transforms, which run on every batch, on the data device that fetched it.
 
-Any callable or module that maps a batch to a batch is a batch transform. `PerSample` makes one of
-a callable that maps a sample, and `OnSuperBatch` declares that one runs on the rows of all data
-devices together.
+Any callable or module that maps a batch to a batch is a batch transform. `PerSample` makes one
+from a callable that maps a sample, and `OnSuperBatch` declares that one runs on the rows of all
+data devices together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,27 +24,28 @@ __all__ = ["OnSuperBatch", "PerSample"]
 class PerSample:
     """Runs a per-sample callable on each row of a batch.
 
-    Without ``keywords`` the callable is given one sample in the structure of the batch, with
-    tensors as leaves on the batch's device, and returns one; the results are collated as
-    ``default_collate`` does.
+    Without ``keywords`` the callable receives one sample in the structure of the batch, with
+    tensors on the batch's device as leaves, and returns one. The results are collated as
+    ``default_collate`` does it.
 
-    With ``keywords`` it is called the way Albumentations wants it: with numpy arrays on the CPU
-    as keyword arguments, images with channels last, and it returns a mapping with the same keys.
-    What it returns goes back to the batch's device. Arrays of three dimensions are images with
-    channels last, which are put first; tensors, such as those of ``ToTensorV2``, stay as they are.
+    With ``keywords`` it is called as Albumentations expects: with numpy arrays on the CPU as
+    keyword arguments, images with channels last; it returns a mapping with the same keys. The
+    results go back to the batch's device. Arrays of three dimensions are taken for images with
+    channels last, and their channels are moved first; tensors, such as those of ``ToTensorV2``,
+    stay as they are.
 
-    A callable with random numbers of its own and a method ``set_random_seed``, as a ``Compose``
-    has since Albumentations 1.4.21, is seeded for each batch from torch's global generator, which
-    the loader seeds: so a run can be repeated and resumed exactly.
+    A callable that has its own random numbers and a method ``set_random_seed``, such as a
+    ``Compose`` since Albumentations 1.4.21, is seeded for each batch from torch's global
+    generator. The loader seeds that one, so a run can be repeated and resumed exactly.
 
     Args:
-        function: The per-sample callable, an Albumentations ``Compose`` for instance.
-        keywords: By keyword argument of the callable, the field it is given: the key, name or
-            position in the batch, levels joined by dots, such as ``{"image": "image", "mask":
-            "target.mask"}``. The batch must be of dicts and lists along these names.
+        function: The per-sample callable, for instance an Albumentations ``Compose``.
+        keywords: The field for each keyword argument of the callable: its key, name or position
+            in the batch, with levels joined by dots, such as ``{"image": "image", "mask":
+            "target.mask"}``. Along these names the batch must consist of dicts and lists.
 
     Raises:
-        TypeError: The function cannot be called.
+        TypeError: The function is not callable.
 
     Example:
         >>> halve = PerSample(lambda sample: [sample[0] / 2, sample[1]])
@@ -62,9 +63,15 @@ class PerSample:
     def __call__(self, batch: Any) -> Any:
         """Transform a batch of B rows.
 
+        Args:
+            batch: Tensors of shape (B, ...) in any nesting of containers.
+
+        Returns:
+            The transformed batch, with B rows, on the device of ``batch``.
+
         Raises:
-            KeyError: A field that ``keywords`` names is not in the batch, or not in a result.
-            TypeError: A result is None, or has None in it.
+            KeyError: A field that ``keywords`` names is missing from the batch or from a result.
+            TypeError: A result is None or contains None.
             ValueError: The results of two rows differ in structure, shape or dtype, or a result
                 is a tensor with channels last.
         """
@@ -91,8 +98,8 @@ class PerSample:
                 raise _none_error(self.function, row)
             if missing := [keyword for keyword in keywords if keyword not in result]:
                 raise KeyError(
-                    f"keywords: the result of row {row} has no {missing[0]!r}: it must have every"
-                    " key that it was called with"
+                    f"keywords: the result of row {row} has no {missing[0]!r}: return every key"
+                    " that the callable receives"
                 )
             results.append({keyword: _tensor_or_array(result[keyword]) for keyword in keywords})
         _check_alike(results, self.function)
@@ -108,11 +115,11 @@ class PerSample:
 
 
 def _check_alike(results: Sequence[Any], function: Callable[..., Any]) -> None:
-    """Check that the results of all rows can be collated without losing anything.
+    """Check that the results of all rows can be collated without loss.
 
     Raises:
-        TypeError: One is None, or has None in it.
-        ValueError: Two differ. The message names the row and the field.
+        TypeError: A result is None or contains None.
+        ValueError: Two results differ. The message names the row and the field.
     """
     for row, result in enumerate(results):
         for name, leaf in named_leaves(result):
@@ -140,7 +147,7 @@ def _none_error(function: Callable[..., Any], row: int, name: str = "") -> TypeE
     where = f" at {name}" if name else ""
     return TypeError(
         f"the per-sample callable {called} returned None{where} for row {row} of the batch:"
-        " let it return the transformed sample (is its return statement missing?)"
+        " return the transformed sample (is the return statement missing?)"
     )
 
 
@@ -191,13 +198,13 @@ def _replace(batch: Any, path: list[str], leaf: Tensor) -> Any:
 
 
 def _channels_last(leaf: Tensor) -> np.ndarray:
-    """Rows of (C, H, W) as (H, W, C); others as they are."""
+    """Rows of shape (C, H, W) as (H, W, C), other rows unchanged."""
     array: np.ndarray = leaf.cpu().numpy()
     return np.moveaxis(array, 1, -1) if array.ndim == 4 else array
 
 
 def _stack_tensors(keyword: str, rows: list[Tensor], field: Tensor) -> Tensor:
-    """Results that are tensors, as they are.
+    """Stack results that are tensors.
 
     Raises:
         ValueError: They are images with channels last.
@@ -207,18 +214,18 @@ def _stack_tensors(keyword: str, rows: list[Tensor], field: Tensor) -> Tensor:
         channels = field.shape[1]
         if leaf.shape[1] != channels and leaf.shape[-1] == channels:
             raise ValueError(
-                f"keywords: the result {keyword!r} is a tensor of shape {tuple(rows[0].shape)},"
-                f" with the {channels} channels last, and tensors have them first: use"
+                f"keywords: the result {keyword!r} is a tensor of shape {tuple(rows[0].shape)}"
+                f" with its {channels} channels last, but tensors need them first: use"
                 " ToTensorV2(transpose_mask=True), or return an array"
             )
     return leaf
 
 
 def _stack_arrays(rows: list[np.ndarray], ndim: int) -> Tensor:
-    """Results that are arrays, images with channels first.
+    """Stack results that are arrays; the channels of images are moved first.
 
     Args:
-        rows: One array per row, all alike.
+        rows: One array per row, all with the same shape and dtype.
         ndim: Dimensions of the field's batch.
     """
     array = np.stack(rows)

@@ -1,4 +1,4 @@
-"""Guards that every test runs under, the warnings that are not ours, and stores to share."""
+"""Guards around every test, warnings of other packages to ignore, and shared stores."""
 
 import functools
 import gc
@@ -10,7 +10,7 @@ from time import monotonic, sleep
 
 import pytest
 
-# Many processes on few cores. Before torch is imported, here and in all that tests start.
+# Many processes share few cores. Set before torch is imported, here and in what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -18,19 +18,19 @@ import torch
 from lightning_memmap.store import Store, build_store
 from tests.rows import NumberedRows
 
-#: Warnings of other packages that say nothing about ours. All others are errors.
+#: Warnings of other packages that say nothing about this one. All others are errors.
 _FOREIGN_WARNINGS = (
-    # Tests train for a few steps: less than Lightning's logging interval.
+    # Tests train for fewer steps than Lightning's logging interval.
     "ignore:The number of training batches .* is smaller than the logging interval",
-    # Tests run on the CPU also where there is more.
+    # Tests run on the CPU even if there is a GPU.
     "ignore:GPU available but not used",
-    # torch's loaders fork by default, also where Python would rather not.
+    # torch's loaders fork by default, which Python warns about.
     "ignore:This process .* is multi-threaded, use of fork",
-    # Several fits of one test write to one directory.
+    # Several fits of a test share a directory.
     "ignore:Checkpoint directory .* exists and is not empty",
-    # Stock loaders in tests have a few rows and need no worker process.
+    # torch's loaders in tests have a few rows and need no worker process.
     "ignore:The '.*_dataloader' does not have many workers",
-    # Modules of tests override hooks that data modules have too.
+    # Modules in tests override hooks that data modules have too.
     "ignore:You have overridden `.*` in `LightningModule` but have passed in a",
     # Lightning builds its tree specs from a torch class that torch has renamed.
     "ignore:.*isinstance\\(treespec, LeafSpec\\).* is deprecated",
@@ -66,10 +66,10 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def restore_interrupts() -> Iterator[None]:
-    """Programs that a test starts can be interrupted, as those that a user starts.
+    """Programs that a test starts can be interrupted, like those that a user starts.
 
-    They inherit it where SIGINT is ignored: by a shell that runs the tests in the background, or by
-    Lightning, which leaves it so once it was interrupted.
+    Otherwise they would inherit an ignored SIGINT from a shell that runs the tests in the
+    background, or from Lightning, which ignores it after an interrupt.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -104,9 +104,9 @@ def _threads() -> set[threading.Thread]:
 
 @pytest.fixture
 def quick_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Several check runs in a moment: they look for the parameters among all objects of a process,
-    and those that were there before are left out."""
-    # What seed_everything leaves in the environment is taken back.
+    """Makes short runs fast that search all objects of the process for parameters: the search
+    leaves out the objects that exist already."""
+    # Restores the variables that seed_everything sets.
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     gc.collect()
@@ -117,8 +117,7 @@ def quick_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def numbered_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Store]:
-    """Stores of numbered rows, by number of rows, of shards and of more bytes in each row; each
-    is built once."""
+    """Builds stores of numbered rows, by rows, shards and extra bytes per row, each one once."""
     directory = tmp_path_factory.mktemp("numbered")
 
     @functools.cache

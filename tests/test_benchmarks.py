@@ -1,4 +1,4 @@
-"""Benchmark programs for machines that the tests do not run on: they run, and they say so."""
+"""The benchmark program for GPUs, on a machine without one."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
         env={
             **os.environ,
             "PYTHONPATH": str(PROGRAM.parents[2]),
-            # Whatever this machine has.
+            # Even if this machine has GPUs.
             "CUDA_VISIBLE_DEVICES": "",
         },
         capture_output=True,
@@ -32,7 +32,7 @@ def test_gpu_benchmark_without_gpu_fails_and_says_so() -> None:
     assert not done.stdout
 
 
-def test_gpu_benchmark_on_a_cpu_runs_and_says_what_it_is_not() -> None:
+def test_gpu_benchmark_on_a_cpu_runs_and_says_that_it_measures_no_gpu() -> None:
     done = run("--device", "cpu", "--mib", "1", "--rounds", "1", "--batch", "64", "--width", "4")
     assert done.returncode == 0, done.stderr
     assert "nothing of a GPU" in done.stdout

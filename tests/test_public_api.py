@@ -1,7 +1,8 @@
-"""What users rely on: names and signatures that change on purpose alone, and a quiet import."""
+"""What users rely on: public names, signatures, and an import without side effects."""
 
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_memmap.strategies import (
     SuperBatchDDPStrategy,
     SuperBatchStrategy,
 )
+from tests.preloaded import python
 
 NAMES = {
     "lightning_memmap": [
@@ -32,15 +34,32 @@ NAMES = {
     "lightning_memmap.callbacks": ["MemoryTrace", "PredictionTable", "RunSummary"],
     "lightning_memmap.compare": ["advise", "compare"],
     "lightning_memmap.loading": [
-        "DeviceLoader",
         "BatchLoader",
+        "DeviceLoader",
+        "EpochRows",
         "OnSuperBatch",
-        "ResidentRows",
+        "RowSource",
         "SplitRows",
         "SuperBatch",
         "SuperBatchLoader",
         "has_streams",
         "load_split",
+    ],
+    "lightning_memmap.sampling": [
+        "BatchSchedule",
+        "BlockShuffledSampler",
+        "Integers",
+        "RowSubset",
+        "Sampler",
+        "SequentialSampler",
+        "Shards",
+        "ShuffledSampler",
+        "Windows",
+        "default_window",
+        "derive_seed",
+        "shard_rows",
+        "shard_starts",
+        "striping",
     ],
     "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
     "lightning_memmap.strategies": [
@@ -83,6 +102,7 @@ DATA_MODULE = {
     "num_parts": None,
     "member": None,
     "shuffle_window": None,
+    "sampler": None,
 }
 
 STRATEGY = {
@@ -175,12 +195,12 @@ def test_datasets_alone_are_positional() -> None:
     assert keyword_only == list(DATA_MODULE)[4:]
 
 
-def test_package_says_that_it_is_typed() -> None:
+def test_package_is_marked_as_typed() -> None:
     assert (Path(lightning_memmap.__file__).parent / "py.typed").is_file()
 
 
-#: Run by a fresh interpreter, first for what the package imports, then for the package itself:
-#: what that one opens, starts and changes is then its own doing.
+#: Run by a new interpreter. It imports the dependencies first, so that all that is seen afterwards
+#: to be opened, started or changed is the work of the package itself.
 WATCH = """
 import importlib, os, sys, threading
 
@@ -236,8 +256,9 @@ assert dict(StrategyRegistry) == before
 assert all(name in before for name, *_ in registry.STRATEGIES)
 """
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", program],
+        [python(), "-W", "error", "-c", program],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(lightning_memmap.__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=120,

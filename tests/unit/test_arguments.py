@@ -1,4 +1,4 @@
-"""The command line where a user was mistaken: a line or two, and the nearest right name."""
+"""Mistakes on the command line: an error of a line or two, with the nearest right name."""
 
 import copy
 import os
@@ -14,7 +14,7 @@ import yaml
 from lightning_memmap.cli import main
 
 pytestmark = [
-    # LightningCLI calls what jsonargparse has renamed.
+    # LightningCLI uses names that jsonargparse has changed.
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
 ]
 POINTS = {"class_path": "tests.models.Points", "init_args": {"num_rows": 40}}
@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
 
 
 class Command:
-    """Runs ``lightning-memmap`` in this process and keeps what it printed."""
+    """Runs ``lightning-memmap`` in this process and keeps its output."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         self._capsys, self._folder = capsys, folder
@@ -48,10 +48,10 @@ class Command:
         return end.value.code
 
     def config(self, *path: str, **values: Any) -> Path:
-        """A config that is right, but for what is changed at a path."""
+        """A valid config, except for the values that are changed at a path."""
         config = copy.deepcopy(CONFIG)
         config["data"]["init_args"]["store_dir"] = str(self._folder / "stores")
-        # Where the config of a run is saved.
+        # The config of a run is saved here.
         config["trainer"]["default_root_dir"] = str(self._folder / "run")
         place = config
         for key in path:
@@ -67,7 +67,7 @@ def command(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Command:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    # LightningCLI warns where there are other arguments as well.
+    # LightningCLI warns if there are other arguments as well.
     monkeypatch.setattr(sys, "argv", ["lightning-memmap"])
     monkeypatch.chdir(tmp_path)
     return Command(capsys, tmp_path)
@@ -94,7 +94,7 @@ DATA = ("data", "init_args")
         (("trainer",), {"strategy": "memmap_superbach"}, "'memmap_superbatch'"),
     ],
 )
-def test_misspelt_name_in_a_config_is_told_with_the_nearest(
+def test_misspelt_name_in_a_config_suggests_the_nearest(
     command: Command, path: tuple[str, ...], values: dict[str, Any], words: str
 ) -> None:
     assert command("fit", "--config", command.config(*path, **values)) == 2
@@ -117,7 +117,7 @@ def test_misspelt_name_in_a_config_is_told_with_the_nearest(
         (["advise", "--node_bandwith", "3GB"], "'node_bandwidth'"),
     ],
 )
-def test_misspelt_name_on_the_command_line_is_told_with_the_nearest(
+def test_misspelt_name_on_the_command_line_suggests_the_nearest(
     command: Command, arguments: list[str], words: str
 ) -> None:
     assert command(*arguments) == 2
@@ -125,7 +125,7 @@ def test_misspelt_name_on_the_command_line_is_told_with_the_nearest(
     assert command.err.count("\n") == 2
 
 
-def test_value_of_another_type_is_told(command: Command) -> None:
+def test_value_of_another_type_is_refused(command: Command) -> None:
     assert command("fit", "--config", command.config("trainer", max_epochs="many")) == 2
     assert "trainer.max_epochs" in command.err
     assert "int" in command.err
@@ -140,16 +140,16 @@ def test_value_of_another_type_is_told(command: Command) -> None:
         ((*DATA, "train_dataset", "init_args"), "num_rows", "int"),
     ],
 )
-def test_value_of_another_type_within_a_class_is_told(
+def test_value_of_another_type_within_a_class_is_refused(
     command: Command, path: tuple[str, ...], name: str, words: str
 ) -> None:
     assert command("fit", "--config", command.config(*path, **{name: "six"})) == 2
     assert f"\"{name}\": Expected a <class '{words}'>. Got value: six\n" in command.err
-    # What the other member of the union would have been is no reason.
+    # The type of the other member of the union is not a reason.
     assert "NoneType" not in command.err
 
 
-def test_value_of_another_type_of_a_dataset_to_build_is_told(
+def test_value_of_another_type_of_a_dataset_to_build_is_refused(
     command: Command, tmp_path: Path
 ) -> None:
     dataset = ("--dataset", "tests.models.Points", "--dataset.num_rows", "ok")
@@ -161,11 +161,11 @@ def test_value_of_another_type_of_a_dataset_to_build_is_told(
     ("content", "words"),
     [
         (b"", "a config is empty"),
-        (b"words\n", "a config holds no options but 'words'"),
-        (b"\xff\xfe", "strange.yaml' is no text file in UTF-8"),
+        (b"words\n", "a config has no options, only 'words'"),
+        (b"\xff\xfe", "strange.yaml' is not a text file in UTF-8"),
     ],
 )
-def test_config_without_options_is_told(
+def test_config_without_options_is_refused(
     command: Command, tmp_path: Path, content: bytes, words: str
 ) -> None:
     (tmp_path / "strange.yaml").write_bytes(content)
@@ -182,7 +182,7 @@ def test_config_without_options_is_told(
         (DATA, {"batch_size": "six"}, "Got value: six"),
     ],
 )
-def test_mistake_in_the_config_of_a_comparison_is_told_before_anything_runs(
+def test_mistake_in_the_config_of_a_comparison_is_reported_before_anything_runs(
     command: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -206,24 +206,24 @@ def test_second_config_of_a_comparison_is_refused(command: Command, task: str) -
     assert "--print_config" in command.err
 
 
-def test_config_of_a_run_before_is_not_overwritten(
+def test_config_of_an_earlier_run_is_not_overwritten(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # Without a logger, the config would be saved in this folder, over the very file that is read.
+    # Without a logger, the config would be saved in this folder, over the very file it came from.
     config = command.config("trainer", default_root_dir=None)
     before = config.read_bytes()
     assert command("fit", "--config", config) == 1
     *_, first, second = command.err.splitlines()
     assert first == (
-        f"error: the config of this run would be saved as {config}, which is there already:"
+        f"error: the config of this run would be saved as {config}, which exists already:"
     )
     assert "--trainer.default_root_dir" in second
     assert "Traceback" not in command.err
     assert config.read_bytes() == before
 
 
-def test_config_that_cannot_be_read_is_told(command: Command, tmp_path: Path) -> None:
+def test_config_that_cannot_be_read_is_refused(command: Command, tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("a: [1\nb: }")
     for name in ("nowhere.yaml", "broken.yaml"):
         assert command("fit", "--config", tmp_path / name) == 2
@@ -233,29 +233,29 @@ def test_config_that_cannot_be_read_is_told(command: Command, tmp_path: Path) ->
         assert "Traceback" not in command.err
 
 
-def told(command: Command) -> str:
-    """The last line, and no traceback."""
+def last_line(command: Command) -> str:
+    """The last line of an error, which has no traceback."""
     assert "Traceback" not in command.err
     return command.err.splitlines()[-1]
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
-def test_mistake_that_training_finds_is_told_without_a_traceback(
+def test_mistake_that_training_finds_is_reported_without_a_traceback(
     command: Command, tmp_path: Path
 ) -> None:
     assert command("fit", "--config", command.config(*DATA, batch_size=0)) == 1
-    assert told(command).startswith("error: batch_size=0")
+    assert last_line(command).startswith("error: batch_size=0")
     assert command("fit", "--config", command.config(*DATA, train_dataset=None)) == 1
-    assert told(command).startswith("error: ")
+    assert last_line(command).startswith("error: ")
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "stores" / "train").mkdir(parents=True)
     (tmp_path / "stores" / "train" / "manifest.json").write_text("{}")
     assert command("fit", "--config", command.config(*DATA, train_dataset=None)) == 1
-    assert told(command).startswith("error: ")
+    assert last_line(command).startswith("error: ")
 
 
 @pytest.mark.parametrize("arguments", [[], ["fit"], ["store"], ["store", "plan"], ["compare"]])
-def test_help_is_still_there(command: Command, arguments: list[str]) -> None:
+def test_help_prints_the_usage(command: Command, arguments: list[str]) -> None:
     assert command(*arguments, "--help") == 0
     assert "usage: " in command.out
     assert command.err == ""
@@ -268,7 +268,7 @@ def raising(error: BaseException) -> Callable[..., int]:
     return run
 
 
-def test_interrupt_ends_in_a_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_prints_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_memmap.cli.advise", raising(KeyboardInterrupt()))
     assert command("advise") == 130
     assert command.err == "interrupted\n"
@@ -282,7 +282,7 @@ def test_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, error: Excepti
 
 
 @pytest.mark.usefixtures("command")
-def test_reader_who_has_seen_enough_ends_the_command(
+def test_closed_output_ends_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments in (["--help"], ["store", "--help"], ["advise", "--help"]):

@@ -1,4 +1,4 @@
-"""The command's ``store`` part: what it prints, and how it ends."""
+"""The command ``lightning-memmap store``: what it prints, and its exit codes."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ POINTS = ("--dataset", "tests.models.Points", "--dataset.num_rows", "60")
 
 
 class Command:
-    """Runs ``lightning-memmap store`` in this process and keeps what it printed."""
+    """Runs ``lightning-memmap store`` in this process and keeps its output."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -33,7 +33,7 @@ class Command:
         return end.value.code
 
     def table(self) -> list[list[str]]:
-        """The cells of the rows of the table that was printed."""
+        """The cells of the printed table, row by row."""
         lines = [line for line in self.out.splitlines() if line.startswith("│")]
         return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
 
@@ -103,7 +103,7 @@ class TestInfo:
         assert str(store_path) in command.out
         for words in ("60 rows", "24 shards", "tests.models.Points"):
             assert words in command.out
-        # Bytes of a shard are those of the largest.
+        # The bytes per shard are those of the largest shard.
         assert command.table() == [
             ["row", "int64", "()", "tensor", "8", "480 B", "24 B"],
             ["x", "float32", "(8,)", "tensor", "32", "1.9 KiB", "96 B"],
@@ -138,13 +138,13 @@ class TestInfo:
         (store_path.parent / "notes").mkdir()
         assert command("info", store_path.parent) == 0
         assert str(store_path) in command.out
-        assert command.err == f"skipped {store_path.parent / 'notes'}: it is no store\n"
+        assert command.err == f"skipped {store_path.parent / 'notes'}: it is not a store\n"
 
 
 class TestVerify:
-    def test_verify_of_a_whole_store_passes(self, command: Command, store_path: Path) -> None:
+    def test_verify_of_an_intact_store_passes(self, command: Command, store_path: Path) -> None:
         assert command("verify", store_path) == 0
-        # A sum for each of the 24 shards of three fields.
+        # One checksum for each of the 24 shards of three fields.
         assert f"{store_path}: all 72 checksums match" in command.out
 
     def test_verify_of_a_damaged_store_names_shard_and_field(
@@ -167,14 +167,14 @@ class TestVerify:
         assert command("verify", path) == 1
         assert f"field 'x', shard 0 is damaged ({path}" in command.out
 
-    def test_verify_names_what_is_no_part_of_the_store(
+    def test_verify_names_files_that_are_not_part_of_the_store(
         self, command: Command, store_path: Path
     ) -> None:
         (store_path / "meta.json").write_text("{}")
         (store_path / "a\x1b[2Jb").touch()
         assert command("verify", store_path) == 0
-        assert f"{store_path}: meta.json is no part of the store" in command.out
-        assert "a?[2Jb is no part of the store" in command.out
+        assert f"{store_path}: meta.json is not part of the store" in command.out
+        assert "a?[2Jb is not part of the store" in command.out
         assert "checksums match" in command.out
 
     def test_verify_of_splits_goes_on_after_a_damaged_one(
@@ -199,7 +199,7 @@ class TestVerify:
 
 
 def like_markup(path: Path) -> Path:
-    """Move a store to a path with markup in it, a closing tag among it."""
+    """Move a store to a path that contains markup, with a closing tag."""
     folder = path.with_name("[")
     folder.mkdir()
     return path.rename(folder / "][red]")
@@ -215,7 +215,7 @@ def flip_byte(path: Path, offset: int) -> None:
 
 @pytest.fixture
 def splits(tmp_path: Path) -> Path:
-    """A folder of three stores, of which the one in the middle cannot be read."""
+    """A folder of three stores, the middle one of which cannot be read."""
     for name in ("test", "train", "val"):
         build_store(Points(60), tmp_path / "splits" / name, progress=False)
     (tmp_path / "splits" / "train" / "manifest.json").write_text("{")
@@ -248,7 +248,7 @@ class TestFolder:
 
     @pytest.mark.parametrize("task", ["info", "verify", "plan"])
     @pytest.mark.parametrize("arguments", [(), ("--residency", "stream")], ids=["auto", "stream"])
-    def test_name_with_codes_of_a_terminal_is_printed_without_them(
+    def test_terminal_codes_in_a_name_are_not_printed(
         self, command: Command, store_path: Path, task: str, arguments: tuple[str, ...]
     ) -> None:
         path = store_path.rename(store_path.parent / "a\x1b[2J\nb")
@@ -273,7 +273,7 @@ class TestPlan:
             ["2", "1.3 KiB", "1.3 KiB", "660 B", "no", "as stored"],
             ["3", "1.8 KiB", "792 B", "616 B", "no", "as stored"],
             ["4", "2.6 KiB", "0 B", "660 B", "yes", "as stored"],
-            ["5", "2.6 KiB", "0 B", "528 B", "yes", "dealt anew"],
+            ["5", "2.6 KiB", "0 B", "528 B", "yes", "re-striped"],
         ]
         assert "The fewest devices that hold the data: 4" in command.out
 
@@ -284,10 +284,10 @@ class TestPlan:
         assert command("plan", ".", "--devices", "1") == 0
         assert f"2.6 KiB of {store_path.name} on devices" in command.out
 
-    def test_plan_names_the_fewest_devices_that_really_hold_the_data(
+    def test_plan_names_the_fewest_devices_that_hold_the_data(
         self, command: Command, store_path: Path
     ) -> None:
-        # Seven times 380 bytes are enough for all 2640, but 9 of the 60 rows would be on device 0.
+        # Seven times 380 bytes are more than all 2640, but 9 of the 60 rows would be on device 0.
         assert command("plan", store_path, "--memory", "380", "--memory_fraction", "1") == 0
         assert [row[4] for row in command.table()] == ["no"] * 7 + ["yes"]
         assert "The fewest devices that hold the data: 8" in command.out
@@ -302,7 +302,7 @@ class TestPlan:
 
     def test_plan_where_nothing_fits_says_so(self, command: Command, store_path: Path) -> None:
         assert command("plan", store_path, "--memory", "40", "--devices", "60") == 0
-        assert command.table() == [["60", "0 B", "2.6 KiB", "0 B", "no", "dealt anew"]]
+        assert command.table() == [["60", "0 B", "2.6 KiB", "0 B", "no", "re-striped"]]
         assert "do not hold the data" in command.out
 
     def test_plan_of_windows_shows_the_memory_for_two(
@@ -311,15 +311,15 @@ class TestPlan:
         arguments = ("--residency", "stream", "--shuffle_window", "2", "--devices")
         assert command("plan", store_path, *arguments, "1..3") == 0
         assert "2.6 KiB of points read window by window" in command.out
-        # Two windows of 2 rows of 44 bytes of each of 24 shards, 4224 bytes: over the processes.
+        # Two windows of 2 rows of 44 bytes of each of 24 shards: 4224 bytes over all processes.
         assert command.table() == [
             ["1", "points", "2", "48", "4.1 KiB", "4.1 KiB", "as stored"],
             ["2", "points", "2", "48", "4.1 KiB", "2.1 KiB", "as stored"],
             ["3", "points", "2", "48", "4.1 KiB", "1.4 KiB", "as stored"],
         ]
         assert command("plan", store_path, *arguments, "5") == 0
-        assert command.table() == [["5", "points", "2", "50", "4.3 KiB", "880 B", "dealt anew"]]
-        # A window is no longer than a shard, of 3 rows here.
+        assert command.table() == [["5", "points", "2", "50", "4.3 KiB", "880 B", "re-striped"]]
+        # A window is no longer than a shard, which has 3 rows here.
         assert command("plan", store_path, "--residency", "stream", "--devices", "1") == 0
         assert command.table()[0][3:5] == ["60", "6.2 KiB"]
 
@@ -335,7 +335,7 @@ class TestPlan:
             (("--memory_fraction", "0"), "memory_fraction=0"),
             (("--memory_fraction", "1.5"), "memory_fraction=1.5"),
             (("--devices", "61"), "60 rows for 61 data devices"),
-            (("--shuffle_window", "8"), "shuffle_window=8: it is planned for with residency"),
+            (("--shuffle_window", "8"), "shuffle_window=8: give residency='stream' to plan for it"),
             (("--residency", "stream", "--shuffle_window", "0"), "shuffle_window=0: at least 1"),
             (("--residency", "stream", "--devices", "61"), "60 rows for 61 data devices"),
         ],
@@ -349,11 +349,11 @@ class TestPlan:
 
 
 class TestConfig:
-    def test_config_takes_residency_and_window(self, tmp_path: Path) -> None:
+    def test_config_accepts_residency_and_window(self, tmp_path: Path) -> None:
         config = tmp_path / "stream.yaml"
         config.write_text("data:\n  init_args:\n    residency: stream\n    shuffle_window: 8\n")
         root = Path(__file__).parents[2]
-        # A program of its own: the examples import what changes the environment.
+        # In another process, since the examples import packages that change the environment.
         program = subprocess.run(
             [
                 *(python(), "-m", "lightning_memmap", "fit", "--print_config"),
@@ -397,7 +397,7 @@ class TestProgram:
         assert done.stderr.startswith("error: no store at")
         assert done.stdout == ""
 
-    def test_dataset_in_the_users_folder_is_found(
+    def test_dataset_in_the_working_directory_is_found(
         self, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "own_dataset.py").write_text(

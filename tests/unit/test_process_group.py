@@ -1,8 +1,10 @@
-"""The process group at the end of a program."""
+"""Leaving the process group at the end of a program."""
 
+import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.preloaded import python
 
 PROGRAM = """
 import atexit, sys
@@ -18,10 +20,11 @@ if sys.argv[1] == "in":
 """
 
 
-def test_program_leaves_a_gloo_group_before_its_interpreter_goes(tmp_path: Path) -> None:
+def test_program_leaves_a_gloo_group_before_its_interpreter_ends(tmp_path: Path) -> None:
     for way in ("in", "out"):
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, way, str(tmp_path / way)],
+            [python(), "-c", PROGRAM, way, str(tmp_path / way)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             capture_output=True,
             text=True,
             timeout=120,

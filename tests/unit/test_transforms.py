@@ -177,7 +177,7 @@ class TestKeywords:
             lambda mask: {"mask": torch.from_numpy(mask)}, keywords={"mask": "mask"}
         )
         message = (
-            r"'mask' is a tensor of shape \(4, 5, 3\), with the 3 channels last.*transpose_mask"
+            r"'mask' is a tensor of shape \(4, 5, 3\) with its 3 channels last.*transpose_mask"
         )
         with pytest.raises(ValueError, match=message):
             transform({"mask": images()})
