@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memmap._compat.modules import before_transfer, divert_batches, end_diversion
+from lightning_memmap.costs import Cluster, Costs, Workload
 from lightning_memmap.loading import DeviceLoader, SuperBatch, SuperBatchLoader
 from lightning_memmap.strategies._devices import LocalDevices
 from lightning_memmap.strategies.in_parts.manual import ActsOnce, StandIns
@@ -212,3 +213,20 @@ class DataParallelStrategy(StepsInParts):
     def _join(self, values: list[Any]) -> Any:
         # Outside of a step there is one caller.
         return values[0] if self._shares is None else self._shares.join(values)
+
+    @classmethod
+    def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
+        """A replica on every device. The root device receives the gradients of all others, and
+        sends them the parameters, one after the other."""
+        rows = num_rows / cluster.size
+        moved = (cluster.size - 1) * (work.gradient_bytes + work.parameter_bytes)
+        return Costs.of(
+            work,
+            num_rows=rows,
+            step_s=work.fixed_s
+            + cluster.compute_s(work, rows, busy=cluster.devices)
+            + moved / cluster.bandwidth,
+            moved_bytes=moved,
+            num_row_devices=cluster.size,
+            obstacle=cluster.one_node,
+        )

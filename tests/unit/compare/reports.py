@@ -7,8 +7,9 @@ from lightning_memmap.compare.arms import parse_arms
 from lightning_memmap.compare.clock import PARTS
 from lightning_memmap.compare.launch import RunResult
 from lightning_memmap.compare.parity import Parity
-from lightning_memmap.compare.report import Report, ScalingPoint
 from lightning_memmap.compare.results import ArmResult, cost_of, holding_of
+
+from lightning_memmap.compare.report import Report, ScalingPoint
 
 GLOBAL_BATCH, STEPS = 32, 10
 FACTS = {"global_batch": GLOBAL_BATCH}

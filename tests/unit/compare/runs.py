@@ -7,15 +7,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch.utils.data import Dataset
-
-from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.arms import parse_arms
 from lightning_memmap.compare.child import prepare, train, train_arm, trainer_options
 from lightning_memmap.compare.launch import RunResult
 from lightning_memmap.compare.parity import Check, Parity, judge
 from lightning_memmap.compare.rows import expected_hashes
 from lightning_memmap.compare.spec import RunKind, RunSpec
+from torch.utils.data import Dataset
+
+from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import open_store
 from tests.models import Points, Regression

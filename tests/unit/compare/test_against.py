@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from lightning_memmap.compare import command, compare
 from lightning_memmap.compare.against import compare_reports, judge_change
 from lightning_memmap.compare.html import render_html
+
+from lightning_memmap.compare import command, compare
 from lightning_memmap.compare.report import Report, read_report
 from tests.unit.compare.reports import make_arm, make_report
 

@@ -1,7 +1,6 @@
 """Arms: their names, what they are made of, and why they cannot run."""
 
 import pytest
-
 from lightning_memmap.compare.arms import (
     Arm,
     Feed,
@@ -10,6 +9,7 @@ from lightning_memmap.compare.arms import (
     every_arm,
     parse_arms,
 )
+
 from lightning_memmap.strategies import STRATEGIES
 
 CPU = Machine("cpu", 2)

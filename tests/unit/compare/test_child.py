@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from lightning_memmap.compare.child import prepare, train
 from lightning_memmap.compare.clock import PARTS
 from lightning_memmap.compare.parity import Check, Parity, judge
 from lightning_memmap.compare.spec import RunSpec
+
 from tests.unit.compare import runs
 from tests.unit.compare.runs import (
     PARAMETERS,

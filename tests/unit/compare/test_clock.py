@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-
-from lightning_memmap.compare import clock as clock_module
 from lightning_memmap.compare.clock import PARTS, StepClock
 from lightning_memmap.compare.measure import synchronizer
+
+from lightning_memmap.compare import clock as clock_module
 
 
 @pytest.fixture

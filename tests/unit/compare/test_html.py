@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from lightning_memmap.compare.html import render_html
+
 from lightning_memmap.compare.report import Report
 from tests.unit.compare.reports import make_arm, make_parity, make_report
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from lightning_memmap.compare.launch import run
 from lightning_memmap.compare.spec import RunSpec, shared_config
 

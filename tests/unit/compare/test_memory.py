@@ -7,10 +7,10 @@ from collections.abc import Callable
 import psutil
 import pytest
 import torch
-from torch import nn
-
 from lightning_memmap.compare.memory import model_bytes, process_memory, resident_bytes
 from lightning_memmap.compare.movement import Movement, MovementRecorder, sent_bytes
+from torch import nn
+
 from lightning_memmap.placement import DataTopology, plan_placement
 from lightning_memmap.store import Store
 

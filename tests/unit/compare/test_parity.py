@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from lightning_memmap.compare.parity import Check, global_losses, judge
 
 EXPECTED = [11, 22, 33]

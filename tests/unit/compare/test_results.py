@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from lightning_memmap.compare.arms import parse_arms
 from lightning_memmap.compare.clock import PARTS
-from lightning_memmap.compare.report import Report, read_report
 from lightning_memmap.compare.results import Edge, Spread, cost_of, holding_of
+
+from lightning_memmap.compare.report import Report, read_report
 from tests.unit.compare.reports import (
     FACTS,
     GLOBAL_BATCH,

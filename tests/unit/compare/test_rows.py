@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from lightning_memmap.compare.rows import Tap, expected_hashes, hash_batch, hash_rows
 from torch import Tensor, nn
 
-from lightning_memmap.compare.rows import Tap, expected_hashes, hash_batch, hash_rows
 from lightning_memmap.sampling import BatchSchedule, Stream
 from lightning_memmap.store import Store
 from lightning_memmap.strategies.in_parts.shares import deal

@@ -1,4 +1,4 @@
-"""Rows as numbers: hashes that add up from devices to processes to the global batch."""
+"""Row hashes: they add up from data devices to processes to the global batch."""
 
 import copy
 import inspect
@@ -11,17 +11,15 @@ import xxhash
 from torch import Tensor, nn
 
 from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
-from lightning_memmap.sampling import BatchSchedule, Stream, shard_starts
-from lightning_memmap.store import Store
 
-_MODULUS = 2**64
+MODULUS = 2**64
 
 
 def hash_rows(leaves: list[Tensor]) -> int:
     """The sum over rows, modulo 2**64, of XXH3 over the bytes of all leaves of a row.
 
-    A sum does not depend on the order of rows, and those of two halves of a batch add up to that
-    of the batch. A row that comes twice, or is missing, changes it.
+    The sum does not depend on the order of rows, and the sums of two halves of a batch add up to
+    that of the batch. A row that is repeated or missing changes it.
 
     Args:
         leaves: Tensors of shape (B, ...), on any device.
@@ -33,7 +31,7 @@ def hash_rows(leaves: list[Tensor]) -> int:
         for column in columns:
             digest.update(column[row].data)
         total += digest.intdigest()
-    return total % _MODULUS
+    return total % MODULUS
 
 
 def _bytes(leaf: Tensor) -> np.ndarray:
@@ -49,31 +47,11 @@ def leaves_of(batch: Any) -> list[Tensor]:
 
 def hash_batch(batch: Any) -> int:
     """`hash_rows` of a batch, or of the batches of a super-batch together."""
-    return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % _MODULUS
+    return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % MODULUS
 
 
-def expected_hashes(store: Store, stream: Stream, plan: BatchSchedule, num_steps: int) -> list[int]:
-    """The hash of each global batch from the first epoch on, read from the store by the order.
-
-    Nothing here has passed a loader: this is what every arm is held to.
-    """
-    return [
-        hash_rows([tensor.index_select(0, places) for tensor in store.tensors])
-        for places in _places(store, stream, plan, num_steps)
-    ]
-
-
-def _places(store: Store, stream: Stream, plan: BatchSchedule, num_steps: int) -> Iterator[Tensor]:
-    starts = shard_starts(store.num_rows, store.num_shards)
-    for index in range(num_steps):
-        epoch, step = divmod(index, len(plan))
-        shards, offsets = stream.at(epoch, range(*plan.bounds(step)))
-        rows = offsets * stream.num_shards + shards
-        yield torch.from_numpy(starts[rows % store.num_shards] + rows // store.num_shards)
-
-
-class NotedLoader:
-    """A loader that notes the hash of each batch before it hands it out.
+class HashedLoader:
+    """A loader that notes the hash of each batch before it yields it.
 
     Args:
         loader: What gives the batches.
@@ -97,8 +75,8 @@ class NotedLoader:
         return getattr(self._loader, name)
 
 
-class Tap(nn.Module):
-    """A batch transform that notes the hash of the rows it is given, before it changes them.
+class HashedTransform(nn.Module):
+    """A batch transform that notes the hash of its rows before it changes them.
 
     Args:
         transform: What to do with the batch.
@@ -114,15 +92,15 @@ class Tap(nn.Module):
         self._wants_generator = _has_generator(function)
 
     def forward(self, batch: Any, generator: torch.Generator) -> Any:
-        """Note the rows, and hand the batch on."""
+        """Note the rows and transform them."""
         self._note(hash_batch(batch))
         if self._wants_generator:
             return self.transform(batch, generator=generator)
         return self.transform(batch)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Tap":
-        # All copies, one for each data device, note into one list.
-        other = Tap(copy.deepcopy(self.transform, memo), [])
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HashedTransform":
+        # All copies, one for each data device, append to one list.
+        other = HashedTransform(copy.deepcopy(self.transform, memo), [])
         other._note = self._note
         return other
 

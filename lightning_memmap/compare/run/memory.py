@@ -1,4 +1,4 @@
-"""Memory of processes and devices, and what of it belongs to the model."""
+"""Memory of processes, devices and the model; energy of devices."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,35 +10,22 @@ from torch import Tensor
 
 from lightning_memmap._compat.tensors import dense_parts, storage_key
 from lightning_memmap.callbacks.memory_trace import live_parameters
-from lightning_memmap.placement import Placement
-from lightning_memmap.sampling import shard_rows
+from lightning_memmap.compare.report.records import DevicePeak, ModelBytes, ProcessMemory
 
 
-def process_memory(excluded: Iterable[int] = ()) -> list[dict[str, int]]:
-    """Memory of this process and of its children, in bytes, as Linux accounts for it.
-
-    Args:
-        excluded: Process ids that are left out.
-
-    Returns:
-        For each process its ``pid`` and ``parent``, and ``rss``, ``own`` (pages of it alone) and
-        ``shared`` (the rest, such as the pages of a mapped store or of libraries). Where own pages
-        cannot be told, ``own`` is -1.
-    """
+def process_memory() -> tuple[ProcessMemory, ...]:
+    """Memory of this process and of its child processes."""
     me = psutil.Process()
     found = []
     for process in (me, *me.children(recursive=True)):
         try:
             memory = process.memory_full_info()
-            rss, own, parent = memory.rss, getattr(memory, "uss", -1), process.ppid()
+            found.append(
+                ProcessMemory(process.pid, process.ppid(), memory.rss, getattr(memory, "uss", None))
+            )
         except psutil.Error:  # It has just ended, or is not ours to look at.
             continue
-        if process.pid not in set(excluded):
-            shared = rss - own if own >= 0 else -1
-            found.append(
-                {"pid": process.pid, "parent": parent, "rss": rss, "own": own, "shared": shared}
-            )
-    return found
+    return tuple(found)
 
 
 def _uses_cuda() -> bool:
@@ -53,26 +40,24 @@ def reset_device_peaks() -> None:
             torch.cuda.reset_peak_memory_stats(index)
 
 
-def device_peaks() -> dict[str, dict[str, int]]:
-    """By CUDA device, the peak bytes since `reset_device_peaks`, allocated and reserved. Devices
-    that this process did not use are left out."""
+def device_peaks() -> dict[str, DevicePeak]:
+    """By CUDA device that this process uses, the peak bytes since `reset_device_peaks`."""
     if not _uses_cuda():
         return {}
     peaks = {
-        f"cuda:{index}": {
-            "allocated": torch.cuda.max_memory_allocated(index),
-            "reserved": torch.cuda.max_memory_reserved(index),
-        }
+        f"cuda:{index}": DevicePeak(
+            torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index)
+        )
         for index in range(torch.cuda.device_count())
     }
-    return {device: peak for device, peak in peaks.items() if peak["reserved"]}
+    return {device: peak for device, peak in peaks.items() if peak.reserved}
 
 
-def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[str, int]]:
+def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ModelBytes]:
     """By device, the bytes of parameters, gradients and optimizer state in this process.
 
-    All parameters that are alive count, so that replicas of a model on other devices do too; each
-    memory counts once, and of a sharded tensor the part that is here. DDP's buckets, which hold a
+    All living parameters count, so that replicas of a model on other devices do too. Each memory
+    counts once, and of a sharded tensor the part in this process. DDP's buckets, which hold a
     second copy of the gradients, are not seen.
 
     Args:
@@ -87,16 +72,16 @@ def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[s
         for value in values.values()
         if isinstance(value, Tensor)
     ]
+    sizes: dict[str, dict[str, int]] = defaultdict(dict)
     groups: dict[str, list[Any]] = {
         "parameters": parameters,
         "gradients": gradients,
         "optimizer": state,
     }
-    sizes: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(groups, 0))
     for name, tensors in groups.items():
         for device, num_bytes in _by_device(tensors).items():
             sizes[device][name] = num_bytes
-    return dict(sizes)
+    return {device: ModelBytes(**found) for device, found in sizes.items()}
 
 
 def _by_device(tensors: Iterable[Any]) -> dict[str, int]:
@@ -113,31 +98,11 @@ def _by_device(tensors: Iterable[Any]) -> dict[str, int]:
     return sizes
 
 
-def resident_bytes(placement: Placement | None) -> dict[str, dict[str, int]]:
-    """Bytes of the shards that this process holds, all splits together.
-
-    Returns:
-        By data device, such as ``1: cuda:1``, the bytes of each residency.
-    """
-    held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    if placement is None:
-        return {}
-    topology = placement.topology
-    for split in placement.splits.values():
-        sizes = shard_rows(split.num_rows, split.num_shards) * split.row_bytes
-        for shard, residency in enumerate(split.residency):
-            owner = topology.owner(shard)
-            if residency is not None and owner is not None:
-                device = f"{owner}: {topology.data_devices[owner]}"
-                held[device][residency.value] += int(sizes[shard])
-    return {device: dict(sizes) for device, sizes in held.items()}
-
-
 class EnergyMeter:
     """Energy of CUDA devices in joules, from NVML, where ``nvidia-ml-py`` is installed.
 
     Args:
-        num_devices: The first devices of this process are read; 0 reads none.
+        num_devices: How many of the devices that this process sees are read, from the first on.
     """
 
     def __init__(self, num_devices: int) -> None:

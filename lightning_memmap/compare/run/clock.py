@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by the actions that the Trainer tells its profiler of."""
+"""Where the time of a step goes, by the actions that the Trainer reports to its profiler."""
 
 import re
 from collections.abc import Callable
@@ -7,8 +7,7 @@ from time import perf_counter
 from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
-#: Parts of a step, in the order in which they happen.
-PARTS = ("data", "transfer", "forward", "backward", "optimizer", "other")
+from lightning_memmap.compare.report.records import PARTS
 
 _ACTIONS = {
     r"\[\w+\]\.train_dataloader_next": "data",
@@ -29,11 +28,11 @@ class StepClock(Profiler):
     - ``backward``: the strategy's ``backward``, with the collectives that it waits for.
     - ``optimizer``: the module's ``optimizer_step`` without the two before: clearing gradients,
       clipping, the step itself.
-    - ``other``: what is left of the step: the Trainer's own work, callbacks and logging.
+    - ``other``: the rest of the step: the Trainer's own work, callbacks and logging.
 
     Args:
-        synchronize: Waits for the device. It is called at the ends of each part while
-            `is_synchronizing`, so that a part holds the work of the device that it started.
+        synchronize: Waits for the device. It is called at both ends of each part while
+            `is_synchronizing`, so that a part contains the device's work that it started.
     """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
@@ -57,13 +56,13 @@ class StepClock(Profiler):
             self._spent_s[part] += self.now() - self._started_s.pop(part)
 
     def now(self) -> float:
-        """The time in seconds, read once the device is done where parts are synchronised."""
+        """The time in seconds; while `is_synchronizing`, once the device is done."""
         if self.is_synchronizing:
             self._synchronize()
         return perf_counter()
 
     def take(self, step_s: float) -> dict[str, float]:
-        """The parts of the step that ends now, in seconds, and start anew.
+        """The parts of the step that ends now, in seconds; the next step starts from 0.
 
         Args:
             step_s: How long the step took, from the end of the one before.

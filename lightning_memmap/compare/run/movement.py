@@ -1,7 +1,6 @@
-"""Bytes that move in a step: between processes by collectives, and between devices by copies."""
+"""Bytes that move in a step: between processes in collectives, and between devices in copies."""
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +8,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap._compat.tensors import TorchDispatchMode, process_group_size
+from lightning_memmap.compare.report.records import Movement
+from lightning_memmap.costs import sent_bytes
 
 #: Operations in which a process sends something, the longer names first.
 _KINDS = (
@@ -25,30 +26,11 @@ _KINDS = (
 _SKIPPED = ("barrier", "recv", "wait", "check")
 
 
-@dataclass(frozen=True)
-class Movement:
-    """Bytes of one kind in one step.
-
-    Args:
-        kind: ``allreduce``, ``broadcast``, ..., or ``copy``.
-        source: Where from: a device, or ``process`` for what a process sends.
-        target: Where to: a device, or ``processes`` and their number.
-        num_bytes: Bytes that leave the source in a step.
-        num_calls: Calls in a step.
-    """
-
-    kind: str
-    source: str
-    target: str
-    num_bytes: int
-    num_calls: int
-
-
 class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
     """Counts what operators move while it is active, in this thread and its backward pass.
 
-    Logical devices on one physical device move nothing that could be seen here, and what is
-    copied in other threads of the process is not seen either.
+    Copies between logical devices of one physical device, and those that other threads make, are
+    not seen.
     """
 
     def __init__(self) -> None:
@@ -57,7 +39,7 @@ class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     @property
     def movements(self) -> list[Movement]:
-        """What was seen, the most bytes first."""
+        """What was seen, the largest first."""
         found = [Movement(*key, *counts) for key, counts in self._counts.items()]
         return sorted(found, key=lambda movement: -movement.num_bytes)
 
@@ -90,23 +72,6 @@ class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         counts = self._counts[kind, source, target]
         counts[0] += num_bytes
         counts[1] += 1
-
-
-def sent_bytes(kind: str, size: int, payload: int) -> int:
-    """Bytes that each process sends in a collective, on average.
-
-    The least that ring algorithms need, as in the "bus bandwidth" factors of NVIDIA's nccl-tests
-    (PERFORMANCE.md).
-
-    Args:
-        kind: ``allreduce``, ``broadcast``, ``allgather``, ``reduce_scatter``, ``send``, ...
-        size: Processes that take part.
-        payload: Bytes of the tensor; where something is gathered or scattered, of the whole.
-    """
-    if kind == "send":
-        return payload
-    factor = 2 if kind == "allreduce" else 1
-    return factor * payload * (size - 1) // size
 
 
 def _num_bytes(value: Any) -> int:

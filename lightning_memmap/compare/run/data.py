@@ -1,0 +1,369 @@
+"""The data of a run: all that a comparison knows of data modules, stores, placement and order."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from typing_extensions import override
+
+from lightning_memmap.compare.report.report import Data
+from lightning_memmap.compare.run.rows import hash_batch, hash_rows
+from lightning_memmap.compare.run.variants import Variant
+from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.loading.transform import DeviceTransform
+from lightning_memmap.placement import DataTopology, Placement
+from lightning_memmap.sampling import BatchSchedule, Stream, shard_rows, shard_starts, striping
+from lightning_memmap.schema import Schema
+from lightning_memmap.store import Store, open_store
+
+_CPU = torch.device("cpu")
+_PROBE_ROWS = 8
+
+
+def with_options(data: MemmapDataModule, **changes: Any) -> MemmapDataModule:
+    """A copy of a data module with other options. The one that is given stays as it is.
+
+    Args:
+        data: The data module.
+        **changes: Arguments of its class.
+    """
+    copied = copy.copy(data)
+    copied.datasets = dict(data.datasets)
+    for name, value in changes.items():
+        split = name.removesuffix("_dataset")
+        if split in copied.datasets:
+            copied.datasets[split] = value
+        else:
+            setattr(copied, name, value)
+    return copied
+
+
+def comparable(data: Any) -> MemmapDataModule:
+    """A copy of the data module of a config that all variants can use.
+
+    Raises:
+        ValueError: It is not a `MemmapDataModule`.
+    """
+    if not isinstance(data, MemmapDataModule):
+        raise ValueError(
+            f"config: data is a {type(data).__name__}; a comparison needs a MemmapDataModule, whose"
+            " datasets and stores supply the rows of all variants"
+        )
+    # Steps of one size: in an uneven one, DDP weighs processes and not rows.
+    return with_options(
+        data, drop_last=True, overwrite=False, test_dataset=None, predict_dataset=None
+    )
+
+
+def topology_of(data: MemmapDataModule) -> DataTopology | None:
+    """The data devices of a data module that is set up; None where another loader is used."""
+    return None if data.placement is None else data.placement.topology
+
+
+def prepare_store(
+    data: MemmapDataModule, devices: int, num_steps: int
+) -> tuple[Data, tuple[int, ...]]:
+    """Build the training store, and look at what is in it.
+
+    Args:
+        data: The data module.
+        devices: Devices of the comparison.
+        num_steps: Steps of a check run.
+
+    Returns:
+        The description of the data, and the hash of each global batch of a check run.
+
+    Raises:
+        ValueError: There are fewer rows than a step takes.
+    """
+    path = data.store_dir / "train"
+    was_built = (path / "manifest.json").exists()
+    started_s = perf_counter()
+    data.prepare_data()
+    built_s = perf_counter() - started_s
+    store = open_store(path)
+    global_batch = data.batch_size * devices
+    schedule = BatchSchedule(store.num_rows, global_batch, store.num_shards, drop_last=True)
+    if not len(schedule):
+        raise ValueError(
+            f"batch_size={data.batch_size} on {devices} devices makes steps of {global_batch} rows,"
+            f" and the training split has {store.num_rows}: choose smaller ones"
+        )
+    stream = data.train_stream(store.manifest, store.num_shards)
+    return Data(
+        data_class=f"{type(data).__module__}.{type(data).__qualname__}",
+        store_path=str(path),
+        num_rows=store.num_rows,
+        num_shards=store.num_shards,
+        row_bytes=store.schema.row_bytes,
+        num_bytes=store.manifest.num_bytes,
+        fields={field.name: str(field) for field in store.schema.fields},
+        store_s=None if was_built else built_s,
+        check_store_s=built_s if was_built else None,
+        steps_per_epoch=len(schedule),
+        batch_size=data.batch_size,
+        has_transform=data.transform is not None,
+        transform_is_random=_is_random(data, store),
+        has_eval_transform=data.eval_transform is not None,
+    ), expected_hashes(store, stream, schedule, num_steps)
+
+
+def _is_random(data: MemmapDataModule, store: Store) -> bool:
+    """Whether two seeds make the training transform give two results for the same rows."""
+    if data.transform is None:
+        return False
+    sample = data.datasets["train"][0] if data.datasets["train"] is not None else None
+    build = store.schema.builder(sample if store.schema.has_classes else None)
+    rows = min(_PROBE_ROWS, store.num_rows)
+    results = []
+    for seed in (1, 2):
+        leaves = [tensor[:rows].clone().as_subclass(torch.Tensor) for tensor in store.tensors]
+        transform = DeviceTransform(data.transform, _CPU)
+        results.append(hash_batch(transform(build(leaves), seed)))
+    return results[0] != results[1]
+
+
+def expected_hashes(
+    store: Store, stream: Stream, schedule: BatchSchedule, num_steps: int
+) -> tuple[int, ...]:
+    """The hash of each global batch from the first epoch on, read from the store by the order.
+
+    No loader takes part: this is what every variant must match.
+    """
+    starts = shard_starts(store.num_rows, store.num_shards)
+
+    def expected(index: int) -> int:
+        epoch, step = divmod(index, len(schedule))
+        shards, offsets = stream.at(epoch, range(*schedule.bounds(step)))
+        rows = offsets * stream.num_shards + shards
+        stored = torch.from_numpy(starts[rows % store.num_shards] + rows // store.num_shards)
+        return hash_rows([tensor.index_select(0, stored) for tensor in store.tensors])
+
+    return tuple(map(expected, range(num_steps)))
+
+
+def resident_bytes(placement: Placement | None) -> dict[str, dict[str, int]]:
+    """Bytes of the shards that this process holds, all splits together.
+
+    Returns:
+        By data device, such as ``1: cuda:1``, the bytes of each residency.
+    """
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    if placement is None:
+        return {}
+    topology = placement.topology
+    for split in placement.splits.values():
+        sizes = shard_rows(split.num_rows, split.num_shards) * split.row_bytes
+        for shard, residency in enumerate(split.residency):
+            owner = topology.owner(shard)
+            if residency is not None and owner is not None:
+                device = f"{owner}: {topology.data_devices[owner]}"
+                found[device][residency.value] += int(sizes[shard])
+    return {device: dict(sizes) for device, sizes in found.items()}
+
+
+class StreamBatches(Sampler[list[int]]):
+    """The dataset rows of each step of one process, in the order of `lightning_memmap.sampling`.
+
+    Args:
+        stream: The order.
+        schedule: How it is cut into steps.
+        rank: Data-parallel rank of this process.
+        size: Data-parallel processes.
+    """
+
+    def __init__(self, stream: Stream, schedule: BatchSchedule, rank: int, size: int) -> None:
+        self._stream = stream
+        self._schedule = schedule
+        self._rank = rank
+        self._size = size
+        # Lightning looks for `batch_sampler.sampler.set_epoch`.
+        self.sampler = self
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration has."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._schedule)
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(len(self._schedule)):
+            first, last = self._schedule.bounds(step)
+            mine = range(first + (self._rank - first) % self._size, last, self._size)
+            shards, offsets = self._stream.at(self._epoch, mine)
+            yield (offsets * self._stream.num_shards + shards).tolist()
+
+
+class _Collate:
+    """``default_collate``, and then the batch transform, where a worker process does both.
+
+    Samples that ``default_collate`` does not take, such as PIL images and dataclasses, become the
+    tensors that the store has of them.
+    """
+
+    def __init__(self, schema: Schema, transform: Callable[..., Any] | None) -> None:
+        self._schema = schema
+        self._build: Callable[[Sequence[Tensor]], Any] | None = None
+        self._transform = None if transform is None else DeviceTransform(transform, _CPU)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = self._collate(samples)
+        if self._transform is None:
+            return batch
+        return self._transform(batch, int(torch.randint(2**62, ())))
+
+    def _collate(self, samples: list[Any]) -> Any:
+        if self._build is None:
+            try:
+                return default_collate(samples)
+            except TypeError:
+                # Not before a worker has a sample at hand: reading one before the workers are
+                # forked would make them share the files that it opens.
+                self._build = self._schema.builder(samples[0])
+        columns = zip(*map(self._schema.flatten, samples), strict=True)
+        return self._build([_stack(column) for column in columns])
+
+
+def _stack(rows: tuple[Any, ...]) -> Tensor:
+    if isinstance(rows[0], Tensor):
+        return torch.stack(rows)
+    return torch.from_numpy(np.stack(rows))
+
+
+class _Transformed:
+    """A loader whose batches are transformed in this process, where the transform can note them."""
+
+    def __init__(self, loader: DataLoader[Any], transform: Callable[..., Any]) -> None:
+        self.batch_sampler = loader.batch_sampler
+        self._loader = loader
+        self._transform = DeviceTransform(transform, _CPU)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield self._transform(batch, 0)
+
+
+class PlainData(L.LightningDataModule):
+    """The plain dataset of a `MemmapDataModule` through `torch.utils.data.DataLoader`.
+
+    It gives the same rows in the same order. The batch transform runs on the CPU, after
+    ``default_collate``, in the worker processes where there are any. What ``default_collate`` does
+    not take is converted as the store does it.
+
+    Args:
+        data: Whose dataset, store, transform and order are used. Without a dataset, its store is
+            read as one.
+        global_batch: Rows of a step over all processes.
+        num_workers: Worker processes of each training process.
+        transform_here: Transform in the training process instead.
+    """
+
+    def __init__(
+        self, data: MemmapDataModule, global_batch: int, num_workers: int, transform_here: bool
+    ) -> None:
+        super().__init__()
+        self._data = data
+        self._global_batch = global_batch
+        self._num_workers = num_workers
+        self._transform_here = transform_here
+
+    @override
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        sharding = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        rank, size = sharding["rank"], sharding["num_replicas"]
+        store = open_store(self._data.store_dir / "train")
+        num_shards = striping(store.num_shards, size)
+        stream = self._data.train_stream(store.manifest, num_shards)
+        schedule = BatchSchedule(store.num_rows, self._global_batch, num_shards, drop_last=True)
+        dataset: Dataset[Any] | None = self._data.datasets["train"]
+        transform = self._data.transform
+        loader: DataLoader[Any] = DataLoader(
+            dataset if dataset is not None else store,  # type: ignore[arg-type]  # is map-style
+            batch_sampler=StreamBatches(stream, schedule, rank, size),
+            num_workers=self._num_workers,
+            collate_fn=_Collate(store.schema, None if self._transform_here else transform),
+            persistent_workers=self._num_workers > 0,
+            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+        )
+        if self._transform_here and transform is not None:
+            return _Transformed(loader, transform)
+        return loader
+
+
+class _Replay:
+    """Fetches the first batch of a loader, and yields it in every step."""
+
+    def __init__(self, loader: Any, num_steps: int) -> None:
+        self._loader = loader
+        self._num_steps = num_steps
+        self._batch: Any = None
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batch is None:
+            self._batch = next(iter(self._loader))
+        for _ in range(self._num_steps):
+            yield self._batch
+
+
+class IdealData(L.LightningDataModule):
+    """One batch of a `MemmapDataModule`, fetched once, brought to where the strategy wants it, and
+    replayed in every step.
+
+    A model that changes its batch in place is given the changed one in the next step.
+
+    Args:
+        data: Whose first batch is used. It belongs to this data module, which sets it up.
+    """
+
+    def __init__(self, data: MemmapDataModule) -> None:
+        super().__init__()
+        self._data = data
+
+    @override
+    def setup(self, stage: str) -> None:
+        self._data.trainer = self.trainer
+        self._data.setup(stage)
+
+    @override
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        loader = self._data.train_dataloader()
+        # Now, not at the first step: whatever the strategy makes of a loader is done once.
+        return _Replay(self.trainer.strategy.process_dataloader(loader), loader.num_steps)
+
+    @override
+    def teardown(self, stage: str) -> None:
+        self._data.teardown(stage)
+
+
+def loaded_data(
+    data: MemmapDataModule, variant: Variant, global_batch: int, *, transform_here: bool
+) -> L.LightningDataModule:
+    """The data module that the Trainer of a variant is given.
+
+    Args:
+        data: With the options of the run.
+        variant: The variant.
+        global_batch: Rows of a step over all processes.
+        transform_here: Whether a ``DataLoader`` leaves the transform to the training process.
+    """
+    if variant.loader == "dataloader":
+        return PlainData(data, global_batch, variant.num_workers, transform_here)
+    return IdealData(data) if variant.loader == "ideal" else data
