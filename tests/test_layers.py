@@ -18,7 +18,7 @@ COMPAT = "_compat"
 #: From the lowest layer to the highest; a module imports from lower layers and from its own.
 #: What stands side by side in a layer knows nothing of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    (COMPAT, "arguments", "errors", "sampling", "host_memory", "process_group"),
+    (COMPAT, "arguments", "costs", "errors", "sampling", "host_memory", "process_group"),
     ("schema",),
     ("store",),
     ("placement", "ranks"),

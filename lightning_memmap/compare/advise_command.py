@@ -114,7 +114,10 @@ def advise(args: list[str]) -> int:
         report = _report(question, console)
         work, cluster = _workload(question, report), _cluster(question, report)
         rows = question.rows_per_device or report.data.batch_size
-        predictions = predict(work, cluster, rows)
+        try:
+            predictions = predict(work, cluster, rows)
+        except ArithmeticError as error:
+            raise ValueError(f"the numbers are too large to predict anything: {error}") from error
     except (MemmapError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

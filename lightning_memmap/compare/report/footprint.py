@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
-from lightning_memmap.compare.report.records import CheckRank, ModelBytes, Value, by_data_rank
+from lightning_memmap.compare.report.records import (
+    CheckRank,
+    Count,
+    ModelBytes,
+    Size,
+    Value,
+    by_data_rank,
+)
 from lightning_memmap.sampling import shard_rows
 
 
@@ -20,7 +27,7 @@ class Edge(Value, frozen=True):
 
     source: str
     target: str
-    num_bytes: int
+    num_bytes: Size
     what: str
     logical: bool
 
@@ -40,12 +47,12 @@ class Footprint(Value, frozen=True):
     """
 
     model: dict[str, ModelBytes]
-    rows: dict[str, dict[str, int]]
+    rows: dict[str, dict[str, Size]]
     edges: tuple[Edge, ...]
-    num_processes: int
-    num_data_devices: int
-    flops_per_step: int
-    batch_bytes: int
+    num_processes: Count
+    num_data_devices: Count
+    flops_per_step: Size
+    batch_bytes: Size
 
     @property
     def state_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """What each process of a run writes down."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -9,6 +9,9 @@ import msgspec
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "other")
 #: Steps of a check run, from 0, whose memory is traced.
 FIRST_TRACED_STEP, NUM_TRACED_STEPS = 4, 2
+#: Counts and sizes, as large as any that could be measured.
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,16 +42,16 @@ class ProcessMemory(Value, frozen=True):
 class DevicePeak(Value, frozen=True):
     """The peak of CUDA's allocator on one device, in bytes."""
 
-    allocated: int
-    reserved: int
+    allocated: Size
+    reserved: Size
 
 
 class ModelBytes(Value, frozen=True):
     """Bytes of a model on one device."""
 
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
+    parameters: Size = 0
+    gradients: Size = 0
+    optimizer: Size = 0
 
     @property
     def total(self) -> int:

@@ -9,7 +9,7 @@ import msgspec
 from lightning_memmap.compare.report.figures import SPEED
 from lightning_memmap.compare.report.footprint import Footprint
 from lightning_memmap.compare.report.parity import Parity
-from lightning_memmap.compare.report.records import DevicePeak, Value
+from lightning_memmap.compare.report.records import Count, DevicePeak, Size, Value
 
 #: Goes up when a field changes its meaning or goes away. See docs/compare.md.
 SCHEMA_VERSION = 2
@@ -18,8 +18,6 @@ _SCHEMA = "lightning_memmap.compare"
 _MAX_BYTES = 2**26
 
 Values = Annotated[tuple[Annotated[float, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Size = Annotated[int, msgspec.Meta(ge=0)]
 #: The loss of each step; None where it is not known or not finite.
 Losses = tuple[float | None, ...]
 Status = Literal["ok", "unavailable", "refused", "failed", "pending"]
@@ -69,7 +67,7 @@ class Settings(Value, frozen=True):
     timeout_s: float
     out: str
     global_batch: Count
-    split_steps: int
+    split_steps: Size
     precision: str
     seed: int
 
@@ -333,4 +331,6 @@ def read_report(path: str | Path) -> Report:
     try:
         return msgspec.json.decode(text, type=Report)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path} is not a whole report of a comparison: {error!s:.300}") from None
+        raise ValueError(
+            f"{path} is not a whole report, run the comparison again: {error!s:.300}"
+        ) from None

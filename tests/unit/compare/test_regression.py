@@ -1,20 +1,19 @@
 """Two reports side by side."""
 
-import copy
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning_memmap.compare.against import compare_reports, judge_change
-from lightning_memmap.compare.html import render_html
+from msgspec.structs import replace
 
 from lightning_memmap.compare import command, compare
-from lightning_memmap.compare.report import Report, read_report
-from tests.unit.compare.reports import make_arm, make_report
+from lightning_memmap.compare.render.html import render_html
+from lightning_memmap.compare.report.regression import check_regression, verdict_on
+from lightning_memmap.compare.report.report import Report, read_report
+from tests.unit.compare.reports import ENVIRONMENT, SETTINGS, make_report, make_variant
 
 
 @pytest.mark.parametrize(
@@ -32,55 +31,55 @@ from tests.unit.compare.reports import make_arm, make_report
 def test_change_beyond_the_noise_has_a_direction(
     old: list[float], new: list[float], verdict: str
 ) -> None:
-    assert judge_change(old, new, more_is_better=True) == verdict
+    assert verdict_on(old, new, more_is_better=True) == verdict
     turned = {"better": "worse", "worse": "better"}.get(verdict, verdict)
-    assert judge_change(old, new, more_is_better=False) == turned
+    assert verdict_on(old, new, more_is_better=False) == turned
 
 
 def write(path: Path, rates: tuple[float, ...], **values: object) -> str:
-    make_report(make_arm("auto", rates), make_arm("ddp"), **values).write(path)
+    make_report(make_variant("auto", rates), make_variant("ddp"), **values).write(path)
     return str(path)
 
 
-def test_slower_arm_is_told_and_ends_with_its_own_code(
+def test_slower_variant_is_told_and_ends_with_its_own_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = write(tmp_path / "old.json", (1000.0, 1005.0, 1010.0))
     slow = write(tmp_path / "slow.json", (800.0, 805.0, 810.0))
-    assert compare(["--against", old, "--report", slow]) == 4
+    assert compare(["--baseline", old, "--report", slow]) == 4
     printed = capsys.readouterr().out
     assert "worse" in printed
     assert "-19.9%" in printed
-    assert compare(["--against", slow, "--report", old]) == 0
+    assert compare(["--baseline", slow, "--report", old]) == 0
     assert "better" in capsys.readouterr().out
 
 
 def test_other_conditions_are_told() -> None:
-    old = make_report(make_arm("auto"), make_arm("ddp"))
-    settings = {**old.settings, "global_batch": 64}
-    environment = {**old.environment, "packages": {"torch": "2.14.0"}}
-    new = make_report(make_arm("auto"), make_arm("auto+ideal"), settings=settings,
+    old = make_report(make_variant("auto"), make_variant("ddp"))
+    settings = replace(SETTINGS, global_batch=64)
+    environment = replace(ENVIRONMENT, packages={"torch": "2.14.0"})
+    new = make_report(make_variant("auto"), make_variant("auto+ideal"), settings=settings,
                       environment=environment)  # fmt: skip
-    found = compare_reports(old.to_json(), new.to_json(), "old.json")
+    found = check_regression(old, new, "old.json")
     assert found.warnings == ("torch was 2.13.0 and is 2.14.0", "global_batch was 32 and is 64")
-    assert (found.only_old, found.only_new) == (("ddp",), ("auto+ideal",))
+    assert (found.only_baseline, found.only_new) == (("ddp",), ("auto+ideal",))
     assert {change.verdict for change in found.changes} == {"same"}
 
 
-def test_page_and_exit_code_tell_of_a_slower_arm() -> None:
-    old = make_report(make_arm("auto", (1000.0, 1005.0, 1010.0)), scaling=())
-    new = make_report(make_arm("auto", (500.0, 505.0, 510.0)), scaling=())
-    difference = compare_reports(old.to_json(), new.to_json(), "old.json")
-    report = replace(new, against=difference)
+def test_page_and_exit_code_tell_of_a_slower_variant() -> None:
+    old = make_report(make_variant("auto", (1000.0, 1005.0, 1010.0)), scaling=())
+    new = make_report(make_variant("auto", (500.0, 505.0, 510.0)), scaling=())
+    regression = check_regression(old, new, "old.json")
+    report = replace(new, regression=regression)
     assert report.exit_code == 4
-    assert "Against old.json" in render_html(report)
+    assert "Compared with old.json" in render_html(report)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--report", "x.json"], "--against"),
-        (["--against", "nowhere.json"], "nowhere.json"),
+        (["--report", "x.json"], "--baseline"),
+        (["--baseline", "nowhere.json"], "nowhere.json"),
         ([], "--config"),
     ],
 )
@@ -108,30 +107,35 @@ def without(name: str) -> Callable[[dict[str, Any]], str]:
     return lambda values: json.dumps({key: item for key, item in values.items() if key != name})
 
 
-COST = ("arms", 0, "cost")
+FIGURES = ("variants", 0, "figures")
 
 
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda values: "[" * 200_000, "is no JSON file"),
-        (lambda values: '{"schema": ' + "9" * 5000 + "}", "is no JSON file"),
+        (lambda values: '{"x": ' + "[" * 200_000, "is no JSON file"),
+        (lambda values: '{"schema": ' + "9" * 5000 + "}", "is not the report of a comparison"),
         (lambda values: '{"schema": NaN}', "is no JSON file"),
         (lambda values: "\udcff", "is no JSON file"),
         (lambda values: "", "is no JSON file"),
         (lambda values: "[1, 2]", "is not the report of a comparison"),
         (without("schema"), "is not the report of a comparison"),
         (without("schema_version"), "schema version None"),
-        (changed("schema_version", to=2), "schema version 2"),
-        (without("arms"), "the report has no 'arms'"),
-        (without("environment"), "the report has no 'environment'"),
-        (changed("arms", to={}), "'arms' of the report is {}"),
-        (changed("arms", 0, to=[]), "an item of 'arms' of the report is []"),
-        (changed("arms", 0, "arm", to=["auto"]), "'arm' of an item of 'arms'"),
-        (changed(*COST, to="cheap"), "'cost' of an item of 'arms'"),
-        (changed(*COST, to={}), "has no 'samples_per_s'"),
-        (changed(*COST, "own_bytes", "values", to=["1"]), "an item of 'values' of 'own_bytes'"),
-        (changed(*COST, "own_bytes", "median", to=True), "'median' of 'own_bytes'"),
+        (changed("schema_version", to=1), "schema version 1"),
+        (without("variants"), "missing required field `variants`"),
+        (without("environment"), "missing required field `environment`"),
+        (changed("variants", to={}), "got `object` - at `$.variants`"),
+        (changed("variants", 0, to=[]), "got `array` - at `$.variants[0]`"),
+        (changed("variants", 0, "variant", to=["auto"]), "`$.variants[0].variant`"),
+        (changed("variants", 0, "status", to="x" * 9999), "Invalid enum value"),
+        (changed("variants", 0, "cost", to=1), "unknown field `cost`"),
+        (changed("settings", "devices", to=0), ">= 1 - at `$.settings.devices`"),
+        (changed("settings", "devices", to=10**400), "`$.settings.devices`"),
+        (changed(*FIGURES, to="cheap"), "`$.variants[0].figures`"),
+        (changed(*FIGURES, "own_bytes", to=[]), "`$.variants[0].figures[...]`"),
+        (changed(*FIGURES, "own_bytes", to=["1"]), "got `str`"),
+        (changed(*FIGURES, "own_bytes", to=[True]), "got `bool`"),
+        (changed(*FIGURES, "own_bytes", to=[-1.0]), ">= 0"),
     ],
 )
 def test_malformed_report_is_one_error_before_anything_runs(
@@ -141,9 +145,10 @@ def test_malformed_report_is_one_error_before_anything_runs(
     words: str,
 ) -> None:
     path = tmp_path / "old.json"
-    values = make_report(make_arm("auto")).to_json()
+    make_report(make_variant("auto")).write(path)
+    values = json.loads(path.read_text())
     path.write_text(write(values), encoding="utf-8", errors="surrogateescape")
-    assert compare(["--config", "x.yaml", "--against", str(path)]) == 2
+    assert compare(["--config", "x.yaml", "--baseline", str(path)]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: {path}")
     assert words in told
@@ -158,29 +163,28 @@ def test_what_is_no_file_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixt
     with (tmp_path / "large").open("wb") as file:
         file.truncate(2**27)
     for name in ("pipe", "nowhere", "loop", "large", "."):
-        assert compare(["--config", "x.yaml", "--against", str(tmp_path / name)]) == 2
+        assert compare(["--config", "x.yaml", "--baseline", str(tmp_path / name)]) == 2
         told = capsys.readouterr().err
         assert told.startswith("error: ")
         assert told.count("\n") == 1
 
 
 def test_figure_that_is_not_known_is_not_compared() -> None:
-    new = make_report(make_arm("auto")).to_json()
-    old = copy.deepcopy(new)
-    old["arms"][0]["cost"]["own_bytes"]["values"] = []
-    old["arms"][0]["cost"]["first_batch_s"]["median"] = None
-    found = compare_reports(old, new, "old.json")
-    assert [change.measure for change in found.changes] == ["samples_per_s"]
+    variant = make_variant("auto")
+    figures = {"samples_per_s": variant.figures["samples_per_s"]}
+    old = make_report(replace(variant, figures=figures))
+    found = check_regression(old, make_report(variant), "old.json")
+    assert [change.figure for change in found.changes] == ["samples_per_s"]
 
 
-class OneArm:
+class OneVariant:
     """A comparison that has run."""
 
     def __init__(self, *args: object) -> None:
         pass
 
     def run(self) -> Report:
-        return make_report(make_arm("auto"))
+        return make_report(make_variant("auto"))
 
 
 def test_comparison_is_kept_where_the_old_report_cannot_be_compared_with(
@@ -189,9 +193,9 @@ def test_comparison_is_kept_where_the_old_report_cannot_be_compared_with(
     def fail(*args: object) -> None:
         raise KeyError("whatever was overlooked")
 
-    monkeypatch.setattr(command, "Comparison", OneArm)
-    monkeypatch.setattr(command, "compare_reports", fail)
+    monkeypatch.setattr(command, "Comparison", OneVariant)
+    monkeypatch.setattr(command, "check_regression", fail)
     old = write(tmp_path / "old.json", (1000.0,))
     with pytest.raises(KeyError):
-        compare(["--config", "x.yaml", "--against", old, "--out", str(tmp_path)])
-    assert read_report(tmp_path / "report.json")["arms"][0]["arm"] == "auto"
+        compare(["--config", "x.yaml", "--baseline", old, "--out", str(tmp_path)])
+    assert read_report(tmp_path / "report.json").variants[0].variant == "auto"
