@@ -64,7 +64,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_arms_are_compared_and_the_report_tells_what_each_costs(tmp_path: Path) -> None:
+def test_variants_are_compared_and_the_report_tells_what_each_costs(tmp_path: Path) -> None:
     config = write_config(
         tmp_path, {"class_path": "tests.models.Points", "init_args": {"num_rows": 96}}
     )
@@ -82,11 +82,11 @@ def test_arms_are_compared_and_the_report_tells_what_each_costs(tmp_path: Path) 
         assert variant["parity"]["held"] is True
         assert variant["parity"]["rows"] == [6, 6]
         assert len(variant["check_losses"]) == 6
-        assert variant["cost"]["samples_per_s"]["median"] > 0
+        assert variant["figures"]["samples_per_s"][0] > 0
         assert len(variant["timed_losses"]) == 2 + 8 + 8
     # Sums of other parts of the batch are rounded otherwise: not the same floats, but near them.
     assert ddp["parity"]["weight_difference"] < 1e-4
-    assert [p["process"] for p in ddp["cost"]["processes"]] == ["rank 0", "rank 1"]
+    assert [p["process"] for p in ddp["processes"]] == ["rank 0", "rank 1"]
     # In fresh processes nothing but this model is alive.
     state = {"parameters": PARAMETER_BYTES, "gradients": PARAMETER_BYTES,
              "optimizer": 2 * PARAMETER_BYTES + 4 * 4}  # fmt: skip
@@ -95,7 +95,7 @@ def test_arms_are_compared_and_the_report_tells_what_each_costs(tmp_path: Path) 
     # A ring of two sends the gradients once from each, and Lightning tells of its stop signal.
     reduced = [edge for edge in ddp["footprint"]["edges"] if edge["what"] == "allreduce"]
     assert [edge["num_bytes"] for edge in reduced] == [PARAMETER_BYTES] * 2
-    assert auto["footprint"]["moved_bytes"] == 0
+    assert auto["figures"]["moved_bytes"] == [0]
     left_out = {"trainer.strategy", "trainer.max_epochs", "trainer.callbacks"}
     assert set(report["left_out"]) == left_out
     assert report["command"].startswith("lightning-memmap compare --config")
@@ -105,7 +105,7 @@ def test_arms_are_compared_and_the_report_tells_what_each_costs(tmp_path: Path) 
     assert "Parity holds: 2 variants" in page
 
 
-def test_failed_arm_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
+def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
     dataset = {"class_path": "tests.test_compare.NotInWorkers", "init_args": {"num_rows": 60}}
     config = write_config(tmp_path, dataset)
     process = start(
@@ -137,12 +137,12 @@ def test_failed_arm_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--variants", "dpp"], "'dpp' is none"),
+        (["--variants", "dpp"], "'dpp' is unknown"),
         (["--repeats", "0"], "repeats=0"),
         (["--steps", "1"], "steps=1"),
         (["--scaling", "a"], "scaling='a'"),
         (["--config", "other.yaml"], "--config is given 2 times"),
-        (["--out", "tests"], "holds something else"),
+        (["--out", "tests"], "holds something other than"),
     ],
 )
 def test_wrong_argument_is_told_before_anything_runs(

@@ -119,7 +119,7 @@ def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str) -> N
     assert 0 < rank.first_batch_s < rank.process_to_first_batch_s
 
 
-def test_ideal_feed_trains_on_one_batch(tmp_path: Path) -> None:
+def test_ideal_loader_trains_on_one_batch(tmp_path: Path) -> None:
     sections = config(tmp_path)
     facts_of(tmp_path, sections)
     (rank,) = run(make_spec(tmp_path, "check", "auto+ideal", sections)).ranks
@@ -164,7 +164,7 @@ def test_fewer_rows_than_a_step_are_refused(tmp_path: Path) -> None:
         prepare(make_spec(tmp_path, "prepare", "", sections))
 
 
-def test_store_without_its_dataset_feeds_a_dataloader(tmp_path: Path) -> None:
+def test_store_without_its_dataset_supplies_a_dataloader(tmp_path: Path) -> None:
     facts_of(tmp_path, config(tmp_path))
     (tmp_path / "again").mkdir()
     without = config(tmp_path, train_dataset=None)

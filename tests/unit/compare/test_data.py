@@ -1,0 +1,54 @@
+"""The data of a run: what a comparison changes for itself leaves the user's data module alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.compare.run.data import comparable, with_options
+from tests.models import Points
+from tests.unit.compare.runs import ROWS, Double, Jitter, check_run
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_runs"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+]
+
+
+class OwnData(MemmapDataModule):
+    """A subclass, as a user may have."""
+
+
+def options_of(data: MemmapDataModule) -> dict[str, Any]:
+    return {**vars(data), "datasets": dict(data.datasets)}
+
+
+def test_copy_has_other_options_and_the_class_of_the_original(tmp_path: Path) -> None:
+    rows = Points(ROWS)
+    data = OwnData(rows, test_dataset=rows, store_dir=tmp_path, batch_size=5, overwrite=True)
+    before = options_of(data)
+    copied = with_options(comparable(data), batch_size=7, transform=Double())
+    assert type(copied) is OwnData
+    assert (copied.batch_size, copied.drop_last, copied.overwrite) == (7, True, False)
+    assert copied.datasets == {"train": rows, "val": None, "test": None, "predict": None}
+    assert isinstance(copied.transform, Double)
+    assert options_of(data) == before
+
+
+def test_run_leaves_the_data_module_of_the_user_as_it_was(tmp_path: Path) -> None:
+    made: list[MemmapDataModule] = []
+
+    class Kept(MemmapDataModule):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    transform = Jitter()
+    for variant in ("memmap_superbatch", "memmap_superbatch+ideal", "auto+workers0"):
+        check_run(tmp_path, variant, data_class=Kept, transform=transform, batch_size=5)
+    assert len(made) == 3
+    for data in made:
+        assert (data.batch_size, data.transform) == (5, transform)
+        assert data.placement is None
+        assert data.trainer is None
