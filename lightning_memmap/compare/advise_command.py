@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -231,13 +231,8 @@ def _cluster(question: Question, report: Report) -> Cluster:
 
 def _is_as_measured(question: Question) -> bool:
     """Whether the question is about the machine and the model that were measured."""
-    changed = [
-        field.name
-        for field in fields(Question)
-        if getattr(question, field.name) != field.default
-        and field.name not in ("report", "config", "out", "json")
-    ]
-    return not changed
+    asked = replace(question, report=None, config=None, json=None, out=Question.out)
+    return asked == Question()
 
 
 def _print_workload(work: Workload, cluster: Cluster, console: Console) -> None:

@@ -245,14 +245,10 @@ class Comparison:
             seed=self._config["seed_everything"],
         )
         findings = Findings(
-            variants=self._runs,
-            facts=facts,
-            global_batch=settings.global_batch,
-            steps=options.steps,
-            repeats=options.repeats,
-            tolerance=settings.tolerance,
+            self._runs,
+            facts,
+            settings,
             syncs_batch_norm=bool(self._trainer.get("sync_batchnorm")),
-            out=self._out,
             logs=self._out / RUNS,
         )
         reference = findings.reference

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from typing_extensions import override
 
 from lightning_memmap.compare.report.report import Data
-from lightning_memmap.compare.run.rows import hash_batch, hash_rows
+from lightning_memmap.compare.run.rows import MappedLoader, hash_batch, hash_rows
 from lightning_memmap.compare.run.variants import Variant
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.loading.transform import DeviceTransform
@@ -65,6 +65,12 @@ def comparable(data: Any) -> MemmapDataModule:
 def topology_of(data: MemmapDataModule) -> DataTopology | None:
     """The data devices of a data module that is set up; None where another loader is used."""
     return None if data.placement is None else data.placement.topology
+
+
+def data_rank_and_size(trainer: L.Trainer) -> tuple[int, int]:
+    """The data-parallel rank of this process, and how many there are."""
+    sharding = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+    return sharding["rank"], sharding["num_replicas"]
 
 
 def prepare_store(
@@ -240,22 +246,6 @@ def _stack(rows: tuple[Any, ...]) -> Tensor:
     return torch.from_numpy(np.stack(rows))
 
 
-class _Transformed:
-    """A loader whose batches are transformed in this process, where the transform can note them."""
-
-    def __init__(self, loader: DataLoader[Any], transform: Callable[..., Any]) -> None:
-        self.batch_sampler = loader.batch_sampler
-        self._loader = loader
-        self._transform = DeviceTransform(transform, _CPU)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            yield self._transform(batch, 0)
-
-
 class PlainData(L.LightningDataModule):
     """The plain dataset of a `MemmapDataModule` through `torch.utils.data.DataLoader`.
 
@@ -283,8 +273,7 @@ class PlainData(L.LightningDataModule):
     @override
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
-        sharding = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        rank, size = sharding["rank"], sharding["num_replicas"]
+        rank, size = data_rank_and_size(self.trainer)
         store = open_store(self._data.store_dir / "train")
         num_shards = striping(store.num_shards, size)
         stream = self._data.train_stream(store.manifest, num_shards)
@@ -300,7 +289,8 @@ class PlainData(L.LightningDataModule):
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
         )
         if self._transform_here and transform is not None:
-            return _Transformed(loader, transform)
+            here = DeviceTransform(transform, _CPU)
+            return MappedLoader(loader, lambda batch: here(batch, 0))
         return loader
 
 

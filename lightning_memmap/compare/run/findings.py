@@ -12,7 +12,7 @@ from lightning_memmap.compare.report.figures import Measured, Run, figures_of, r
 from lightning_memmap.compare.report.footprint import Footprint, footprint_of
 from lightning_memmap.compare.report.parity import CheckedRun, Parity, check_parity, global_losses
 from lightning_memmap.compare.report.records import CheckRank, DevicePeak, TimedRank, by_data_rank
-from lightning_memmap.compare.report.report import Losses, Process, Status, VariantResult
+from lightning_memmap.compare.report.report import Losses, Process, Settings, Status, VariantResult
 from lightning_memmap.compare.run.launch import RunResult
 from lightning_memmap.compare.run.variants import Variant
 from lightning_memmap.compare.run.worker import Facts
@@ -58,23 +58,15 @@ class Findings:
     Args:
         variants: Their runs.
         facts: What was found out about model and data.
-        global_batch: Rows of a step.
-        steps: Steps that were measured.
-        repeats: Timed runs that were asked for.
-        tolerance: See `Parity`.
+        settings: The options as they are used.
         syncs_batch_norm: Whether the Trainer has ``sync_batchnorm``.
-        out: Folder of the report.
-        logs: Folder of the runs.
+        logs: Folder of the runs, in that of the report.
     """
 
     variants: Sequence[VariantRuns]
     facts: Facts
-    global_batch: int
-    steps: int
-    repeats: int
-    tolerance: float
+    settings: Settings
     syncs_batch_norm: bool
-    out: Path
     logs: Path
 
     @property
@@ -94,8 +86,12 @@ class Findings:
         variant, status, reason = runs.variant, runs.status, runs.reason
         if status == "pending":
             done = len(runs.timed)
-            status = "ok" if done == self.repeats else status
-            reason = "" if status == "ok" else f"interrupted after {done} of {self.repeats} runs"
+            status = "ok" if done == self.settings.repeats else status
+            reason = (
+                ""
+                if status == "ok"
+                else f"interrupted after {done} of {self.settings.repeats} runs"
+            )
         logs = sorted((self.logs / variant.name).glob("*/log.txt"))
         result = VariantResult(
             variant=variant.name,
@@ -105,7 +101,7 @@ class Findings:
             status=status,
             reason=reason,
             figures=figures_of(self._measured(runs)),
-            logs=tuple(str(path.relative_to(self.out)) for path in logs),
+            logs=tuple(str(path.relative_to(self.logs.parent)) for path in logs),
         )
         if runs.checks:
             (check,) = runs.checks
@@ -113,7 +109,7 @@ class Findings:
             result = msgspec.structs.replace(
                 result,
                 parity=self._parity(variant, check) if variant.is_compared else None,
-                footprint=runs.footprint(self.global_batch),
+                footprint=runs.footprint(self.settings.global_batch),
                 check_losses=_known(losses),
                 trace=_read_trace(check.folder),
             )
@@ -127,16 +123,20 @@ class Findings:
         return result
 
     def _measured(self, runs: VariantRuns) -> Measured:
-        strategy = runs.variant.strategy
-        ideals = [v.runs for v in self.variants if v.variant == Variant(strategy, "ideal")]
-        reference = self.reference and self.reference.footprint(self.global_batch)
+        rows = self.settings.global_batch
+        ideals = [
+            each.runs
+            for each in self.variants
+            if each.variant == Variant(runs.variant.strategy, "ideal") and each.runs
+        ]
+        reference = self.reference and self.reference.footprint(rows)
         return Measured(
             runs=runs.runs,
-            footprint=runs.footprint(self.global_batch),
-            global_batch=self.global_batch,
-            steps=self.steps,
-            ideal_rate=median(map(rate_of, ideals[0])) if ideals and ideals[0] else None,
-            flops_per_row=reference.flops_per_step / self.global_batch if reference else None,
+            footprint=runs.footprint(rows),
+            global_batch=rows,
+            steps=self.settings.steps,
+            ideal_rate=median(map(rate_of, ideals[0])) if ideals else None,
+            flops_per_row=reference.flops_per_step / rows if reference else None,
         )
 
     def _parity(self, variant: Variant, check: RunResult[CheckRank]) -> Parity | None:
@@ -148,7 +148,7 @@ class Findings:
             CheckedRun.of(check.ranks, check.folder),
             CheckedRun.of(reference.ranks, reference.folder),
             self.facts.expected,
-            self.tolerance,
+            self.settings.tolerance,
             is_random=data.transform_is_random and not data.has_eval_transform,
             notes=self._notes(len(by_data_rank(check.ranks))),
         )

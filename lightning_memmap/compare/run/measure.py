@@ -27,7 +27,7 @@ from lightning_memmap.compare.report.records import (
     TimedRank,
 )
 from lightning_memmap.compare.run.clock import StepClock
-from lightning_memmap.compare.run.data import resident_bytes, topology_of
+from lightning_memmap.compare.run.data import data_rank_and_size, resident_bytes, topology_of
 from lightning_memmap.compare.run.memory import (
     EnergyMeter,
     device_peaks,
@@ -84,6 +84,7 @@ class RunCallback(L.Callback):
             synchronize(trainer)
             self._first_batch_s = perf_counter() - self._started_s
             self._process_to_first_batch_s = time() - psutil.Process().create_time()
+        self.begin_step(batch)
 
     @override
     def on_train_batch_end(
@@ -101,6 +102,13 @@ class RunCallback(L.Callback):
             self._shown_s = monotonic()
             progress = Path(self.spec.out) / "progress"
             progress.write_text(str(len(self._losses)), encoding="utf-8")
+        self.end_step(trainer)
+
+    def begin_step(self, batch: Any) -> None:
+        """A batch is on its device."""
+
+    def end_step(self, trainer: L.Trainer) -> None:
+        """The step with the last of the losses is over."""
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -117,17 +125,15 @@ class RunCallback(L.Callback):
 
     def place(self, trainer: L.Trainer) -> dict[str, Any]:
         """The fields that all records have."""
-        sharding = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        data_rank, data_size = data_rank_and_size(trainer)
         topology = topology_of(self.data)
         return {
             "pid": os.getpid(),
             "rank": trainer.global_rank,
             "world_size": trainer.world_size,
-            "data_rank": sharding["rank"],
-            "data_size": sharding["num_replicas"],
-            "num_data_devices": (
-                sharding["num_replicas"] if topology is None else topology.num_data_devices
-            ),
+            "data_rank": data_rank,
+            "data_size": data_size,
+            "num_data_devices": data_size if topology is None else topology.num_data_devices,
             "root_device": str(trainer.strategy.root_device),
             "data_devices": () if topology is None else tuple(map(str, topology.data_devices)),
             "threads": torch.get_num_threads(),
@@ -166,15 +172,7 @@ class TimedRun(RunCallback):
             self._energy = EnergyMeter(torch.cuda.device_count())
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+    def end_step(self, trainer: L.Trainer) -> None:
         spec = self.spec
         measured = len(self._losses) - spec.warmup_steps
         if measured < 0:
@@ -186,7 +184,7 @@ class TimedRun(RunCallback):
             synchronize(trainer)
         now = self._clock.now()
         if measured <= spec.steps:
-            rows = spec.global_batch // self._data_size(trainer)
+            rows = spec.global_batch // data_rank_and_size(trainer)[1]
             # Of its figures only rates within the window matter, so that it may start at any time.
             self._throughput.update(time=now, batches=measured, samples=measured * rows)
         if measured == spec.steps:
@@ -197,10 +195,6 @@ class TimedRun(RunCallback):
             self._parts_s.append(parts_s)
         self._clock.is_synchronizing = measured >= spec.steps
         self._ends_s.append(now)
-
-    @staticmethod
-    def _data_size(trainer: L.Trainer) -> int:
-        return int((trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"])
 
     @override
     def record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> TimedRank:
@@ -228,7 +222,7 @@ class CheckRun(RunCallback):
         spec: The run.
         data: As for `RunCallback`.
         hashes: Where row hashes are noted, in the order of steps: that of each data device by
-            `HashedTransform`, or without a transform that of each step by `HashedLoader`.
+            `HashedTransform`, or without a transform that of each step.
     """
 
     def __init__(self, spec: RunSpec, data: MemmapDataModule, hashes: list[int]) -> None:
@@ -247,10 +241,7 @@ class CheckRun(RunCallback):
         self._save_weights(trainer, "initial.pt")
 
     @override
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+    def begin_step(self, batch: Any) -> None:
         step = len(self._losses)
         self._model_hashes.append(hash_batch(batch))
         if step == _BYTES_STEP:
@@ -274,16 +265,8 @@ class CheckRun(RunCallback):
             self._model_bytes = model_bytes(trainer.optimizers)
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def end_step(self, trainer: L.Trainer) -> None:
         self._open.close()
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> CheckRank:

@@ -50,25 +50,23 @@ def hash_batch(batch: Any) -> int:
     return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % MODULUS
 
 
-class HashedLoader:
-    """A loader that notes the hash of each batch before it yields it.
+class MappedLoader:
+    """A loader whose batches pass through a function.
 
     Args:
         loader: What gives the batches.
-        hashes: The hash of each batch is appended here.
+        function: Given a batch, returns the batch to yield.
     """
 
-    def __init__(self, loader: Any, hashes: list[int]) -> None:
+    def __init__(self, loader: Any, function: Callable[[Any], Any]) -> None:
         self._loader = loader
-        self._hashes = hashes
+        self._function = function
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            self._hashes.append(hash_batch(batch))
-            yield batch
+        return map(self._function, self._loader)
 
     def __getattr__(self, name: str) -> Any:
         # Lightning looks for the sampler, whose epoch it sets, and for the state.

@@ -33,21 +33,14 @@ from lightning_memmap.compare.run.environment import describe_environment
 from lightning_memmap.compare.run.launch import RunError
 from lightning_memmap.compare.run.measure import CheckRun, RunCallback, TimedRun, synchronizer
 from lightning_memmap.compare.run.plan import RunSpec
-from lightning_memmap.compare.run.rows import HashedLoader, HashedTransform
+from lightning_memmap.compare.run.rows import HashedTransform, MappedLoader, hash_batch
 from lightning_memmap.compare.run.variants import parse_variants
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 
 #: Errors by which a strategy, a store or the Trainer says that it cannot do what it is asked for.
 REFUSALS = (MemmapError, ValueError, ModuleNotFoundError, MisconfigurationException)
-_DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+_DROPOUTS = tuple(getattr(nn, name) for name in nn.modules.dropout.__all__)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -193,7 +186,12 @@ def _hash_batches(strategy: Any, hashes: list[int]) -> None:
     """Note the rows of each batch as the loader of a strategy gives it: before the precision casts
     it and the module's transfer hooks change it."""
     process = strategy.process_dataloader
-    strategy.process_dataloader = lambda loader: HashedLoader(process(loader), hashes)
+
+    def note(batch: Any) -> Any:
+        hashes.append(hash_batch(batch))
+        return batch
+
+    strategy.process_dataloader = lambda loader: MappedLoader(process(loader), note)
 
 
 def prepare(spec: RunSpec) -> None:

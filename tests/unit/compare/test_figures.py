@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from lightning_memmap.compare.render.html import render_html
@@ -31,6 +32,7 @@ from tests.unit.compare.reports import (
     GLOBAL_BATCH,
     MIB,
     MODEL,
+    SETTINGS,
     STEPS,
     check_rank,
     make_report,
@@ -45,17 +47,10 @@ DOCS = Path(__file__).parents[3] / "docs" / "compare.md"
 
 def results(*variants: VariantRuns, repeats: int = 1) -> list[VariantResult]:
     """What the report says of variants with these runs."""
-    findings = Findings(
-        variants=variants,
-        facts=Facts(ENVIRONMENT, DATA, MODEL, ()),
-        global_batch=GLOBAL_BATCH,
-        steps=STEPS,
-        repeats=repeats,
-        tolerance=1e-3,
-        syncs_batch_norm=False,
-        out=Path("unused"),
-        logs=Path("unused"),
-    )
+    settings = replace(SETTINGS, repeats=repeats)
+    facts = Facts(ENVIRONMENT, DATA, MODEL, ())
+    logs = Path("unused", "logs")
+    findings = Findings(variants, facts, settings, syncs_batch_norm=False, logs=logs)
     return list(findings.results)
 
 
