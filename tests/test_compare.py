@@ -79,7 +79,7 @@ def test_variants_are_compared_and_the_report_tells_what_each_costs(tmp_path: Pa
     assert [variant["status"] for variant in report["variants"]] == ["ok", "ok", "unavailable"]
     assert "GPU" in fsdp["reason"]
     for variant in (auto, ddp):
-        assert variant["parity"]["held"] is True
+        assert variant["parity"]["holds"] is True
         assert variant["parity"]["rows"] == [6, 6]
         assert len(variant["check_losses"]) == 6
         assert variant["figures"]["samples_per_s"][0] > 0
@@ -128,7 +128,7 @@ def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path
     assert failed["status"] == "failed"
     assert "not for workers" in failed["reason"]
     assert (tmp_path / "out" / failed["logs"][0]).exists()
-    assert auto["parity"]["held"] is True
+    assert auto["parity"]["holds"] is True
     assert auto["status"] == "pending"
     assert "interrupted" in auto["reason"]
     assert (tmp_path / "out" / "report.html").exists()

@@ -292,7 +292,7 @@ def _errors(predictions: list[Prediction], report: Report) -> Table:
 
 def _fastest_measured(report: Report) -> str:
     """What was measured here, which counts for more than any prediction."""
-    agreeing = [v for v in report.measured if v.status == "ok" and v.parity and v.parity.held]
+    agreeing = [v for v in report.measured if v.status == "ok" and v.parity and v.parity.holds]
     if not agreeing:
         return "No variant of the comparison was found to agree with its reference."
     fastest = agreeing[0]

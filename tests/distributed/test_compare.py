@@ -28,6 +28,6 @@ def test_strategies_of_several_processes_are_found_to_agree(tmp_path: Path) -> N
         }
         for strategy, parity in check_runs_parity(tmp_path, {"auto": auto[name], **checks}).items():
             assert (strategy, parity.problems, parity.notes) == (strategy, (), ())
-            assert parity.held is True
+            assert parity.holds is True
             assert parity.rows == (STEPS, STEPS)
         assert [len(check.ranks) for check in checks.values()] == [2] * len(checks)

@@ -50,8 +50,8 @@ def render_html(report: Report) -> str:
 
 def _verdict(report: Report) -> Cell:
     compared = [each for each in report.variants if each.parity is not None]
-    if not report.parity_held:
-        wrong = [each.variant for each in compared if each.parity and each.parity.held is False]
+    if not report.parity_holds:
+        wrong = [each.variant for each in compared if each.parity and each.parity.holds is False]
         return Cell(f"Parity does not hold: {', '.join(wrong)} differ from the reference.", "bad")
     if report.exit_code not in (0, 4):
         return Cell("No difference was found, but not every variant could be compared.", "unsure")
@@ -96,7 +96,7 @@ def _sections(report: Report) -> Iterator[Section]:
             report,
             {
                 plots.draw_state: "From the check runs, at the optimizer's second step.",
-                plots.draw_memory: "After the last step. Solid: pages of one process alone (orange:"
+                plots.draw_memory: "After the last step. Solid: pages of only one process (orange:"
                 " workers). Hatched: the shared pages of the process that has most of them. Of"
                 " devices: the peak in the timed steps, allocated (blue) and reserved (grey).",
                 plots.draw_traces: "Two steps of the check runs on rank 0, from one allocation or"

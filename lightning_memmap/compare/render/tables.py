@@ -67,7 +67,7 @@ def parity_table(report: Report) -> Table:
                 _difference(parity.loss_difference, parity.tolerance),
                 _difference(parity.weight_difference, parity.tolerance),
                 Cell(f"{parity.tolerance:.0e}"),
-                Cell("open", "unsure") if parity.held is None else verdicts[parity.held],
+                Cell("open", "unsure") if parity.holds is None else verdicts[parity.holds],
             ]
         )
     columns = [

@@ -128,4 +128,6 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def _text(cell: Cell) -> Text:
-    return Text(cell.text, style=_STYLES[cell.mood])
+    # A baseline may come from anyone: codes that control the terminal are left out.
+    text = "".join(letter if letter.isprintable() else "?" for letter in cell.text)
+    return Text(text, style=_STYLES[cell.mood])

@@ -16,7 +16,7 @@ from lightning_memmap.placement import format_bytes
 
 #: The records of all processes of one timed run.
 Run: TypeAlias = Sequence[TimedRank]
-#: The figure whose loss ends a regression check with an exit code of its own.
+#: The figure whose regression has its own exit code.
 SPEED = "samples_per_s"
 
 
@@ -238,7 +238,7 @@ FIGURES = {
         ),
         Figure(
             "own_bytes", "own", BYTES,
-            "pages that belong to one process alone, added up over all processes after the last"
+            "pages that belong to only one process, added up over all processes after the last"
             " step, as Linux accounts for them",
             each_run(_own_bytes), better="less", table="memory",
         ),

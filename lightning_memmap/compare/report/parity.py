@@ -25,7 +25,7 @@ class Parity(Value, frozen=True):
     """What a variant's check run has in common with the reference.
 
     Args:
-        held: Whether rows, losses and weights agree; None where the rows agree, and losses and
+        holds: Whether rows, losses and weights agree; None where the rows agree, and losses and
             weights could not be compared.
         rows: Steps whose rows are those of the global batch, and all steps.
         tolerance: How large the two relative differences may be.
@@ -42,7 +42,7 @@ class Parity(Value, frozen=True):
         notes: What a reader must know.
     """
 
-    held: bool | None
+    holds: bool | None
     rows: tuple[int, int]
     tolerance: float
     first_wrong_step: int | None = None
@@ -190,7 +190,7 @@ def check_parity(
                 " something in between, such as a transform or a cast, gave a different result"
             )
     return Parity(
-        held=False if problems else None if is_random else True,
+        holds=False if problems else None if is_random else True,
         rows=(steps - len(wrong), steps),
         first_wrong_step=wrong[0] if wrong else None,
         same_content=run.model_hashes == reference.model_hashes,

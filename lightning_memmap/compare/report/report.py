@@ -261,9 +261,9 @@ class Report(msgspec.Struct, frozen=True):
         return sorted((each for each in self.variants if each.figures), key=lambda each: -each.rate)
 
     @property
-    def parity_held(self) -> bool:
+    def parity_holds(self) -> bool:
         """Whether no variant was found to differ."""
-        return not any(each.parity and each.parity.held is False for each in self.variants)
+        return not any(each.parity and each.parity.holds is False for each in self.variants)
 
     @property
     def exit_code(self) -> int:
@@ -272,10 +272,10 @@ class Report(msgspec.Struct, frozen=True):
         130: interrupted."""
         if self.interrupted:
             return 130
-        if not self.parity_held:
+        if not self.parity_holds:
             return 1
         ran = [each for each in self.variants if each.status == "ok"]
-        is_open = any(each.parity and each.parity.held is None for each in ran)
+        is_open = any(each.parity and each.parity.holds is None for each in ran)
         if is_open or not ran or any(v.status in ("failed", "pending") for v in self.variants):
             return 3
         return 4 if self.regression is not None and self.regression.is_slower else 0
@@ -285,7 +285,7 @@ class Report(msgspec.Struct, frozen=True):
         values: dict[str, Any] = {
             "schema": _SCHEMA,
             "schema_version": SCHEMA_VERSION,
-            "parity_held": self.parity_held,
+            "parity_holds": self.parity_holds,
             "exit_code": self.exit_code,
             **msgspec.structs.asdict(self),
         }

@@ -1,4 +1,4 @@
-"""Starts one run as processes of its own, watches it, and ends it with all of its processes."""
+"""Starts one run in separate processes, watches it, and ends all of them with it."""
 
 import os
 import signal

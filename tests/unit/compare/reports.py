@@ -96,7 +96,7 @@ def measured(*runs: Run, **values: Any) -> Measured:
 def make_parity(**values: Any) -> Parity:
     return Parity(
         **{
-            "held": True,
+            "holds": True,
             "rows": (10, 10),
             "same_content": True,
             "same_initial": True,

@@ -45,7 +45,7 @@ def test_strategy_that_does_the_same_is_found_to_agree(
     }
     for variant, parity in check_runs_parity(tmp_path, checks).items():
         assert (variant, parity.problems, parity.notes) == (variant, (), ())
-        assert parity.held is True
+        assert parity.holds is True
         assert parity.rows == (STEPS, STEPS)
         assert parity.same_content
     for check in checks.values():
@@ -72,7 +72,7 @@ class OnItsWay(Regression):
 
 def test_rows_that_a_hook_changes_are_the_same_rows(tmp_path: Path) -> None:
     checks = {variant: check_run(tmp_path, variant, OnItsWay) for variant in ("auto", "memmap_dp")}
-    assert all(parity.held for parity in check_runs_parity(tmp_path, checks).values())
+    assert all(parity.holds for parity in check_runs_parity(tmp_path, checks).values())
 
 
 @dataclass
@@ -120,7 +120,7 @@ def test_samples_that_default_collate_does_not_take_are_those_of_the_store(
     }
     for variant, parity in check_runs_parity(tmp_path, checks).items():
         assert (variant, parity.problems, parity.notes) == (variant, (), ())
-        assert parity.held is True
+        assert parity.holds is True
 
 
 def repeated(batches: Batches) -> Batches:
@@ -186,7 +186,7 @@ def test_wrong_rows_are_found(tmp_path: Path, transform: nn.Module | None) -> No
         )
     wrong["seed"] = check_run(tmp_path, "memmap_superbatch", transform=transform, seed=1)
     found = check_runs_parity(tmp_path, {"right": right, **wrong})
-    assert [name for name, parity in found.items() if parity.held] == ["right"]
+    assert [name for name, parity in found.items() if parity.holds] == ["right"]
     if transform is None:
         # The first wrong step, whatever came of it.
         steps = {name: parity.first_wrong_step for name, parity in found.items()}
@@ -233,9 +233,9 @@ def test_transform_that_depends_on_the_device_is_found(tmp_path: Path) -> None:
         for variant in ("auto", "memmap_superbatch", "memmap_dp")
     }
     auto, *others = check_runs_parity(tmp_path, checks).values()
-    assert auto.held is True
+    assert auto.holds is True
     for parity in others:
-        assert parity.held is False
+        assert parity.holds is False
         # The rows are right. What is made of them is not.
         assert parity.rows == (STEPS, STEPS)
         assert not parity.same_content
@@ -258,6 +258,6 @@ def test_other_training_is_found(
         "faulty": check_run(tmp_path, "memmap_superbatch", wrong),
     }
     parity = check_runs_parity(tmp_path, checks)["faulty"]
-    assert parity.held is False
+    assert parity.holds is False
     assert parity.rows == (STEPS, STEPS)
     assert any(words in problem for problem in parity.problems)

@@ -35,7 +35,7 @@ WIDTHS = (320, 390, 1280)
 
 
 def with_problem() -> Report:
-    parity = make_parity(held=False, problems=("weights differ by 2.0e-01; 1e-03 is allowed",))
+    parity = make_parity(holds=False, problems=("weights differ by 2.0e-01; 1e-03 is allowed",))
     return make_report(make_variant("auto"), make_variant("ddp", parity=parity))
 
 

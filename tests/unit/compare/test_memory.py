@@ -68,9 +68,9 @@ def test_resident_bytes_are_those_of_the_plan(numbered_store: Callable[..., Stor
         budget_bytes={CPU: 2**40},
         pinned_budget_bytes=0,
     )
-    held = resident_bytes(placement)
-    assert list(held) == ["0: cpu", "1: cpu"]
-    assert sum(sizes["mmap"] for sizes in held.values()) == 70 * manifest.row_bytes
+    found = resident_bytes(placement)
+    assert list(found) == ["0: cpu", "1: cpu"]
+    assert sum(sizes["mmap"] for sizes in found.values()) == 70 * manifest.row_bytes
     assert resident_bytes(None) == {}
 
 

@@ -1,4 +1,4 @@
-"""Parity: what is found to differ, and what is not held against an variant."""
+"""Parity: what is found to differ, and what is no fault of a variant."""
 
 from dataclasses import replace
 from math import nan
@@ -29,7 +29,7 @@ def find(check: CheckedRun, tolerance: float = 1e-3, **options: Any) -> Any:
 
 def test_same_check_holds_with_no_difference() -> None:
     parity = find(CHECK)
-    assert parity.held is True
+    assert parity.holds is True
     assert parity.problems == ()
     assert (parity.loss_difference, parity.weight_difference) == (0, 0)
     assert parity.rows == (3, 3)
@@ -43,7 +43,7 @@ def test_differences_are_relative_to_loss_and_to_the_way_of_the_weights() -> Non
     # The weights moved by 5, and are 0.01 apart.
     assert parity.weight_difference == pytest.approx(0.002)
     assert parity.max_weight_difference == pytest.approx(0.01)
-    assert parity.held is True
+    assert parity.holds is True
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_differences_are_relative_to_loss_and_to_the_way_of_the_weights() -> Non
 )
 def test_what_differs_is_named(change: dict[str, Any], words: str) -> None:
     parity = find(replace(CHECK, **change))
-    assert parity.held is False
+    assert parity.holds is False
     assert any(words in problem for problem in parity.problems)
 
 
 def test_other_bytes_after_the_transform_are_no_fault_and_are_explained() -> None:
     parity = find(replace(CHECK, model_hashes=[1, 2, 4]))
-    assert parity.held is True
+    assert parity.holds is True
     assert parity.same_content is False
     assert "other bytes" in parity.notes[0]
 
@@ -82,30 +82,30 @@ def test_frozen_parameter_is_found_however_small_it_is() -> None:
     for check, reference in ((frozen, right), (right, frozen)):
         parity = check_parity(check, reference, EXPECTED, 1e-3, is_random=False)
         assert parity.weight_difference < 1e-3
-        assert parity.held is False
+        assert parity.holds is False
         assert parity.problems[0].endswith("in the reference: bias")
-    assert check_parity(right, right, EXPECTED, 1e-3, is_random=False).held is True
+    assert check_parity(right, right, EXPECTED, 1e-3, is_random=False).holds is True
 
 
 def test_model_that_tells_no_loss_is_judged_by_its_weights() -> None:
     silent = replace(CHECK, losses=[nan, nan, nan])
     parity = check_parity(silent, silent, EXPECTED, 1e-3, is_random=False)
-    assert parity.held is True
+    assert parity.holds is True
     assert "no loss" in parity.notes[0]
     other = replace(silent, final={**AFTER, "weight": AFTER["weight"] + 1})
-    assert check_parity(other, silent, EXPECTED, 1e-3, is_random=False).held is False
+    assert check_parity(other, silent, EXPECTED, 1e-3, is_random=False).holds is False
 
 
 def test_random_batches_leave_losses_and_weights_unjudged() -> None:
     other = replace(CHECK, losses=[9.0, 9.0, 9.0])
     parity = check_parity(other, CHECK, EXPECTED, 1e-3, is_random=True)
-    assert parity.held is None
+    assert parity.holds is None
     assert parity.loss_difference is None
     assert "eval_transform" in parity.notes[0]
     wrong = check_parity(
         replace(other, loader_hashes=[0, 0, 0]), CHECK, EXPECTED, 1e-3, is_random=True
     )
-    assert wrong.held is False
+    assert wrong.holds is False
 
 
 def test_loss_of_a_global_batch_is_the_mean_of_its_parts() -> None:

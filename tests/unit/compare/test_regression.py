@@ -66,6 +66,19 @@ def test_other_conditions_are_told() -> None:
     assert {change.verdict for change in found.changes} == {"same"}
 
 
+def test_baseline_of_a_stranger_cannot_control_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "\x1b]0;title\x07"
+    strange = make_report(replace(make_variant("auto"), variant=name), scaling=())
+    strange.write(tmp_path / "strange.json")
+    new = write(tmp_path / "new.json", (1000.0,))
+    assert compare(["--baseline", str(tmp_path / "strange.json"), "--report", new]) == 0
+    printed = capsys.readouterr().out
+    assert "only in the baseline: ?]0;title?" in printed
+    assert name not in printed
+
+
 def test_page_and_exit_code_tell_of_a_slower_variant() -> None:
     old = make_report(make_variant("auto", (1000.0, 1005.0, 1010.0)), scaling=())
     new = make_report(make_variant("auto", (500.0, 505.0, 510.0)), scaling=())

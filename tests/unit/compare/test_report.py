@@ -11,8 +11,8 @@ from lightning_memmap.compare.report.regression import check_regression
 from lightning_memmap.compare.report.report import Report, read_report
 from tests.unit.compare.reports import make_parity, make_report, make_variant
 
-WRONG = make_parity(held=False, problems=("losses differ",))
-UNJUDGED = make_parity(held=None)
+WRONG = make_parity(holds=False, problems=("losses differ",))
+UNJUDGED = make_parity(holds=None)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ UNJUDGED = make_parity(held=None)
         ({"status": "pending"}, 3),
     ],
 )
-def test_exit_code_says_whether_parity_held(changes: dict[str, Any], code: int) -> None:
+def test_exit_code_says_whether_parity_holds(changes: dict[str, Any], code: int) -> None:
     report = make_report(make_variant("auto"), replace(make_variant("ddp"), **changes))
     assert report.exit_code == code
     assert replace(report, interrupted=True).exit_code == 130
@@ -48,7 +48,7 @@ def test_report_is_written_as_json_without_nan(tmp_path: Path) -> None:
     assert values["variants"][0]["timed_losses"] == [None, 1.0]
     assert values["variants"][1]["figures"]["samples_per_s"] == [1000.0, 1100.0]
     assert values["variants"][1]["figures"]["moved_bytes"] == [8000]
-    assert (values["parity_held"], values["exit_code"]) == (True, 0)
+    assert (values["parity_holds"], values["exit_code"]) == (True, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 

@@ -48,7 +48,7 @@ def compare(
 def test_arms_train_the_same_rows_to_the_same_weights(tmp_path: Path) -> None:
     parities, facts = compare(tmp_path, VARIANTS, config(tmp_path))
     for parity in parities.values():
-        assert parity.held is True
+        assert parity.holds is True
         assert parity.rows == (6, 6)
         assert parity.same_content
     assert facts.data.num_rows == ROWS
@@ -65,7 +65,7 @@ def test_transform_is_part_of_the_check(tmp_path: Path) -> None:
     parities, facts = compare(tmp_path, VARIANTS, config(tmp_path, **transform))
     assert facts.data.has_transform
     assert not facts.data.transform_is_random
-    assert all(parity.held and parity.same_content for parity in parities.values())
+    assert all(parity.holds and parity.same_content for parity in parities.values())
 
 
 def test_random_transform_and_dropout_are_taken_out_of_a_check(tmp_path: Path) -> None:
@@ -77,13 +77,13 @@ def test_random_transform_and_dropout_are_taken_out_of_a_check(tmp_path: Path) -
     parities, facts = compare(tmp_path, VARIANTS, sections)
     assert facts.data.transform_is_random
     assert facts.model.dropouts == ("Dropout",)
-    assert all(parity.held and parity.same_content for parity in parities.values())
+    assert all(parity.holds and parity.same_content for parity in parities.values())
 
 
 def test_random_transform_without_another_leaves_rows_to_check(tmp_path: Path) -> None:
     transform = {"transform": {"class_path": f"{runs.__name__}.Jitter"}}
     parities, _ = compare(tmp_path, ("auto", "memmap_superbatch"), config(tmp_path, **transform))
-    assert parities["memmap_superbatch"].held is None
+    assert parities["memmap_superbatch"].holds is None
     assert parities["memmap_superbatch"].rows == (6, 6)
     assert not parities["memmap_superbatch"].same_content
 
@@ -95,7 +95,7 @@ def test_other_seed_of_one_arm_is_found(tmp_path: Path) -> None:
     other = config(tmp_path, seed=1)
     check = run(make_spec(tmp_path, "check", "memmap_superbatch", other))
     parity = check_all_parity({"auto": reference, "other": check}, facts.expected)["other"]
-    assert parity.held is False
+    assert parity.holds is False
     assert parity.first_wrong_step == 0
 
 
@@ -169,4 +169,4 @@ def test_store_without_its_dataset_supplies_a_dataloader(tmp_path: Path) -> None
     (tmp_path / "again").mkdir()
     without = config(tmp_path, train_dataset=None)
     parities, _ = compare(tmp_path / "again", ("auto", "auto+workers0"), without)
-    assert all(parity.held for parity in parities.values())
+    assert all(parity.holds for parity in parities.values())
