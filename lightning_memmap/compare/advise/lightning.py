@@ -53,8 +53,8 @@ def model_parallel(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
     FSDP2."""
     return replace(
         FSDP2Strategy.costs(work, cluster, num_rows),
-        obstacle="" if work.configures_itself else "no configure_model",
-        note="if configure_model shards all of the model",
+        obstacle="" if work.configures_itself else "unsharded",
+        note="needs a model that shards all of itself in configure_model",
         effort=3,
     )
 

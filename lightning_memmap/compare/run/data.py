@@ -73,6 +73,31 @@ def data_rank_and_size(trainer: L.Trainer) -> tuple[int, int]:
     return sharding["rank"], sharding["num_replicas"]
 
 
+def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
+    """Rows of a step for each data device, before the Trainer has started any process.
+
+    Args:
+        trainer: The Trainer of a variant.
+        global_batch: Rows of a step over all processes.
+        devices: Devices of the comparison.
+
+    Raises:
+        ValueError: The data devices do not divide the global batch.
+    """
+    try:
+        _, num_processes = data_rank_and_size(trainer)
+    except RuntimeError:
+        # A strategy with a mesh makes it later. In a comparison all devices are data parallel.
+        num_processes = devices
+    count = num_processes * len(getattr(trainer.strategy, "data_devices", None) or (None,))
+    if global_batch % count:
+        raise ValueError(
+            f"{count} data devices do not divide a global batch of {global_batch} rows: choose"
+            " another batch_size or --devices"
+        )
+    return global_batch // count
+
+
 def prepare_store(
     data: MemmapDataModule, devices: int, num_steps: int
 ) -> tuple[Data, tuple[int, ...]]:

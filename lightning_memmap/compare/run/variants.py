@@ -20,8 +20,6 @@ LIGHTNING_STRATEGIES = {
 _DESCRIPTIONS = LIGHTNING_STRATEGIES | {name: text for name, _, text in STRATEGIES}
 #: Each device trains a model of its own, so that there is no common result to compare.
 _SEPARATE_MODELS = {"memmap_independent"}
-#: All of its devices together, or its only one, consume a step as one.
-_ONE_CONSUMER = {"auto", "memmap_pipeline", "memmap_independent"}
 _LOADER = re.compile(r"workers([0-9]+)|ideal|memmap")
 
 
@@ -80,24 +78,6 @@ class Variant:
     def num_devices(self, devices: int) -> int:
         """How many of the devices of a comparison this variant uses."""
         return 1 if self.strategy == "auto" else devices
-
-    def batch_size(self, global_batch: int, devices: int) -> int:
-        """Rows of a step for each data device, of all processes together.
-
-        Args:
-            global_batch: Rows of a step.
-            devices: Devices of the comparison.
-
-        Raises:
-            ValueError: The data devices do not divide the global batch.
-        """
-        count = 1 if self.strategy in _ONE_CONSUMER else devices
-        if global_batch % count:
-            raise ValueError(
-                f"{count} data devices do not divide a global batch of {global_batch} rows: choose"
-                " another batch_size or --devices"
-            )
-        return global_batch // count
 
     def trainer_options(self, devices: int) -> dict[str, Any]:
         """The options of the Trainer that make this variant."""

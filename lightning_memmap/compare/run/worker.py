@@ -24,6 +24,7 @@ from lightning_memmap.compare.report.records import FIRST_TRACED_STEP, NUM_TRACE
 from lightning_memmap.compare.report.report import Data, Environment, Model
 from lightning_memmap.compare.run.clock import StepClock
 from lightning_memmap.compare.run.data import (
+    batch_size_of,
     comparable,
     loaded_data,
     prepare_store,
@@ -152,7 +153,8 @@ def train_variant(
 ) -> None:
     """Train and measure with the objects of the config; see `train`."""
     (variant,) = parse_variants(spec.variant)
-    data = with_options(data, batch_size=variant.batch_size(spec.global_batch, spec.devices))
+    batch_size = batch_size_of(trainer, spec.global_batch, spec.devices)
+    data = with_options(data, batch_size=batch_size)
     is_check = spec.kind == "check"
     callback: RunCallback
     if is_check:

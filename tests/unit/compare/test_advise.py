@@ -67,7 +67,7 @@ def test_model_that_does_not_shard_itself_has_no_model_parallel() -> None:
     assert sharded.state_bytes == 14 * GB
     assert not sharded.obstacle
     plain = by_name(replace(LARGE, configures_itself=False), NODE)["model_parallel"].costs
-    assert plain.obstacle == "no configure_model"
+    assert plain.obstacle == "unsharded"
 
 
 def test_large_model_fits_only_where_its_state_is_sharded() -> None:

@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.compare.run.data import comparable, with_options
+from lightning_memmap.compare.run.data import batch_size_of, comparable, with_options
+from lightning_memmap.compare.run.variants import parse_variants
+from lightning_memmap.strategies import STRATEGIES
 from tests.models import Points
 from tests.unit.compare.runs import ROWS, Double, Jitter, check_run
 
@@ -34,6 +37,16 @@ def test_copy_has_other_options_and_the_class_of_the_original(tmp_path: Path) ->
     assert copied.datasets == {"train": rows, "val": None, "test": None, "predict": None}
     assert isinstance(copied.transform, Double)
     assert options_of(data) == before
+
+
+def test_batch_size_is_the_share_of_a_data_device_under_every_strategy() -> None:
+    sizes = {}
+    for variant in parse_variants("ddp,auto," + ",".join(name for name, *_ in STRATEGIES)):
+        options = {**variant.trainer_options(4), "accelerator": "cpu", "logger": False}
+        trainer = L.Trainer(**options, enable_checkpointing=False)
+        sizes[variant.strategy] = batch_size_of(trainer, 32, 4)
+    alone = {"auto", "memmap_pipeline", "memmap_independent"}
+    assert sizes == {name: 32 if name in alone else 8 for name in sizes}
 
 
 def test_run_leaves_the_data_module_of_the_user_as_it_was(tmp_path: Path) -> None:

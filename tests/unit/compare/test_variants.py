@@ -78,11 +78,3 @@ def test_ideal_loader_is_not_compared() -> None:
     assert Variant("ddp").is_compared
     assert Variant("auto", "dataloader", 2).is_compared
     assert not Variant("ddp", "ideal").is_compared
-
-
-def test_batch_size_is_the_share_of_a_data_device() -> None:
-    sizes = {v.strategy: v.batch_size(32, 4) for v in parse_variants("all")}
-    alone = {"auto", "memmap_pipeline", "memmap_independent"}
-    assert sizes == {name: 32 if name in alone else 8 for name in sizes}
-    with pytest.raises(ValueError, match="4 data devices do not divide a global batch of 30 rows"):
-        Variant("ddp").batch_size(30, 4)
