@@ -255,7 +255,7 @@ FIGURES = {
         ),
         Figure(
             "moved_bytes", "moved/step", BYTES,
-            "what each process sends in collectives, at least as much as a ring needs, and copies"
+            "what each process sends in collectives, the least that a ring needs, and copies"
             " between devices, as torch's dispatcher sees them in the main thread; between logical"
             " devices of one memory nothing moves",
             _of_footprint(lambda footprint: footprint.moved_bytes), table="memory",

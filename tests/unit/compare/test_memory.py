@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memmap.compare.report.records import ModelBytes, Movement
+from lightning_memmap.compare.report.records import DevicePeak, ModelBytes, Movement
 from lightning_memmap.compare.run.data import resident_bytes
-from lightning_memmap.compare.run.memory import model_bytes, process_memory
+from lightning_memmap.compare.run.memory import device_peaks, model_bytes, process_memory
 from lightning_memmap.compare.run.movement import MovementRecorder
 from lightning_memmap.costs import sent_bytes
 from lightning_memmap.placement import DataTopology, plan_placement
@@ -58,6 +58,18 @@ def test_process_memory_has_this_process_and_its_children() -> None:
     assert me.shared == me.rss - me.own
     assert 0 < me.own <= me.rss <= psutil.virtual_memory().total
     assert found[child.pid].parent == me.pid
+
+
+def test_peaks_are_those_of_the_gpus_that_this_process_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert device_peaks() == {}
+    for name in ("is_available", "is_initialized"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", [5, 0].__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", [8, 0].__getitem__)
+    assert device_peaks() == {"cuda:0": DevicePeak(5, 8)}
 
 
 def test_resident_bytes_are_those_of_the_plan(numbered_store: Callable[..., Store]) -> None:
