@@ -64,55 +64,55 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_arms_are_compared_and_the_report_tells_what_each_costs(tmp_path: Path) -> None:
+def test_variants_are_compared_and_the_report_tells_what_each_costs(tmp_path: Path) -> None:
     config = write_config(
         tmp_path, {"class_path": "tests.models.Points", "init_args": {"num_rows": 96}}
     )
     process = start(
-        "--config", config, "--arms", "auto,ddp,fsdp", "--repeats", 1, "--steps", 8,
+        "--config", config, "--variants", "auto,ddp,fsdp", "--repeats", 1, "--steps", 8,
         "--warmup_steps", 2, "--check_steps", 6, "--accelerator", "cpu", "--out", tmp_path / "out",
     )  # fmt: skip
     printed, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, printed
     report = read(tmp_path / "out")
-    auto, ddp, fsdp = report["arms"]
-    assert [arm["status"] for arm in report["arms"]] == ["ok", "ok", "unavailable"]
+    auto, ddp, fsdp = report["variants"]
+    assert [variant["status"] for variant in report["variants"]] == ["ok", "ok", "unavailable"]
     assert "GPU" in fsdp["reason"]
-    for arm in (auto, ddp):
-        assert arm["parity"]["held"] is True
-        assert arm["parity"]["rows"] == [6, 6]
-        assert len(arm["check_losses"]) == 6
-        assert arm["cost"]["samples_per_s"]["median"] > 0
-        assert len(arm["timed_losses"]) == 2 + 8 + 8
+    for variant in (auto, ddp):
+        assert variant["parity"]["holds"] is True
+        assert variant["parity"]["rows"] == [6, 6]
+        assert len(variant["check_losses"]) == 6
+        assert variant["figures"]["samples_per_s"][0] > 0
+        assert len(variant["timed_losses"]) == 2 + 8 + 8
     # Sums of other parts of the batch are rounded otherwise: not the same floats, but near them.
     assert ddp["parity"]["weight_difference"] < 1e-4
-    assert [p["process"] for p in ddp["cost"]["processes"]] == ["rank 0", "rank 1"]
+    assert [p["process"] for p in ddp["processes"]] == ["rank 0", "rank 1"]
     # In fresh processes nothing but this model is alive.
     state = {"parameters": PARAMETER_BYTES, "gradients": PARAMETER_BYTES,
              "optimizer": 2 * PARAMETER_BYTES + 4 * 4}  # fmt: skip
-    assert auto["holding"]["model"] == {"rank 0, cpu": state}
-    assert ddp["holding"]["model"] == {"rank 0, cpu": state, "rank 1, cpu": state}
+    assert auto["footprint"]["model"] == {"rank 0, cpu": state}
+    assert ddp["footprint"]["model"] == {"rank 0, cpu": state, "rank 1, cpu": state}
     # A ring of two sends the gradients once from each, and Lightning tells of its stop signal.
-    reduced = [edge for edge in ddp["holding"]["edges"] if edge["what"] == "allreduce"]
+    reduced = [edge for edge in ddp["footprint"]["edges"] if edge["what"] == "allreduce"]
     assert [edge["num_bytes"] for edge in reduced] == [PARAMETER_BYTES] * 2
-    assert auto["holding"]["moved_bytes"] == 0
+    assert auto["figures"]["moved_bytes"] == [0]
     left_out = {"trainer.strategy", "trainer.max_epochs", "trainer.callbacks"}
     assert set(report["left_out"]) == left_out
     assert report["command"].startswith("lightning-memmap compare --config")
     # Parity stands before speed, and the page shows both.
     assert printed.index("Parity with auto") < printed.index("Speed")
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "Parity holds: 2 arms" in page
+    assert "Parity holds: 2 variants" in page
 
 
-def test_failed_arm_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
+def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
     dataset = {"class_path": "tests.test_compare.NotInWorkers", "init_args": {"num_rows": 60}}
     config = write_config(tmp_path, dataset)
     process = start(
-        "--config", config, "--arms", "auto+workers1,auto", "--repeats", 1, "--steps", 10**9,
+        "--config", config, "--variants", "auto+workers1,auto", "--repeats", 1, "--steps", 10**9,
         "--check_steps", 6, "--accelerator", "cpu", "--devices", 1, "--out", tmp_path / "out",
     )  # fmt: skip
-    progress = tmp_path / "out" / "arms" / "auto" / "timed1" / "progress"
+    progress = tmp_path / "out" / "variants" / "auto" / "timed1" / "progress"
     deadline = monotonic() + TIMEOUT_S
     while not progress.exists() and process.poll() is None and monotonic() < deadline:
         sleep(0.1)
@@ -124,11 +124,11 @@ def test_failed_arm_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path: Pa
     assert not [child for child in children if child.is_running()]
     report = read(tmp_path / "out")
     assert report["interrupted"]
-    failed, auto = report["arms"]
+    failed, auto = report["variants"]
     assert failed["status"] == "failed"
     assert "not for workers" in failed["reason"]
     assert (tmp_path / "out" / failed["logs"][0]).exists()
-    assert auto["parity"]["held"] is True
+    assert auto["parity"]["holds"] is True
     assert auto["status"] == "pending"
     assert "interrupted" in auto["reason"]
     assert (tmp_path / "out" / "report.html").exists()
@@ -137,12 +137,12 @@ def test_failed_arm_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--arms", "dpp"], "'dpp' is none"),
+        (["--variants", "dpp"], "'dpp' is unknown"),
         (["--repeats", "0"], "repeats=0"),
         (["--steps", "1"], "steps=1"),
         (["--scaling", "a"], "scaling='a'"),
         (["--config", "other.yaml"], "--config is given 2 times"),
-        (["--out", "tests"], "holds something else"),
+        (["--out", "tests"], "holds something other than"),
     ],
 )
 def test_wrong_argument_is_told_before_anything_runs(

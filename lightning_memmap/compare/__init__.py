@@ -1,4 +1,8 @@
-"""Compare strategies and feeds: the same rows, the same losses and weights, and what each costs."""
+"""Compare variants: the same rows, the same losses and weights, and what each one costs.
+
+`run` measures and makes a report, `report` is the report, `render` shows it, and `advise` predicts
+from it. `run`, `render` and `advise` know `report`, and only the commands here know all four.
+"""
 
 from lightning_memmap.compare.advise_command import advise
 from lightning_memmap.compare.command import compare

@@ -1,60 +1,55 @@
 """``lightning-memmap advise``."""
 
-import json
 import math
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from lightning_memmap.arguments import BriefParser, refuse_several_configs
 from lightning_memmap.callbacks.memory_trace import KINDS
-from lightning_memmap.compare.advise import (
-    Cluster,
-    Prediction,
-    Workload,
-    predict,
-    recommend,
-)
-from lightning_memmap.compare.comparison import Comparison, Settings
-from lightning_memmap.compare.report import read_report
-from lightning_memmap.compare.terminal import TerminalProgress, make_table
+from lightning_memmap.compare.advise.predict import Prediction, predict, recommend, workload_of
+from lightning_memmap.compare.render.tables import Cell, Column, Table
+from lightning_memmap.compare.render.terminal import TerminalProgress, print_table
+from lightning_memmap.compare.report.figures import MILLISECONDS
+from lightning_memmap.compare.report.report import Report, VariantResult, read_report
+from lightning_memmap.compare.run.comparison import Comparison
+from lightning_memmap.compare.run.plan import ComparisonOptions
+from lightning_memmap.costs import Cluster, Workload
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.placement import format_bytes, parse_bytes
 
-_DESCRIPTION = """Tell which strategy is right for a model, its data and some devices: what fits,
-what moves in a step, about how long a step takes. The model is measured: by the arm "auto" of a
-finished comparison (--report), or by running that arm of a config now (--config). Without --devices
-the answer is for this machine, and is held against what the comparison measured."""
-#: Assumed where nobody says better: NVLink of one GPU in one direction and a 100 Gbit/s network for
-#: GPUs, and what gloo showed between two processes of one small machine.
+_DESCRIPTION = """Predict which strategy is right for a model, its data and some devices: what fits,
+what moves in a step, about how long a step takes. The model is measured: by the variant "auto" of a
+finished comparison (--report), or by running that variant of a config now (--config). Without
+--devices the answer is for this machine, and is compared with what was measured."""
+#: Assumed unless options say otherwise: NVLink of one GPU in one direction and a 100 Gbit/s
+#: network for GPUs, and what gloo showed between two processes of one small machine.
 _DEFAULTS = {"cuda": ("400GB", "12.5GB", 2e-5), "cpu": ("1GB", "1GB", 3e-4)}
 
 
 @dataclass(frozen=True)
 class Question:
-    """What the command is told.
+    """The options of the command.
 
     Args:
-        report: The ``report.json`` of a comparison with the arm ``auto``.
+        report: The ``report.json`` of a comparison with the variant ``auto``.
         config: Instead of it, a config whose model and data are measured now.
         out: Folder for that measurement.
         devices: Devices of a node; by default those of the comparison.
         nodes: Nodes.
         memory: Memory of a device, such as 80GB.
-        bandwidth: Bytes a second from a device to others of its node, such as 400GB.
-        node_bandwidth: Bytes a second from a device to other nodes.
+        bandwidth: Bytes per second from a device to others of its node, such as 400GB.
+        node_bandwidth: Bytes per second from a device to other nodes.
         latency_s: Seconds that an empty collective takes.
-        flops: Floating point operations a second that a device reaches on this model; by default
+        flops: Floating point operations per second that a device reaches on this model; by default
             it computes as fast as the device that was measured.
         rows_per_device: Rows of a step per device; by default those of the comparison.
-        parameters: Another number of parameters: the model is scaled, its bytes and its computing
-            alike, its activations not.
+        parameters: Another number of parameters: its bytes and its computing are scaled, its
+            activations are not.
         activation_bytes_per_row: Another size of activations, such as 40MB.
         dataset: Another size of the dataset, such as 2TB.
         json: Where to write the answer as JSON.
@@ -117,80 +112,73 @@ def advise(args: list[str]) -> int:
         if question.json is not None:
             _check_writable(Path(question.json))
         report = _report(question, console)
-        work, cluster, rows = _situation(question, report)
-        predictions = predict(work, cluster, rows)
+        work, cluster = _workload(question, report), _cluster(question, report)
+        rows = question.rows_per_device or report.data.batch_size
+        try:
+            predictions = predict(work, cluster, rows)
+        except ArithmeticError as error:
+            raise ValueError(f"the numbers are too large to predict anything: {error}") from error
     except (MemmapError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     chosen, reason = recommend(predictions)
+    name = chosen.strategy if chosen is not None else None
     _print_workload(work, cluster, console)
-    console.print(_table(predictions, chosen))
+    print_table(_table(predictions, name), console)
     if _is_as_measured(question):
-        console.print(_errors(predictions, report))
-    name = chosen.strategy if chosen is not None else "none"
-    console.print(f"\n[bold]{name}[/]: {reason}", highlight=False)
+        print_table(_errors(predictions, report), console)
+    console.print(f"\n[bold]{name or 'none'}[/]: {reason}", highlight=False)
     if _is_as_measured(question):
         console.print(_fastest_measured(report), highlight=False)
     if question.json is not None:
         answer = {
             "workload": asdict(work),
-            "cluster": asdict(cluster) | {"parallel_devices": None},
+            # JSON has no infinity: null stands for as many as there are.
+            "cluster": asdict(cluster),
             "predictions": [asdict(p) | {"samples_per_s": p.samples_per_s} for p in predictions],
-            "recommended": chosen.strategy if chosen is not None else None,
+            "recommended": name,
             "reason": reason,
         }
-        Path(question.json).write_text(json.dumps(answer, indent=1), encoding="utf-8")
+        Path(question.json).write_bytes(msgspec.json.format(msgspec.json.encode(answer), indent=1))
     return 0 if chosen is not None else 1
 
 
 def _check_writable(path: Path) -> None:
-    """See that an answer can be written there, before minutes of measuring."""
+    """Check that an answer can be written there, before minutes of measuring."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"json={str(path)!r} cannot be written: name a file of your own")
 
 
-def _report(question: Question, console: Console) -> dict[str, Any]:
+def _report(question: Question, console: Console) -> Report:
     if (question.report is None) == (question.config is None):
         raise ValueError("give --report, the report.json of a comparison, or --config to measure")
     if question.report is not None:
         return read_report(question.report)
-    settings = Settings(
-        config=question.config or "", arms="auto", repeats=1, out=question.out,
+    options = ComparisonOptions(
+        config=question.config or "", variants="auto", repeats=1, out=question.out,
         devices=question.devices or 2, steps=30, accelerator="auto",
     )  # fmt: skip
-    report = Comparison(settings, TerminalProgress(console)).run()
+    report = Comparison(options, TerminalProgress(console)).run()
     report.write(Path(question.out) / "report.json")
-    return read_report(Path(question.out) / "report.json")
+    return report
 
 
-def _situation(question: Question, report: Mapping[str, Any]) -> tuple[Workload, Cluster, int]:
-    """Model, devices and rows per device that a question is about."""
-    try:
-        for arm in report["arms"]:
-            rate = arm["cost"]["samples_per_s"]["median"] if arm["status"] == "ok" else 1
-            if not rate > 0:
-                raise ValueError(
-                    f"the report tells of {rate} samples/s of {arm['arm']!r}, which were never"
-                    " measured: run the comparison again"
-                )
-        work, cluster = _workload(question, report), _cluster(question, report)
-        return work, cluster, question.rows_per_device or int(report["data"]["batch_size"])
-    except (LookupError, TypeError, ArithmeticError) as error:
-        # What the sections of a report hold is not checked when it is read.
-        raise ValueError(
-            f"the report does not tell what one device needs ({error!r}): run the comparison again"
-        ) from error
-
-
-def _workload(question: Question, report: Mapping[str, Any]) -> Workload:
-    work = Workload.from_report(report)
+def _workload(question: Question, report: Report) -> Workload:
+    for each in report.variants:
+        if each.status == "ok" and not each.rate > 0:
+            raise ValueError(
+                f"the report has {each.rate} samples/s for {each.variant!r}, which were never"
+                " measured: run the comparison again"
+            )
+    work = workload_of(report)
     if question.parameters is not None:
-        factor = question.parameters / max(1, report["model"]["num_parameters"])
-        scaled = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-        work = replace(work, **{name: int(getattr(work, name) * factor) for name in scaled})
+        factor = question.parameters / max(1, report.model.num_parameters)
         work = replace(
             work,
+            parameter_bytes=int(work.parameter_bytes * factor),
+            gradient_bytes=int(work.gradient_bytes * factor),
+            optimizer_bytes=int(work.optimizer_bytes * factor),
             compute_s_per_row=work.compute_s_per_row * factor,
             flops_per_row=work.flops_per_row * factor,
         )
@@ -200,31 +188,33 @@ def _workload(question: Question, report: Mapping[str, Any]) -> Workload:
     if question.dataset is not None:
         work = replace(work, dataset_bytes=parse_bytes(question.dataset))
     if question.flops is not None:
-        if not question.flops > 0 or not work.flops_per_row:
+        if not work.flops_per_row:
             raise ValueError(
-                f"flops={question.flops}: more than 0, for a model whose operations torch counts"
+                f"flops={question.flops}: torch counted no operations of this model; leave it out"
             )
         work = replace(work, compute_s_per_row=work.flops_per_row / question.flops)
     return work
 
 
-def _cluster(question: Question, report: Mapping[str, Any]) -> Cluster:
-    settings, environment = report["settings"], report["environment"]
-    devices = question.devices or int(settings["devices"])
+def _cluster(question: Question, report: Report) -> Cluster:
+    settings, environment = report.settings, report.environment
+    devices = question.devices or settings.devices
     is_here = question.devices is None and question.memory is None
-    on_cpu = settings["accelerator"] == "cpu"
+    on_cpu = settings.accelerator == "cpu"
     links = _DEFAULTS["cpu" if on_cpu and is_here else "cuda"]
     if question.memory is not None:
         memory = parse_bytes(question.memory)
     elif on_cpu:
         # Logical devices share the memory of the host.
-        memory = int(environment["memory_bytes"]) // devices
+        memory = environment.memory_bytes // devices
+    elif environment.devices:
+        memory = min(device.memory_bytes for device in environment.devices)
     else:
-        memory = min(int(device["memory_bytes"]) for device in environment["devices"])
-    auto = next(arm for arm in report["arms"] if arm["arm"] == "auto")
+        raise ValueError("the report names no devices: run the comparison again, or give --memory")
     cores = float("inf")
     if on_cpu and is_here:
-        cores = max(1.0, environment["cores"] / max(1, auto["cost"]["threads"]))
+        auto = next(each for each in report.variants if each.variant == "auto")
+        cores = max(1.0, environment.cores / max(1.0, auto.figures["threads"][0]))
     return Cluster(
         devices=devices,
         nodes=question.nodes,
@@ -240,14 +230,9 @@ def _cluster(question: Question, report: Mapping[str, Any]) -> Cluster:
 
 
 def _is_as_measured(question: Question) -> bool:
-    """Whether the question is about the machine and the model that the report has measured."""
-    told = [
-        field.name
-        for field in fields(Question)
-        if getattr(question, field.name) != field.default
-        and field.name not in ("report", "config", "out", "json")
-    ]
-    return not told
+    """Whether the question is about the machine and the model that were measured."""
+    asked = replace(question, report=None, config=None, json=None, out=Question.out)
+    return asked == Question()
 
 
 def _print_workload(work: Workload, cluster: Cluster, console: Console) -> None:
@@ -263,71 +248,64 @@ def _print_workload(work: Workload, cluster: Cluster, console: Console) -> None:
     )
 
 
-def _table(predictions: list[Prediction], chosen: Prediction | None) -> Table:
-    table = make_table(
-        "By strategy: what the fullest device needs and moves in a step",
-        ["strategy"],
-        ["fits", "needs", "data", "moves", "step ms", "samples/s"],
-    )
+def _table(predictions: list[Prediction], chosen: str | None) -> Table:
+    rows = []
     for found in predictions:
-        fits = "[green]yes[/]" if found.fits else "[red]no[/]"
-        mark = "[bold green]" if found is chosen else ""
-        table.add_row(
-            f"{mark}{found.strategy}",
-            f"[yellow]{found.obstacle}[/]" if found.obstacle else fits,
-            format_bytes(found.needed_bytes),
-            f"{found.resident_share:.0%}",
-            format_bytes(found.moved_bytes),
-            f"{found.step_s * 1e3:,.3g}" if found.step_s < 1 else f"{found.step_s * 1e3:,.0f}",
-            f"{found.samples_per_s:,.0f}",
+        costs = found.costs
+        fits = Cell("yes", "good") if found.fits else Cell("no", "bad")
+        rows.append(
+            [
+                Cell(found.strategy, "good" if found.strategy == chosen else ""),
+                Cell(costs.obstacle, "unsure") if costs.obstacle else fits,
+                Cell(format_bytes(costs.needed_bytes)),
+                Cell(f"{found.resident_share:.0%}"),
+                Cell(format_bytes(costs.moved_bytes)),
+                Cell(MILLISECONDS.write(costs.step_s)),
+                Cell(f"{found.samples_per_s:,.0f}"),
+            ]
         )
-    return table
+    labels = ("strategy", "fits", "needs", "data", "moves", "step ms", "samples/s")
+    title = "By strategy: what the fullest device needs and moves in a step"
+    return Table(title, [Column(label) for label in labels], rows)
 
 
-def _errors(predictions: list[Prediction], report: Mapping[str, Any]) -> Table:
-    """What was predicted against what the comparison measured."""
-    table = make_table(
-        "Predicted / measured here", ["strategy"], ["model state", "peak memory", "moves", "step"]
-    )
-    by_name = {found.strategy: found for found in predictions}
-    for arm in report["arms"]:
-        found = by_name.get(arm["strategy"])
-        if found is None or arm["feed"] != "memmap" or arm["status"] != "ok":
+def _errors(predictions: list[Prediction], report: Report) -> Table:
+    """What was predicted, relative to what the comparison measured."""
+    rows = []
+    costs_of = {found.strategy: found.costs for found in predictions}
+    for each in report.variants:
+        costs, footprint = costs_of.get(each.strategy), each.footprint
+        if costs is None or footprint is None or each.loader != "memmap" or each.status != "ok":
             continue
-        holding = arm["holding"]
-        moved = sum(e["num_bytes"] for e in holding["edges"]) / holding["num_processes"]
-        rate = arm["cost"]["samples_per_s"]["median"]
-        table.add_row(
-            arm["arm"],
-            _ratio(found.model_bytes, holding["state_bytes_per_device"]),
-            _ratio(found.model_bytes + found.activation_bytes, _peak(arm["trace"])),
-            _ratio(found.moved_bytes, moved),
-            _ratio(found.step_s, report["settings"]["global_batch"] / rate),
+        moved = sum(edge.num_bytes for edge in footprint.edges) / footprint.num_processes
+        peak = costs.needed_bytes - costs.buffer_bytes
+        ratios = (
+            _ratio(costs.state_bytes, footprint.state_bytes),
+            _ratio(peak, _peak(each)),
+            _ratio(costs.moved_bytes, moved),
+            _ratio(costs.step_s, report.settings.global_batch / each.rate),
         )
-    return table
+        rows.append([Cell(each.variant), *map(Cell, ratios)])
+    labels = ("strategy", "model state", "peak memory", "moves", "step")
+    return Table("Predicted / measured here", [Column(label) for label in labels], rows)
 
 
-def _fastest_measured(report: Mapping[str, Any]) -> str:
-    """What was found here, which counts for more than any prediction."""
-    rates = {
-        arm["arm"]: arm["cost"]["samples_per_s"]["median"]
-        for arm in report["arms"]
-        if arm["status"] == "ok" and arm["parity"] is not None and arm["parity"]["held"]
-    }
-    if not rates:
-        return "No arm of the comparison was found to agree with its reference."
-    fastest = max(rates, key=lambda arm: float(rates[arm]))
+def _fastest_measured(report: Report) -> str:
+    """What was measured here, which counts for more than any prediction."""
+    agreeing = [v for v in report.measured if v.status == "ok" and v.parity and v.parity.holds]
+    if not agreeing:
+        return "No variant of the comparison was found to agree with its reference."
+    fastest = agreeing[0]
     return (
-        f"Measured here, of {len(rates)} arms that agree, {fastest} was the fastest:"
-        f" {rates[fastest]:,.0f} samples/s"
+        f"Measured here, of {len(agreeing)} variants that agree, {fastest.variant} was the fastest:"
+        f" {fastest.rate:,.0f} samples/s"
     )
 
 
-def _peak(trace: Mapping[str, list[float]] | None) -> float:
-    """The most that a memory trace has seen, of all kinds together."""
-    if not trace:
-        return 0.0
-    return max((sum(moment) for moment in zip(*(trace[k] for k in KINDS), strict=True)), default=0)
+def _peak(variant: VariantResult) -> float:
+    """The most that the memory trace has seen, of all kinds together."""
+    kinds = (variant.trace.get(kind, ()) for kind in KINDS)
+    return max((sum(moment) for moment in zip(*kinds, strict=False)), default=0.0)
 
 
 def _ratio(predicted: float, measured: float) -> str:

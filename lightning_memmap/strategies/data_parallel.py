@@ -16,6 +16,7 @@ from lightning_memmap._compat.modules import (
     restore_before_transfer,
     skip_before_transfer,
 )
+from lightning_memmap.costs import Cluster, Costs, Workload
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies._devices import LocalDevices
 from lightning_memmap.strategies.replicas.module import Replicas, check_module
@@ -208,3 +209,20 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
     def _merge(self, values: list[Any]) -> Any:
         # Outside of a step there is one caller.
         return values[0] if self._batch is None else self._batch.merge(values)
+
+    @classmethod
+    def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
+        """A replica on every device. The root device receives the gradients of all others, and
+        sends them the parameters, one after the other."""
+        rows = num_rows / cluster.size
+        moved = (cluster.size - 1) * (work.gradient_bytes + work.parameter_bytes)
+        return Costs.of(
+            work,
+            num_rows=rows,
+            step_s=work.fixed_s
+            + cluster.compute_s(work, rows, busy=cluster.devices)
+            + moved / cluster.bandwidth,
+            moved_bytes=moved,
+            num_row_devices=cluster.size,
+            obstacle=cluster.one_node,
+        )

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_memmap._compat.processes import LaunchedStrategy, is_interactive
+from lightning_memmap.costs import Cluster, Costs, Workload
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._devices import was_started_in_several
 from lightning_memmap.strategies.members.launcher import MEMBER_VARIABLE, member_of_this_process
@@ -228,3 +229,17 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
         super().on_exception(exception)
         if self._members is not None:
             self._members.on_exception(exception)
+
+    @classmethod
+    def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
+        """A whole model on each device, and nothing moves."""
+        rows = num_rows / cluster.size
+        return Costs.of(
+            work,
+            num_rows=rows,
+            step_s=work.fixed_s + cluster.compute_s(work, rows, busy=cluster.devices),
+            num_row_devices=cluster.size,
+            trains_one_model=False,
+            obstacle=cluster.one_node,
+            note="a separate model on each device",
+        )

@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.harness import launch
 from tests.distributed.scenarios.comparing import STRATEGIES, TRANSFORMS
-from tests.unit.compare.runs import STEPS, check_run, judge_runs, result_of
+from tests.unit.compare.runs import STEPS, check_run, check_runs_parity, result_of
 
 pytestmark = [
     pytest.mark.usefixtures("quick_runs"),
@@ -26,8 +26,8 @@ def test_strategies_of_several_processes_are_found_to_agree(tmp_path: Path) -> N
         checks = {
             strategy: result_of(tmp_path / name / f"{strategy}-check") for strategy in STRATEGIES
         }
-        for strategy, parity in judge_runs(tmp_path, {"auto": auto[name], **checks}).items():
+        for strategy, parity in check_runs_parity(tmp_path, {"auto": auto[name], **checks}).items():
             assert (strategy, parity.problems, parity.notes) == (strategy, (), ())
-            assert parity.held is True
+            assert parity.holds is True
             assert parity.rows == (STEPS, STEPS)
         assert [len(check.ranks) for check in checks.values()] == [2] * len(checks)

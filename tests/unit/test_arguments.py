@@ -190,7 +190,8 @@ def test_mistake_in_the_config_of_a_comparison_is_reported_before_anything_runs(
     values: dict[str, Any],
     words: str,
 ) -> None:
-    monkeypatch.setattr("lightning_memmap.compare.comparison.run", raising(AssertionError("ran")))
+    run = "lightning_memmap.compare.run.comparison.run"
+    monkeypatch.setattr(run, raising(AssertionError("ran")))
     out = ("--out", tmp_path / "out")
     for task in ("compare", "advise"):
         assert command(task, "--config", command.config(*path, **values), *out) == 2

@@ -1,4 +1,4 @@
-"""Check runs of a comparison under each strategy of several processes, one after the other."""
+"""CheckedRun runs of a comparison under each strategy of several processes, one after the other."""
 
 import gc
 from pathlib import Path

@@ -1,25 +1,33 @@
 """Runs of a comparison in this process, with what they are about."""
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning as L
+import msgspec
 import torch
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.compare.arms import parse_arms
-from lightning_memmap.compare.child import prepare, train, train_arm, trainer_options
-from lightning_memmap.compare.launch import RunResult
-from lightning_memmap.compare.parity import Check, Parity, judge
-from lightning_memmap.compare.rows import expected_hashes
-from lightning_memmap.compare.spec import RunKind, RunSpec
+from lightning_memmap.compare.report.parity import CheckedRun, Parity, check_parity
+from lightning_memmap.compare.report.records import CheckRank, TimedRank
+from lightning_memmap.compare.run.data import expected_hashes
+from lightning_memmap.compare.run.launch import RunResult, read_ranks
+from lightning_memmap.compare.run.plan import RunKind, RunSpec
+from lightning_memmap.compare.run.variants import parse_variants
+from lightning_memmap.compare.run.worker import (
+    Facts,
+    prepare,
+    train,
+    train_variant,
+    trainer_options,
+)
 from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import open_store
 from tests.models import Points, Regression
 
+CheckResult: TypeAlias = RunResult[CheckRank]
 DEVICES, BATCH_SIZE, ROWS, STEPS = 2, 8, 100, 6
 #: Bytes of a row: a number, eight floats and one.
 ROW_BYTES = 8 + 32 + 4
@@ -67,9 +75,9 @@ def config(path: Path, model: str = "tests.models.Regression", **data: Any) -> d
 
 
 def make_spec(
-    path: Path, kind: RunKind, arm: str, sections: dict[str, Any], **options: Any
+    path: Path, kind: RunKind, variant: str, sections: dict[str, Any], **options: Any
 ) -> RunSpec:
-    chosen = parse_arms(arm)[0].trainer_options(DEVICES) if arm else {"devices": 1}
+    chosen = parse_variants(variant)[0].trainer_options(DEVICES) if variant else {"devices": 1}
     trainer = {"accelerator": "cpu", **chosen, **options.pop("trainer", {})}
     values = {
         "warmup_steps": 2 if kind == "timed" else 0,
@@ -78,81 +86,82 @@ def make_spec(
         "transform_is_random": False,
         **options,
     }
-    out = path / f"{arm or 'facts'}-{kind}"
+    out = path / f"{variant or 'facts'}-{kind}"
     # Of several processes, each comes here.
     out.mkdir(exist_ok=True)
     return RunSpec(
         kind=kind,
         config=sections,
         trainer=trainer,
-        arm=arm,
+        variant=variant,
         devices=DEVICES,
         global_batch=DEVICES * BATCH_SIZE,
-        calm=kind == "check",
         out=str(out),
         **values,
     )
 
 
-def facts_of(path: Path, sections: dict[str, Any]) -> dict[str, Any]:
+def facts_of(path: Path, sections: dict[str, Any]) -> Facts:
     spec = make_spec(path, "prepare", "", sections)
     prepare(spec)
-    found: dict[str, Any] = json.loads((Path(spec.out) / "facts.json").read_text())
-    return found
+    return msgspec.json.decode((Path(spec.out) / "facts.json").read_bytes(), type=Facts)
 
 
-def run(spec: RunSpec) -> RunResult:
+def timed_rank(spec: RunSpec) -> TimedRank:
+    """Train, and read what the only process wrote."""
     train(spec)
-    out = Path(spec.out)
-    return result_of(out)
+    (rank,) = read_ranks(Path(spec.out), TimedRank)
+    return rank
+
+
+def run(spec: RunSpec) -> CheckResult:
+    train(spec)
+    return result_of(Path(spec.out))
 
 
 def check_run(
     path: Path,
-    arm: str,
+    variant: str,
     make_model: Callable[[], L.LightningModule] = Regression,
     data_class: type[MemmapDataModule] = MemmapDataModule,
     trainer: dict[str, Any] | None = None,
     rows: Dataset[Any] | None = None,
     **options: Any,
-) -> RunResult:
+) -> CheckResult:
     """A check run, by default of `Points`. To read a config takes most of the time of a run: here
     there is none."""
-    spec = make_spec(path, "check", arm, {}, trainer=trainer or {})
+    spec = make_spec(path, "check", variant, {}, trainer=trainer or {})
     L.seed_everything(3)
     options = {"store_dir": path / "stores", "batch_size": BATCH_SIZE, **options}
     data = data_class(rows or Points(ROWS), drop_last=True, **options)
-    train_arm(spec, L.Trainer(**trainer_options(spec)), make_model(), data)
+    train_variant(spec, L.Trainer(**trainer_options(spec)), make_model(), data)
     return result_of(Path(spec.out))
 
 
-def result_of(out: Path) -> RunResult:
-    """What the processes of a run wrote."""
-    return RunResult(out, tuple(json.loads(path.read_text()) for path in out.glob("rank*.json")))
+def result_of(folder: Path) -> CheckResult:
+    """What the processes of a check run wrote."""
+    return RunResult(folder, read_ranks(folder, CheckRank))
 
 
-def judge_all(
-    checks: dict[str, RunResult], facts: dict[str, Any], tolerance: float = 1e-4
+def check_all_parity(
+    checks: dict[str, CheckResult],
+    expected: Sequence[int],
+    tolerance: float = 1e-4,
+    is_random: bool = False,
 ) -> dict[str, Parity]:
     """The parity of each check run with the first of them."""
-    found = {name: Check.of(check) for name, check in checks.items()}
+    found = {name: CheckedRun.of(check.ranks, check.folder) for name, check in checks.items()}
     reference = next(iter(found.values()))
-    is_random = facts["transform_is_random"] and not facts["has_eval_transform"]
     return {
-        name: judge(check, reference, facts["expected"], tolerance, is_random=is_random)
+        name: check_parity(check, reference, expected, tolerance, is_random=is_random)
         for name, check in found.items()
     }
 
 
-def judge_runs(path: Path, runs: dict[str, RunResult]) -> dict[str, Parity]:
+def check_runs_parity(path: Path, runs: dict[str, CheckResult]) -> dict[str, Parity]:
     """The parity of runs with the first of them, whose store is the right one."""
     store = open_store(path / "stores" / "train")
     data = MemmapDataModule(store_dir=path / "stores")
-    plan = BatchSchedule(store.num_rows, DEVICES * BATCH_SIZE, store.num_shards, drop_last=True)
+    schedule = BatchSchedule(store.num_rows, DEVICES * BATCH_SIZE, store.num_shards, drop_last=True)
     stream = data.train_stream(store.manifest, store.num_shards)
-    facts = {
-        "expected": expected_hashes(store, stream, plan, STEPS),
-        "transform_is_random": False,
-        "has_eval_transform": False,
-    }
-    return judge_all(runs, facts)
+    return check_all_parity(runs, expected_hashes(store, stream, schedule, STEPS))

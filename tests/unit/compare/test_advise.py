@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from lightning_memmap.compare import advise
-from lightning_memmap.compare.advise import Cluster, Workload, predict, recommend
-from tests.unit.compare.reports import make_arm, make_report
+from lightning_memmap.compare.advise.lightning import LIGHTNING_COSTS
+from lightning_memmap.compare.advise.predict import predict, recommend, workload_of
+from lightning_memmap.compare.report.report import read_report
+from lightning_memmap.compare.run.variants import LIGHTNING_STRATEGIES
+from lightning_memmap.costs import Cluster, Workload
+from lightning_memmap.strategies import STRATEGIES
+from tests.unit.compare.reports import make_report, make_variant
 
 GB = 10**9
 #: A model of 7 billion parameters, in float32 with Adam, 1 GB of activations a row.
@@ -32,33 +37,66 @@ def by_name(work: Workload, cluster: Cluster, rows: int = 4) -> dict[str, Any]:
     return {found.strategy: found for found in predict(work, cluster, rows)}
 
 
+def test_every_strategy_states_its_own_costs() -> None:
+    for name, strategy, _ in STRATEGIES:
+        assert "costs" in vars(strategy), (
+            f"{name}: {strategy.__name__} inherits its costs, or has none"
+        )
+    assert set(LIGHTNING_COSTS) == set(LIGHTNING_STRATEGIES)
+    assert set(by_name(SMALL, NODE)) == {name for name, *_ in STRATEGIES} | set(LIGHTNING_COSTS)
+
+
+def test_pipeline_has_two_micro_batches_for_each_stage() -> None:
+    costs = by_name(LARGE, NODE)["memmap_pipeline"].costs
+    assert "16 micro-batches" in costs.note
+    # 32 rows of 0.1 s over 8 stages, each idle for 7 of 16 micro-batches more.
+    assert costs.step_s == pytest.approx(0.001 + 32 * 0.1 / 8 * (1 + 7 / 16))
+    # Its own eighth of the activations, for 8 of 16 micro-batches.
+    assert costs.activation_bytes == 32 * GB / 16
+
+
+def test_layers_on_several_devices_are_given_the_rows_of_all() -> None:
+    found = by_name(LARGE, NODE)
+    layers, rows = found["memmap_model_parallel"].costs, found["memmap_superbatch"].costs
+    assert layers.moved_bytes == rows.moved_bytes > 0
+    assert layers.state_bytes == rows.state_bytes // 8
+
+
+def test_model_that_does_not_shard_itself_has_no_model_parallel() -> None:
+    sharded = by_name(LARGE, NODE)["model_parallel"].costs
+    assert sharded.state_bytes == 14 * GB
+    assert not sharded.obstacle
+    plain = by_name(replace(LARGE, configures_itself=False), NODE)["model_parallel"].costs
+    assert plain.obstacle == "unsharded"
+
+
 def test_large_model_fits_only_where_its_state_is_sharded() -> None:
     found = by_name(LARGE, NODE)
     assert not found["auto"].fits
     assert not found["ddp"].fits
     assert found["fsdp"].fits
-    assert found["fsdp"].model_bytes == 14 * GB
-    assert found["fsdp"].activation_bytes == pytest.approx(4 * GB, rel=1e-4)
+    assert found["fsdp"].costs.state_bytes == 14 * GB
+    assert found["fsdp"].costs.activation_bytes == pytest.approx(4 * GB, rel=1e-4)
     # 72 of 80 GB may be planned for, and 18 are needed: an eighth of the dataset fits beside them.
     assert found["fsdp"].resident_share == 1.0
     chosen, reason = recommend(list(found.values()))
     assert chosen is not None
-    assert chosen.needed_bytes < 72 * GB
+    assert chosen.costs.needed_bytes < 72 * GB
     assert "ddp" in reason
 
 
 def test_bytes_that_move_are_those_of_the_papers() -> None:
     found = by_name(LARGE, NODE)
     # All-reduce: 2 (n - 1) / n of the gradients. Sharded: two gathers and a scatter.
-    assert found["ddp"].moved_bytes == 2 * 28 * GB * 7 // 8
-    assert found["fsdp"].moved_bytes == 3 * 28 * GB * 7 // 8
-    assert found["memmap_superbatch"].moved_bytes == 32 * 4096 * 7 // 8
-    assert found["auto"].moved_bytes == 0
+    assert found["ddp"].costs.moved_bytes == 2 * 28 * GB * 7 // 8
+    assert found["fsdp"].costs.moved_bytes == 3 * 28 * GB * 7 // 8
+    assert found["memmap_superbatch"].costs.moved_bytes == 32 * 4096 * 7 // 8
+    assert found["auto"].costs.moved_bytes == 0
 
 
 def test_ddp_keeps_a_second_copy_of_the_gradients() -> None:
-    found = by_name(LARGE, NODE)["ddp"]
-    assert (found.model_bytes, found.buffer_bytes) == (112 * GB, 28 * GB)
+    found = by_name(LARGE, NODE)["ddp"].costs
+    assert (found.state_bytes, found.buffer_bytes) == (112 * GB, 28 * GB)
 
 
 def test_data_that_devices_cannot_hold_is_told() -> None:
@@ -92,11 +130,11 @@ def test_devices_that_share_their_cores_win_nothing() -> None:
 
 def test_several_nodes_rule_out_what_is_one_process() -> None:
     found = by_name(LARGE, replace(NODE, nodes=64))
-    assert found["memmap_superbatch"].obstacle
-    assert not found["fsdp"].obstacle
+    assert found["memmap_superbatch"].costs.obstacle
+    assert not found["fsdp"].costs.obstacle
     assert found["fsdp"].rows_per_step == 4 * 8 * 64
     # The slow links between nodes are what a step waits for.
-    assert found["ddp"].step_s > by_name(LARGE, NODE)["ddp"].step_s
+    assert found["ddp"].costs.step_s > by_name(LARGE, NODE)["ddp"].costs.step_s
 
 
 def test_nothing_that_fits_names_the_ways_out() -> None:
@@ -131,14 +169,13 @@ TRACE = {
 
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
-    arms = (make_arm("auto", trace=TRACE), make_arm("ddp", trace=TRACE))
-    data = {"num_bytes": 90_000, "num_rows": 1257, "batch_size": 16}
-    make_report(*arms, data=data).write(tmp_path / "report.json")
+    variants = (make_variant("auto", trace=TRACE), make_variant("ddp", trace=TRACE))
+    make_report(*variants).write(tmp_path / "report.json")
     return tmp_path / "report.json"
 
 
-def test_workload_is_read_off_the_arm_auto(report: Path) -> None:
-    work = Workload.from_report(json.loads(report.read_text()))
+def test_workload_is_read_off_the_variant_auto(report: Path) -> None:
+    work = workload_of(read_report(report))
     assert (work.parameter_bytes, work.gradient_bytes, work.optimizer_bytes) == (4000, 4000, 8000)
     assert work.activation_bytes_per_row == 100
     assert work.batch_bytes_per_row == 64
@@ -146,7 +183,7 @@ def test_workload_is_read_off_the_arm_auto(report: Path) -> None:
     assert work.compute_s_per_row == pytest.approx(1 / 1050 / 3, rel=0.01)
 
 
-def test_answer_for_this_machine_is_held_against_what_was_measured(
+def test_answer_for_this_machine_is_compared_with_what_was_measured(
     report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert advise(["--report", str(report)]) == 0
@@ -158,7 +195,7 @@ def test_answer_for_this_machine_is_held_against_what_was_measured(
     assert ratios["ddp"][0] == "1.00"
     assert ratios["ddp"][2] == "1.00"
     # All that ran agree and were as fast; what was measured stands beside what is predicted.
-    assert "Measured here, of 2 arms that agree" in printed
+    assert "Measured here, of 2 variants that agree" in printed
 
 
 def test_answer_for_another_machine_and_model(
@@ -256,10 +293,11 @@ def test_report_of_an_impossible_rate_is_refused(
     report: Path, capsys: pytest.CaptureFixture[str], rate: float
 ) -> None:
     values = json.loads(report.read_text())
-    values["arms"][1]["cost"]["samples_per_s"]["median"] = rate
+    values["variants"][1]["figures"]["samples_per_s"] = [rate]
     report.write_text(json.dumps(values))
     assert advise(["--report", str(report)]) == 2
-    assert f"{rate} samples/s of 'ddp'" in capsys.readouterr().err
+    words = "$.variants[1].figures" if rate < 0 else "0.0 samples/s for 'ddp'"
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("section", ["data", "settings", "environment"])
@@ -272,9 +310,20 @@ def test_report_that_lacks_what_is_needed_is_refused(
     assert "run the comparison again" in capsys.readouterr().err
 
 
-def test_report_without_the_arm_auto_says_what_to_run(
+@pytest.mark.parametrize("key", ["forward_s", "threads"])
+def test_report_without_a_figure_that_is_needed_is_refused(
+    report: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    values = json.loads(report.read_text())
+    del values["variants"][0]["figures"][key]
+    report.write_text(json.dumps(values))
+    assert advise(["--report", str(report)]) == 2
+    assert f"the report lacks {key} of 'auto': run the comparison again" in capsys.readouterr().err
+
+
+def test_report_without_the_variant_auto_says_what_to_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_report(make_arm("ddp")).write(tmp_path / "report.json")
+    make_report(make_variant("ddp")).write(tmp_path / "report.json")
     assert advise(["--report", str(tmp_path / "report.json")]) == 2
-    assert "--arms auto" in capsys.readouterr().err
+    assert "--variants auto" in capsys.readouterr().err

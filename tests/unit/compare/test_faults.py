@@ -21,7 +21,7 @@ from tests.unit.compare.runs import (
     STEPS,
     Double,
     check_run,
-    judge_runs,
+    check_runs_parity,
 )
 
 pytestmark = [
@@ -31,7 +31,7 @@ pytestmark = [
 
 #: Strategies of one process. Those of several: `tests.distributed.test_compare`.
 STRATEGIES = ("memmap_superbatch", "memmap_dp", "memmap_model_parallel")
-FEEDS = ("auto+workers0", "memmap_dp+workers0")
+LOADERS = ("auto+workers0", "memmap_dp+workers0")
 Batches = Iterator[dict[str, Tensor]]
 
 
@@ -40,25 +40,26 @@ def test_strategy_that_does_the_same_is_found_to_agree(
     tmp_path: Path, transform: nn.Module | None
 ) -> None:
     checks = {
-        arm: check_run(tmp_path, arm, transform=transform) for arm in ("auto", *FEEDS, *STRATEGIES)
+        variant: check_run(tmp_path, variant, transform=transform)
+        for variant in ("auto", *LOADERS, *STRATEGIES)
     }
-    for arm, parity in judge_runs(tmp_path, checks).items():
-        assert (arm, parity.problems, parity.notes) == (arm, (), ())
-        assert parity.held is True
+    for variant, parity in check_runs_parity(tmp_path, checks).items():
+        assert (variant, parity.problems, parity.notes) == (variant, (), ())
+        assert parity.holds is True
         assert parity.rows == (STEPS, STEPS)
         assert parity.same_content
     for check in checks.values():
-        assert check.ranks[0]["batch_bytes"] == DEVICES * BATCH_SIZE * ROW_BYTES
+        assert check.ranks[0].batch_bytes == DEVICES * BATCH_SIZE * ROW_BYTES
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_rows_that_are_cast_on_their_way_to_the_model_are_the_same_rows(
     tmp_path: Path, precision: str
 ) -> None:
-    arms = ("auto", "auto+workers0", "memmap_superbatch", "memmap_dp")
+    variants = ("auto", "auto+workers0", "memmap_superbatch", "memmap_dp")
     trainer = {"precision": precision}
-    checks = {arm: check_run(tmp_path, arm, trainer=trainer) for arm in arms}
-    for parity in judge_runs(tmp_path, checks).values():
+    checks = {variant: check_run(tmp_path, variant, trainer=trainer) for variant in variants}
+    for parity in check_runs_parity(tmp_path, checks).values():
         assert parity.rows == (STEPS, STEPS)
 
 
@@ -70,8 +71,8 @@ class OnItsWay(Regression):
 
 
 def test_rows_that_a_hook_changes_are_the_same_rows(tmp_path: Path) -> None:
-    checks = {arm: check_run(tmp_path, arm, OnItsWay) for arm in ("auto", "memmap_dp")}
-    assert all(parity.held for parity in judge_runs(tmp_path, checks).values())
+    checks = {variant: check_run(tmp_path, variant, OnItsWay) for variant in ("auto", "memmap_dp")}
+    assert all(parity.holds for parity in check_runs_parity(tmp_path, checks).values())
 
 
 @dataclass
@@ -114,12 +115,12 @@ def test_samples_that_default_collate_does_not_take_are_those_of_the_store(
     tmp_path: Path, mode: str, as_dict: bool
 ) -> None:
     checks = {
-        arm: check_run(tmp_path, arm, OnPictures, rows=Pictures(mode, as_dict))
-        for arm in ("auto", "auto+workers0", "auto+workers1")
+        variant: check_run(tmp_path, variant, OnPictures, rows=Pictures(mode, as_dict))
+        for variant in ("auto", "auto+workers0", "auto+workers1")
     }
-    for arm, parity in judge_runs(tmp_path, checks).items():
-        assert (arm, parity.problems, parity.notes) == (arm, (), ())
-        assert parity.held is True
+    for variant, parity in check_runs_parity(tmp_path, checks).items():
+        assert (variant, parity.problems, parity.notes) == (variant, (), ())
+        assert parity.holds is True
 
 
 def repeated(batches: Batches) -> Batches:
@@ -184,8 +185,8 @@ def test_wrong_rows_are_found(tmp_path: Path, transform: nn.Module | None) -> No
             store_dir=tmp_path / "stores",
         )
     wrong["seed"] = check_run(tmp_path, "memmap_superbatch", transform=transform, seed=1)
-    found = judge_runs(tmp_path, {"right": right, **wrong})
-    assert [name for name, parity in found.items() if parity.held] == ["right"]
+    found = check_runs_parity(tmp_path, {"right": right, **wrong})
+    assert [name for name, parity in found.items() if parity.holds] == ["right"]
     if transform is None:
         # The first wrong step, whatever came of it.
         steps = {name: parity.first_wrong_step for name, parity in found.items()}
@@ -228,13 +229,13 @@ class Frozen(Regression):
 
 def test_transform_that_depends_on_the_device_is_found(tmp_path: Path) -> None:
     checks = {
-        arm: check_run(tmp_path, arm, transform=OfItsDevice())
-        for arm in ("auto", "memmap_superbatch", "memmap_dp")
+        variant: check_run(tmp_path, variant, transform=OfItsDevice())
+        for variant in ("auto", "memmap_superbatch", "memmap_dp")
     }
-    auto, *others = judge_runs(tmp_path, checks).values()
-    assert auto.held is True
+    auto, *others = check_runs_parity(tmp_path, checks).values()
+    assert auto.holds is True
     for parity in others:
-        assert parity.held is False
+        assert parity.holds is False
         # The rows are right. What is made of them is not.
         assert parity.rows == (STEPS, STEPS)
         assert not parity.same_content
@@ -256,7 +257,7 @@ def test_other_training_is_found(
         "auto": check_run(tmp_path, "auto", right),
         "faulty": check_run(tmp_path, "memmap_superbatch", wrong),
     }
-    parity = judge_runs(tmp_path, checks)["faulty"]
-    assert parity.held is False
+    parity = check_runs_parity(tmp_path, checks)["faulty"]
+    assert parity.holds is False
     assert parity.rows == (STEPS, STEPS)
     assert any(words in problem for problem in parity.problems)

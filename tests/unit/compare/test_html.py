@@ -9,30 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
+from msgspec.structs import replace
 
-from lightning_memmap.compare.html import render_html
-from lightning_memmap.compare.report import Report
-from tests.unit.compare.reports import make_arm, make_parity, make_report
+from lightning_memmap.compare.render.html import render_html
+from lightning_memmap.compare.report.report import Report
+from tests.unit.compare.reports import MODEL, make_parity, make_report, make_variant
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
 REPORT = make_report(
-    make_arm("memmap_superbatch", (900.0, 950.0)),
-    make_arm("auto"),
-    make_arm("auto+workers2", (500.0, 700.0)),
-    make_arm("auto+ideal", (1200.0, 1210.0)),
-    make_arm("ddp"),
-    make_arm("fsdp", (), status="unavailable", reason="needs GPUs", parity=None, holding=None),
+    make_variant("memmap_superbatch", (900.0, 950.0)),
+    make_variant("auto"),
+    make_variant("auto+workers2", (500.0, 700.0)),
+    make_variant("auto+ideal", (1200.0, 1210.0)),
+    make_variant("ddp"),
+    make_variant(
+        "fsdp", (), status="unavailable", reason="needs GPUs", parity=None, footprint=None
+    ),
 )
 #: Widths in CSS pixels: a small phone, a usual one, a desktop.
 WIDTHS = (320, 390, 1280)
 
 
 def with_problem() -> Report:
-    parity = make_parity(held=False, problems=("weights differ by 2.0e-01, and may by 1e-03",))
-    return make_report(make_arm("auto"), make_arm("ddp", parity=parity))
+    parity = make_parity(holds=False, problems=("weights differ by 2.0e-01; 1e-03 is allowed",))
+    return make_report(make_variant("auto"), make_variant("ddp", parity=parity))
 
 
 def test_page_needs_nothing_else() -> None:
@@ -45,11 +49,11 @@ def test_page_needs_nothing_else() -> None:
     assert not re.search(r"url\((?!#)", bare)
 
 
-def test_page_has_parity_before_speed_and_every_arm() -> None:
+def test_page_has_parity_before_speed_and_every_variant() -> None:
     page = render_html(REPORT)
     assert page.index("<h2>Parity</h2>") < page.index("<h2>Speed</h2>")
-    for arm in REPORT.arms:
-        assert f"<td>{arm.arm}</td>" in page
+    for variant in REPORT.variants:
+        assert f"<td>{variant.variant}</td>" in page
     assert page.count("<svg") == 8
     assert "needs GPUs" in page
 
@@ -62,17 +66,19 @@ def test_difference_is_marked_before_anything_else() -> None:
 
 def test_names_are_no_markup() -> None:
     hostile = '<script>alert("x")</script>'
-    arm = make_arm("auto", status="failed", reason=hostile)
+    variant = make_variant("auto", status="failed", reason=hostile)
     page = render_html(
-        make_report(arm, command=hostile, model={"model_class": hostile}, scaling=())
+        make_report(variant, command=hostile, model=replace(MODEL, model_class=hostile), scaling=())
     )
     assert "<script" not in page
-    assert html_module.escape(hostile) in page
+    assert page.count(str(escape(hostile))) == 3
 
 
-@pytest.mark.parametrize("arms", [(), (make_arm("auto", (), status="pending", holding=None),)])
-def test_page_of_an_interrupted_report_is_a_page(arms: Any) -> None:
-    report = make_report(*arms, interrupted=True, scaling=(), data={}, model={}, environment={})
+@pytest.mark.parametrize(
+    "variants", [(), (make_variant("auto", (), status="pending", footprint=None),)]
+)
+def test_page_of_an_interrupted_report_is_a_page(variants: Any) -> None:
+    report = make_report(*variants, interrupted=True, scaling=())
     assert "Interrupted" in render_html(report)
 
 

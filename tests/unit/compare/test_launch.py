@@ -1,18 +1,19 @@
-"""Starting a run: what is told of one that does not end well, and that nothing is left of it."""
+"""Starting a run: what is said of one that does not end well, and that nothing of it is left."""
 
 from pathlib import Path
 
 import psutil
 import pytest
 
-from lightning_memmap.compare.launch import run
-from lightning_memmap.compare.spec import RunSpec, shared_config
+from lightning_memmap.compare.report.records import TimedRank
+from lightning_memmap.compare.run.launch import run
+from lightning_memmap.compare.run.plan import RunSpec, shared_config
 
 
 def make_spec(path: Path) -> RunSpec:
     return RunSpec(
-        kind="timed", config={}, trainer={}, arm="auto", devices=1, global_batch=8,
-        warmup_steps=1, steps=2, split_steps=1, calm=False, transform_is_random=False,
+        kind="timed", config={}, trainer={}, variant="auto", devices=1, global_batch=8,
+        warmup_steps=1, steps=2, split_steps=1, transform_is_random=False,
         out=str(path / "run"),
     )  # fmt: skip
 
@@ -24,9 +25,9 @@ def children() -> set[int]:
 
 def test_run_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
     before = children()
-    result = run(make_spec(tmp_path), timeout_s=0.3)
+    result = run(make_spec(tmp_path), TimedRank, timeout_s=0.3)
     assert result.error is not None
-    assert "no end after 0.3 s" in result.error.message
+    assert "not finished after 0.3 s" in result.error.message
     assert not result.error.refused
     assert children() <= before
 
@@ -37,7 +38,7 @@ def test_interrupt_ends_the_run(tmp_path: Path) -> None:
 
     before = children()
     with pytest.raises(KeyboardInterrupt):
-        run(make_spec(tmp_path), timeout_s=60, on_step=interrupt)
+        run(make_spec(tmp_path), TimedRank, timeout_s=60, on_step=interrupt)
     assert children() <= before
 
 

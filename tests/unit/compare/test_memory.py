@@ -3,14 +3,18 @@
 import gc
 import os
 from collections.abc import Callable
+from subprocess import Popen
 
 import psutil
 import pytest
 import torch
 from torch import nn
 
-from lightning_memmap.compare.memory import model_bytes, process_memory, resident_bytes
-from lightning_memmap.compare.movement import Movement, MovementRecorder, sent_bytes
+from lightning_memmap.compare.report.records import DevicePeak, ModelBytes, Movement
+from lightning_memmap.compare.run.data import resident_bytes
+from lightning_memmap.compare.run.memory import device_peaks, model_bytes, process_memory
+from lightning_memmap.compare.run.movement import MovementRecorder
+from lightning_memmap.costs import sent_bytes
 from lightning_memmap.placement import DataTopology, plan_placement
 from lightning_memmap.store import Store
 
@@ -20,36 +24,52 @@ CPU = torch.device("cpu")
 def test_model_bytes_counts_each_memory_once() -> None:
     gc.collect()  # What other tests left goes now, and not between the two counts.
     lazy = nn.LazyLinear(3)  # Has no memory yet, and no size.
-    before = model_bytes([]).get("cpu", {"parameters": 0, "gradients": 0})
+    before = model_bytes([]).get("cpu", ModelBytes())
     first, second = nn.Linear(100, 50), nn.Linear(50, 100, bias=False)
     second.weight = first.weight  # Tied: one memory.
     optimizer = torch.optim.Adam(first.parameters())
     first(torch.ones(1, 100)).sum().backward()
     optimizer.step()
     found = model_bytes([optimizer])["cpu"]
-    assert found["parameters"] - before["parameters"] == 4 * (100 * 50 + 50)
-    assert found["gradients"] - before["gradients"] == 4 * (100 * 50 + 50)
+    assert found.parameters - before.parameters == 4 * (100 * 50 + 50)
+    assert found.gradients - before.gradients == 4 * (100 * 50 + 50)
     # Two moments as large as the parameters, and a step counter of 4 bytes for each.
-    assert found["optimizer"] == 2 * 4 * (100 * 50 + 50) + 2 * 4
+    assert found.optimizer == 2 * 4 * (100 * 50 + 50) + 2 * 4
     lazy(torch.ones(1, 5))
     grown = model_bytes([optimizer])["cpu"]
-    assert grown["parameters"] - found["parameters"] == 4 * (5 * 3 + 3)
+    assert grown.parameters - found.parameters == 4 * (5 * 3 + 3)
 
 
 def test_sparse_gradient_counts_what_it_holds() -> None:
     gc.collect()
     embedding = nn.Embedding(1000, 10, sparse=True)
-    before = model_bytes([])["cpu"]["gradients"]
+    before = model_bytes([])["cpu"].gradients
     embedding(torch.tensor([3, 5, 7])).sum().backward()
     # Three row numbers and three rows.
-    assert model_bytes([])["cpu"]["gradients"] - before == 3 * 8 + 3 * 10 * 4
+    assert model_bytes([])["cpu"].gradients - before == 3 * 8 + 3 * 10 * 4
 
 
 def test_process_memory_has_this_process_and_its_children() -> None:
-    (me,) = [found for found in process_memory() if found["pid"] == os.getpid()]
-    assert me["own"] + me["shared"] == me["rss"]
-    assert 0 < me["own"] <= me["rss"] <= psutil.virtual_memory().total
-    assert not [found for found in process_memory([os.getpid()]) if found["pid"] == os.getpid()]
+    with Popen(["sleep", "60"]) as child:
+        found = {process.pid: process for process in process_memory()}
+        child.kill()
+    me = found[os.getpid()]
+    assert me.own is not None
+    assert me.shared == me.rss - me.own
+    assert 0 < me.own <= me.rss <= psutil.virtual_memory().total
+    assert found[child.pid].parent == me.pid
+
+
+def test_peaks_are_those_of_the_gpus_that_this_process_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert device_peaks() == {}
+    for name in ("is_available", "is_initialized"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", [5, 0].__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", [8, 0].__getitem__)
+    assert device_peaks() == {"cuda:0": DevicePeak(5, 8)}
 
 
 def test_resident_bytes_are_those_of_the_plan(numbered_store: Callable[..., Store]) -> None:
@@ -60,9 +80,9 @@ def test_resident_bytes_are_those_of_the_plan(numbered_store: Callable[..., Stor
         budget_bytes={CPU: 2**40},
         pinned_budget_bytes=0,
     )
-    held = resident_bytes(placement)
-    assert list(held) == ["0: cpu", "1: cpu"]
-    assert sum(sizes["mmap"] for sizes in held.values()) == 70 * manifest.row_bytes
+    found = resident_bytes(placement)
+    assert list(found) == ["0: cpu", "1: cpu"]
+    assert sum(sizes["mmap"] for sizes in found.values()) == 70 * manifest.row_bytes
     assert resident_bytes(None) == {}
 
 

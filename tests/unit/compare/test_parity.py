@@ -1,4 +1,4 @@
-"""Parity: what is found to differ, and what is not held against an arm."""
+"""Parity: what is found to differ, and what is no fault of a variant."""
 
 from dataclasses import replace
 from math import nan
@@ -7,24 +7,29 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.compare.parity import Check, global_losses, judge
+from lightning_memmap.compare.report.parity import CheckedRun, check_parity, global_losses
+from tests.unit.compare.reports import check_rank
 
 EXPECTED = [11, 22, 33]
 BEFORE = {"weight": torch.zeros(4), "steps": torch.tensor(0)}
 AFTER = {"weight": torch.tensor([3.0, 0.0, 4.0, 0.0]), "steps": torch.tensor(3)}
-CHECK = Check(
-    taken=EXPECTED, seen=[1, 2, 3], losses=[2.0, 1.0, 0.5], initial=BEFORE, final=AFTER,
+CHECK = CheckedRun(
+    loader_hashes=EXPECTED,
+    model_hashes=[1, 2, 3],
+    losses=[2.0, 1.0, 0.5],
+    initial=BEFORE,
+    final=AFTER,
     parameters=["weight"],
-)  # fmt: skip
+)
 
 
-def find(check: Check, tolerance: float = 1e-3, **options: Any) -> Any:
-    return judge(check, CHECK, EXPECTED, tolerance, is_random=False, **options)
+def find(check: CheckedRun, tolerance: float = 1e-3, **options: Any) -> Any:
+    return check_parity(check, CHECK, EXPECTED, tolerance, is_random=False, **options)
 
 
 def test_same_check_holds_with_no_difference() -> None:
     parity = find(CHECK)
-    assert parity.held is True
+    assert parity.holds is True
     assert parity.problems == ()
     assert (parity.loss_difference, parity.weight_difference) == (0, 0)
     assert parity.rows == (3, 3)
@@ -38,15 +43,15 @@ def test_differences_are_relative_to_loss_and_to_the_way_of_the_weights() -> Non
     # The weights moved by 5, and are 0.01 apart.
     assert parity.weight_difference == pytest.approx(0.002)
     assert parity.max_weight_difference == pytest.approx(0.01)
-    assert parity.held is True
+    assert parity.holds is True
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"taken": [11, 22, 34]}, "rows than the global batch's from step 2"),
-        ({"taken": [11, 22]}, "rows than the global batch's from step 2"),
-        ({"losses": [2.0, 1.0, 0.6]}, "losses differ by 5.0e-02, and may by 1e-03"),
+        ({"loader_hashes": [11, 22, 34]}, "rows than the global batch's from step 2"),
+        ({"loader_hashes": [11, 22]}, "rows than the global batch's from step 2"),
+        ({"losses": [2.0, 1.0, 0.6]}, "losses differ by 5.0e-02; 1e-03 is allowed"),
         ({"losses": [2.0, 1.0]}, "a loss is missing"),
         ({"losses": [2.0, nan, 0.5]}, "not finite"),
         ({"initial": {"weight": torch.full((4,), 1e-9)}}, "differ before the first step"),
@@ -57,13 +62,13 @@ def test_differences_are_relative_to_loss_and_to_the_way_of_the_weights() -> Non
 )
 def test_what_differs_is_named(change: dict[str, Any], words: str) -> None:
     parity = find(replace(CHECK, **change))
-    assert parity.held is False
+    assert parity.holds is False
     assert any(words in problem for problem in parity.problems)
 
 
 def test_other_bytes_after_the_transform_are_no_fault_and_are_explained() -> None:
-    parity = find(replace(CHECK, seen=[1, 2, 4]))
-    assert parity.held is True
+    parity = find(replace(CHECK, model_hashes=[1, 2, 4]))
+    assert parity.holds is True
     assert parity.same_content is False
     assert "other bytes" in parity.notes[0]
 
@@ -75,36 +80,39 @@ def test_frozen_parameter_is_found_however_small_it_is() -> None:
     right = replace(CHECK, initial=before, final=after, parameters=names)
     frozen = replace(right, final={**after, "bias": torch.zeros(1)})
     for check, reference in ((frozen, right), (right, frozen)):
-        parity = judge(check, reference, EXPECTED, 1e-3, is_random=False)
+        parity = check_parity(check, reference, EXPECTED, 1e-3, is_random=False)
         assert parity.weight_difference < 1e-3
-        assert parity.held is False
-        assert parity.problems[0].endswith("alone: bias")
-    assert judge(right, right, EXPECTED, 1e-3, is_random=False).held is True
+        assert parity.holds is False
+        assert parity.problems[0].endswith("in the reference: bias")
+    assert check_parity(right, right, EXPECTED, 1e-3, is_random=False).holds is True
 
 
 def test_model_that_tells_no_loss_is_judged_by_its_weights() -> None:
     silent = replace(CHECK, losses=[nan, nan, nan])
-    parity = judge(silent, silent, EXPECTED, 1e-3, is_random=False)
-    assert parity.held is True
+    parity = check_parity(silent, silent, EXPECTED, 1e-3, is_random=False)
+    assert parity.holds is True
     assert "no loss" in parity.notes[0]
     other = replace(silent, final={**AFTER, "weight": AFTER["weight"] + 1})
-    assert judge(other, silent, EXPECTED, 1e-3, is_random=False).held is False
+    assert check_parity(other, silent, EXPECTED, 1e-3, is_random=False).holds is False
 
 
 def test_random_batches_leave_losses_and_weights_unjudged() -> None:
     other = replace(CHECK, losses=[9.0, 9.0, 9.0])
-    parity = judge(other, CHECK, EXPECTED, 1e-3, is_random=True)
-    assert parity.held is None
+    parity = check_parity(other, CHECK, EXPECTED, 1e-3, is_random=True)
+    assert parity.holds is None
     assert parity.loss_difference is None
     assert "eval_transform" in parity.notes[0]
-    wrong = judge(replace(other, taken=[0, 0, 0]), CHECK, EXPECTED, 1e-3, is_random=True)
-    assert wrong.held is False
+    wrong = check_parity(
+        replace(other, loader_hashes=[0, 0, 0]), CHECK, EXPECTED, 1e-3, is_random=True
+    )
+    assert wrong.holds is False
 
 
 def test_loss_of_a_global_batch_is_the_mean_of_its_parts() -> None:
     ranks = [
-        {"data_rank": 0, "losses": [nan, nan]},  # The first stage of a pipeline knows no loss.
-        {"data_rank": 0, "losses": [1.0, 2.0]},
-        {"data_rank": 1, "losses": [3.0, 6.0]},
+        # The first stage of a pipeline knows no loss.
+        check_rank(0, losses=(nan, nan)),
+        check_rank(0, losses=(1.0, 2.0)),
+        check_rank(1, losses=(3.0, 6.0)),
     ]
     assert global_losses(ranks) == [2.0, 4.0]

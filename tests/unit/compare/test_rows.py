@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memmap.compare.rows import Tap, expected_hashes, hash_batch, hash_rows
+from lightning_memmap.compare.run.data import expected_hashes
+from lightning_memmap.compare.run.rows import HashedTransform, hash_batch, hash_rows
 from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import Store
 from lightning_memmap.strategies.scattering.batch import scatter
@@ -60,9 +61,9 @@ def test_expected_hashes_are_those_of_a_loader(
         loader.set_epoch(epoch)
         found += [hash_batch(super_batch) for super_batch in loader]
     sampler = make_sampler(70, 6, 3, shuffle)
-    plan = BatchSchedule(70, 12, 6, drop_last=True)
-    assert len(plan) == 5
-    assert expected_hashes(store, sampler, plan, 10) == found
+    schedule = BatchSchedule(70, 12, 6, drop_last=True)
+    assert len(schedule) == 5
+    assert expected_hashes(store, sampler, schedule, 10) == tuple(found)
     assert len(set(found)) == (10 if shuffle else 5)
 
 
@@ -90,27 +91,28 @@ def test_scattered_batch_has_the_rows_of_its_batch() -> None:
     assert hash_batch(scattered) == hash_batch(BATCH)
 
 
-def test_tap_notes_the_rows_before_the_transform_in_all_its_copies() -> None:
+def test_hashed_transform_notes_the_rows_before_the_transform_in_all_its_copies() -> None:
     hashes: list[int] = []
 
     def halve(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"weight": batch["weight"] / 2}
 
-    tap = Tap(halve, hashes)
+    hashed = HashedTransform(halve, hashes)
     generator = torch.Generator()
-    changed = tap(BATCH, generator)
-    copy.deepcopy(tap)(rows_of_batch(1, 2), generator)
+    changed = hashed(BATCH, generator)
+    copy.deepcopy(hashed)(rows_of_batch(1, 2), generator)
     torch.testing.assert_close(changed["weight"], BATCH["weight"] / 2)
     assert hashes == [hash_batch(BATCH), hash_batch(rows_of_batch(1, 2))]
 
 
-def test_tap_gives_the_generator_to_a_transform_that_takes_one() -> None:
+def test_hashed_transform_gives_the_generator_to_a_transform_that_takes_one() -> None:
     class Noise(nn.Module):
         def forward(self, batch: Tensor, generator: torch.Generator) -> Tensor:
             return batch + torch.rand(batch.shape, generator=generator)
 
     results = [
-        Tap(Noise(), [])(torch.zeros(4), torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        HashedTransform(Noise(), [])(torch.zeros(4), torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
     ]
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])

@@ -1,0 +1,67 @@
+"""The costs of Lightning's own strategies, by the name that they have in a comparison."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from lightning_memmap.costs import Cluster, Costs, Workload, sent_bytes
+from lightning_memmap.strategies import FSDP2Strategy
+
+
+def single_device(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
+    """Everything is on one device."""
+    return Costs.of(
+        work,
+        num_rows=num_rows,
+        step_s=work.fixed_s + cluster.compute_s(work, num_rows, busy=1),
+        num_row_devices=1,
+        note="the other devices are idle",
+    )
+
+
+def ddp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
+    """A whole model in each process, gradients all-reduced in buckets (Li et al., "PyTorch
+    Distributed", 2020)."""
+    rows = num_rows / cluster.size
+    moved = sent_bytes("allreduce", cluster.size, work.gradient_bytes)
+    compute_s = cluster.compute_s(work, rows, busy=cluster.devices)
+    # The gradients of one layer are reduced while those of the layers before it are computed: the
+    # backward pass, two thirds of the computing, hides that much.
+    reduce_s = moved / cluster.link + cluster.collective_s
+    return Costs.of(
+        work,
+        num_rows=rows,
+        step_s=work.fixed_s
+        + compute_s / 3
+        + max(compute_s * 2 / 3, reduce_s)
+        + cluster.collective_s,
+        moved_bytes=moved,
+        # Buckets are a second copy of the gradients.
+        buffer_bytes=work.gradient_bytes,
+        num_row_devices=cluster.size,
+        effort=1,
+    )
+
+
+def fsdp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
+    """As ``memmap_fsdp2``, of the same papers, but only on GPUs."""
+    found = FSDP2Strategy.costs(work, cluster, num_rows)
+    return replace(found, obstacle="" if cluster.has_gpus else "GPUs only")
+
+
+def model_parallel(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
+    """All devices data parallel: what ``fully_shard`` in the model's ``configure_model`` gives is
+    FSDP2."""
+    return replace(
+        FSDP2Strategy.costs(work, cluster, num_rows),
+        obstacle="" if work.configures_itself else "unsharded",
+        note="needs a model that shards all of itself in configure_model",
+        effort=3,
+    )
+
+
+LIGHTNING_COSTS: dict[str, Callable[[Workload, Cluster, int], Costs]] = {
+    "auto": single_device,
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "model_parallel": model_parallel,
+}

@@ -1,0 +1,1 @@
+"""A report for people: tables in the terminal, and a page with tables and plots."""

@@ -1,0 +1,189 @@
+"""The tables of a report, for the terminal and for the page alike."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from lightning_memmap.compare.report.figures import FIGURES, TABLES, Figure, FigureTable
+from lightning_memmap.compare.report.report import Regression, Report, VariantResult
+
+Mood = Literal["", "good", "bad", "unsure", "soft"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A text, and how it is meant."""
+
+    text: str
+    mood: Mood = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Args:
+        label: Its head.
+        meaning: What it shows, in a sentence; may be empty.
+        is_text: Whether it holds words that may be wrapped. Others are flush right.
+    """
+
+    label: str
+    meaning: str = ""
+    is_text: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, whose first column names the variants, and what is said below it."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[Cell] = ()
+
+
+_VARIANT = Column("variant")
+_UNKNOWN = Cell("-")
+
+
+def parity_table(report: Report) -> Table:
+    """Whether variants train the same; below it, what differs and what to know."""
+    verdicts = {True: Cell("equal", "good"), False: Cell("DIFFERS", "bad")}
+    rows = []
+    for each in report.variants:
+        parity = each.parity
+        if parity is None:
+            if each.footprint is not None:
+                rows.append([Cell(each.variant), *[_UNKNOWN] * 5, Cell("not compared", "soft")])
+            continue
+        right, steps = parity.rows
+        rows.append(
+            [
+                Cell(each.variant),
+                Cell(f"{right}/{steps}", "" if right == steps else "bad"),
+                Cell("same bytes" if parity.same_content else "other bytes"),
+                _difference(parity.loss_difference, parity.tolerance),
+                _difference(parity.weight_difference, parity.tolerance),
+                Cell(f"{parity.tolerance:.0e}"),
+                Cell("open", "unsure") if parity.holds is None else verdicts[parity.holds],
+            ]
+        )
+    columns = [
+        _VARIANT,
+        Column("rows", "steps that had the rows of their global batch, as the store has them"),
+        Column("batches", "whether the model was given the same bytes after transform and casts"),
+        Column("losses", "largest difference, relative to the largest loss"),
+        Column("weights", "distance after the last step, relative to how far training moved them"),
+        Column("within", "how far losses and weights may differ"),
+        Column(""),
+    ]
+    compared = [(each.variant, each.parity) for each in report.variants if each.parity is not None]
+    notes = [
+        Cell(f"{name}: {text}", "bad") for name, parity in compared for text in parity.problems
+    ]
+    notes += [
+        Cell(f"{name}: {text}", "unsure") for name, parity in compared for text in parity.notes
+    ]
+    return Table(f"Parity with {report.reference or 'a reference'}", columns, rows, notes)
+
+
+def _difference(value: float | None, tolerance: float) -> Cell:
+    if value is None:
+        return _UNKNOWN
+    return Cell("0" if value == 0 else f"{value:.1e}", "" if value <= tolerance else "bad")
+
+
+def figure_tables(report: Report) -> Iterator[tuple[FigureTable, Table]]:
+    """The tables of figures; a figure that no variant has is left out."""
+    for key, table in TABLES.items():
+        figures = [
+            figure
+            for figure in FIGURES.values()
+            if figure.table == key and any(figure.key in v.figures for v in report.measured)
+        ]
+        if figures:
+            columns = [column for figure in figures for column in _columns(figure, table)]
+            rows = [
+                [Cell(each.variant), *(cell for f in figures for cell in _cells(f, each))]
+                for each in report.measured
+            ]
+            yield table, Table(table.title, [_VARIANT, *columns], rows)
+
+
+def _columns(figure: Figure, table: FigureTable) -> Iterator[Column]:
+    unit = "" if figure.unit is table.unit else f" {figure.unit.name}"
+    yield Column(f"{figure.label}{unit}".strip(), figure.meaning)
+    if figure.shows_range:
+        yield Column("range", "the lowest and the highest run")
+
+
+def _cells(figure: Figure, variant: VariantResult) -> Iterator[Cell]:
+    values, write = variant.figures.get(figure.key), figure.unit.write
+    yield Cell(write(median(values))) if values else _UNKNOWN
+    if figure.shows_range:
+        yield Cell(f"{write(min(values))}..{write(max(values))}") if values else _UNKNOWN
+
+
+def scaling_table(report: Report) -> Table:
+    """Samples per second and device, on several numbers of devices."""
+    counts = sorted({point.devices for point in report.scaling})
+    rates = {(each.variant, each.devices): each.samples_per_s for each in report.scaling}
+    rows = []
+    for name in dict.fromkeys(point.variant for point in report.scaling):
+        found = [(count, rates.get((name, count))) for count in counts]
+        texts = [f"{median(values) / count:,.0f}" if values else "-" for count, values in found]
+        rows.append([Cell(name), *map(Cell, texts)])
+    columns = [_VARIANT, *(Column(f"{count} devices") for count in counts)]
+    return Table("Scaling: samples/s per device, with the same rows per device", columns, rows)
+
+
+def missing_table(report: Report) -> Table:
+    """The variants without a result, and why."""
+    words = {
+        "unavailable": Cell("cannot run here", "unsure"),
+        "refused": Cell("refused", "unsure"),
+        "failed": Cell("FAILED", "bad"),
+        "pending": Cell("not finished", "unsure"),
+    }
+    rows = [
+        [Cell(each.variant), words[each.status], Cell(_shortened(each.reason))]
+        for each in report.variants
+        if each.status != "ok"
+    ]
+    columns = [_VARIANT, Column("", is_text=True), Column("reason", is_text=True)]
+    return Table("Variants without a result", columns, rows)
+
+
+def _shortened(reason: str, length: int = 500) -> str:
+    line = " ".join(reason.split())
+    return line if len(line) <= length else line[:length] + "…"
+
+
+def regression_table(regression: Regression) -> Table:
+    """What changed since a baseline."""
+    moods: dict[str, Mood] = {"better": "good", "worse": "bad", "same": "soft", "unclear": "unsure"}
+    rows = []
+    for change in regression.changes:
+        figure = FIGURES[change.figure]
+        texts = (figure.unit.write(value) for value in (change.old, change.new))
+        rows.append(
+            [
+                Cell(change.variant),
+                Cell(f"{figure.label} {figure.unit.name}".strip()),
+                *map(Cell, texts),
+                Cell(f"{change.ratio - 1:+.1%}"),
+                Cell(change.verdict, moods[change.verdict]),
+            ]
+        )
+    columns = [_VARIANT, Column("figure", is_text=True)]
+    columns += [Column(label) for label in ("old", "new", "change", "")]
+    notes = [f"not the same: {warning}" for warning in regression.warnings]
+    for names, words in (
+        (regression.only_baseline, "only in the baseline"),
+        (regression.only_new, "only in the new report"),
+    ):
+        notes += [f"{words}: {', '.join(names)}"] if names else []
+    title = f"Compared with {regression.baseline}"
+    return Table(title, columns, rows, [Cell(note, "unsure") for note in notes])

@@ -1,0 +1,133 @@
+"""What a comparison shows in the terminal: its progress, and its tables."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+from rich import box
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from lightning_memmap.compare.render.tables import (
+    Cell,
+    Table,
+    figure_tables,
+    missing_table,
+    parity_table,
+    regression_table,
+    scaling_table,
+)
+from lightning_memmap.compare.report.report import Regression, Report
+
+_STYLES = {"": "", "good": "green", "bad": "bold red", "unsure": "yellow", "soft": "dim"}
+
+
+class TerminalProgress:
+    """A bar for the run that is under way, and a line for each one that is over.
+
+    Args:
+        console: Where to print. If it is no terminal, only the lines are printed.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def run(self, title: str, total_steps: int) -> Iterator["_RunBar"]:
+        """Show a run while it is under way."""
+        bar = Progress(
+            TextColumn("  {task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        started_s = monotonic()
+        outcome = _RunBar(bar, escape(title), total_steps)
+        with bar:
+            yield outcome
+        seconds = monotonic() - started_s
+        self.note(f"{escape(title):<42} {outcome.text}  [dim]{seconds:.1f} s[/]")
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, soft_wrap=True, highlight=False)
+
+
+class _RunBar:
+    def __init__(self, bar: Progress, title: str, total_steps: int) -> None:
+        self.text = "[red]interrupted[/]"
+        self._bar = bar
+        self._task = bar.add_task(title, total=total_steps)
+
+    def steps(self, done: int) -> None:
+        self._bar.update(self._task, completed=done)
+
+    def end(self, text: str) -> None:
+        self.text = text
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print parity, then speed, then memory and movement, then what did not run."""
+    settings = report.settings
+    console.print(
+        f"\n[bold]{settings.global_batch} rows a step[/], {settings.devices}"
+        f" {settings.accelerator} devices, {settings.steps} steps after {settings.warmup_steps} of"
+        f" warm-up, {settings.repeats} runs of each variant",
+        highlight=False,
+    )
+    for table in _tables(report):
+        print_table(table, console)
+
+
+def _tables(report: Report) -> Iterator[Table]:
+    if any(each.parity is not None for each in report.variants):
+        yield parity_table(report)
+    yield from (table for _, table in figure_tables(report))
+    if report.scaling:
+        yield scaling_table(report)
+    if any(each.status != "ok" for each in report.variants):
+        yield missing_table(report)
+    if report.regression is not None:
+        yield regression_table(report.regression)
+
+
+def print_regression(regression: Regression, console: Console) -> None:
+    """Print what changed since a baseline."""
+    print_table(regression_table(regression), console)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table and its notes, after an empty line. Eighty columns hold most of them."""
+    rich = RichTable(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=0,
+        collapse_padding=True,
+    )
+    for index, column in enumerate(table.columns):
+        # The name of a variant is never broken.
+        is_left = index == 0 or column.is_text
+        rich.add_column(
+            column.label,
+            justify="left" if is_left else "right",
+            no_wrap=not column.is_text,
+            overflow="fold" if is_left else "ellipsis",
+        )
+    for row in table.rows:
+        rich.add_row(*map(_text, row))
+    title = Text(f"\n{table.title}", style="bold")
+    console.print(Group(title, rich, *map(_text, table.notes)), soft_wrap=False)
+
+
+def _text(cell: Cell) -> Text:
+    # A baseline may come from anyone: codes that control the terminal are left out.
+    text = "".join(letter if letter.isprintable() else "?" for letter in cell.text)
+    return Text(text, style=_STYLES[cell.mood])

@@ -1,0 +1,1 @@
+"""What a comparison found: records of its processes, figures, parity, regression, the report."""

@@ -1,0 +1,226 @@
+"""The parity check: do all variants train on the same rows, with equal losses, to equal weights?"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, isnan
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_memmap.compare.report.records import CheckRank, Rank, Value, by_data_rank
+
+#: How far losses and weights may differ, by precision of the Trainer. Sums in another order differ
+#: by rounding, and optimizers that divide by the size of a gradient, as Adam does, enlarge that;
+#: on GPUs, float32 products may be rounded to TensorFloat-32. docs/compare.md has what was seen.
+_TOLERANCES = {"64": 1e-6, "32": 1e-3, "16": 5e-2}
+
+
+def default_tolerance(precision: str) -> float:
+    """How far losses and weights may differ, relatively, under a precision of the Trainer."""
+    return next((value for key, value in _TOLERANCES.items() if key in precision), 1e-3)
+
+
+class Parity(Value, frozen=True):
+    """What a variant's check run has in common with the reference.
+
+    Args:
+        holds: Whether rows, losses and weights agree; None where the rows agree, and losses and
+            weights could not be compared.
+        rows: Steps whose rows are those of the global batch, and all steps.
+        tolerance: How large the two relative differences may be.
+        first_wrong_step: The first step with other rows.
+        same_content: Whether the model was given the same bytes in all steps, which also depends
+            on the transform. For information.
+        same_initial: Whether the weights before the first step equal the reference's bit for bit.
+        loss_difference: The largest difference of losses of a step, relative to the largest loss
+            of the reference. None where losses were not compared.
+        weight_difference: Distance of the final weights from those of the reference, relative to
+            how far training moved those (Euclidean norms). None where weights were not compared.
+        max_weight_difference: The largest difference of one weight, absolute. For information.
+        problems: What differs beyond the tolerance, in words.
+        notes: What a reader must know.
+    """
+
+    holds: bool | None
+    rows: tuple[int, int]
+    tolerance: float
+    first_wrong_step: int | None = None
+    same_content: bool | None = None
+    same_initial: bool | None = None
+    loss_difference: float | None = None
+    weight_difference: float | None = None
+    max_weight_difference: float | None = None
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """What a check run saw, over all of its processes; see `CheckRank`.
+
+    Args:
+        loader_hashes: Hash of each global batch as loaders gave it.
+        model_hashes: Hash of each global batch as the model was given it.
+        losses: Loss of each global batch.
+        initial: Weights before the first step, by name.
+        final: Weights after the last step, by name.
+        parameters: Which of them are parameters.
+    """
+
+    loader_hashes: list[int]
+    model_hashes: list[int]
+    losses: list[float]
+    initial: Mapping[str, Tensor]
+    final: Mapping[str, Tensor]
+    parameters: Sequence[str]
+
+    @classmethod
+    def of(cls, ranks: Sequence[CheckRank], folder: Path) -> "CheckedRun":
+        """Put together what the processes of a check run wrote.
+
+        Args:
+            ranks: Their records.
+            folder: Folder of the run, with its weights.
+        """
+        shares = [processes[0] for processes in by_data_rank(ranks)]
+        return cls(
+            loader_hashes=_add(share.loader_hashes for share in shares),
+            model_hashes=_add(share.model_hashes for share in shares),
+            losses=global_losses(ranks),
+            initial=_load(folder / "initial.pt"),
+            final=_load(folder / "final.pt"),
+            parameters=ranks[0].parameters,
+        )
+
+    @property
+    def trained(self) -> set[str]:
+        """The parameters that training has changed."""
+        return {
+            name
+            for name in self.parameters
+            if name in self.final and not torch.equal(self.initial[name], self.final[name])
+        }
+
+
+def _add(hashes: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(step) % 2**64 for step in zip(*hashes, strict=True)]
+
+
+def global_losses(ranks: Sequence[Rank]) -> list[float]:
+    """The loss of each global batch: the mean over its equal shares.
+
+    Of processes that have one share, those that know no loss, such as the first stages of a
+    pipeline, do not count.
+    """
+    columns = []
+    for share in by_data_rank(ranks):
+        known = [rank.losses for rank in share if not all(map(isnan, rank.losses))]
+        columns.append(known[-1] if known else share[0].losses)
+    return [sum(step) / len(step) for step in zip(*columns, strict=True)]
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    loaded: dict[str, Tensor] = torch.load(path, weights_only=True, map_location="cpu")
+    return loaded
+
+
+def check_parity(
+    run: CheckedRun,
+    reference: CheckedRun,
+    expected: Sequence[int],
+    tolerance: float,
+    *,
+    is_random: bool,
+    notes: Sequence[str] = (),
+) -> Parity:
+    """Compare a variant with the reference.
+
+    Args:
+        run: The variant's check run.
+        reference: That of the reference, which may be the same.
+        expected: The hash of each global batch, from the store.
+        tolerance: See `Parity`.
+        is_random: Whether the variants' batches differ by nature, so that losses and weights
+            cannot be compared.
+        notes: Notes to begin with.
+    """
+    problems: list[str] = []
+    notes = list(notes)
+    steps = len(expected)
+    found = run.loader_hashes
+    wrong = [step for step in range(steps) if found[step : step + 1] != [expected[step]]]
+    if wrong:
+        problems.append(f"other rows than the global batch's from step {wrong[0]} on")
+    same_initial = all(
+        name in run.initial
+        and name in reference.initial
+        and torch.equal(run.initial[name], reference.initial[name])
+        for name in run.parameters
+    )
+    if not same_initial:
+        problems.append("the weights differ before the first step")
+    loss = weight = largest = None
+    if is_random:
+        notes.append(
+            "the training transform is random and no eval_transform can stand in for it: losses"
+            " and weights are not compared"
+        )
+    else:
+        loss = _loss_difference(run.losses, reference.losses)
+        if all(map(isnan, (*run.losses, *reference.losses))):
+            notes.append("training_step returns no loss: only weights are compared")
+        elif loss is None:
+            problems.append("a loss is missing or not finite")
+        elif loss > tolerance:
+            problems.append(f"losses differ by {loss:.1e}; {tolerance:.0e} is allowed")
+        if set(run.final) != set(reference.final):
+            problems.append("the weights have other names than the reference's")
+        else:
+            weight, largest = _weight_difference(run, reference)
+            if not weight <= tolerance:
+                problems.append(f"weights differ by {weight:.1e}; {tolerance:.0e} is allowed")
+            if unlike := run.trained ^ reference.trained:
+                # However small a share of all weights they are.
+                names = ", ".join(sorted(unlike))
+                problems.append(f"trained only here or only in the reference: {names}")
+        if run.model_hashes != reference.model_hashes:
+            notes.append(
+                "from the same rows the model was given other bytes than in the reference:"
+                " something in between, such as a transform or a cast, gave a different result"
+            )
+    return Parity(
+        holds=False if problems else None if is_random else True,
+        rows=(steps - len(wrong), steps),
+        first_wrong_step=wrong[0] if wrong else None,
+        same_content=run.model_hashes == reference.model_hashes,
+        same_initial=same_initial,
+        loss_difference=loss,
+        weight_difference=weight,
+        max_weight_difference=largest,
+        tolerance=tolerance,
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float | None:
+    if len(losses) != len(reference) or not all(map(isfinite, (*losses, *reference))):
+        return None
+    largest = max(abs(value) for value in reference) or 1.0
+    return max(abs(a - b) for a, b in zip(losses, reference, strict=True)) / largest
+
+
+def _weight_difference(run: CheckedRun, reference: CheckedRun) -> tuple[float, float]:
+    distance = moved = largest = 0.0
+    for name in reference.parameters:
+        if name not in reference.final:
+            continue
+        after = reference.final[name].double()
+        difference = (run.final[name].double() - after).abs()
+        distance += float(difference.square().sum())
+        moved += float((after - reference.initial[name].double()).square().sum())
+        largest = max(largest, float(difference.max()) if difference.numel() else 0.0)
+    if distance == 0:
+        return 0.0, 0.0
+    return (distance / moved) ** 0.5 if moved else float("inf"), largest

@@ -1,0 +1,342 @@
+"""The data of a run: all that a comparison knows of data modules, stores, placement and order."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Sampler as TorchSampler
+from typing_extensions import override
+
+from lightning_memmap.compare.report.report import Data
+from lightning_memmap.compare.run.rows import MappedLoader, hash_batch, hash_rows
+from lightning_memmap.compare.run.variants import Variant
+from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.loading.transform import DeviceTransform
+from lightning_memmap.placement import DataTopology, Placement, data_parallel_rank, topology_of
+from lightning_memmap.sampling import BatchSchedule, Sampler
+from lightning_memmap.schema import Schema
+from lightning_memmap.store import Store, open_store
+
+_CPU = torch.device("cpu")
+_PROBE_ROWS = 8
+
+
+def comparable(data: Any) -> MemmapDataModule:
+    """A copy of the data module of a config that all variants can use.
+
+    Raises:
+        ValueError: It is not a `MemmapDataModule`.
+    """
+    if not isinstance(data, MemmapDataModule):
+        raise ValueError(
+            f"config: data is a {type(data).__name__}; a comparison needs a MemmapDataModule, whose"
+            " datasets and stores supply the rows of all variants"
+        )
+    # Steps of one size: in an uneven one, DDP weighs processes and not rows.
+    copied = data.with_options(drop_last=True, overwrite=False)
+    copied.datasets.update(test=None, predict=None)
+    return copied
+
+
+def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
+    """Rows of a step for each data device, before the Trainer has started any process.
+
+    Args:
+        trainer: The Trainer of a variant.
+        global_batch: Rows of a step over all processes.
+        devices: Devices of the comparison.
+
+    Raises:
+        ValueError: The data devices do not divide the global batch.
+    """
+    try:
+        count = topology_of(trainer.strategy).num_data_devices
+    except RuntimeError:
+        # A strategy with a mesh makes it later. In a comparison all devices are data parallel.
+        count = devices
+    if global_batch % count:
+        raise ValueError(
+            f"{count} data devices do not divide a global batch of {global_batch} rows: choose"
+            " another batch_size or --devices"
+        )
+    return global_batch // count
+
+
+def prepare_store(
+    data: MemmapDataModule, devices: int, num_steps: int
+) -> tuple[Data, tuple[int, ...]]:
+    """Build the training store, and look at what is in it.
+
+    Args:
+        data: The data module.
+        devices: Devices of the comparison.
+        num_steps: Steps of a check run.
+
+    Returns:
+        The description of the data, and the hash of each global batch of a check run.
+
+    Raises:
+        ValueError: There are fewer rows than a step takes.
+    """
+    path = data.store_dir / "train"
+    was_built = (path / "manifest.json").exists()
+    started_s = perf_counter()
+    data.prepare_data()
+    built_s = perf_counter() - started_s
+    store = open_store(path)
+    global_batch = data.batch_size * devices
+    schedule = BatchSchedule(store.num_rows, global_batch, store.num_shards, drop_last=True)
+    if not len(schedule):
+        raise ValueError(
+            f"batch_size={data.batch_size} on {devices} devices makes steps of {global_batch} rows,"
+            f" and the training split has {store.num_rows}: choose smaller ones"
+        )
+    return Data(
+        data_class=f"{type(data).__module__}.{type(data).__qualname__}",
+        store_path=str(path),
+        num_rows=store.num_rows,
+        num_shards=store.num_shards,
+        row_bytes=store.schema.row_bytes,
+        num_bytes=store.manifest.num_bytes,
+        fields={field.name: str(field) for field in store.schema.fields},
+        store_s=None if was_built else built_s,
+        check_store_s=built_s if was_built else None,
+        steps_per_epoch=len(schedule),
+        batch_size=data.batch_size,
+        has_transform=data.transform is not None,
+        transform_is_random=_is_random(data, store),
+        has_eval_transform=data.eval_transform is not None,
+    ), expected_hashes(store, data.train_sampler(store.manifest), schedule, num_steps)
+
+
+def _is_random(data: MemmapDataModule, store: Store) -> bool:
+    """Whether two seeds make the training transform give two results for the same rows."""
+    if data.transform is None:
+        return False
+    sample = data.datasets["train"][0] if data.datasets["train"] is not None else None
+    build = store.schema.builder(sample if store.schema.has_classes else None)
+    rows = min(_PROBE_ROWS, store.num_rows)
+    results = []
+    for seed in (1, 2):
+        leaves = [tensor[:rows].clone().as_subclass(torch.Tensor) for tensor in store.tensors]
+        transform = DeviceTransform(data.transform, _CPU)
+        results.append(hash_batch(transform(build(leaves), seed)))
+    return results[0] != results[1]
+
+
+def expected_hashes(
+    store: Store, sampler: Sampler, schedule: BatchSchedule, num_steps: int
+) -> tuple[int, ...]:
+    """The hash of each global batch from the first epoch on, read from the store by the order.
+
+    No loader takes part: this is what every variant must match.
+    """
+
+    def expected(index: int) -> int:
+        epoch, step = divmod(index, len(schedule))
+        rows = sampler.dataset_rows(epoch, range(*schedule.bounds(step)))
+        return hash_rows([column.fetch(rows) for column in store.columns])
+
+    return tuple(map(expected, range(num_steps)))
+
+
+def resident_bytes(placement: Placement | None) -> dict[str, dict[str, int]]:
+    """Bytes of the shards that this process holds, all splits together.
+
+    Returns:
+        By data device, such as ``1: cuda:1``, the bytes of each residency.
+    """
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for shards in placement.held() if placement is not None else ():
+        found[shards.device_name][shards.residency.value] += shards.num_bytes
+    return {device: dict(sizes) for device, sizes in found.items()}
+
+
+class RowBatches(TorchSampler[list[int]]):
+    """The dataset rows of each step of one process, in the order of `lightning_memmap.sampling`.
+
+    Args:
+        order: The order of rows.
+        schedule: How it is cut into steps.
+        rank: Data-parallel rank of this process.
+        size: Data-parallel processes.
+    """
+
+    def __init__(self, order: Sampler, schedule: BatchSchedule, rank: int, size: int) -> None:
+        self._order = order
+        self._schedule = schedule
+        self._rank = rank
+        self._size = size
+        # Lightning looks for `batch_sampler.sampler.set_epoch`.
+        self.sampler = self
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration has."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._schedule)
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(len(self._schedule)):
+            first, last = self._schedule.bounds(step)
+            mine = range(first + (self._rank - first) % self._size, last, self._size)
+            yield self._order.dataset_rows(self._epoch, mine).tolist()
+
+
+class _Collate:
+    """``default_collate``, and then the batch transform, where a worker process does both.
+
+    Samples that ``default_collate`` does not take, such as PIL images and dataclasses, become the
+    tensors that the store has of them.
+    """
+
+    def __init__(self, schema: Schema, transform: Callable[..., Any] | None) -> None:
+        self._schema = schema
+        self._build: Callable[[Sequence[Tensor]], Any] | None = None
+        self._transform = None if transform is None else DeviceTransform(transform, _CPU)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = self._collate(samples)
+        if self._transform is None:
+            return batch
+        return self._transform(batch, int(torch.randint(2**62, ())))
+
+    def _collate(self, samples: list[Any]) -> Any:
+        if self._build is None:
+            try:
+                return default_collate(samples)
+            except TypeError:
+                # Not before a worker has a sample at hand: reading one before the workers are
+                # forked would make them share the files that it opens.
+                self._build = self._schema.builder(samples[0])
+        columns = zip(*map(self._schema.flatten, samples), strict=True)
+        return self._build([_stack(column) for column in columns])
+
+
+def _stack(rows: tuple[Any, ...]) -> Tensor:
+    if isinstance(rows[0], Tensor):
+        return torch.stack(rows)
+    return torch.from_numpy(np.stack(rows))
+
+
+class PlainData(L.LightningDataModule):
+    """The plain dataset of a `MemmapDataModule` through `torch.utils.data.DataLoader`.
+
+    It gives the same rows in the same order. The batch transform runs on the CPU, after
+    ``default_collate``, in the worker processes where there are any. What ``default_collate`` does
+    not take is converted as the store does it.
+
+    Args:
+        data: Whose dataset, store, transform and order are used. Without a dataset, its store is
+            read as one.
+        global_batch: Rows of a step over all processes.
+        num_workers: Worker processes of each training process.
+        transform_here: Transform in the training process instead.
+    """
+
+    def __init__(
+        self, data: MemmapDataModule, global_batch: int, num_workers: int, transform_here: bool
+    ) -> None:
+        super().__init__()
+        self._data = data
+        self._global_batch = global_batch
+        self._num_workers = num_workers
+        self._transform_here = transform_here
+
+    @override
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        rank, size = data_parallel_rank(self.trainer.strategy)
+        store = open_store(self._data.store_dir / "train")
+        order = self._data.train_sampler(store.manifest, DataTopology((_CPU,), rank, size))
+        schedule = BatchSchedule(
+            order.num_positions, self._global_batch, order.num_shards, drop_last=True
+        )
+        dataset: Dataset[Any] | None = self._data.datasets["train"]
+        transform = self._data.transform
+        loader: DataLoader[Any] = DataLoader(
+            dataset if dataset is not None else store,  # type: ignore[arg-type]  # is map-style
+            batch_sampler=RowBatches(order, schedule, rank, size),
+            num_workers=self._num_workers,
+            collate_fn=_Collate(store.schema, None if self._transform_here else transform),
+            persistent_workers=self._num_workers > 0,
+            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+        )
+        if self._transform_here and transform is not None:
+            here = DeviceTransform(transform, _CPU)
+            return MappedLoader(loader, lambda batch: here(batch, 0))
+        return loader
+
+
+class _Replay:
+    """Fetches the first batch of a loader, and yields it in every step."""
+
+    def __init__(self, loader: Any, num_steps: int) -> None:
+        self._loader = loader
+        self._num_steps = num_steps
+        self._batch: Any = None
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batch is None:
+            self._batch = next(iter(self._loader))
+        for _ in range(self._num_steps):
+            yield self._batch
+
+
+class IdealData(L.LightningDataModule):
+    """One batch of a `MemmapDataModule`, fetched once, brought to where the strategy wants it, and
+    replayed in every step.
+
+    A model that changes its batch in place is given the changed one in the next step.
+
+    Args:
+        data: Whose first batch is used. It belongs to this data module, which sets it up.
+    """
+
+    def __init__(self, data: MemmapDataModule) -> None:
+        super().__init__()
+        self._data = data
+
+    @override
+    def setup(self, stage: str) -> None:
+        self._data.trainer = self.trainer
+        self._data.setup(stage)
+
+    @override
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        loader = self._data.train_dataloader()
+        # Now, not at the first step: whatever the strategy makes of a loader is done once.
+        return _Replay(self.trainer.strategy.process_dataloader(loader), loader.num_steps)
+
+    @override
+    def teardown(self, stage: str) -> None:
+        self._data.teardown(stage)
+
+
+def loaded_data(
+    data: MemmapDataModule, variant: Variant, global_batch: int, *, transform_here: bool
+) -> L.LightningDataModule:
+    """The data module that the Trainer of a variant is given.
+
+    Args:
+        data: With the options of the run.
+        variant: The variant.
+        global_batch: Rows of a step over all processes.
+        transform_here: Whether a ``DataLoader`` leaves the transform to the training process.
+    """
+    if variant.loader == "dataloader":
+        return PlainData(data, global_batch, variant.num_workers, transform_here)
+    return IdealData(data) if variant.loader == "ideal" else data

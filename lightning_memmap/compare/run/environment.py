@@ -1,0 +1,52 @@
+"""Where a comparison runs."""
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import psutil
+import torch
+
+from lightning_memmap.compare.report.report import Device, Environment
+
+_PACKAGES = (
+    "lightning_memmap", "torch", "lightning", "tensordict", "torchmetrics", "numpy", "jsonargparse",
+)  # fmt: skip
+
+
+def describe_environment() -> Environment:
+    """This machine, and the versions that are installed."""
+    return Environment(
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages={name: _version(name) for name in _PACKAGES},
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        load_before=os.getloadavg()[0],
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        cuda=torch.version.cuda,
+        devices=tuple(map(_device, range(torch.cuda.device_count()))),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _device(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    return Device(properties.name, properties.total_memory)

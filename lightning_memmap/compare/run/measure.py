@@ -1,0 +1,330 @@
+"""Callbacks of the runs: one measures time and memory, the other looks at everything else."""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from itertools import pairwise
+from math import nan
+from pathlib import Path
+from time import monotonic, perf_counter, time
+from typing import Any
+
+import lightning as L
+import msgspec
+import psutil
+import torch
+from lightning.fabric.utilities.throughput import Throughput
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
+
+from lightning_memmap.callbacks.memory_trace import batches_of
+from lightning_memmap.compare.report.records import (
+    CheckRank,
+    DevicePeak,
+    ModelBytes,
+    Rank,
+    TimedRank,
+)
+from lightning_memmap.compare.run.clock import StepClock
+from lightning_memmap.compare.run.data import resident_bytes
+from lightning_memmap.compare.run.memory import (
+    EnergyMeter,
+    device_peaks,
+    model_bytes,
+    process_memory,
+    reset_device_peaks,
+)
+from lightning_memmap.compare.run.movement import MovementRecorder
+from lightning_memmap.compare.run.plan import RunSpec
+from lightning_memmap.compare.run.rows import MODULUS, hash_batch, leaves_of
+from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.placement import DataTopology, data_parallel_rank
+
+#: Steps of a check, from 0, in which it looks at bytes: by then the optimizer has its state, and
+#: what is allocated once has been allocated. The memory trace follows.
+_BYTES_STEP, _MOVEMENT_STEP, _FLOPS_STEP = 1, 2, 3
+#: How often a run writes how many steps are done.
+_PROGRESS_S = 0.2
+
+
+class RunCallback(L.Callback):
+    """What all runs have in common: place of the process, losses, progress, the record at the end.
+
+    Args:
+        spec: The run.
+        data: The data module that supplies the rows, directly or through another loader.
+    """
+
+    def __init__(self, spec: RunSpec, data: MemmapDataModule) -> None:
+        super().__init__()
+        self.spec = spec
+        self.data = data
+        self._losses: list[Tensor | None] = []
+        self._started_s = perf_counter()
+        self._first_batch_s = self._process_to_first_batch_s = nan
+        self._shown_s = 0.0
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # After the data module's own setup: by now its data devices are known.
+        topology = self._topology
+        if topology is not None:
+            rows = self.data.batch_size * topology.num_data_devices
+            if rows != self.spec.global_batch:
+                raise ValueError(
+                    f"{topology.num_data_devices} data devices make steps of {rows} rows, and those"
+                    f" of this comparison have {self.spec.global_batch}"
+                )
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._losses:
+            synchronize(trainer)
+            self._first_batch_s = perf_counter() - self._started_s
+            self._process_to_first_batch_s = time() - psutil.Process().create_time()
+        self.begin_step(batch)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        # Not read yet: that would wait for the device.
+        self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) else None)
+        if trainer.is_global_zero and monotonic() - self._shown_s > _PROGRESS_S:
+            self._shown_s = monotonic()
+            progress = Path(self.spec.out) / "progress"
+            progress.write_text(str(len(self._losses)), encoding="utf-8")
+        self.end_step(trainer)
+
+    def begin_step(self, batch: Any) -> None:
+        """A batch is on its device."""
+
+    def end_step(self, trainer: L.Trainer) -> None:
+        """The step with the last of the losses is over."""
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        record = self.record(trainer, pl_module)
+        path = Path(self.spec.out) / f"rank{trainer.global_rank}.msgpack"
+        partial = path.with_suffix(".partial")
+        # Losses and hashes as they are: JSON has no NaN, and not everyone's has 64-bit integers.
+        partial.write_bytes(msgspec.msgpack.encode(record))
+        partial.replace(path)
+
+    def record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Rank:
+        """The record of this process, made on every rank."""
+        raise NotImplementedError
+
+    @property
+    def _topology(self) -> DataTopology | None:
+        """The data devices of the data module; None where another loader is used."""
+        return None if self.data.placement is None else self.data.placement.topology
+
+    def place(self, trainer: L.Trainer) -> dict[str, Any]:
+        """The fields that all records have."""
+        data_rank, data_size = data_parallel_rank(trainer.strategy)
+        topology = self._topology
+        return {
+            "pid": os.getpid(),
+            "rank": trainer.global_rank,
+            "world_size": trainer.world_size,
+            "data_rank": data_rank,
+            "data_size": data_size,
+            "num_data_devices": data_size if topology is None else topology.num_data_devices,
+            "root_device": str(trainer.strategy.root_device),
+            "data_devices": () if topology is None else tuple(map(str, topology.data_devices)),
+            "threads": torch.get_num_threads(),
+            "first_batch_s": self._first_batch_s,
+            "process_to_first_batch_s": self._process_to_first_batch_s,
+            "losses": tuple(nan if loss is None else float(loss) for loss in self._losses),
+        }
+
+
+class TimedRun(RunCallback):
+    """Times steps: first those of the warm-up, then those that are measured, then some in parts.
+
+    The measured steps are not disturbed: only before the first and after the last of them the
+    device is waited for. In the steps after them it is waited for at both ends of each part.
+
+    Args:
+        spec: The run.
+        data: As for `RunCallback`.
+        clock: The Trainer's profiler.
+    """
+
+    def __init__(self, spec: RunSpec, data: MemmapDataModule, clock: StepClock) -> None:
+        super().__init__(spec, data)
+        self._clock = clock
+        self._ends_s: list[float] = []
+        self._parts_s: list[dict[str, float]] = []
+        self._throughput = Throughput(window_size=spec.steps + 1)
+        self._energy = EnergyMeter(0)
+        self._joules: list[float | None] = []
+        self._peaks: dict[str, DevicePeak] = {}
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.strategy.root_device.type == "cuda" and trainer.local_rank == 0:
+            # One process of each machine reads the devices of all.
+            self._energy = EnergyMeter(torch.cuda.device_count())
+
+    @override
+    def end_step(self, trainer: L.Trainer) -> None:
+        spec = self.spec
+        measured = len(self._losses) - spec.warmup_steps
+        if measured < 0:
+            return
+        if measured == 0:
+            reset_device_peaks()
+            self._joules.append(self._energy.read_joules())
+        if measured in (0, spec.steps):
+            synchronize(trainer)
+        now = self._clock.now()
+        if measured <= spec.steps:
+            rows = spec.global_batch // data_parallel_rank(trainer.strategy)[1]
+            # Of its figures only rates within the window matter, so that it may start at any time.
+            self._throughput.update(time=now, batches=measured, samples=measured * rows)
+        if measured == spec.steps:
+            self._peaks = device_peaks()
+            self._joules.append(self._energy.read_joules())
+        parts_s = self._clock.take(now - self._ends_s[-1] if measured else 0.0)
+        if measured:
+            self._parts_s.append(parts_s)
+        self._clock.is_synchronizing = measured >= spec.steps
+        self._ends_s.append(now)
+
+    @override
+    def record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> TimedRank:
+        steps = self.spec.steps
+        ends = self._ends_s[: steps + 1]
+        start, end = self._joules
+        # Where nothing needs to be waited for, the undisturbed steps have parts too.
+        on_cpu = trainer.strategy.root_device.type == "cpu"
+        return TimedRank(
+            **self.place(trainer),
+            samples_per_s=float(self._throughput.compute()["device/samples_per_sec"]),
+            window_s=ends[-1] - ends[0],
+            step_s=tuple(b - a for a, b in pairwise(ends)),
+            parts_s=tuple(self._parts_s if on_cpu else self._parts_s[steps:]),
+            memory=process_memory(),
+            device_peaks=self._peaks,
+            joules=None if start is None or end is None else end - start,
+        )
+
+
+class CheckRun(RunCallback):
+    """Notes what a variant trains on and what comes out: rows, losses, weights, bytes.
+
+    Args:
+        spec: The run.
+        data: As for `RunCallback`.
+        hashes: Where row hashes are noted, in the order of steps: that of each data device by
+            `HashedTransform`, or without a transform that of each step.
+    """
+
+    def __init__(self, spec: RunSpec, data: MemmapDataModule, hashes: list[int]) -> None:
+        super().__init__(spec, data)
+        self._loader_hashes = hashes
+        self._model_hashes: list[int] = []
+        self._flops = FlopCounterMode(display=False)
+        self._movements = MovementRecorder()
+        self._open = ExitStack()
+        self._is_assembled = True
+        self._batch_bytes = 0
+        self._model_bytes: dict[str, ModelBytes] = {}
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._save_weights(trainer, "initial.pt")
+
+    @override
+    def begin_step(self, batch: Any) -> None:
+        step = len(self._losses)
+        self._model_hashes.append(hash_batch(batch))
+        if step == _BYTES_STEP:
+            # Assembled on the root device, or still the batches of the data devices.
+            parts = batches_of(batch)
+            self._is_assembled = parts[0] is batch
+            self._batch_bytes = sum(leaf.nbytes for part in parts for leaf in leaves_of(part))
+        if step == _FLOPS_STEP:
+            self._open.enter_context(self._flops)
+        if step == _MOVEMENT_STEP:
+            self._open.enter_context(self._movements)
+
+    @override
+    def on_before_optimizer_step(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        if len(self._losses) == _BYTES_STEP:
+            self._model_bytes = model_bytes(trainer.optimizers)
+
+    @override
+    def end_step(self, trainer: L.Trainer) -> None:
+        self._open.close()
+
+    @override
+    def record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> CheckRank:
+        place = self.place(trainer)
+        per_step = 1 if self.data.transform is None else max(1, len(place["data_devices"]))
+        # A loader may be ahead of the steps: only those that were trained count.
+        hashes = self._loader_hashes
+        starts = range(0, per_step * len(self._losses), per_step)
+        self._save_weights(trainer, "final.pt")
+        return CheckRank(
+            **place,
+            loader_hashes=tuple(sum(hashes[at : at + per_step]) % MODULUS for at in starts),
+            model_hashes=tuple(self._model_hashes),
+            is_assembled=self._is_assembled,
+            batch_bytes=self._batch_bytes,
+            model_bytes=self._model_bytes,
+            movements=tuple(self._movements.movements),
+            resident_bytes=resident_bytes(self.data.placement),
+            flops=self._flops.get_total_flops(),
+            parameters=tuple(name for name, _ in pl_module.named_parameters()),
+        )
+
+    def _save_weights(self, trainer: L.Trainer, name: str) -> None:
+        # On every rank: a strategy that shards the weights gathers them here.
+        state = trainer.strategy.lightning_module_state_dict()
+        whole = {
+            key: (value.full_tensor() if hasattr(value, "full_tensor") else value)
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        if trainer.is_global_zero:
+            torch.save(
+                {key: value.detach().cpu().clone() for key, value in whole.items()},
+                Path(self.spec.out) / name,
+            )
+
+
+def synchronize(trainer: L.Trainer) -> None:
+    """Wait until the devices have done what this process gave them."""
+    synchronizer(trainer.strategy.root_device)()
+
+
+def synchronizer(device: torch.device) -> Callable[[], None]:
+    """What waits for a device; for a CUDA device, for all that this process uses."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            for index in range(torch.cuda.device_count()):
+                # Waiting for a device of another process would take memory on it.
+                if torch.cuda.memory_reserved(index):
+                    torch.cuda.synchronize(index)
+        elif device.type == "mps":
+            torch.mps.synchronize()
+
+    return wait

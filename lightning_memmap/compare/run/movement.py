@@ -1,0 +1,83 @@
+"""Bytes that move in a step: between processes in collectives, and between devices in copies."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap._compat.tensors import TorchDispatchMode, process_group_size
+from lightning_memmap.compare.report.records import Movement
+from lightning_memmap.costs import sent_bytes
+
+#: Operations in which a process sends something, the longer names first.
+_KINDS = (
+    "allreduce",
+    "broadcast",
+    "allgather",
+    "reduce_scatter",
+    "alltoall",
+    "gather",
+    "scatter",
+    "reduce",
+    "send",
+)
+_SKIPPED = ("barrier", "recv", "wait", "check")
+
+
+class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+    """Counts what operators move while it is active, in this thread and its backward pass.
+
+    Copies between logical devices of one physical device, and those that other threads make, are
+    not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+
+    @property
+    def movements(self) -> list[Movement]:
+        """What was seen, the largest first."""
+        found = [Movement(*key, *counts) for key, counts in self._counts.items()]
+        return sorted(found, key=lambda movement: -movement.num_bytes)
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._note_collective(func.name(), args, result)
+        elif func.namespace == "aten" and func.name() in ("aten::_to_copy", "aten::copy_"):
+            source, target = (args[0], result) if "_to_" in func.name() else (args[1], args[0])
+            if isinstance(source, Tensor) and source.device != target.device:
+                self._count("copy", str(source.device), str(target.device), target.nbytes)
+        return result
+
+    def _note_collective(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        operation = name.split("::")[1].strip("_").replace("all_", "all")
+        kind = next((kind for kind in _KINDS if operation.startswith(kind)), None)
+        if kind is None or operation.startswith(_SKIPPED):
+            return
+        sizes = [size for arg in args if (size := process_group_size(arg)) is not None]
+        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        size = sizes[0] if sizes else world
+        if size > 1:
+            payload = max(_num_bytes(value) for value in (*args, result))
+            self._count(kind, "process", f"{size} processes", sent_bytes(kind, size, payload))
+
+    def _count(self, kind: str, source: str, target: str, num_bytes: int) -> None:
+        counts = self._counts[kind, source, target]
+        counts[0] += num_bytes
+        counts[1] += 1
+
+
+def _num_bytes(value: Any) -> int:
+    """Bytes of the tensors in nested lists."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, (list, tuple)):
+        return sum(_num_bytes(item) for item in value)
+    return 0

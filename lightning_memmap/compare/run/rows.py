@@ -1,0 +1,110 @@
+"""Row hashes: they add up from data devices to processes to the global batch."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
+
+MODULUS = 2**64
+
+
+def hash_rows(leaves: list[Tensor]) -> int:
+    """The sum over rows, modulo 2**64, of XXH3 over the bytes of all leaves of a row.
+
+    The sum does not depend on the order of rows, and the sums of two halves of a batch add up to
+    that of the batch. A row that is repeated or missing changes it.
+
+    Args:
+        leaves: Tensors of shape (B, ...), on any device.
+    """
+    columns = [_bytes(leaf) for leaf in leaves if leaf.numel()]
+    total = 0
+    for row in range(len(columns[0]) if columns else 0):
+        digest = xxhash.xxh3_64()
+        for column in columns:
+            digest.update(column[row].data)
+        total += digest.intdigest()
+    return total % MODULUS
+
+
+def _bytes(leaf: Tensor) -> np.ndarray:
+    plain = leaf.detach().cpu().as_subclass(Tensor).contiguous()
+    flat: np.ndarray = plain.reshape(len(plain), -1).view(torch.uint8).numpy()
+    return flat
+
+
+def leaves_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch that have rows, in the order of its containers."""
+    return [leaf for leaf in tensors_of(batch) if leaf.ndim]
+
+
+def hash_batch(batch: Any) -> int:
+    """`hash_rows` of a batch, or of the batches of a super-batch together."""
+    return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % MODULUS
+
+
+class MappedLoader:
+    """A loader whose batches pass through a function.
+
+    Args:
+        loader: What gives the batches.
+        function: Given a batch, returns the batch to yield.
+    """
+
+    def __init__(self, loader: Any, function: Callable[[Any], Any]) -> None:
+        self._loader = loader
+        self._function = function
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._function, self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        # Lightning looks for the sampler, whose epoch it sets, and for the state.
+        return getattr(self._loader, name)
+
+
+class HashedTransform(nn.Module):
+    """A batch transform that notes the hash of its rows before it changes them.
+
+    Args:
+        transform: What to do with the batch.
+        hashes: The hash of each call is appended here.
+    """
+
+    def __init__(self, transform: Callable[..., Any], hashes: list[int]) -> None:
+        super().__init__()
+        # As an attribute, a module is copied to the data device with this one.
+        self.transform = transform
+        self._note = hashes.append
+        function: Any = transform.forward if isinstance(transform, nn.Module) else transform
+        self._wants_generator = _has_generator(function)
+
+    def forward(self, batch: Any, generator: torch.Generator) -> Any:
+        """Note the rows and transform them."""
+        self._note(hash_batch(batch))
+        if self._wants_generator:
+            return self.transform(batch, generator=generator)
+        return self.transform(batch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HashedTransform":
+        # All copies, one for each data device, append to one list.
+        other = HashedTransform(copy.deepcopy(self.transform, memo), [])
+        other._note = self._note
+        return other
+
+
+def _has_generator(function: Any) -> bool:
+    try:
+        return "generator" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False

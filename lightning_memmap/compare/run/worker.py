@@ -1,0 +1,230 @@
+"""One run in a fresh process: ``python -m lightning_memmap.compare.run.worker SPEC``.
+
+Under a strategy with several processes, each of them runs this file again.
+"""
+
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import msgspec
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from typing_extensions import override
+
+from lightning_memmap.arguments import TrainingParser, shortened
+from lightning_memmap.callbacks import MemoryTrace
+from lightning_memmap.compare.report.records import FIRST_TRACED_STEP, NUM_TRACED_STEPS, Value
+from lightning_memmap.compare.report.report import Data, Environment, Model
+from lightning_memmap.compare.run.clock import StepClock
+from lightning_memmap.compare.run.data import (
+    batch_size_of,
+    comparable,
+    loaded_data,
+    prepare_store,
+)
+from lightning_memmap.compare.run.environment import describe_environment
+from lightning_memmap.compare.run.launch import RunError
+from lightning_memmap.compare.run.measure import CheckRun, RunCallback, TimedRun, synchronizer
+from lightning_memmap.compare.run.plan import RunSpec
+from lightning_memmap.compare.run.rows import HashedTransform, MappedLoader, hash_batch
+from lightning_memmap.compare.run.variants import parse_variants
+from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.errors import MemmapError
+
+#: Errors by which a strategy, a store or the Trainer says that it cannot do what it is asked for.
+REFUSALS = (MemmapError, ValueError, ModuleNotFoundError, MisconfigurationException)
+_DROPOUTS = tuple(getattr(nn, name) for name in nn.modules.dropout.__all__)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class Facts(Value, frozen=True):
+    """What ``prepare`` found out.
+
+    Args:
+        environment: This machine.
+        data: The store.
+        model: The model.
+        expected: The hash of each global batch of a check run.
+    """
+
+    environment: Environment
+    data: Data
+    model: Model
+    expected: tuple[int, ...]
+
+
+class RunCLI(LightningCLI):
+    """LightningCLI that is given its config, and leaves the running to others.
+
+    Raises:
+        ValueError: The config has a name or a value that the classes do not take.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(
+            args=config,
+            run=False,
+            save_config_callback=None,
+            seed_everything_default=False,
+            # No checkpoint is written.
+            load_from_checkpoint_support=False,
+            parser_class=TrainingParser,
+            parser_kwargs={"exit_on_error": False},
+        )
+
+    @override
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        # Lightning's own would warn that this process has arguments too.
+        assert isinstance(parser, ArgumentParser)
+        try:
+            self.config = parser.parse_object(args)
+        except ArgumentError as error:
+            raise ValueError(f"config: {shortened(str(error))}") from error
+
+
+class ConfigCheck(RunCLI):
+    """Parses the config of a run as the run will, without making anything."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        # A seed would be set here, in a process that trains nothing.
+        config = {key: value for key, value in spec.config.items() if key != "seed_everything"}
+        super().__init__({**config, "trainer": trainer_options(spec)})
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Leave that to the run."""
+
+
+def main() -> None:
+    """Do the run, and write what came out, or what went wrong, into its folder."""
+    spec = RunSpec.read(sys.argv[1])
+    try:
+        prepare(spec) if spec.kind == "prepare" else train(spec)
+    except BaseException as error:
+        _write_error(Path(spec.out), error)
+        raise
+
+
+def _write_error(out: Path, error: BaseException) -> None:
+    # The first process that fails says why; its failure ends the others.
+    if not (out / "error.json").exists():
+        refused = isinstance(error, REFUSALS) and not (out / "progress").exists()
+        found = RunError(f"{type(error).__name__}: {error}", refused, traceback.format_exc())
+        (out / "error.json").write_bytes(msgspec.json.encode(found))
+
+
+def trainer_options(spec: RunSpec) -> dict[str, Any]:
+    """All options of the Trainer of a run."""
+    return {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "max_epochs": -1,
+        "max_steps": spec.total_steps,
+        "default_root_dir": spec.out,
+        **spec.trainer,
+    }
+
+
+def train(spec: RunSpec) -> None:
+    """Train a variant and write what each process measured.
+
+    Raises:
+        ValueError: The config has no `MemmapDataModule`, or the variant cannot divide the batch.
+    """
+    cli = RunCLI({**spec.config, "trainer": trainer_options(spec)})
+    train_variant(spec, cli.trainer, cli.model, comparable(cli.datamodule))
+
+
+def train_variant(
+    spec: RunSpec, trainer: Any, model: L.LightningModule, data: MemmapDataModule
+) -> None:
+    """Train and measure with the objects of the config; see `train`."""
+    (variant,) = parse_variants(spec.variant)
+    batch_size = batch_size_of(trainer, spec.global_batch, spec.devices)
+    data = data.with_options(batch_size=batch_size)
+    is_check = spec.kind == "check"
+    callback: RunCallback
+    if is_check:
+        _turn_dropout_off(model)
+        if spec.transform_is_random and data.eval_transform is not None:
+            data = data.with_options(transform=data.eval_transform)
+        hashes: list[int] = []
+        if data.transform is None:
+            _hash_batches(trainer.strategy, hashes)
+        else:
+            data = data.with_options(transform=HashedTransform(data.transform, hashes))
+        callback = CheckRun(spec, data, hashes)
+        trainer.callbacks.append(MemoryTrace(spec.out, FIRST_TRACED_STEP, NUM_TRACED_STEPS))
+    else:
+        trainer.profiler = clock = StepClock(synchronizer(trainer.strategy.root_device))
+        callback = TimedRun(spec, data, clock)
+    trainer.callbacks.append(callback)
+    loaded = loaded_data(data, variant, spec.global_batch, transform_here=is_check)
+    trainer.fit(model, datamodule=loaded)
+
+
+def _turn_dropout_off(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, _DROPOUTS):
+            module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+
+
+def _hash_batches(strategy: Any, hashes: list[int]) -> None:
+    """Note the rows of each batch as the loader of a strategy gives it: before the precision casts
+    it and the module's transfer hooks change it."""
+    process = strategy.process_dataloader
+
+    def note(batch: Any) -> Any:
+        hashes.append(hash_batch(batch))
+        return batch
+
+    strategy.process_dataloader = lambda loader: MappedLoader(process(loader), note)
+
+
+def prepare(spec: RunSpec) -> None:
+    """Build the store, and write the facts about model and data that all variants need.
+
+    Raises:
+        ValueError: There are fewer rows than a step takes.
+    """
+    cli = RunCLI({**spec.config, "trainer": trainer_options(spec)})
+    data, expected = prepare_store(comparable(cli.datamodule), spec.devices, spec.steps)
+    model, modules = cli.model, list(cli.model.modules())
+    parameters = list(model.parameters())
+    facts = Facts(
+        environment=describe_environment(),
+        data=data,
+        model=Model(
+            model_class=f"{type(model).__module__}.{type(model).__qualname__}",
+            configures_itself=is_overridden("configure_model", model, L.LightningModule),
+            automatic_optimization=model.automatic_optimization,
+            num_parameters=sum(parameter.numel() for parameter in parameters),
+            parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+            dropouts=_class_names(each for each in modules if isinstance(each, _DROPOUTS)),
+            batch_norms=_class_names(each for each in modules if isinstance(each, _BATCH_NORMS)),
+        ),
+        expected=expected,
+    )
+    (Path(spec.out) / "facts.json").write_bytes(msgspec.json.encode(facts))
+
+
+def _class_names(modules: Iterable[nn.Module]) -> tuple[str, ...]:
+    return tuple(sorted({type(module).__name__ for module in modules}))
+
+
+if __name__ == "__main__":
+    main()

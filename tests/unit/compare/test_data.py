@@ -1,0 +1,67 @@
+"""The data of a run: what a comparison changes for itself leaves the user's data module alone."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.compare.run.data import batch_size_of, comparable
+from lightning_memmap.compare.run.variants import parse_variants
+from lightning_memmap.strategies import STRATEGIES
+from tests.models import Points
+from tests.unit.compare.runs import ROWS, Double, Jitter, check_run
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_runs"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+]
+
+
+class OwnData(MemmapDataModule):
+    """A subclass, as a user may have."""
+
+
+def options_of(data: MemmapDataModule) -> dict[str, Any]:
+    return {**vars(data), "datasets": dict(data.datasets)}
+
+
+def test_copy_has_other_options_and_the_class_of_the_original(tmp_path: Path) -> None:
+    rows = Points(ROWS)
+    data = OwnData(rows, test_dataset=rows, store_dir=tmp_path, batch_size=5, overwrite=True)
+    before = options_of(data)
+    copied = comparable(data).with_options(batch_size=7, transform=Double())
+    assert type(copied) is OwnData
+    assert (copied.batch_size, copied.drop_last, copied.overwrite) == (7, True, False)
+    assert copied.datasets == {"train": rows, "val": None, "test": None, "predict": None}
+    assert isinstance(copied.transform, Double)
+    assert options_of(data) == before
+
+
+def test_batch_size_is_the_share_of_a_data_device_under_every_strategy() -> None:
+    sizes = {}
+    for variant in parse_variants("ddp,auto," + ",".join(name for name, *_ in STRATEGIES)):
+        options = {**variant.trainer_options(4), "accelerator": "cpu", "logger": False}
+        trainer = L.Trainer(**options, enable_checkpointing=False)
+        sizes[variant.strategy] = batch_size_of(trainer, 32, 4)
+    alone = {"auto", "memmap_pipeline", "memmap_independent"}
+    assert sizes == {name: 32 if name in alone else 8 for name in sizes}
+
+
+def test_run_leaves_the_data_module_of_the_user_as_it_was(tmp_path: Path) -> None:
+    made: list[MemmapDataModule] = []
+
+    class Kept(MemmapDataModule):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    transform = Jitter()
+    for variant in ("memmap_superbatch", "memmap_superbatch+ideal", "auto+workers0"):
+        check_run(tmp_path, variant, data_class=Kept, transform=transform, batch_size=5)
+    assert len(made) == 3
+    for data in made:
+        assert (data.batch_size, data.transform) == (5, transform)
+        assert data.placement is None
+        assert data.trainer is None

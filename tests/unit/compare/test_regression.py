@@ -1,0 +1,214 @@
+"""Two reports side by side."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from lightning_memmap.compare import command, compare
+from lightning_memmap.compare.render.html import render_html
+from lightning_memmap.compare.report.regression import check_regression, verdict_on
+from lightning_memmap.compare.report.report import Report, read_report
+from tests.unit.compare.reports import ENVIRONMENT, SETTINGS, make_report, make_variant
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        ([100.0, 101.0, 104.0], [105.0, 106.0, 107.0], "better"),
+        ([105.0, 106.0, 107.0], [100.0, 101.0, 104.0], "worse"),
+        ([100.0, 101.0, 106.0], [105.0, 110.0, 111.0], "same"),  # The ranges overlap.
+        ([100.0, 101.0, 106.0], [107.0, 107.0, 107.0], "same"),  # One is as wide as the change.
+        ([100.0, 100.1, 100.2], [101.0, 101.1, 101.2], "same"),  # Too little to speak of.
+        ([100.0, 101.0], [150.0, 151.0, 152.0], "unclear"),
+        ([100.0], [101.0], "same"),
+    ],
+)
+def test_change_beyond_the_noise_has_a_direction(
+    old: list[float], new: list[float], verdict: str
+) -> None:
+    assert verdict_on(old, new, more_is_better=True) == verdict
+    turned = {"better": "worse", "worse": "better"}.get(verdict, verdict)
+    assert verdict_on(old, new, more_is_better=False) == turned
+
+
+def write(path: Path, rates: tuple[float, ...], **values: object) -> str:
+    make_report(make_variant("auto", rates), make_variant("ddp"), **values).write(path)
+    return str(path)
+
+
+def test_slower_variant_is_told_and_ends_with_its_own_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = write(tmp_path / "old.json", (1000.0, 1005.0, 1010.0))
+    slow = write(tmp_path / "slow.json", (800.0, 805.0, 810.0))
+    assert compare(["--baseline", old, "--report", slow]) == 4
+    printed = capsys.readouterr().out
+    assert "worse" in printed
+    assert "-19.9%" in printed
+    assert compare(["--baseline", slow, "--report", old]) == 0
+    assert "better" in capsys.readouterr().out
+
+
+def test_other_conditions_are_told() -> None:
+    old = make_report(make_variant("auto"), make_variant("ddp"))
+    settings = replace(SETTINGS, global_batch=64)
+    environment = replace(ENVIRONMENT, packages={"torch": "2.14.0"})
+    new = make_report(make_variant("auto"), make_variant("auto+ideal"), settings=settings,
+                      environment=environment)  # fmt: skip
+    found = check_regression(old, new, "old.json")
+    assert found.warnings == ("torch was 2.13.0 and is 2.14.0", "global_batch was 32 and is 64")
+    assert (found.only_baseline, found.only_new) == (("ddp",), ("auto+ideal",))
+    assert {change.verdict for change in found.changes} == {"same"}
+
+
+def test_baseline_of_a_stranger_cannot_control_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "\x1b]0;title\x07"
+    strange = make_report(replace(make_variant("auto"), variant=name), scaling=())
+    strange.write(tmp_path / "strange.json")
+    new = write(tmp_path / "new.json", (1000.0,))
+    assert compare(["--baseline", str(tmp_path / "strange.json"), "--report", new]) == 0
+    printed = capsys.readouterr().out
+    assert "only in the baseline: ?]0;title?" in printed
+    assert name not in printed
+
+
+def test_page_and_exit_code_tell_of_a_slower_variant() -> None:
+    old = make_report(make_variant("auto", (1000.0, 1005.0, 1010.0)), scaling=())
+    new = make_report(make_variant("auto", (500.0, 505.0, 510.0)), scaling=())
+    regression = check_regression(old, new, "old.json")
+    report = replace(new, regression=regression)
+    assert report.exit_code == 4
+    assert "Compared with old.json" in render_html(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--report", "x.json"], "--baseline"),
+        (["--baseline", "nowhere.json"], "nowhere.json"),
+        ([], "--config"),
+    ],
+)
+def test_wrong_arguments_are_told(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def changed(*path: str | int, to: Any) -> Callable[[dict[str, Any]], str]:
+    """A report with another value somewhere."""
+
+    def change(values: dict[str, Any]) -> str:
+        place: Any = values
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = to
+        return json.dumps(values)
+
+    return change
+
+
+def without(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda values: json.dumps({key: item for key, item in values.items() if key != name})
+
+
+FIGURES = ("variants", 0, "figures")
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda values: '{"x": ' + "[" * 200_000, "is no JSON file"),
+        (lambda values: '{"schema": ' + "9" * 5000 + "}", "is not the report of a comparison"),
+        (lambda values: '{"schema": NaN}', "is no JSON file"),
+        (lambda values: "\udcff", "is no JSON file"),
+        (lambda values: "", "is no JSON file"),
+        (lambda values: "[1, 2]", "is not the report of a comparison"),
+        (without("schema"), "is not the report of a comparison"),
+        (without("schema_version"), "schema version None"),
+        (changed("schema_version", to=1), "schema version 1"),
+        (without("variants"), "missing required field `variants`"),
+        (without("environment"), "missing required field `environment`"),
+        (changed("variants", to={}), "got `object` - at `$.variants`"),
+        (changed("variants", 0, to=[]), "got `array` - at `$.variants[0]`"),
+        (changed("variants", 0, "variant", to=["auto"]), "`$.variants[0].variant`"),
+        (changed("variants", 0, "status", to="x" * 9999), "Invalid enum value"),
+        (changed("variants", 0, "cost", to=1), "unknown field `cost`"),
+        (changed("settings", "devices", to=0), ">= 1 - at `$.settings.devices`"),
+        (changed("settings", "devices", to=10**400), "`$.settings.devices`"),
+        (changed(*FIGURES, to="cheap"), "`$.variants[0].figures`"),
+        (changed(*FIGURES, "own_bytes", to=[]), "`$.variants[0].figures[...]`"),
+        (changed(*FIGURES, "own_bytes", to=["1"]), "got `str`"),
+        (changed(*FIGURES, "own_bytes", to=[True]), "got `bool`"),
+        (changed(*FIGURES, "own_bytes", to=[-1.0]), ">= 0"),
+    ],
+)
+def test_malformed_report_is_one_error_before_anything_runs(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    write: Callable[[dict[str, Any]], str],
+    words: str,
+) -> None:
+    path = tmp_path / "old.json"
+    make_report(make_variant("auto")).write(path)
+    values = json.loads(path.read_text())
+    path.write_text(write(values), encoding="utf-8", errors="surrogateescape")
+    assert compare(["--config", "x.yaml", "--baseline", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {path}")
+    assert words in told
+    assert told.count("\n") == 1
+    assert len(told) < 500
+
+
+def test_what_is_no_file_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "none")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**27)
+    for name in ("pipe", "nowhere", "loop", "large", "."):
+        assert compare(["--config", "x.yaml", "--baseline", str(tmp_path / name)]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ")
+        assert told.count("\n") == 1
+
+
+def test_figure_that_is_not_known_is_not_compared() -> None:
+    variant = make_variant("auto")
+    figures = {"samples_per_s": variant.figures["samples_per_s"]}
+    old = make_report(replace(variant, figures=figures))
+    found = check_regression(old, make_report(variant), "old.json")
+    assert [change.figure for change in found.changes] == ["samples_per_s"]
+
+
+class OneVariant:
+    """A comparison that has run."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def run(self) -> Report:
+        return make_report(make_variant("auto"))
+
+
+def test_comparison_is_kept_where_the_old_report_cannot_be_compared_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise KeyError("whatever was overlooked")
+
+    monkeypatch.setattr(command, "Comparison", OneVariant)
+    monkeypatch.setattr(command, "check_regression", fail)
+    old = write(tmp_path / "old.json", (1000.0,))
+    with pytest.raises(KeyError):
+        compare(["--config", "x.yaml", "--baseline", old, "--out", str(tmp_path)])
+    assert read_report(tmp_path / "report.json").variants[0].variant == "auto"

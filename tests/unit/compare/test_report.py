@@ -1,0 +1,100 @@
+"""The report: what it says, what is written, and what is refused when it is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from lightning_memmap.compare.report.regression import check_regression
+from lightning_memmap.compare.report.report import Report, read_report
+from tests.unit.compare.reports import make_parity, make_report, make_variant
+
+WRONG = make_parity(holds=False, problems=("losses differ",))
+UNJUDGED = make_parity(holds=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({}, 0),
+        ({"parity": WRONG}, 1),
+        ({"parity": UNJUDGED}, 3),
+        ({"status": "failed", "figures": {}}, 3),
+        ({"status": "failed", "parity": WRONG}, 1),
+        ({"status": "unavailable", "parity": None, "figures": {}}, 0),
+        ({"status": "refused", "parity": None, "figures": {}}, 0),
+        ({"status": "pending"}, 3),
+    ],
+)
+def test_exit_code_says_whether_parity_holds(changes: dict[str, Any], code: int) -> None:
+    report = make_report(make_variant("auto"), replace(make_variant("ddp"), **changes))
+    assert report.exit_code == code
+    assert replace(report, interrupted=True).exit_code == 130
+
+
+def test_exit_code_of_nothing_that_ran_is_not_zero() -> None:
+    variant = make_variant("fsdp", (), status="unavailable", parity=None, figures={})
+    assert make_report(variant).exit_code == 3
+
+
+def test_report_is_written_as_json_without_nan(tmp_path: Path) -> None:
+    report = make_report(
+        make_variant("auto", timed_losses=(float("nan"), 1.0)), make_variant("ddp")
+    )
+    report.write(tmp_path / "report.json")
+    values = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert values["variants"][0]["timed_losses"] == [None, 1.0]
+    assert values["variants"][1]["figures"]["samples_per_s"] == [1000.0, 1100.0]
+    assert values["variants"][1]["figures"]["moved_bytes"] == [8000]
+    assert (values["parity_holds"], values["exit_code"]) == (True, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_report_that_is_read_is_the_one_that_was_written(tmp_path: Path) -> None:
+    report = make_report(
+        make_variant("auto", trace={"time_s": (0.0, 1.5)}),
+        make_variant("ddp"),
+        make_variant("fsdp", (), status="unavailable", parity=None, footprint=None),
+        left_out=("trainer.callbacks",),
+    )
+    report = replace(report, regression=check_regression(report, report, "old.json"))
+    report.write(tmp_path / "report.json")
+    assert read_report(tmp_path / "report.json") == report
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "no JSON"),
+        ("[]", "not the report"),
+        ('{"schema": "other"}', "not the report"),
+        ('{"schema": "lightning_memmap.compare", "schema_version": 99}', "version 99"),
+    ],
+)
+def test_read_of_another_file_says_so(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        read_report(tmp_path / "report.json")
+
+
+def test_schema_of_the_docs_names_every_field(tmp_path: Path) -> None:
+    report: Report = make_report(make_variant("auto"), make_variant("ddp"))
+    report.write(tmp_path / "report.json")
+    page = (Path(__file__).parents[3] / "docs" / "compare.md").read_text(encoding="utf-8")
+
+    def names(value: Any) -> set[str]:
+        if isinstance(value, list):
+            return set().union(*(names(item) for item in value))
+        return set(value) if isinstance(value, dict) else set()
+
+    values = json.loads((tmp_path / "report.json").read_text())
+    found = set(values) | names(values["variants"]) | names(values["scaling"])
+    for section in ("environment", "settings", "data", "model"):
+        found |= names(values[section])
+    for variant in values["variants"]:
+        for part in ("parity", "footprint", "figures", "processes"):
+            found |= names(variant[part])
+    missing = sorted(name for name in found if f"`{name}`" not in page)
+    assert not missing

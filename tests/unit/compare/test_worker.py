@@ -1,0 +1,172 @@
+"""Runs of variants, in this process: what they measure and what they find."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memmap.compare.report.parity import Parity
+from lightning_memmap.compare.report.records import PARTS
+from lightning_memmap.compare.run.plan import RunSpec
+from lightning_memmap.compare.run.worker import Facts, prepare, train
+from tests.unit.compare import runs
+from tests.unit.compare.runs import (
+    PARAMETERS,
+    ROW_BYTES,
+    ROWS,
+    check_all_parity,
+    config,
+    facts_of,
+    make_spec,
+    run,
+    timed_rank,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_runs"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    # LightningCLI calls what jsonargparse has renamed.
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
+
+VARIANTS = ("auto", "auto+workers0", "memmap_superbatch")
+
+
+def compare(
+    path: Path, variants: tuple[str, ...], sections: dict[str, Any], **options: Any
+) -> tuple[dict[str, Parity], Facts]:
+    """The parity of variants with the first of them."""
+    facts = facts_of(path, sections)
+    options["transform_is_random"] = facts.data.transform_is_random
+    checks = {
+        variant: run(make_spec(path, "check", variant, sections, **options)) for variant in variants
+    }
+    is_random = facts.data.transform_is_random and not facts.data.has_eval_transform
+    return check_all_parity(checks, facts.expected, is_random=is_random), facts
+
+
+def test_arms_train_the_same_rows_to_the_same_weights(tmp_path: Path) -> None:
+    parities, facts = compare(tmp_path, VARIANTS, config(tmp_path))
+    for parity in parities.values():
+        assert parity.holds is True
+        assert parity.rows == (6, 6)
+        assert parity.same_content
+    assert facts.data.num_rows == ROWS
+    assert facts.data.row_bytes == ROW_BYTES
+    assert facts.data.batch_size == 8
+    assert facts.model.num_parameters == PARAMETERS
+    assert facts.data.store_s is not None
+    assert facts.data.check_store_s is None
+    assert not facts.data.has_transform
+
+
+def test_transform_is_part_of_the_check(tmp_path: Path) -> None:
+    transform = {"transform": {"class_path": f"{runs.__name__}.Double"}}
+    parities, facts = compare(tmp_path, VARIANTS, config(tmp_path, **transform))
+    assert facts.data.has_transform
+    assert not facts.data.transform_is_random
+    assert all(parity.holds and parity.same_content for parity in parities.values())
+
+
+def test_random_transform_and_dropout_are_taken_out_of_a_check(tmp_path: Path) -> None:
+    transforms = {
+        "transform": {"class_path": f"{runs.__name__}.Jitter"},
+        "eval_transform": {"class_path": f"{runs.__name__}.Double"},
+    }
+    sections = config(tmp_path, f"{runs.__name__}.WithDropout", **transforms)
+    parities, facts = compare(tmp_path, VARIANTS, sections)
+    assert facts.data.transform_is_random
+    assert facts.model.dropouts == ("Dropout",)
+    assert all(parity.holds and parity.same_content for parity in parities.values())
+
+
+def test_random_transform_without_another_leaves_rows_to_check(tmp_path: Path) -> None:
+    transform = {"transform": {"class_path": f"{runs.__name__}.Jitter"}}
+    parities, _ = compare(tmp_path, ("auto", "memmap_superbatch"), config(tmp_path, **transform))
+    assert parities["memmap_superbatch"].holds is None
+    assert parities["memmap_superbatch"].rows == (6, 6)
+    assert not parities["memmap_superbatch"].same_content
+
+
+def test_other_seed_of_one_arm_is_found(tmp_path: Path) -> None:
+    sections = config(tmp_path)
+    facts = facts_of(tmp_path, sections)
+    reference = run(make_spec(tmp_path, "check", "auto", sections))
+    other = config(tmp_path, seed=1)
+    check = run(make_spec(tmp_path, "check", "memmap_superbatch", other))
+    parity = check_all_parity({"auto": reference, "other": check}, facts.expected)["other"]
+    assert parity.holds is False
+    assert parity.first_wrong_step == 0
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "auto+ideal", "memmap_superbatch+ideal"])
+def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str) -> None:
+    sections = config(tmp_path)
+    facts_of(tmp_path, sections)
+    rank = timed_rank(make_spec(tmp_path, "timed", variant, sections))
+    assert len(rank.losses) == 2 + 6 + 3
+    assert len(rank.step_s) == 6
+    assert sum(rank.step_s) == pytest.approx(rank.window_s)
+    assert rank.samples_per_s == pytest.approx(6 * 16 / rank.window_s)
+    # The steps after the window have parts too. On a CPU nothing needs to be waited for.
+    assert len(rank.parts_s) == 9
+    for parts in rank.parts_s:
+        assert tuple(parts) == PARTS
+        assert min(parts.values()) >= 0
+        assert parts["forward"] > 0
+        assert parts["backward"] > 0
+    assert rank.memory[0].pid == rank.pid
+    assert 0 < rank.first_batch_s < rank.process_to_first_batch_s
+
+
+def test_ideal_loader_trains_on_one_batch(tmp_path: Path) -> None:
+    sections = config(tmp_path)
+    facts_of(tmp_path, sections)
+    (rank,) = run(make_spec(tmp_path, "check", "auto+ideal", sections)).ranks
+    assert len(set(rank.model_hashes)) == 1
+
+
+def test_check_tells_bytes_of_model_rows_and_batch(tmp_path: Path) -> None:
+    sections = config(tmp_path)
+    facts_of(tmp_path, sections)
+    (rank,) = run(make_spec(tmp_path, "check", "memmap_superbatch", sections)).ranks
+    assert rank.batch_bytes == 16 * ROW_BYTES
+    # Other parameters of this process may still be alive; those of a fresh one are the model's.
+    assert rank.model_bytes["cpu"].gradients >= 4 * PARAMETERS
+    assert rank.model_bytes["cpu"].optimizer == 2 * 4 * PARAMETERS + 4 * 4
+    resident = [sum(sizes.values()) for sizes in rank.resident_bytes.values()]
+    assert resident == [50 * ROW_BYTES, 50 * ROW_BYTES]
+    # Forward and backward of two layers: no gradient of the input of the first is needed.
+    forward = 2 * 16 * (8 * 16 + 16)
+    assert rank.flops == 2 * forward + 2 * 16 * 16
+    assert rank.movements == ()
+
+
+def test_batch_that_consumers_cannot_share_is_refused(tmp_path: Path) -> None:
+    sections = config(tmp_path)
+    facts_of(tmp_path, sections)
+    spec = make_spec(tmp_path, "check", "memmap_superbatch", sections)
+    odd = RunSpec(**{**vars(spec), "global_batch": 15})
+    with pytest.raises(ValueError, match="2 data devices do not divide a global batch of 15"):
+        train(odd)
+
+
+def test_other_data_module_is_refused(tmp_path: Path) -> None:
+    sections = config(tmp_path)
+    sections["data"] = {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"}
+    with pytest.raises(ValueError, match="BoringDataModule; a comparison needs a MemmapDataModule"):
+        prepare(make_spec(tmp_path, "prepare", "", sections))
+
+
+def test_fewer_rows_than_a_step_are_refused(tmp_path: Path) -> None:
+    sections = config(tmp_path, batch_size=ROWS)
+    with pytest.raises(ValueError, match="steps of 200 rows, and the training split has 100"):
+        prepare(make_spec(tmp_path, "prepare", "", sections))
+
+
+def test_store_without_its_dataset_supplies_a_dataloader(tmp_path: Path) -> None:
+    facts_of(tmp_path, config(tmp_path))
+    (tmp_path / "again").mkdir()
+    without = config(tmp_path, train_dataset=None)
+    parities, _ = compare(tmp_path / "again", ("auto", "auto+workers0"), without)
+    assert all(parity.holds for parity in parities.values())
