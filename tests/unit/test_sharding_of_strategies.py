@@ -22,13 +22,13 @@ class Node(LightningEnvironment):
 
     def __init__(self, node_rank: int, local_rank: int) -> None:
         super().__init__()
-        self._place = node_rank, local_rank
+        self._ranks = node_rank, local_rank
 
     def node_rank(self) -> int:
-        return self._place[0]
+        return self._ranks[0]
 
     def local_rank(self) -> int:
-        return self._place[1]
+        return self._ranks[1]
 
 
 def deepspeed(**options: Any) -> DeepSpeedStrategy:

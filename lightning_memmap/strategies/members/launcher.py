@@ -185,9 +185,7 @@ class MemberLauncher(ABC):
     def _record(
         self, trainer: Any, status: str, seconds: float, error: BaseException | None = None
     ) -> None:
-        metrics = {}
-        if status == DONE:
-            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        logged = trainer.callback_metrics if status == DONE else {}
         saver = trainer.checkpoint_callback
         saved = saver.best_model_path if isinstance(saver, ModelCheckpoint) else None
         call = self.call
@@ -201,7 +199,7 @@ class MemberLauncher(ABC):
             epochs=trainer.current_epoch,
             steps=trainer.global_step,
             seconds=seconds,
-            metrics=metrics,
+            metrics={name: float(value) for name, value in logged.items()},
             checkpoint=saved or None,
         )
         record(call.root / member_folder(self.member), result)

@@ -6,8 +6,8 @@ barrier: replica 0 makes the call once for all, and the others continue with its
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -187,7 +187,7 @@ class ReplicaProxies:
             )
 
         def toggle_model(sync_grad: bool = True) -> AbstractContextManager[None]:
-            return _toggled(replicas.module_of(self._index), proxy)
+            return replicas.module_of(self._index).toggled_optimizer(proxy)
 
         overrides: dict[str, Any] = {"step": step, "zero_grad": zero_grad}
         if plain is not None:
@@ -214,12 +214,6 @@ class ReplicaProxies:
             )
 
         return make_proxy(scheduler, step=step)
-
-
-@contextmanager
-def _toggled(module: Any, optimizer: Any) -> Iterator[None]:
-    with module.toggled_optimizer(optimizer):
-        yield
 
 
 def _is_scheduler(value: Any) -> bool:

@@ -86,12 +86,10 @@ def merge_logs(
 def _merged_value(calls: list[LogCall], reduction: Any, device: torch.device) -> Tensor:
     values = [_at_least_float(call.value.to(device)) for call in calls]
     name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
-    if name == "sum":
-        return torch.stack(values).sum()
-    if name == "max":
-        return torch.stack(values).amax()
-    if name == "min":
-        return torch.stack(values).amin()
+    if name in ("sum", "max", "min"):
+        reduce = getattr(torch.stack(values), {"sum": "sum", "max": "amax", "min": "amin"}[name])
+        merged: Tensor = reduce()
+        return merged
     # Any other reduction but the mean is refused by Lightning.
     return weighted_mean(values, [call.num_rows for call in calls], device)
 
