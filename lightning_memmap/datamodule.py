@@ -420,6 +420,8 @@ class MemmapDataModule(L.LightningDataModule):
             if (store := self._open(split)) is not None:
                 stores[split] = store
         topology, host = topology_of(self._strategy), torch.device("cpu")
+        if "train" in stores:
+            self._check_train_fields(topology, stores["train"])
         sizes = {
             split: SplitSize.of(
                 split, store.manifest, topology, self._subset(split), self.shuffle_window
@@ -441,6 +443,28 @@ class MemmapDataModule(L.LightningDataModule):
             for split, store in stores.items()
         }
         self._set_up = _SetUp(stores, placement, rows)
+
+    def _check_train_fields(self, topology: DataTopology, store: Store) -> None:
+        """Check that training can do with the fields that the strategy names.
+
+        Raises:
+            ValueError: The store lacks one of them, or there is a transform, which may read others.
+        """
+        if topology.train_fields is None:
+            return
+        names = [field.name for field in store.schema.fields]
+        if unknown := sorted(topology.train_fields - set(names)):
+            raise ValueError(
+                f"the strategy asks for the fields {unknown}, and the train store has {names}: name"
+                " fields of the store (memmap_pipeline takes them from input_fields and loss_fields"
+                " of the module)"
+            )
+        if self.transform is not None:
+            raise ValueError(
+                "transform: it may read any field, and this process holds only some of them, since"
+                " the module has input_fields and loss_fields: leave both out, or do in"
+                " training_step, in the first stage or in loss() what the transform does"
+            )
 
     def _must_match(self) -> dict[str, object]:
         """What decides which rows a step has, and so must be the same on all ranks."""
@@ -696,6 +720,9 @@ class MemmapDataModule(L.LightningDataModule):
         rows = self._rows.get(split)
         if rows is None:
             raise self._missing(split)
+        if split == "train":
+            # The transform may have been set since the set-up.
+            self._check_train_fields(rows.topology, self.stores[split])
         loader = SuperBatchLoader(
             rows,
             order or SequentialSampler(rows.shards),

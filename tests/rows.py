@@ -98,13 +98,14 @@ def make_split(
 def split_with(
     store: Store,
     topology: DataTopology,
-    residency: tuple[Residency, ...],
+    residency: tuple[Residency | None, ...],
     subset: RowSubset | None = None,
+    window: int | None = None,
 ) -> SplitRows:
     """The rows of a split of a store, whose shards live where it is said."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the train store has .* shards, which")
-        size = SplitSize.of("train", store.manifest, topology, subset)
+        size = SplitSize.of("train", store.manifest, topology, subset, window)
     return load_split(store, topology, SplitPlacement(size, residency))
 
 

@@ -56,7 +56,7 @@ class Buffers:
     @classmethod
     def of(cls, tensors: list[Tensor]) -> "Buffers":
         """The memory of contiguous tensors. On other devices than a CPU it has no raw rows."""
-        on_cpu = tensors[0].device.type == "cpu"
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         return cls(tensors, [rows_of(tensor) for tensor in tensors] if on_cpu else [])
 
     @cached_property

@@ -1,4 +1,5 @@
-"""Rows that their columns fetch, where a column keeps its rows otherwise than in one tensor."""
+"""Rows that their columns fetch, where a column keeps its rows otherwise than in one tensor, or
+where no column is needed."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,40 +11,46 @@ from torch import Tensor
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.row_source import EpochRows, released_error
 from lightning_memmap.sampling import Integers, Sampler
-from lightning_memmap.store import Store
+from lightning_memmap.store.columns import Column, OpenColumn
+from lightning_memmap.store.manifest import rows_bytes
 
 
 class ColumnRows:
     """The rows of a store, as `lightning_memmap.store.columns.OpenColumn.fetch` gives them.
 
     Args:
-        store: The open store.
+        columns: The columns of the store that this process needs; there may be none.
+        opened: The same columns, open.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, store: Store) -> None:
-        self._store: Store | None = store
+    def __init__(self, columns: Sequence[Column], opened: Sequence[OpenColumn]) -> None:
+        self.fields = [(column.field.shape, column.field.dtype) for column in columns]
+        num_rows = columns[0].shards.num_rows if columns else 1
+        #: Bytes of one row, on average and rounded up.
+        self.row_bytes = -(-rows_bytes(columns, range(num_rows)) // num_rows)
+        self._columns: Sequence[OpenColumn] | None = opened
 
     @property
-    def store(self) -> Store:
-        """The open store.
+    def columns(self) -> Sequence[OpenColumn]:
+        """The open columns.
 
         Raises:
-            RuntimeError: It was released.
+            RuntimeError: They were released.
         """
-        if self._store is None:
+        if self._columns is None:
             raise released_error()
-        return self._store
+        return self._columns
 
     @property
     def is_released(self) -> bool:
-        """Whether the store was released."""
-        return self._store is None
+        """Whether the columns were released."""
+        return self._columns is None
 
     def release(self) -> None:
-        """Release the store."""
-        self._store = None
+        """Release the columns."""
+        self._columns = None
 
     def check_sampler(self, sampler: Sampler) -> None:
         """Rows can be fetched in any order."""
@@ -69,11 +76,11 @@ class _ColumnEpoch:
 
     @property
     def fields(self) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
-        return [(field.shape, field.dtype) for field in self.rows.store.schema.fields]
+        return self.rows.fields
 
     @property
     def row_bytes(self) -> int:
-        return self.rows.store.manifest.row_bytes
+        return self.rows.row_bytes
 
     def locate(self, positions: range) -> Integers:
         return self.sampler.dataset_rows(self.number, positions)
@@ -81,7 +88,7 @@ class _ColumnEpoch:
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> list[Tensor]:
-        fetched = [column.fetch(locations.numpy()) for column in self.rows.store.columns]
+        fetched = [column.fetch(locations.numpy()) for column in self.rows.columns]
         if out is not None:
             for target, found in zip(out.tensors, fetched, strict=True):
                 target.copy_(found)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memmap.loading.absent import absent_rows
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.collate import Collate, Collator
 from lightning_memmap.loading.device_streams import has_streams, send
@@ -240,7 +241,23 @@ class Fetcher:
             locations: Which rows, int64 of shape (B,), on the source's device.
             devices: Where they go next.
             usual_rows: Rows of most fetches. Smaller ones use the same memory.
+
+        Returns:
+            One tensor per field of the store. Those that this process does not hold are
+            `AbsentRows`.
         """
+        leaves = list(self._fetch_needed(source, locations, devices, usual_rows))
+        for index, field in self._rows.absent:
+            leaves.insert(index, absent_rows(len(locations), field.shape, field.dtype))
+        return leaves
+
+    def _fetch_needed(
+        self,
+        source: EpochRows,
+        locations: Tensor,
+        devices: Sequence[torch.device],
+        usual_rows: int,
+    ) -> list[Tensor]:
         if source.device.type != "cpu":
             return source.fetch(locations)
         if any(device != source.device and has_streams(device) for device in devices):
@@ -272,4 +289,5 @@ def _in_order(
     places = np.concatenate([places for places, _ in fetched if places is not None])
     order = send(torch.from_numpy(np.argsort(places)), device)
     columns = zip(*(leaves for _, leaves in fetched), strict=True)
-    return [torch.cat(leaves).index_select(0, order) for leaves in columns]
+    joined = map(torch.cat, columns)
+    return [leaf if leaf.is_meta else leaf.index_select(0, order) for leaf in joined]

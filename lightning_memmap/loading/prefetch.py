@@ -81,7 +81,7 @@ def prefetched(
             steps.deliver(super_batch)
             if on_step is not None:
                 on_step(super_batch)
-            streams.hand_over(event, [leaf for _, leaf in named_leaves(batch)])
+            streams.hand_over(event, [leaf for _, leaf in named_leaves(batch) if not leaf.is_meta])
             # Not referenced while the consumer works: its memory may be free by then.
             del super_batch
             yield batch

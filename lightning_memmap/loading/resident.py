@@ -15,7 +15,6 @@ from lightning_memmap.loading.row_source import EpochRows, released_error
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.sampling import Integers, Sampler
-from lightning_memmap.store import Store
 
 #: Rows that lie apart whose offsets are computed at once.
 _READ_ROWS = 2**16
@@ -108,14 +107,19 @@ class _ResidentEpoch:
         return out.tensors
 
 
-def mapped_rows(store: Store, offsets: StoreOffsets) -> ResidentRows:
-    """The rows in the file mapping of a store. Nothing is read yet."""
-    tensors = [tensor.as_subclass(Tensor) for tensor in store.tensors]
+def mapped_rows(mapped: Sequence[Tensor], offsets: StoreOffsets) -> ResidentRows:
+    """The rows in the file mapping of a store. Nothing is read yet.
+
+    Args:
+        mapped: As for `copied_rows`.
+        offsets: Where the rows of the split lie in them.
+    """
+    tensors = [tensor.as_subclass(Tensor) for tensor in mapped]
     return ResidentRows(tensors, offsets.stored.starts if offsets.is_as_stored else offsets)
 
 
 def copied_rows(
-    store: Store,
+    mapped: Sequence[Tensor],
     offsets: StoreOffsets,
     shards: list[int],
     device: torch.device,
@@ -125,8 +129,8 @@ def copied_rows(
     """Rows of a store that are copied to a device, in long reads, each shard once.
 
     Args:
-        store: The open store.
-        offsets: Where the rows of the split lie in it.
+        mapped: A mapped tensor for each field that this process needs, with all rows of the store.
+        offsets: Where the rows of the split lie in them.
         shards: The shards of the split to copy.
         device: Where to.
         pin_memory: Into page-locked memory of the host.
@@ -140,13 +144,12 @@ def copied_rows(
         # From a file mapping, which is not page-locked, a device would copy through the driver's
         # own small buffers, and not begin before the pages are read.
         uploader = stack.enter_context(Uploader(device)) if has_streams(device) else None
-        for field, mapped in zip(store.schema.fields, store.tensors, strict=True):
-            target = torch.empty(
-                (total, *field.shape), dtype=field.dtype, device=device, pin_memory=pin_memory
-            )
+        for stored in mapped:
+            shape = (total, *stored.shape[1:])
+            target = torch.empty(shape, dtype=stored.dtype, device=device, pin_memory=pin_memory)
             for shard, count in zip(shards, rows.tolist(), strict=True):
                 shard_rows = target[starts[shard] : starts[shard] + count]
-                read = _shard_reader(mapped.as_subclass(Tensor), offsets, shard)
+                read = _shard_reader(stored.as_subclass(Tensor), offsets, shard)
                 if uploader is None:
                     read(0, shard_rows)
                 else:

@@ -25,11 +25,11 @@ class EpochRows(Protocol):
 
     @property
     def fields(self) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape of one row and dtype of each field."""
+        """Shape of one row and dtype of each field that this process needs."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row over all fields."""
+        """Bytes of one row over these fields."""
 
     def locate(self, positions: range) -> Integers:
         """Where the rows lie that supply positions; undefined for rows of other sources.
@@ -55,7 +55,7 @@ class EpochRows(Protocol):
                 allocator uses their memory again once they are freed and the copies are done.
 
         Returns:
-            One tensor of shape (B, *field shape) per field, on this device.
+            One tensor of shape (B, *field shape) for each of these fields, on this device.
 
         Raises:
             IndexError: A location is outside the rows of this source.

@@ -15,7 +15,9 @@ from lightning_memmap.loading.streamed import StreamedRows
 from lightning_memmap.loading.window_layout import WindowLayout
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
 from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
+from lightning_memmap.store.columns import Column
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.row_file import open_row_files
 
@@ -33,12 +35,15 @@ class SplitRows:
         sources: Where rows are fetched from.
         source_of_shard: Index into ``sources`` for each shard of the split, int64 of shape (C,),
             -1 for shards of other processes.
+        absent: The fields that no source has, since this process does not need them, each with its
+            place among the fields of the store, in ascending order.
     """
 
     topology: DataTopology
     shards: Shards
     sources: tuple[RowSource, ...]
     source_of_shard: Integers
+    absent: tuple[tuple[int, Field], ...] = ()
 
     @property
     def is_released(self) -> bool:
@@ -66,6 +71,14 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
         OSError: A file of a store that is read window by window cannot be opened.
         StoreError: A column of the store cannot have this residency.
     """
+    fields = placement.size.fields
+    needed = [
+        pair
+        for pair in zip(store.manifest.columns, store.columns, strict=True)
+        if fields is None or pair[0].field.name in fields
+    ]
+    columns, opened = [column for column, _ in needed], [rows for _, rows in needed]
+    others = [column for column in columns if not isinstance(column, FixedColumn)]
     offsets = StoreOffsets(store.manifest.shards, placement.shards)
     cpu = torch.device("cpu")
     groups: dict[tuple[Residency, torch.device], list[int]] = {}
@@ -79,24 +92,31 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
     source_of_shard = np.full(placement.shards.num_shards, -1, np.int64)
     for (residency, device), shards in groups.items():
         source_of_shard[shards] = len(sources)
-        others = [c for c in store.manifest.columns if not isinstance(c, FixedColumn)]
         if others and residency is not Residency.MMAP:
             raise StoreError(
                 f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
                 f" {store.path} can be read from the file mapping alone: use residency='mmap'"
             )
-        if residency is Residency.MMAP:
-            sources.append(ColumnRows(store) if others else mapped_rows(store, offsets))
+        if others or not columns:
+            sources.append(ColumnRows(columns, opened))
         elif residency is Residency.STREAM:
-            sources.append(_streamed_rows(store, offsets, topology, placement, shards))
+            sources.append(_streamed_rows(store, columns, offsets, topology, placement, shards))
+        elif residency is Residency.MMAP:
+            sources.append(mapped_rows([rows.tensor for rows in opened], offsets))
         else:
-            pin = residency is Residency.PINNED
-            sources.append(copied_rows(store, offsets, shards, device, pin_memory=pin))
-    return SplitRows(topology, placement.shards, tuple(sources), source_of_shard)
+            pin, mapped = residency is Residency.PINNED, [rows.tensor for rows in opened]
+            sources.append(copied_rows(mapped, offsets, shards, device, pin_memory=pin))
+    absent = tuple(
+        (index, field)
+        for index, field in enumerate(store.schema.fields)
+        if fields is not None and field.name not in fields
+    )
+    return SplitRows(topology, placement.shards, tuple(sources), source_of_shard, absent)
 
 
 def _streamed_rows(
     store: Store,
+    columns: list[Column],
     offsets: StoreOffsets,
     topology: DataTopology,
     placement: SplitPlacement,
@@ -105,8 +125,8 @@ def _streamed_rows(
     window = placement.size.window
     rows = min(window, offsets.shards.longest)
     layout = WindowLayout(
-        store.schema.fields,
-        open_row_files(store),
+        [column.field for column in columns],
+        open_row_files(store, columns),
         offsets,
         shards=shards,
         window=rows,

@@ -43,7 +43,7 @@ class WindowLayout:
     writes them straight to their slots. Other rows are read to scratch memory and copied.
 
     Args:
-        fields: The fields of the store.
+        fields: The fields that this process needs.
         files: Their files.
         offsets: Where the rows of the split lie in them.
         shards: The shards of the split that this process holds.

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -46,11 +46,14 @@ class Sized(Protocol):
     def row_bytes(self) -> int:
         """Bytes of one row over all fields, on average."""
 
-    def shard_bytes(self, shards: Shards | None = None) -> Integers:
-        """Bytes of each shard over all fields, int64 of shape (C,).
+    def shard_bytes(
+        self, shards: Shards | None = None, fields: Collection[str] | None = None
+    ) -> Integers:
+        """Bytes of each shard, int64 of shape (C,).
 
         Args:
             shards: How the rows, or some of them, are divided into shards; by default as stored.
+            fields: Names of the fields that count; by default all.
         """
 
 
@@ -60,13 +63,15 @@ class SplitSize:
 
     Args:
         shards: Its rows, in a number of shards that the data devices divide.
-        shard_bytes: Bytes of each shard over all fields.
+        shard_bytes: Bytes of each shard over the fields that this process holds.
         window: Rows of a shard in a window, if the split is read window by window.
+        fields: Names of the fields that this process holds; None for all.
     """
 
     shards: Shards
     shard_bytes: tuple[int, ...]
     window: int
+    fields: frozenset[str] | None = None
 
     @classmethod
     def of(
@@ -80,10 +85,10 @@ class SplitSize:
         """The size of a split.
 
         Args:
-            split: Its name, for messages.
+            split: Its name.
             store: Its store.
-            topology: The data devices. Where they do not divide the store's shards, its rows are
-                re-striped, with a warning.
+            topology: The data devices, and the fields that this process needs. Where the devices
+                do not divide the store's shards, its rows are re-striped, with a warning.
             subset: The rows of the store that the split has; all of them where it is None.
             window: Rows of a shard in a window; `default_window` by default.
 
@@ -107,8 +112,11 @@ class SplitSize:
                 stacklevel=2,
             )
         shards = Shards(num_rows, num_shards, subset)
-        shard_bytes = tuple(store.shard_bytes(shards).tolist())
-        return cls(shards, shard_bytes, window or default_window(num_shards, store.row_bytes))
+        fields = topology.fields_of(split)
+        shard_bytes = tuple(store.shard_bytes(shards, fields).tolist())
+        # The order of rows depends on the window, so all processes compute it from all fields.
+        window = window or default_window(num_shards, store.row_bytes)
+        return cls(shards, shard_bytes, window, fields)
 
     @property
     def num_rows(self) -> int:
@@ -117,7 +125,7 @@ class SplitSize:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row over all fields, on average and rounded up."""
+        """Bytes of one row over the fields of this process, on average and rounded up."""
         return -(-sum(self.shard_bytes) // self.num_rows)
 
 

@@ -24,10 +24,12 @@ class DataTopology:
             data devices stay apart.
         prefetch: Coming steps that are made ready while one is computed; see
             `lightning_memmap.loading.prefetch`.
+        train_fields: Names of the fields that training on this process needs: it holds and fetches
+            no others of the training rows. None for all, as for the rows of other splits.
 
     Raises:
-        ValueError: No device is given, the rank is outside the processes, or ``prefetch`` is
-            negative.
+        ValueError: No device is given, the rank is outside the processes, ``prefetch`` is negative,
+            or ``train_fields`` are named for several data devices.
     """
 
     data_devices: tuple[torch.device, ...]
@@ -35,6 +37,7 @@ class DataTopology:
     size: int = 1
     assemble_on: torch.device | None = None
     prefetch: int = 0
+    train_fields: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if not self.data_devices:
@@ -43,6 +46,11 @@ class DataTopology:
             raise ValueError(f"rank={self.rank}: outside the {self.size} processes")
         if self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch}: the steps made ready ahead, 0 for none")
+        if self.train_fields is not None and len(self.data_devices) > 1:
+            raise ValueError(
+                f"train_fields={sorted(self.train_fields)} with {len(self.data_devices)} data"
+                " devices: a process that needs some fields alone has one data device"
+            )
 
     @property
     def num_data_devices(self) -> int:
@@ -54,6 +62,10 @@ class DataTopology:
         if shard % self.size != self.rank:
             return None
         return shard // self.size % len(self.data_devices)
+
+    def fields_of(self, split: str) -> frozenset[str] | None:
+        """Names of the fields of a split that this process holds; None for all."""
+        return self.train_fields if split == "train" else None
 
 
 def topology_of(strategy: Any) -> DataTopology:

@@ -7,7 +7,7 @@ is checked before a file is touched.
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short_repr
@@ -87,17 +87,21 @@ class Manifest:
         """Bytes of one row over all fields, on average and rounded up."""
         return -(-self.num_bytes // self.num_rows)
 
-    def shard_bytes(self, shards: Shards | None = None) -> Integers:
+    def shard_bytes(
+        self, shards: Shards | None = None, fields: Collection[str] | None = None
+    ) -> Integers:
         """Bytes of the rows of each shard.
 
         Args:
             shards: How the rows, or some of them, are divided into shards; by default as stored.
+            fields: Names of the fields that count; by default all.
 
         Returns:
             int64 of shape (C,). Where the size of each row is not known, they are rounded up.
         """
         shards = shards or self.shards
-        sizes = [rows_bytes(self.columns, shards.rows_of(c)) for c in range(shards.num_shards)]
+        columns = [c for c in self.columns if fields is None or c.field.name in fields]
+        sizes = [rows_bytes(columns, shards.rows_of(c)) for c in range(shards.num_shards)]
         return np.array(sizes, np.int64)
 
     @property

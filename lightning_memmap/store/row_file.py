@@ -9,12 +9,14 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.store.columns import Column
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.reader import Store
@@ -155,8 +157,8 @@ def aligned_memory(num_bytes: int) -> memoryview:
     return memoryview(memory)[skip : skip + num_bytes]
 
 
-def open_row_files(store: Store) -> list[RowFile | None]:
-    """Open the file of each field; None for fields without a byte.
+def open_row_files(store: Store, columns: Sequence[Column]) -> list[RowFile | None]:
+    """Open the files of some columns of a store; None for fields without a byte.
 
     Raises:
         OSError: A file cannot be opened.
@@ -164,7 +166,7 @@ def open_row_files(store: Store) -> list[RowFile | None]:
             of a field have no common size.
     """
     files: list[RowFile | None] = []
-    for column in store.manifest.columns:
+    for column in columns:
         if column.kind != FixedColumn.kind:
             raise StoreError(
                 f"field {column.field.name!r} is kept as {column.kind!r} columns, which cannot be"

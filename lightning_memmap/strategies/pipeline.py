@@ -1,8 +1,8 @@
 """``memmap_pipeline``: stages of a module on several processes, and several such pipelines."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import is_compiled
 from lightning_memmap._compat.processes import syncs_batch_norm
 from lightning_memmap.costs import Cluster, Costs, Workload
+from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
 from lightning_memmap.strategies._unsupported import (
@@ -81,6 +82,13 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
     batch. Its ``training_step`` returns ``self.loss(self(inputs), batch)`` as on one device, and
     may log it. In ``validation_step``, ``test_step`` and ``predict_step``, ``self(inputs)`` is the
     whole output, on every process.
+
+    It may have two more attributes, which are then needed both: ``input_fields``, the names of the
+    fields that ``training_step`` passes to ``self(inputs)``; and ``loss_fields``, those that
+    ``loss`` reads. The process with the first stage then holds and fetches the first of the
+    training rows, the one with the last stage the others, and those in between none. In
+    ``training_step`` all other fields have a shape and a dtype, and no values. Validation, test and
+    prediction have all fields on every process.
 
     Args:
         data_parallel_size: Number of pipelines. ``auto``: the number of processes divided by
@@ -169,6 +177,29 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         """Data-parallel rank and size: the processes of one pipeline have the same batches."""
         layout = self.layout
         return {"num_replicas": layout.data_parallel_size, "rank": layout.data_parallel_rank}
+
+    @property
+    @override
+    def data_topology(self) -> DataTopology:
+        """Batches are assembled on the root device, of the fields that this process needs."""
+        return replace(super().data_topology, train_fields=self._train_fields())
+
+    def _train_fields(self) -> frozenset[str] | None:
+        module, layout = self.lightning_module, self.layout
+        inputs, loss = (getattr(module, name, None) for name in ("input_fields", "loss_fields"))
+        if inputs is None and loss is None:
+            return None
+        for name, fields in (("input_fields", inputs), ("loss_fields", loss)):
+            if isinstance(fields, str) or not isinstance(fields, Collection):
+                raise TypeError(
+                    f"{type(module).__name__}.{name}={fields!r}: give both input_fields and"
+                    " loss_fields as tuples of names of fields, or neither"
+                )
+        if layout.pipeline_size == 1:
+            return None
+        # In every schedule the first process has the first stage, and the last one the last.
+        needed: dict[int, Any] = {0: inputs, layout.pipeline_size - 1: loss}
+        return frozenset(needed.get(layout.pipeline_rank, ()))
 
     @override
     def setup_environment(self) -> None:
@@ -351,6 +382,12 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
                 " validation_step, test_step or predict_step"
             )
         num_rows = _num_rows(args)
+        if self.layout.pipeline_rank == 0 and any(arg.is_meta for arg in args):
+            raise ValueError(
+                f"memmap_pipeline: {type(self.module).__name__} was called with rows that the first"
+                " process does not hold: name in input_fields all fields that training_step passes"
+                " to self(...), or leave out input_fields and loss_fields"
+            )
         if torch.is_grad_enabled():
             return PendingOutput(args, num_rows)
         run = self.run

@@ -216,3 +216,75 @@ def test_running_statistics_are_of_the_data_alone(limits: list[dict[str, Any]]) 
 def test_process_that_dies_ends_all(tmp_path: Path) -> None:
     outcome = launch_any("pipeline.die", tmp_path, processes=2, timeout_s=120)
     assert outcome.codes != [0]
+
+
+#: Bytes of a row: an int64, eight floats and one.
+ROW, X, Y = 8, 32, 4
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "needed"),
+    [
+        (3, {"prefetch": 2}, [{"x": X}, {}, {"y": Y}]),
+        (
+            4,
+            {"schedule": "interleaved", "pipeline_parallel_size": 2},
+            [{"x": X}, {"y": Y}, {"x": X}, {"y": Y}],
+        ),
+    ],
+)
+def test_processes_hold_only_the_fields_that_they_need(
+    processes: int, options: dict[str, Any], needed: list[dict[str, int]], tmp_path: Path
+) -> None:
+    ranks = launch(
+        "pipeline.fields", tmp_path, processes=processes, devices=processes, options=options
+    )
+    for rank, own in zip(ranks, needed, strict=True):
+        for residency in ("mmap", "device", "stream"):
+            every, some = rank[f"{residency} all"], rank[f"{residency} some"]
+            assert some["absent"] == sorted({"row", "x", "y"} - own.keys())
+            assert every["absent"] == []
+            assert some["kinds"] == every["kinds"]
+            num_rows, rest = divmod(every["bytes"]["train"], ROW + X + Y)
+            assert rest == 0
+            assert some["bytes"]["train"] == num_rows * sum(own.values())
+            assert some["bytes"]["val"] == every["bytes"]["val"] > 0
+            assert some["losses"] == every["losses"]
+            assert some["metrics"] == every["metrics"]
+            for found, expected in zip(some["weights"], every["weights"], strict=True):
+                assert torch.equal(found, expected)
+        assert rank["resumed"]["losses"] == rank["saved"]["losses"][3:]
+        for name in ("saved", "resumed"):
+            assert rank[name]["absent"] == rank["stream some"]["absent"]
+            for found, expected in zip(
+                rank[name]["weights"], rank["stream some"]["weights"], strict=True
+            ):
+                assert torch.equal(found, expected)
+
+
+def test_fields_that_cannot_be_are_refused_on_every_rank(tmp_path: Path) -> None:
+    refused = {
+        "unknown": "ValueError: the strategy asks for the fields ['image'], and the train store has"
+        " ['row', 'x', 'y']",
+        "text": "TypeError: Frugal.input_fields='x': give both input_fields and loss_fields",
+        "one alone": "TypeError: Frugal.loss_fields=None: give both input_fields and loss_fields",
+        "transform": "ValueError: transform: it may read any field",
+    }
+    for rank in launch("pipeline.refused_fields", tmp_path, processes=2):
+        for name, report in refused.items():
+            assert rank[name].startswith(report), rank[name]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "loss", "rank", "report"),
+    [
+        (["row"], ["y"], 0, "ValueError: memmap_pipeline: Frugal was called with rows that the"),
+        (["x"], ["x"], 1, "RuntimeError: mse_loss: this process does not hold the field that one"),
+    ],
+)
+def test_field_that_is_used_and_not_named_is_an_error(
+    inputs: list[str], loss: list[str], rank: int, report: str, tmp_path: Path
+) -> None:
+    outcome = launch_any("pipeline.forget_field", tmp_path, processes=2, inputs=inputs, loss=loss)
+    assert outcome.codes != [0]
+    assert (tmp_path / f"error{rank}.txt").read_text().startswith(report)

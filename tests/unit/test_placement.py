@@ -1,6 +1,7 @@
 """Placement: the plan is pure, so that devices which are not here can be planned for."""
 
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from io import StringIO
 
@@ -40,7 +41,9 @@ class Size:
     num_shards: int = 24
     row_bytes: int = 10
 
-    def shard_bytes(self, shards: Shards | None = None) -> Integers:
+    def shard_bytes(
+        self, shards: Shards | None = None, fields: Collection[str] | None = None
+    ) -> Integers:
         return (shards or Shards(self.num_rows, self.num_shards)).sizes * self.row_bytes
 
 

@@ -375,3 +375,97 @@ def die(out: Path) -> dict[str, Any]:
     trainer, data = Runs(out, {"step_timeout_s": 60.0}, 2).make()
     trainer.fit(Dies(), data)
     return {}
+
+
+class Unchanged(Staged):
+    """Trains as on one device, and notes which fields of a batch have no values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.absent: set[str] = set()
+        self.kinds: set[Any] = set()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.absent |= {name for name, rows in batch.items() if rows.is_meta}
+        self.kinds |= {(name, rows.shape, rows.dtype) for name, rows in batch.items()}
+        loss = self.loss(self(batch["x"] * 2), batch)
+        self.log("train_loss", loss, on_epoch=True, sync_dist=True)
+        self.losses.append(loss.item())
+        return loss
+
+
+class Frugal(Unchanged):
+    """Names the fields that it needs."""
+
+    input_fields: Any = ("x",)
+    loss_fields: Any = ("y",)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+def fields(out: Path, options: dict[str, Any], devices: int) -> dict[str, Any]:
+    """Fits with and without names of fields."""
+    runs = Runs(out, options, devices)
+    found: dict[str, Any] = {}
+
+    def fit(name: str, residency: str, module: Unchanged, **more: Any) -> None:
+        checkpoint = more.pop("checkpoint", None)
+        trainer, data = runs.make(max_epochs=2, **more)
+        data.residency = residency
+        trainer.fit(module, data, ckpt_path=checkpoint)
+        placement = data.placement
+        assert placement is not None
+        found[name] = {
+            "losses": module.losses,
+            "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+            "weights": [p.detach().clone() for p in module.parameters() if not p.is_meta],
+            "absent": sorted(module.absent),
+            "kinds": module.kinds,
+            "bytes": {
+                split: sum(held.num_bytes for held in placement.held() if held.split == split)
+                for split in ("train", "val")
+            },
+        }
+
+    for residency in ("mmap", "device", "stream"):
+        fit(f"{residency} all", residency, Unchanged())
+        fit(f"{residency} some", residency, Frugal())
+    saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=3, save_top_k=-1)
+    fit("saved", "stream", Frugal(), callbacks=[saver], enable_checkpointing=True)
+    fit("resumed", "stream", Frugal(), checkpoint=out / "saved" / "step=3.ckpt")
+    return found
+
+
+def refused_fields(out: Path) -> dict[str, Any]:
+    """The errors of two processes for names of fields that cannot be."""
+    report = {}
+    for name, inputs, loss, transform in (
+        ("unknown", ("image",), ("image",), None),
+        ("text", "x", ("y",), None),
+        ("one alone", ("x",), None, None),
+        ("transform", ("x",), ("y",), lambda batch: batch),
+    ):
+        module = Frugal()
+        module.input_fields, module.loss_fields = inputs, loss
+        trainer, data = Runs(out, {}, 2).make()
+        data.transform = transform
+        try:
+            trainer.fit(module, data)
+        except Exception as error:
+            report[name] = f"{type(error).__name__}: {error}"
+    return report
+
+
+def forget_field(out: Path, inputs: list[str], loss: list[str]) -> dict[str, Any]:
+    """A field that is used is not named."""
+    trainer, data = Runs(out, {}, 2).make()
+    module = Frugal()
+    module.input_fields, module.loss_fields = inputs, loss
+    try:
+        trainer.fit(module, data)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        (out / f"error{trainer.global_rank}.txt").write_text(text)
+        raise
+    return {}

@@ -237,7 +237,7 @@ def test_rows_that_do_not_lie_in_one_tensor_are_refused_where_one_is_asked_for(
         with pytest.raises(StoreError, match="does not lie in one tensor"):
             ask()
     with pytest.raises(StoreError, match=r"'mask' is kept as 'bits' columns, .* another residency"):
-        open_row_files(store)
+        open_row_files(store, store.manifest.columns)
 
 
 def test_manifest_of_fixed_columns_says_nothing_of_them(tmp_path: Path) -> None:
