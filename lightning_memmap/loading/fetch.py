@@ -246,26 +246,19 @@ class Fetcher:
             One tensor per field of the store. Those that this process does not hold are
             `AbsentRows`.
         """
-        leaves = list(self._fetch_needed(source, locations, devices, usual_rows))
-        for index, field in self._rows.absent:
-            leaves.insert(index, absent_rows(len(locations), field.shape, field.dtype))
-        return leaves
-
-    def _fetch_needed(
-        self,
-        source: EpochRows,
-        locations: Tensor,
-        devices: Sequence[torch.device],
-        usual_rows: int,
-    ) -> list[Tensor]:
         if source.device.type != "cpu":
-            return source.fetch(locations)
-        if any(device != source.device and has_streams(device) for device in devices):
+            leaves = source.fetch(locations)
+        elif any(device != source.device and has_streams(device) for device in devices):
             # Memory that copies to a device read from must not be used again before they are done:
             # torch knows when.
-            return source.fetch(locations, pin_memory=True)
-        pool = self._pool_for(max(len(locations), usual_rows), source)
-        return source.fetch(locations, pool.get(len(locations)))
+            leaves = source.fetch(locations, pin_memory=True)
+        else:
+            pool = self._pool_for(max(len(locations), usual_rows), source)
+            leaves = source.fetch(locations, pool.get(len(locations)))
+        for index, field in self._rows.absent:
+            rows = absent_rows(len(locations), field.shape, field.dtype)
+            leaves = [*leaves[:index], rows, *leaves[index:]]
+        return leaves
 
     def _pool_for(self, num_rows: int, source: EpochRows) -> BufferPool:
         if num_rows not in self._pools:
