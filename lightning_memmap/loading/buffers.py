@@ -29,10 +29,11 @@ def rows_of(tensor: Tensor) -> NDArray[Any]:
     numpy has no bfloat16 and no float8, and copies rows of raw bytes as fast as any.
 
     Args:
-        tensor: Of shape (B, *shape).
+        tensor: Of shape (B, *field shape), of any dtype.
 
     Returns:
-        Array of shape (B,), of a void dtype as wide as a row.
+        Array of shape (B,), of a void dtype as wide as a row. Where rows have no bytes, it shares
+        nothing.
     """
     num_rows, row_bytes = len(tensor), tensor.element_size() * tensor.shape[1:].numel()
     if not num_rows * row_bytes:
@@ -55,7 +56,14 @@ class Buffers:
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> "Buffers":
-        """The memory of contiguous tensors. On other devices than a CPU it has no raw rows."""
+        """Wrap the memory of tensors.
+
+        Args:
+            tensors: One per field, of shape (B, *field shape), contiguous, all on one device.
+
+        Returns:
+            Buffers that share this memory. ``rows`` is empty where the device is not a CPU.
+        """
         on_cpu = tensors[0].device.type == "cpu"
         return cls(tensors, [rows_of(tensor) for tensor in tensors] if on_cpu else [])
 
@@ -66,12 +74,15 @@ class Buffers:
 
     @classmethod
     def empty(cls, fields: Fields, num_rows: int, *, pin_memory: bool = False) -> "Buffers":
-        """New buffers with undefined content.
+        """New buffers on the CPU, with undefined content.
 
         Args:
             fields: The shape of one row and the dtype of each field.
             num_rows: Rows of each tensor.
-            pin_memory: In page-locked memory.
+            pin_memory: Whether they are in page-locked memory.
+
+        Returns:
+            One tensor of shape (num_rows, *field shape) per field.
         """
         return cls.of(
             [
@@ -86,8 +97,8 @@ def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
 
     Args:
         source: Memory of rows on a CPU.
-        locations: Which rows, int64 of shape (B,).
-        out: Memory for ``B`` rows.
+        locations: Which rows, int64 of shape (B,), on the CPU.
+        out: Memory for ``B`` rows, on the CPU, with the same fields.
 
     Raises:
         IndexError: A location is outside the source.
@@ -111,7 +122,8 @@ class BufferPool:
     Args:
         fields: The shape of one row and the dtype of each field.
         num_rows: Rows of each buffer.
-        max_slots: Sets that are kept; where all are in use, the oldest is left to its user.
+        max_slots: Sets that are kept. Where all of them are in use, the pool drops the oldest,
+            which then belongs to its user alone.
     """
 
     def __init__(self, fields: Fields, num_rows: int, max_slots: int = 4) -> None:
@@ -128,6 +140,10 @@ class BufferPool:
 
         Args:
             num_rows: Rows of the buffers that are returned, at most those of the pool's.
+
+        Returns:
+            One tensor of shape (num_rows, *field shape) per field, on the CPU: a view of a set of
+            the pool.
         """
         for slot in self._slots:
             if self._is_idle(slot):

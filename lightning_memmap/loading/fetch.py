@@ -78,7 +78,15 @@ class Fetcher:
 
     @contextmanager
     def epoch(self, epoch: int, position: int) -> Iterator[list[EpochRows]]:
-        """The rows of all sources in the order of an epoch, from a position on."""
+        """The rows of all sources in the order of an epoch.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            position: The first position that will be fetched.
+
+        Returns:
+            A context manager that gives the rows of each source, in the order of the sources.
+        """
         with ExitStack() as stack:
             yield [
                 stack.enter_context(source.epoch(self._sampler, epoch, position))
@@ -90,19 +98,27 @@ class Fetcher:
 
         Args:
             sources: From `epoch`.
-            epoch: The epoch.
+            epoch: The epoch that they are of.
             steps: The steps.
 
         Returns:
-            A super-batch for each step.
+            An iterator over a super-batch for each step, each fetched when it is asked for or with
+            steps before it.
+
+        Raises:
+            OSError: The disk cannot be read.
+            StoreError: A file is shorter than it was when the store was opened.
+            RuntimeError: The rows were freed.
         """
         if self._is_whole(sources):
             return self._fetch_whole(sources[0], steps)
         return self._fetch_by_device(sources, epoch, steps)
 
     def _is_whole(self, sources: list[EpochRows]) -> bool:
-        """Whether all rows lie in one place on the only physical device, and stay as they are:
-        then one fetch serves all logical data devices."""
+        """Whether one fetch serves all logical data devices.
+
+        It does where all rows lie in one place on the only physical device, and stay as they are.
+        """
         return (
             not self._transforms
             and len(sources) == 1

@@ -33,7 +33,13 @@ class LoaderState:
 
     @classmethod
     def read(cls, state: object) -> "LoaderState":
-        """A state that `as_dict` has returned, checked.
+        """Check a state that `as_dict` has returned.
+
+        Args:
+            state: What was loaded, for example from a checkpoint; not checked by anyone yet.
+
+        Returns:
+            The state.
 
         Raises:
             ValueError: It is something else. The message names the key and its value.
