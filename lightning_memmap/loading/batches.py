@@ -66,7 +66,7 @@ class BatchLoader(DeviceLoader, DataLoader[Any]):
         return self._epoch()
 
     def _epoch(self) -> Iterator[Any]:
-        # When the first batch is asked for: iter() alone begins no epoch.
+        # Only when the first batch is asked for: iter() alone begins no epoch.
         epoch = self._next_epoch
         if epoch is None:
             epoch = getattr(self.sampler, "epoch", 0)

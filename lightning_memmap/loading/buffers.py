@@ -108,7 +108,7 @@ def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
             torch.index_select(tensor, 0, locations, out=target)
         return
     chosen: NDArray[np.int64] = locations.numpy()
-    # Unsigned, a negative one is larger than any.
+    # As an unsigned integer, a negative location is larger than any other.
     if len(chosen) and (largest := int(chosen.view(np.uint64).max())) >= len(source.tensors[0]):
         raise IndexError(f"location {np.uint64(largest).astype(np.int64)}: outside the rows")
     for rows, taken in zip(source.rows, out.rows, strict=True):
@@ -152,7 +152,7 @@ class BufferPool:
         if not self._slots:
             self._idle_count = max(map(storage_use_count, slot.tensors), default=0)
         if len(self._slots) == self._max_slots:
-            # Somebody keeps many batches. The oldest set is theirs for good.
+            # The user keeps many batches. The oldest set does not come back to the pool.
             del self._slots[0]
         self._slots.append(slot)
         return _handed_out(slot, num_rows)
@@ -169,7 +169,7 @@ class BufferPool:
 
 
 def _handed_out(slot: Buffers, num_rows: int) -> Buffers:
-    # Others than the pool's own tensors, so that its own have no more owners than they began with.
+    # New tensors: the pool's own must have no more owners than they began with.
     return Buffers(
         [tensor[:num_rows] for tensor in slot.tensors], [rows[:num_rows] for rows in slot.rows]
     )

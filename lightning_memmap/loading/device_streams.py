@@ -75,7 +75,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     if tensor.device.type == "cpu" and has_streams(device) and not tensor.is_pinned():
         tensor = tensor.pin_memory()
-    # Nothing would tell when an asynchronous copy to the CPU is done.
+    # Nothing would signal the end of an asynchronous copy to the CPU.
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 

@@ -158,7 +158,7 @@ class Fetcher:
     def _fetch_by_device(
         self, sources: list[EpochRows], epoch: int, steps: Steps
     ) -> Iterator[SuperBatch]:
-        """Each data device has a batch of its own. A source serves all of its devices at once."""
+        """Each data device has its own batch. A source serves all of its devices at once."""
         count, start = len(self._devices), steps.positions.start // steps.positions.step
         served = [steps.positions[(d - start) % count :: count] for d in range(count)]
         located = self._locate(sources, served)
@@ -260,8 +260,8 @@ class Fetcher:
         if source.device.type != "cpu":
             return source.fetch(locations)
         if any(device != source.device and has_streams(device) for device in devices):
-            # Memory that copies to a device read from must not be used again before they are done:
-            # torch knows when.
+            # Copies to a device may still be reading this memory when the next rows come: torch's
+            # allocator does not hand it out again before they are done.
             return source.fetch(locations, pin_memory=True)
         pool = self._pool_for(max(len(locations), usual_rows), source)
         return source.fetch(locations, pool.get(len(locations)))

@@ -99,7 +99,7 @@ def prefetched(
             if len(used) > depth + 1:
                 used.popleft().synchronize()
     finally:
-        # Whoever frees or overwrites the rows after this comes after what still reads them.
+        # Work that frees or overwrites the rows later must come after the work that reads them.
         streams.join()
     if error is not None:
         try:

@@ -19,7 +19,7 @@ from lightning_memmap.store import Store
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.row_file import open_row_files
 
-#: A warning tells where a smaller share than this of the bytes read is used.
+#: A warning is given where less than this share of the bytes read is used.
 _LEAST_SHARE = 0.4
 
 

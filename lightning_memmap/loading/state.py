@@ -1,4 +1,4 @@
-"""Where a loader stands in its epoch: what a checkpoint holds, and the check of what is read."""
+"""Where a loader stands in its epoch: what a checkpoint contains of it, and its check."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields

@@ -22,7 +22,7 @@ _READ_BYTES = 4 * 2**20
 _LOOKUP_BYTES = 16 * 2**20
 #: Gaps of this size between wanted rows are read too: skipping them takes a disk as long.
 _GAP_BYTES = 128 * 2**10
-#: Rows of each shard that are looked at to estimate how many bytes are read in vain.
+#: Rows of each shard that are looked at to estimate how many of the bytes read are not used.
 _SAMPLE_ROWS = 4096
 #: Runs of a shard in a window at most: a window may wrap around, and some shards have a row more.
 _MAX_RUNS = 3
