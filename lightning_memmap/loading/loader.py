@@ -164,7 +164,7 @@ class SuperBatchLoader:
 
     @property
     def batch_sizes(self) -> range:
-        """As long as the batch size from which on doubling it is of no use.
+        """A range whose length is the batch size from which on doubling it is of no use.
 
         From there on one step has all rows, or, under ``drop_last``, twice the batch size leaves no
         full step.

@@ -50,8 +50,8 @@ def prefetched(
     been made to wait for it; the program itself does not wait. Only steps that the consumer was
     given count as delivered in a checkpoint.
 
-    The program is never more than ``depth + 1`` steps ahead of the device: so at most ``2 * depth +
-    2`` batches are in the device's memory.
+    The program is never more than ``depth + 1`` steps ahead of the device: so at most
+    ``2 * depth + 2`` batches are in the device's memory.
 
     Args:
         steps: Where the steps come from.
