@@ -21,10 +21,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What a `MemmapDataModule` is given, except its datasets; see there.
+    """The arguments of a `MemmapDataModule`, which describes them, except its datasets.
 
     Raises:
-        TypeError: A transform or the sampler cannot be called.
+        TypeError: A transform or the sampler cannot be called, a count or the seed is not an
+            integer, or a fingerprint is not a string.
         ValueError: An option is out of range, or two of them exclude each other.
     """
 

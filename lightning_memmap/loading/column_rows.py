@@ -1,4 +1,4 @@
-"""Rows that their columns fetch, where a column keeps its rows otherwise than in one tensor."""
+"""Rows that their columns fetch, where a column does not keep its rows in one tensor."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -46,12 +46,12 @@ class ColumnRows:
         self._store = None
 
     def check_sampler(self, sampler: Sampler) -> None:
-        """Rows can be fetched in any order."""
+        """Accept any order; see `RowSource.check_sampler`."""
 
     def epoch(
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch."""
+        """The rows in the order of an epoch; see `RowSource.epoch`."""
         return nullcontext(_ColumnEpoch(self, sampler, epoch))
 
 

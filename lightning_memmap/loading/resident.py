@@ -58,16 +58,26 @@ class ResidentRows:
         self._memory = None
 
     def check_sampler(self, sampler: Sampler) -> None:
-        """Rows in memory can be fetched in any order."""
+        """Accept any order; see `RowSource.check_sampler`."""
 
     def epoch(
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch."""
+        """The rows in the order of an epoch; see `RowSource.epoch`."""
         return nullcontext(_ResidentEpoch(self, sampler, epoch))
 
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        """Where the rows lie that supply positions; see `EpochRows.locate`."""
+        """Where the rows lie that supply positions; see `EpochRows.locate`.
+
+        Args:
+            sampler: The order.
+            epoch: Epoch, counted from 0.
+            positions: As for `lightning_memmap.sampling.Sampler.at`.
+
+        Returns:
+            Rows of the tensors, int64 of shape (len(positions),); undefined for rows of other
+            sources.
+        """
         if isinstance(self._starts, StoreOffsets):
             return self._starts.of(*sampler.at(epoch, positions))
         return sampler.row_offsets(epoch, positions, self._starts)
@@ -109,7 +119,18 @@ class _ResidentEpoch:
 
 
 def mapped_rows(store: Store, offsets: StoreOffsets) -> ResidentRows:
-    """The rows in the file mapping of a store. Nothing is read yet."""
+    """The rows in the file mapping of a store. Nothing is read yet.
+
+    Args:
+        store: The open store, of fixed columns alone.
+        offsets: Where the rows of the split lie in it.
+
+    Returns:
+        The rows of all shards, on the CPU.
+
+    Raises:
+        StoreError: The rows of a field do not lie in one tensor.
+    """
     tensors = [tensor.as_subclass(Tensor) for tensor in store.tensors]
     return ResidentRows(tensors, offsets.stored.starts if offsets.is_as_stored else offsets)
 
@@ -125,11 +146,17 @@ def copied_rows(
     """Rows of a store that are copied to a device, in long reads, each shard once.
 
     Args:
-        store: The open store.
+        store: The open store, of fixed columns alone.
         offsets: Where the rows of the split lie in it.
         shards: The shards of the split to copy.
         device: Where to.
-        pin_memory: Into page-locked memory of the host.
+        pin_memory: Copy into page-locked memory of the host; ``device`` is the CPU then.
+
+    Returns:
+        The rows of these shards, on ``device``. All copies are done.
+
+    Raises:
+        StoreError: The rows of a field do not lie in one tensor.
     """
     rows = offsets.shards.sizes[shards]
     starts = np.full(offsets.shards.num_shards, -1, np.int64)
