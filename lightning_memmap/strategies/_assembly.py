@@ -97,7 +97,7 @@ class SuperBatchAssembly(Strategy):
         return self._prefetch
 
     def _find_transfer_hooks(self) -> bool:
-        """Whether the module or its data module has a say in how a batch is moved."""
+        """Whether the module or its data module takes part in moving a batch."""
         module = self.lightning_module
         if module is None:
             return True
@@ -110,7 +110,11 @@ class SuperBatchAssembly(Strategy):
         )
 
     def on_super_batch(self, super_batch: SuperBatch) -> None:
-        """Called with each super-batch when it is due, before Lightning gets its batch."""
+        """Called with each super-batch when it is due, before Lightning gets its batch.
+
+        Args:
+            super_batch: The super-batch, on the data devices or assembled.
+        """
 
 
 def _is_on(batch: Any, device: torch.device) -> bool:
