@@ -19,7 +19,7 @@ from lightning_memmap.loading import (
 )
 from lightning_memmap.placement import DataTopology, data_parallel_rank
 
-#: Steps made ready ahead on a device that works beside the program.
+#: Steps that are prepared ahead on a device that works asynchronously.
 _PREFETCH = 2
 
 
@@ -84,7 +84,7 @@ class SuperBatchAssembly(Strategy):
         if isinstance(batch, SuperBatch):
             self.on_super_batch(batch)
             batch = batch.to(device or self.root_device)
-        # To find that nothing is to be moved takes Lightning some 20 us a step.
+        # Lightning takes about 20 us a step to find that nothing is to be moved.
         if not self._has_transfer_hooks and _is_on(batch, device or self.root_device):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -149,7 +149,7 @@ class RowWeighting(SuperBatchAssembly, ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # Batches of other loaders have no weight, whatever the last one of ours was.
+        # Batches of other loaders are not weighted, whatever the weight of our last batch was.
         self._row_weight = 1.0
         super().setup_environment()
 

@@ -147,8 +147,9 @@ def was_started_in_several(environment: ClusterEnvironment) -> bool:
     """
     if not isinstance(environment, LightningEnvironment):
         return environment.world_size() > 1
-    # This one counts what it starts itself, and knows what others started by its rank. A Trainer
-    # that has started processes takes their number away at its end, and leaves the rank.
+    # This one counts only the processes that it starts itself; those that others started show in
+    # its rank. A Trainer that has started processes removes their number at its end, but not the
+    # rank.
     return environment.creates_processes_externally and (
         environment.local_rank() > 0 or int(os.environ.get("WORLD_SIZE", "1")) > 1
     )

@@ -130,8 +130,10 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
         timeout: As for Lightning's ``ModelParallelStrategy``.
 
     Raises:
-        ValueError: An option is out of range, or does not match the number of processes.
-        TypeError: An option has the wrong type.
+        ValueError: An option is out of range, does not match the number of processes, or excludes
+            another one or the Trainer's precision; at set-up, a class of ``wrap_classes`` is not
+            in the module, or the module cannot be sharded as it is.
+        UnsuitableModuleError: At set-up, a module on the meta device cannot be initialised.
     """
 
     strategy_name = "memmap_fsdp2"
@@ -503,7 +505,11 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file or a folder, whichever this strategy saves itself. All ranks must call it."""
+        """Load a file or a folder, whichever this strategy saves itself. All ranks must call it.
+
+        Raises:
+            KeyError: A fit is to be resumed from a file with weights only.
+        """
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
             loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)

@@ -54,8 +54,11 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     Raises:
         ValueError: ``num_members`` is below 1 or below the number of devices, the environment
-            variable ``LIGHTNING_MEMMAP_MEMBER`` is not a member, or the Trainer asks for more than
-            one node or was started in several processes.
+            variable ``LIGHTNING_MEMMAP_MEMBER`` is not a member, the Trainer asks for more than
+            one node, the program was started in several processes, or it is a notebook and
+            ``processes`` is not False.
+        UnsuitableModuleError: With ``processes=False``, something cannot be copied for each member.
+        MemberError: With ``raise_on_failure``, at the end of a stage in which a member failed.
     """
 
     strategy_name = "memmap_independent"

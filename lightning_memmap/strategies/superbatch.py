@@ -99,7 +99,7 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
     @override
     def teardown(self) -> None:
         if self._cuda_graph and self.lightning_module is not None:
-            # The graph and its memory go with what runs it.
+            # This also frees the graph and its memory.
             run_steps_as_ever(self.lightning_module.trainer)
         super().teardown()
 
