@@ -108,7 +108,7 @@ class DirectOptimization(_AutomaticOptimization):
 
 
 def skip_unused_hooks(trainer: L.Trainer) -> None:
-    """Let automatic optimization call only the hooks of a step that are overridden.
+    """Let automatic optimization leave out the hooks of a step where none is overridden.
 
     Args:
         trainer: The Trainer, before it trains. Calling this again changes nothing.

@@ -39,11 +39,11 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
             2 where the root device is a GPU, and 0 on a CPU.
         cuda_graph: Capture the whole training step, the optimizer's included, as a CUDA graph, and
             replay it for all steps of that shape; see `lightning_memmap.strategies._graph`.
-        skip_unused_hooks: Call only those hooks of an optimizer step that the module or a callback
-            overrides. Where there is one, or where gradient clipping, accumulation, a profiler or a
-            precision other than ``32-true`` and the like takes part in the step, all hooks are
-            called as usual. Training is the same bit for bit; a step of a tiny model takes about a
-            quarter less time.
+        skip_unused_hooks: Leave out the hooks of an optimizer step if neither the module nor a
+            callback overrides any of them. Otherwise, and where gradient clipping, accumulation, a
+            profiler or a precision other than ``32-true`` and the like takes part in the step, all
+            hooks are called as usual. Training is the same bit for bit; a step of a tiny model
+            takes about a quarter less time.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy.
         precision_plugin: As for every Lightning strategy.

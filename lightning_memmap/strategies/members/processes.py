@@ -187,7 +187,7 @@ class ProcessLauncher(MemberLauncher, ScriptLauncher):
 
 @contextmanager
 def _on_sigterm(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Meanwhile this handles SIGTERM. Python allows that in the main thread only."""
+    """Handle SIGTERM within the context. Python allows that in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -57,8 +57,8 @@ class MemberResults:
     """One stage of all members.
 
     Args:
-        stage: Its name.
-        members: By member.
+        stage: Name of the stage.
+        members: One result per member, by number.
     """
 
     stage: str

@@ -309,7 +309,7 @@ def _output_bytes(module: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Mod
 
 @contextmanager
 def _without_stages(module: nn.Module, stages: Sequence[Stage]) -> Iterator[None]:
-    """Meanwhile placeholders stand where the layers of the stages are."""
+    """Replace the layers of the stages by placeholders within the context."""
     layers = {layer for stage in stages for layer in stage.layers}
     found = [
         (parent, name, child)

@@ -108,11 +108,11 @@ class Replicas:
 
     @contextmanager
     def step(self, name: str, num_replicas: int) -> Iterator[list[LightningModule]]:
-        """Meanwhile the first replicas run a step.
+        """Prepare the first replicas for a step, which runs within the context.
 
         Args:
-            name: Name of the step.
-            num_replicas: How many run it.
+            name: Name of the step, such as ``training_step``.
+            num_replicas: How many run it, at least 1.
 
         Yields:
             Their modules.

@@ -79,9 +79,9 @@ class StepMetrics:
 
     @contextmanager
     def copies_in_place(self, replicas: Sequence[MetricCopies]) -> Iterator[None]:
-        """Meanwhile the module has copies of its metrics; at the end all copies are merged.
+        """Give the module copies of its metrics within the context, and merge them at its end.
 
-        Where the step fails, the metrics are put back, and nothing is merged.
+        Where the step fails, the module gets its metrics back, and nothing is merged.
 
         Args:
             replicas: The copies that other replicas update.
