@@ -60,11 +60,14 @@ class Fingerprint:
 
     @classmethod
     def of(cls, dataset: Any, given: str | None = None) -> "Fingerprint":
-        """The identity of a dataset. No row is read.
+        """Take the identity of a dataset, without reading a row.
 
         Args:
             dataset: The dataset.
             given: The fingerprint that the user has given for it.
+
+        Raises:
+            TypeError: The dataset has no length.
         """
         reader = _Reader()
         reader.parts["its length"] = str(len(dataset))
@@ -72,7 +75,15 @@ class Fingerprint:
         return cls(reader.parts, given)
 
     def difference(self, other: "Fingerprint") -> str | None:
-        """The changes from this identity to another one, in words; None where there are none."""
+        """Say in words what changed from this identity to another one.
+
+        Args:
+            other: The later identity. If the user has given a fingerprint for it, that alone
+                decides.
+
+        Returns:
+            The changes, at most three of them by name; None if there are none.
+        """
         if other.given is not None:
             if self.given == other.given:
                 return None
@@ -90,15 +101,18 @@ class Fingerprint:
         return f"{', '.join(changed[:3])}{more} changed"
 
     def to_json(self) -> dict[str, Any]:
-        """This identity as JSON values."""
+        """Convert this identity to JSON values, as `from_json` reads them."""
         return {"given": self.given, "parts": dict(self.parts)}
 
     @classmethod
     def from_json(cls, value: Any) -> "Fingerprint":
-        """Read an identity from JSON values that nobody has checked.
+        """Read an identity from JSON values that have not been checked.
+
+        Args:
+            value: A dict with the keys ``parts`` and ``given``.
 
         Raises:
-            ValueError: They describe no identity.
+            ValueError: The values describe no identity.
         """
         parts, given = (
             (value.get("parts"), value.get("given")) if isinstance(value, dict) else (0, 0)
@@ -113,6 +127,10 @@ class Fingerprint:
 
 def check_given(given: str | None, name: str = "fingerprint") -> None:
     """Check what a user gives as a fingerprint.
+
+    Args:
+        given: The value; None is allowed.
+        name: Name of the argument, for messages.
 
     Raises:
         TypeError: It is not a string.

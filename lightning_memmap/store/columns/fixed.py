@@ -1,5 +1,7 @@
-"""The column of a field whose rows all have one shape: one file, in which each row lies at a
-multiple of its size, shard after shard."""
+"""The column of a field whose rows all have one shape.
+
+It has one file, in which each row lies at a multiple of its size, shard after shard.
+"""
 
 import math
 import os
@@ -28,7 +30,11 @@ _MAX_FILE_BYTES = 2**62
 
 @dataclass(frozen=True)
 class FixedColumn(Column):
-    """The column of a field whose rows all have one shape."""
+    """The column of a field whose rows all have one shape.
+
+    Raises:
+        ValueError: The rows would need a file of more than 2**62 bytes.
+    """
 
     kind: ClassVar[str] = "fixed"
 
@@ -40,7 +46,7 @@ class FixedColumn(Column):
 
     @property
     def file_name(self) -> str:
-        """The name of its file. Names of fields hold no separators: see `schema.fields`."""
+        """The name of its file. Field names contain no path separators: see `schema.fields`."""
         return f"{self.field.name}.memmap"
 
     @property
