@@ -99,8 +99,15 @@ class Question:
 def advise(args: list[str]) -> int:
     """Run the command with these arguments.
 
+    Args:
+        args: Arguments of the command line, after ``lightning-memmap advise``.
+
     Returns:
         The exit code: 0 where a strategy fits, 1 where none does, 2 for a wrong argument.
+
+    Raises:
+        SystemExit: An argument is unknown or has the wrong type (code 2), or help was asked for
+            (0).
     """
     parser = BriefParser(prog="lightning-memmap advise", description=_DESCRIPTION)
     parser.add_class_arguments(Question, as_group=False)

@@ -106,10 +106,18 @@ class RunCallback(L.Callback):
         self.end_step(trainer)
 
     def begin_step(self, batch: Any) -> None:
-        """A batch is on its device."""
+        """Handle the start of a step, whose batch is on its device. By default nothing is done.
+
+        Args:
+            batch: What the model is given.
+        """
 
     def end_step(self, trainer: L.Trainer) -> None:
-        """The step with the last of the losses is over."""
+        """Handle the end of a step, whose loss has been added. By default nothing is done.
+
+        Args:
+            trainer: The Trainer.
+        """
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -121,7 +129,12 @@ class RunCallback(L.Callback):
         partial.replace(path)
 
     def record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Rank:
-        """The record of this process, made on every rank."""
+        """Make the record of this process. It is called on every rank, after the last step.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The model.
+        """
         raise NotImplementedError
 
     @property
@@ -130,7 +143,14 @@ class RunCallback(L.Callback):
         return None if self.data.placement is None else self.data.placement.topology
 
     def place(self, trainer: L.Trainer) -> dict[str, Any]:
-        """The fields that all records have."""
+        """Return the fields that all records have.
+
+        Args:
+            trainer: The Trainer.
+
+        Returns:
+            The fields of `Rank` by name.
+        """
         data_rank, data_size = data_parallel_rank(trainer.strategy)
         topology = self._topology
         return {
@@ -222,13 +242,13 @@ class TimedRun(RunCallback):
 
 
 class CheckRun(RunCallback):
-    """Notes what a variant trains on and what comes out: rows, losses, weights, bytes.
+    """Records what a variant trains on and what comes out: rows, losses, weights, bytes.
 
     Args:
         spec: The run.
         data: As for `RunCallback`.
-        hashes: Where row hashes are noted, in the order of steps: that of each data device by
-            `HashedTransform`, or without a transform that of each step.
+        hashes: The list to which row hashes are added, in the order of steps: by `HashedTransform`
+            one for each data device, or without a transform one for each step.
     """
 
     def __init__(self, spec: RunSpec, data: MemmapDataModule, hashes: list[int]) -> None:
@@ -311,12 +331,21 @@ class CheckRun(RunCallback):
 
 
 def synchronize(trainer: L.Trainer) -> None:
-    """Wait until the devices have done what this process gave them."""
+    """Wait until the devices have finished what this process gave them to do.
+
+    Args:
+        trainer: The Trainer, whose root device is waited for as by `synchronizer`.
+    """
     synchronizer(trainer.strategy.root_device)()
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
-    """What waits for a device; for a CUDA device, for all that this process uses."""
+    """Make a function that waits for a device.
+
+    Args:
+        device: A CUDA device stands for all CUDA devices that this process uses. There is nothing
+            to wait for on a CPU.
+    """
 
     def wait() -> None:
         if device.type == "cuda":

@@ -142,7 +142,11 @@ class RunSpec:
         return self.warmup_steps + self.steps + self.split_steps
 
     def write(self) -> Path:
-        """Write this into its folder."""
+        """Write this into its folder, which is made where it is missing.
+
+        Returns:
+            Path of the file.
+        """
         path = Path(self.out) / "spec.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(self))
@@ -150,7 +154,11 @@ class RunSpec:
 
     @classmethod
     def read(cls, path: str | Path) -> "RunSpec":
-        """Read what `write` wrote."""
+        """Read what `write` wrote.
+
+        Args:
+            path: Path of the file.
+        """
         return msgspec.json.decode(Path(path).read_bytes(), type=cls)
 
 
