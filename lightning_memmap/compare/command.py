@@ -65,7 +65,7 @@ def compare(args: list[str]) -> int:
         command = shlex.join(["lightning-memmap", "compare", *args])
         report = Comparison(options, TerminalProgress(console), command).run()
         out = Path(options.out)
-        # At once: whatever comes next, hours of work are kept.
+        # At once, so that no later error can lose hours of work.
         report.write(out / "report.json")
         if old is not None:
             report = replace(report, regression=check_regression(old, report, baseline))

@@ -1,4 +1,4 @@
-"""Fields: what one sample consists of, and how a batch is put together again.
+"""Fields: what one sample consists of, and how a batch is put back together.
 
 A sample is any nesting of tuple, list, dict, named tuple and dataclass around leaves: tensors,
 numpy arrays and scalars, PIL images, numbers and bools. Each leaf is a field with a dtype and a
@@ -125,7 +125,7 @@ class Schema:
                 dtype, shape = array_dtype(field.name, array), tuple(array.shape)
             except SchemaError as error:
                 raise SchemaError(f"{error}; expected {field} ({field.kind})") from error
-            # A palette image and a grey one have the same shape and dtype, and other meanings.
+            # Palette and grey images may have the same shape and dtype, but differ in meaning.
             other_mode = kind.startswith("image") and kind != field.kind
             if (dtype, shape) != (field.dtype, field.shape) or other_mode:
                 raise SchemaError(

@@ -12,7 +12,7 @@ import torch
 
 from lightning_memmap.errors import SchemaError
 
-#: The dtypes that a store holds. Others (float8 and sub-byte types, complex32) do not survive a
+#: The dtypes that a store can hold. Others (float8 and sub-byte types, complex32) do not survive a
 #: round trip through tensordict's memory-mapped files.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -23,7 +23,7 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }  # fmt: skip
 
-#: What file systems take as a file name, without the longest ending of a file of a column.
+#: The longest name of a field: what file systems allow, less the longest suffix of its files.
 MAX_NAME_LENGTH = 255 - len(".memmap")
 _MAX_DIMENSIONS = 64
 _KIND = re.compile(r"[a-z]+(:[A-Za-z0-9;]{1,32})?")

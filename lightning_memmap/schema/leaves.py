@@ -14,7 +14,7 @@ from lightning_memmap.schema.fields import DTYPES, Field, dtype_name
 #: A list or tuple of at least this many numbers of one dtype is one field. In a shorter one, such
 #: as ``(image, label)``, each is a field of its own.
 MIN_NUMBERS = 16
-#: A longer list would cost seconds a batch, since each of its numbers is given back as a tensor.
+#: A longer list would cost seconds a batch, since each of its numbers becomes a tensor.
 MAX_NUMBERS = 2**20
 
 _FROM_PYTHON: dict[type, np.dtype[Any]] = {
@@ -224,7 +224,7 @@ def _image_array(name: str, image: Any) -> np.ndarray:
         )
     try:
         pixels = np.asarray(image)
-    except Exception as error:  # Files are decoded here; each format has errors of its own.
+    except Exception as error:  # Files are decoded here; each format has its own errors.
         raise SchemaError(
             f"field {name!r}: the image cannot be read: {type(error).__name__}: {error}"
         ) from error
@@ -240,7 +240,7 @@ def _check_dense(name: str, leaf: Tensor) -> None:
         found, remedy = "a quantized tensor", "give its int_repr(), or dequantize() it"
     elif leaf.is_meta:
         found, remedy = "a tensor on the meta device, which has no values", "move it to the CPU"
-    # Subclasses with a dispatch of their own hold more than values, such as a mask.
+    # Subclasses with their own dispatch contain more than values, such as a mask.
     elif type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         found, remedy = f"a {type(leaf).__name__}", "give what it holds as plain tensors"
     else:

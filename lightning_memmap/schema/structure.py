@@ -17,7 +17,7 @@ from lightning_memmap.schema.fields import MAX_NAME_LENGTH, check_name_length, e
 from lightning_memmap.schema.leaves import MIN_NUMBERS, number_dtype, stack_numbers
 
 _MAX_DEPTH = 32
-#: Making a class from a stranger's schema takes a millisecond.
+#: An untrusted schema may name many classes, and making one takes a millisecond.
 _MAX_CLASSES = 256
 
 Path = tuple[str | int, ...]

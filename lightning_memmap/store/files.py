@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_memmap.errors import StoreError
 
-#: The end of the names of files that a build needs only until its store is put in place.
+#: Suffix of files that a build needs only until its store is in place.
 TEMPORARY = ".tmp"
 
 

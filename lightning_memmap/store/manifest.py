@@ -1,7 +1,7 @@
-"""The manifest of a store: what the store holds, checked value by value when it is read.
+"""The manifest of a store: what the store contains, checked value by value when it is read.
 
-A manifest may come from a stranger. Reading it runs no code from it, and every size and name in it
-is checked before a file is touched.
+A manifest may come from an untrusted source. Reading it runs no code from it, and every size and
+name in it is checked before a file is touched.
 """
 
 import json
@@ -40,7 +40,7 @@ _MAX_PROBES = 64
 _MAX_SOURCE = 64
 _MAX_TEXT = 4096
 _MAX_ROWS = 2**48
-#: Where no field has a byte, no file shows that the rows are there.
+#: The most rows where no field has a byte, since no file then bounds their number.
 _MAX_EMPTY_ROWS = 2**20
 _HEX = re.compile(r"[0-9a-f]{16}")
 
@@ -123,7 +123,7 @@ class Manifest:
         """
         data = self.encode()
         temporary = directory / (MANIFEST + TEMPORARY)
-        # What a killed process has left there, or others have planted, is not written to.
+        # What a killed process has left there, or others have planted, is removed, not written to.
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:
             file.write(data)

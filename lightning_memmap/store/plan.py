@@ -1,4 +1,4 @@
-"""A store that is to be made: its files while they grow, and the commit that makes them a store."""
+"""A store that is to be made: its files during the build, and the commit that ends it."""
 
 import errno
 import os

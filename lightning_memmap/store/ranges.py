@@ -1,4 +1,4 @@
-"""Rows cut into ranges: about a second of work each, however long a row takes."""
+"""Rows divided into ranges: about a second of work each, however long a row takes."""
 
 from collections.abc import Iterable, Iterator
 

@@ -24,7 +24,7 @@ class Store:
 
     Attributes:
         path: The directory.
-        manifest: What the store holds.
+        manifest: What the store contains.
         columns: The rows of each field, in the order of the fields.
     """
 

@@ -130,7 +130,7 @@ def recognise(
             the dataset raised an error, or a worker process died.
         TypeError: The dataset has no length.
     """
-    # Before a row is read: a dataset may keep what it has read.
+    # Before a row is read: a dataset may cache rows, which would change its identity.
     fingerprint = Fingerprint.of(dataset, given)
     if check_briefly(store, dataset, given, check=check, num_workers=num_workers):
         return None
@@ -139,7 +139,7 @@ def recognise(
     stored = store.manifest.fingerprint
     if stored is not None:
         changed = stored.difference(fingerprint)
-        # The rows are equal to those that the user's fingerprint stood for.
+        # It is recorded only if all rows are equal: those that the user's fingerprint stood for.
         fingerprint = replace(fingerprint, given=given or stored.given)
     else:
         changed = None if given is None else "the store has no fingerprint yet"

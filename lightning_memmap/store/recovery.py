@@ -299,7 +299,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def _rename(whole: Path, directory: Path) -> None:
-    # A build keeps these until its manifest is written, so that a kill before that costs no row.
+    # A build keeps these until its manifest is written, so that no row is lost by a kill before.
     for path in (whole / PLAN, whole / JOURNAL, *whole.glob(f"*{TEMPORARY}")):
         path.unlink(missing_ok=True)
     os.rename(whole, directory)

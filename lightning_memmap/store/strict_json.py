@@ -1,4 +1,4 @@
-"""JSON from a stranger: of limited size, with each key once, and with integers as its only numbers.
+"""Untrusted JSON: of limited size, with each key once, and with integers as its only numbers.
 
 The size of the result is counted before the text is parsed: a few megabytes of brackets make
 gigabytes of Python objects.

@@ -31,7 +31,7 @@ from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.reader import Store, open_store
 from lightning_memmap.store.recovery import is_store, locked, make_room, recover, remove_tree
 
-#: The file with the token, which tells one build from the next one in the same place.
+#: The file with the token, which distinguishes one build from the next in the same place.
 _TOKEN = "token"
 
 

@@ -56,7 +56,7 @@ def verify_store(
     damages = []
     for column in manifest.columns:
         name = column.field.name
-        # A field without a byte has its checksums alone.
+        # A field without bytes has no file, only its checksums in the manifest.
         path = directory / next(iter(column.file_bytes), MANIFEST)
         pairs = zip(manifest.checksums[name], found[name], strict=True)
         damages += [

@@ -128,13 +128,13 @@ def end_with_starter(worker_id: int) -> None:
     assert parent is not None
     _starter = os.getppid()
     if sys.platform == "linux":
-        # The signal comes when the thread that started this process ends; it waits for the tasks.
+        # The signal comes when the thread that started this process ends. It waits for the tasks.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It does not come if the thread has ended before this.
+    # The signal does not come if that thread ended before this call.
     if _starter != parent.pid and multiprocessing.get_start_method() != "forkserver":
         os.kill(os.getpid(), signal.SIGKILL)
     exit_if_orphaned()
-    # A worker that comes from a fork server is no child of its starter, and may be waiting.
+    # A worker from a fork server is not a child of its starter, and may be waiting for a task.
     Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
 
 

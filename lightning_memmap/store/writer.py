@@ -140,7 +140,7 @@ def build_store(
             return store
         make_room(directory)
         _check_length(dataset)
-        # Before a row is read: a dataset may keep what it has read.
+        # Before a row is read: a dataset may cache rows, which would change its identity.
         identity = Fingerprint.of(dataset, fingerprint)
         build = _Build.prepare(dataset, directory, num_shards, num_workers, identity)
         build.run(num_workers, show, resume=not (overwrite or fresh))
@@ -268,7 +268,7 @@ class _Build:
         journal = Journal.resume(plan.building, build) if resume else None
         if journal is not None:
             return journal
-        # In new files: a worker of the old build may still have the old ones.
+        # In new files: a worker of the old build may still have the old ones open.
         if os.path.lexists(plan.building):
             remove_tree(plan.building)
         plan.make_files()

@@ -127,7 +127,8 @@ def _prediction(name: str, costs: Costs, work: Workload, cluster: Cluster, rows:
 def recommend(predictions: Sequence[Prediction]) -> tuple[Prediction | None, str]:
     """Choose the strategy to use, and say why.
 
-    The simplest strategy is chosen whose predicted speed is within 10 % of the fastest that fits.
+    Of those that fit and train one model, it is the simplest strategy that is slower than the
+    fastest by a factor of at most 1.1.
 
     Args:
         predictions: Of `predict`, the simpler strategies first. At least one has no obstacle.

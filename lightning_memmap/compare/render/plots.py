@@ -41,7 +41,7 @@ _STYLE: Any = {
     "axes.titlelocation": "left",
     "legend.frameon": False,
     "legend.fontsize": 8,
-    # Letters stay letters: small files, and text that can be searched and read aloud.
+    # Text stays text: small files that can be searched and read aloud.
     "svg.fonttype": "none",
 }
 
@@ -64,7 +64,7 @@ def draw(
 
 
 def _svg(figure: Figure) -> str:
-    """The picture as an element of a page: as wide as its place, without a script."""
+    """The picture as an element of a page, without a script."""
     buffer = io.StringIO()
     # Without a date the same report gives the same page.
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
@@ -104,7 +104,7 @@ def _draw_losses(report: Report, title: str, found: Mapping[str, Losses]) -> Fig
         return None
     figure, axes = _axes(2.6, title)
     for index, (name, losses) in enumerate(curves.items()):
-        # Curves that lie on each other: each is thinner than the one below.
+        # Curves may coincide: each is thinner than the one below it.
         width = 1 + 5 * (len(curves) - 1 - index) / len(curves)
         known = [float("nan") if loss is None else loss for loss in losses]
         steps = range(1, len(known) + 1)
@@ -250,7 +250,7 @@ def draw_traces(report: Report) -> Figure | None:
         trace = variant.trace
         count = len(trace["time_s"])
         axes.stackplot(
-            # Not by the clock, which the recording delays, most of all at its start.
+            # Not by time: recording slows the steps down, most of all at its start.
             [NUM_TRACED_STEPS * i / max(1, count - 1) for i in range(count)],
             [[size / _MIB for size in trace[kind]] for kind in KINDS],
             labels=KINDS,
@@ -324,7 +324,7 @@ def draw_movement(report: Report) -> Figure | None:
 
 
 def _merged(footprint: Footprint) -> list[tuple[Edge, int]]:
-    """The edges, of which those that all processes have alike are one, with their number."""
+    """The edges and their number, with equal edges of all processes merged into one."""
     counts: dict[Edge, int] = {}
     for edge in footprint.edges:
         source = "each process" if edge.source.startswith("rank") else edge.source
@@ -370,7 +370,7 @@ def _axes(height_in: float, title: str) -> tuple[Figure, Axes]:
 
 
 def _bars(title: str, variants: Sequence[VariantResult], edge_in: float) -> tuple[Figure, Axes]:
-    """A picture with a bar for each variant, and some height for all around them."""
+    """A picture with a bar for each variant, and extra height for what is around the bars."""
     figure, axes = _axes(edge_in + _BAR_IN * len(variants), title)
     _name_bars(axes, variants)
     return figure, axes

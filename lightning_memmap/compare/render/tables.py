@@ -17,8 +17,8 @@ class Cell:
 
     Args:
         text: The text, which may come from anyone: each renderer escapes it.
-        mood: What the text says of a variant: ``good``, ``bad``, ``unsure``, ``soft`` for what
-            matters less, or nothing.
+        mood: How to show it: as ``good``, ``bad`` or ``unsure`` news, ``soft`` for what matters
+            less, or plainly.
     """
 
     text: str

@@ -194,7 +194,7 @@ def check_parity(
             if not weight <= tolerance:
                 problems.append(f"weights differ by {weight:.1e}; {tolerance:.0e} is allowed")
             if unlike := run.trained ^ reference.trained:
-                # However small a share of all weights they are.
+                # A difference however small their share of all weights is.
                 names = ", ".join(sorted(unlike))
                 problems.append(f"trained only here or only in the reference: {names}")
         if run.model_hashes != reference.model_hashes:

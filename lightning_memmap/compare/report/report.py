@@ -14,7 +14,7 @@ from lightning_memmap.compare.report.records import Count, DevicePeak, Size, Val
 #: Goes up when a field changes its meaning or goes away. See docs/compare.md.
 SCHEMA_VERSION = 2
 _SCHEMA = "lightning_memmap.compare"
-#: Reports have some ten kilobytes, and a number for each step of a memory trace.
+#: The largest report that is read. Most have some ten kilobytes beside their memory traces.
 _MAX_BYTES = 2**26
 
 Values = Annotated[tuple[Annotated[float, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
@@ -380,7 +380,7 @@ def read_report(path: str | Path) -> Report:
         OSError: It cannot be read.
     """
     path = Path(path)
-    # Not a pipe, at which one would wait forever.
+    # Reading a pipe could wait forever.
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no file: name the report.json of a comparison")
     if path.stat().st_size > _MAX_BYTES:

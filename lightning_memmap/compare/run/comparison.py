@@ -98,7 +98,7 @@ class Comparison:
             has_cuda = torch.cuda.is_available() and asked in ("auto", "gpu", "cuda")
             accelerator = "cuda" if has_cuda else "cpu"
         self._trainer["accelerator"] = accelerator
-        # Counted without a context on any device: the variants are to have all of its memory.
+        # Counting makes no context on a device: the variants need all of its memory.
         count = torch.cuda.device_count() if accelerator == "cuda" else options.devices
         self._machine = Machine(accelerator, count)
         self._progress = progress
@@ -129,7 +129,7 @@ class Comparison:
             self._find_obstacles(facts)
             for runs in self._pending():
                 self._check(runs, facts)
-            # Variants alternate, so that whatever changes on the machine meets all of them.
+            # Variants alternate, so that whatever changes on the machine affects all of them.
             for repeat in range(1, self._options.repeats + 1):
                 for runs in self._pending():
                     self._time(runs, repeat, facts)

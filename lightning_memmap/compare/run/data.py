@@ -46,7 +46,7 @@ def comparable(data: Any) -> MemmapDataModule:
             f"config: data is a {type(data).__name__}; a comparison needs a MemmapDataModule, whose"
             " datasets and stores supply the rows of all variants"
         )
-    # Steps of one size: in an uneven one, DDP weighs processes and not rows.
+    # Steps of one size: in an uneven one, DDP weights processes equally, and not rows.
     copied = data.with_options(drop_last=True, overwrite=False)
     copied.datasets.update(test=None, predict=None)
     return copied
@@ -150,7 +150,7 @@ def expected_hashes(
         store: The training store.
         sampler: Its order.
         schedule: How an epoch is divided into steps.
-        num_steps: Steps of a check run; with more than an epoch has, the next epochs follow.
+        num_steps: Steps of a check run. If an epoch has fewer, further epochs follow.
 
     Returns:
         `hash_rows` of each step.

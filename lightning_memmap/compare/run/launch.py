@@ -128,7 +128,7 @@ def read_ranks(folder: Path, record: type[AnyRank]) -> tuple[AnyRank, ...]:
 def _watch(
     process: subprocess.Popen[bytes], out: Path, timeout_s: float, on_step: Callable[[int], None]
 ) -> bool:
-    """Wait for the end. True where it did not come in time."""
+    """Wait for the process to end. True if it did not end in time."""
     deadline = monotonic() + timeout_s
     while process.poll() is None:
         if monotonic() > deadline:

@@ -41,8 +41,9 @@ from lightning_memmap.compare.run.rows import MODULUS, hash_batch, leaves_of
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.placement import DataTopology, data_parallel_rank
 
-#: Steps of a check, from 0, in which it looks at bytes: by then the optimizer has its state, and
-#: what is allocated once has been allocated. The memory trace follows.
+#: Steps of a check run, counted from 0, in which it measures bytes, movement and operations: by
+#: then the optimizer has its state, and what is allocated once has been allocated. The memory
+#: trace follows.
 _BYTES_STEP, _MOVEMENT_STEP, _FLOPS_STEP = 1, 2, 3
 #: How often a run writes how many steps are done.
 _PROGRESS_S = 0.2
@@ -124,7 +125,7 @@ class RunCallback(L.Callback):
         record = self.record(trainer, pl_module)
         path = Path(self.spec.out) / f"rank{trainer.global_rank}.msgpack"
         partial = path.with_suffix(".partial")
-        # Losses and hashes as they are: JSON has no NaN, and not everyone's has 64-bit integers.
+        # Not as JSON, which has no NaN, and whose integers of 64 bits not every reader takes.
         partial.write_bytes(msgspec.msgpack.encode(record))
         partial.replace(path)
 
@@ -211,7 +212,7 @@ class TimedRun(RunCallback):
         now = self._clock.now()
         if measured <= spec.steps:
             rows = spec.global_batch // data_parallel_rank(trainer.strategy)[1]
-            # Of its figures only rates within the window matter, so that it may start at any time.
+            # Only its rates within the window are used, so that the time may start anywhere.
             self._throughput.update(time=now, batches=measured, samples=measured * rows)
         if measured == spec.steps:
             self._peaks = device_peaks()
@@ -227,7 +228,7 @@ class TimedRun(RunCallback):
         steps = self.spec.steps
         ends = self._ends_s[: steps + 1]
         start, end = self._joules
-        # Where nothing needs to be waited for, the undisturbed steps have parts too.
+        # Where nothing needs to be waited for, the measured steps have parts too.
         on_cpu = trainer.strategy.root_device.type == "cpu"
         return TimedRank(
             **self.place(trainer),
@@ -343,8 +344,8 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     """Make a function that waits for a device.
 
     Args:
-        device: A CUDA device stands for all CUDA devices that this process uses. There is nothing
-            to wait for on a CPU.
+        device: The device. For a CUDA device, all CUDA devices on which this process has memory
+            are waited for; on a CPU there is nothing to wait for.
     """
 
     def wait() -> None:

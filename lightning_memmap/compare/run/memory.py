@@ -17,7 +17,7 @@ def process_memory() -> tuple[ProcessMemory, ...]:
     """Measure the memory of this process and of all its descendants.
 
     Returns:
-        This process first; without those that have just ended.
+        This process first; without those that have just ended or may not be looked into.
     """
     me = psutil.Process()
     found = []
@@ -27,13 +27,13 @@ def process_memory() -> tuple[ProcessMemory, ...]:
             found.append(
                 ProcessMemory(process.pid, process.ppid(), memory.rss, getattr(memory, "uss", None))
             )
-        except psutil.Error:  # It has just ended, or is not ours to look at.
+        except psutil.Error:  # It has just ended, or may not be looked into.
             continue
     return tuple(found)
 
 
 def _uses_cuda() -> bool:
-    # Asking for a device's figures must not be what makes a context on it.
+    # Asking for the figures of a device must not make a context on it.
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
@@ -132,7 +132,7 @@ class EnergyMeter:
                 handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
                 pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
                 self._handles.append(handle)
-        except pynvml.NVMLError:  # A device of before Volta, or one that forbids it.
+        except pynvml.NVMLError:  # A device older than Volta, or one that forbids it.
             self._handles = []
         self._nvml = pynvml
 

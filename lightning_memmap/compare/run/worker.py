@@ -137,7 +137,7 @@ def trainer_options(spec: RunSpec) -> dict[str, Any]:
         spec: The run.
 
     Returns:
-        The options, as in a config; those of the variant last.
+        The options, as in a config.
     """
     return {
         "logger": False,

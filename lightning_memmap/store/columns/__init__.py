@@ -26,7 +26,7 @@ __all__ = [
     "registered",
 ]
 
-#: A field of a new store has the first kind of column that takes it.
+#: All kinds of columns. A field of a new store gets the first one that takes it.
 _KINDS: list[type[Column]] = [FixedColumn]
 
 

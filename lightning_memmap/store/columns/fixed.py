@@ -83,7 +83,7 @@ class FixedColumn(Column):
         flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         data = flat.reshape(len(rows), size).take(order, axis=0).reshape(-1).data
         file = files.open(self.file_name)
-        # One call for all rows that lie one after the other.
+        # One call for all rows whose locations follow one another.
         bounds = [0, *(np.flatnonzero(np.diff(locations) != 1) + 1).tolist(), len(rows)]
         for first, end in pairwise(bounds):
             write_all(file, data[first * size : end * size], int(locations[first]) * size)
@@ -101,7 +101,7 @@ class FixedColumn(Column):
         shape, dtype = (self.shards.num_rows, *self.field.shape), self.field.dtype
         if not self.file_bytes:
             return _Mapped(self.shards, torch.empty(shape, dtype=dtype, device="cpu"))
-        # Mode "r" maps copy-on-write: nothing that a process does reaches the file.
+        # Mode "r" maps copy-on-write: what a process writes does not reach the file.
         path = str(directory / self.file_name)
         try:
             mapped: Tensor = MemoryMappedTensor.from_filename(path, dtype, shape, mode="r")
