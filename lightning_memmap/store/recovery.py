@@ -180,6 +180,9 @@ def finish_interrupted(directory: Path) -> Path:
     Returns:
         Where to read the store: ``directory``, or where this process may not rename it, the
         directory that is to replace it.
+
+    Raises:
+        StoreError: This process may not look into a directory beside the store.
     """
     if is_interrupted(directory):
         try:

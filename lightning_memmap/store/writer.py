@@ -212,7 +212,15 @@ class _Build:
     def prepare(
         cls, dataset: Any, path: Path, num_shards: int, num_workers: int, fingerprint: Fingerprint
     ) -> "_Build":
-        """Read the probe rows, and check that a store can be made of the dataset."""
+        """Read the probe rows, and check that a store can be made of the dataset.
+
+        Args:
+            dataset: The dataset.
+            path: Directory of the store.
+            num_shards: Shards that the rows are divided into.
+            num_workers: Processes that read the probe rows; with 0, this one.
+            fingerprint: The identity of the dataset.
+        """
         num_rows = len(dataset)
         probes = take_probes(dataset, num_rows, num_workers)
         plan = StorePlan(path, num_rows, num_shards, probes[0].schema)
@@ -228,7 +236,13 @@ class _Build:
         return max(1, min(_MAX_RANGE_ROWS, by_size))
 
     def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
-        """Write all rows that are not yet written, then commit."""
+        """Write all rows that are not yet written, then commit.
+
+        Args:
+            num_workers: Processes that read and write rows; with 0, this one.
+            progress: Shows the progress.
+            resume: Whether to go on from an interrupted build.
+        """
         plan, journal = self.plan, self._open_journal(resume)
         try:
             row_bytes = plan.num_bytes // plan.num_rows
