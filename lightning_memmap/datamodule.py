@@ -440,6 +440,10 @@ class MemmapDataModule(L.LightningDataModule):
         # Not by teardown(), which a subclass may have overridden.
         self._release()
         stores = {}
+        if stage is not None and stage not in _SPLITS_OF_STAGE:
+            raise ValueError(
+                f"stage={stage!r}: choose one of {', '.join(_SPLITS_OF_STAGE)}, or None"
+            )
         for split in _SPLITS_OF_STAGE[stage] if stage is not None else self._splits():
             if (store := self._open(split)) is not None:
                 stores[split] = store
@@ -512,7 +516,13 @@ class MemmapDataModule(L.LightningDataModule):
     def _order(self, size: SplitSize) -> Sampler:
         shards, seed = size.shards, self.seed
         if self.sampler is not None:
-            return self.sampler(shards, seed)
+            found = self.sampler(shards, seed)
+            if not isinstance(found, Sampler) or found.shards != shards:
+                raise ValueError(
+                    f"sampler: it returned {found!r}; return a lightning_memmap.sampling.Sampler"
+                    f" over the shards that it is given, {shards}"
+                )
+            return found
         if not self.shuffle:
             return SequentialSampler(shards)
         if self.shuffle_window is None and self.residency != Residency.STREAM.value:

@@ -186,5 +186,7 @@ def logging_in(module: Any, hook: str) -> Iterator[None]:
     """
     before = module._current_fx_name
     module._current_fx_name = hook
-    yield
-    module._current_fx_name = before
+    try:
+        yield
+    finally:
+        module._current_fx_name = before

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import BufferPool
@@ -186,6 +187,10 @@ def rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
     if isinstance(batch, defaultdict):
         pairs = [(key, rebuilt(child, leaves)) for key, child in batch.items()]
         return defaultdict(batch.default_factory, pairs)
+    if isinstance(batch, TensorDictBase):
+        named = {key: rebuilt(child, leaves) for key, child in batch.items()}
+        num_rows = [len(child) for child in named.values()][: min(1, batch.batch_dims)]
+        return TensorDict(named, [*num_rows, *batch.batch_size[1:]])
     if isinstance(batch, Mapping):
         made: Any = type(batch)
         return made({key: rebuilt(child, leaves) for key, child in batch.items()})

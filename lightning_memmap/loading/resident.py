@@ -197,6 +197,9 @@ def _shard_reader(
             piece = out[begin : begin + _READ_ROWS]
             rows = np.arange(len(piece), dtype=np.int64) + (first + begin)
             found = offsets.of(np.full_like(rows, shard), rows)
-            torch.index_select(mapped, 0, torch.from_numpy(found), out=piece)
+            if piece.device.type == "cpu":
+                torch.index_select(mapped, 0, torch.from_numpy(found), out=piece)
+            else:
+                piece.copy_(mapped.index_select(0, torch.from_numpy(found)))
 
     return read if offsets.is_as_stored else read_apart

@@ -179,7 +179,7 @@ class WindowLayout:
             for first, last in _spans(rows, file.row_bytes):
                 read += (int(rows[last - 1] - rows[first]) + 1) * file.row_bytes
                 used += (last - first) * file.row_bytes
-        return used / max(1, read)
+        return used / read if read else 1.0
 
     def _long_runs(self, runs: Sequence[range]) -> Iterator[tuple[range, int]]:
         """Where the shards are those of the store, a run of a shard is one of the file.

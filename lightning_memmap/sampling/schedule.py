@@ -79,7 +79,7 @@ class BatchSchedule:
             IndexError: ``step`` is outside ``[0, len(schedule))``.
         """
         if not 0 <= step < len(self):
-            raise IndexError(f"step={step}: the plan has {len(self)} steps")
+            raise IndexError(f"step={step}: the schedule has {len(self)} steps")
         full = self.num_full
         first = self.start + min(step, full) * self.global_batch
         if step < full:

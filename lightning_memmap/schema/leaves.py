@@ -193,7 +193,10 @@ def stack_numbers(name: str, values: Sequence[Any], ndim: int) -> Tensor | np.nd
         )
     if not any(isinstance(value, Tensor) for value in values):
         return _number_array(name, values, _TO_NUMPY[dtype])
-    tensors = [torch.as_tensor(value, dtype=dtype) for value in values]
+    try:
+        tensors = [torch.as_tensor(value, dtype=dtype) for value in values]
+    except (ValueError, RuntimeError, OverflowError) as error:
+        raise SchemaError(f"field {name!r}: a number does not fit into {dtype}: {error}") from error
     if len({tensor.shape for tensor in tensors}) != 1:
         raise SchemaError(f"field {name!r}: found a list of tensors of different lengths")
     return torch.stack(tensors, ndim)

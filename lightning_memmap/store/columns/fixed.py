@@ -4,7 +4,6 @@ It has one file, in which each row lies at a multiple of its size, shard after s
 """
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,8 +92,10 @@ class FixedColumn(Column):
         if not (size := self.field.row_bytes):
             return np.empty(0, np.uint8)
         location = int(self.shards.locate(np.array(row)))
-        with open(directory / self.file_name, "rb") as file:
-            return np.frombuffer(os.pread(file.fileno(), size, location * size), np.uint8)
+        with open(directory / self.file_name, "rb", buffering=0) as file:
+            file.seek(location * size)
+            # One call reads at most 2 GiB.
+            return np.fromfile(file, np.uint8, size)
 
     @override
     def open(self, directory: Path) -> OpenColumn:

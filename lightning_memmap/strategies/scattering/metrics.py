@@ -98,6 +98,13 @@ class StepMetrics:
         names = swap_metric_names(self._module, None)
         try:
             yield
+        except BaseException:
+            # What a failed step has given to its copies must not reach the next one.
+            for metric in metrics:
+                for each in (copies, *replicas):
+                    if (copied := each.get(metric)) is not metric:
+                        copied.reset()
+            raise
         finally:
             swap_metric_names(self._module, names)
             for parent, name, metric in found:
