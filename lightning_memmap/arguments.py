@@ -61,6 +61,9 @@ class TrainingParser(BriefParser, LightningArgumentParser):
 def refuse_several_configs(args: Iterable[str]) -> None:
     """Check the arguments of a command that would use only the last of several ``--config``.
 
+    Args:
+        args: The arguments of the command line.
+
     Raises:
         ValueError: ``--config`` is given more than once.
     """
@@ -75,8 +78,12 @@ def refuse_several_configs(args: Iterable[str]) -> None:
 def nearest(name: str, names: Iterable[str]) -> str:
     """A suggestion for a misspelt name.
 
+    Args:
+        name: The name.
+        names: The names that there are.
+
     Returns:
-        ``; did you mean ...?`` with the nearest of the names, or nothing if none is near.
+        ``; did you mean ...?`` with the nearest of the names, or an empty text if none is near.
     """
     found = get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean {found[0]!r}?" if found else ""

@@ -1,4 +1,4 @@
-"""What a strategy costs: what its formulas are given, and what they answer.
+"""What a strategy costs: what its formulas are given, and what they return.
 
 Each strategy states its formulas in a classmethod ``costs``. Bytes follow from what a strategy
 keeps and sends. Times are estimates: a device computes at one speed for all batch sizes, links
@@ -48,6 +48,9 @@ class Workload:
     def assembled_bytes(self, num_rows: float, num_devices: int) -> float:
         """Bytes that reach the root device when a super-batch is assembled there.
 
+        Each data device serves an equal share of the rows, and the root device has its own share
+        already.
+
         Args:
             num_rows: Rows of the super-batch.
             num_devices: Data devices that serve it, the root device being one of them.
@@ -57,7 +60,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The devices.
+    """The devices that a strategy may use.
 
     Args:
         devices: Devices of a node.
@@ -71,7 +74,8 @@ class Cluster:
         has_gpus: Whether the devices are GPUs.
 
     Raises:
-        ValueError: A number is too small.
+        ValueError: A number is negative, or below 1 where at least 1 is needed: that is all but
+            ``latency_s`` and ``has_gpus``.
     """
 
     devices: int
@@ -111,6 +115,8 @@ class Cluster:
 
     def compute_s(self, work: Workload, num_rows: float, busy: int) -> float:
         """Seconds of forward and backward.
+
+        Devices beyond ``parallel_devices`` slow each other down in proportion.
 
         Args:
             work: Model and data.
@@ -173,10 +179,13 @@ class Costs:
             work: Model and data.
             num_rows: Rows of a batch on the device.
             step_s: Seconds of a step.
-            moved_bytes: Bytes that move in a step.
-            state_share: Share of parameters, gradients and optimizer state on the device.
-            activation_share: Share of the activations of its rows on the device.
-            **others: Further fields of `Costs`.
+            moved_bytes: Bytes that the busiest device sends or receives in a step.
+            state_share: Share of parameters, gradients and optimizer state on the device, 0 to 1.
+            activation_share: Share of the activations of its rows on the device, 0 to 1.
+            **others: Further fields of `Costs`, by name.
+
+        Returns:
+            The costs, with bytes rounded down.
         """
         return cls(
             parameter_bytes=int(work.parameter_bytes * state_share),
@@ -205,25 +214,32 @@ class Priced(Protocol):
 
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """What the strategy costs.
+        """What the strategy costs on a cluster.
 
         Args:
             work: Model and data.
             cluster: The devices, all of which are used.
             num_rows: Rows of a step over all devices.
+
+        Returns:
+            The costs on the fullest device; with an ``obstacle`` where the strategy cannot be used.
         """
 
 
 def sent_bytes(kind: str, size: int, payload: int) -> int:
     """Bytes that each process sends in a collective, on average.
 
-    The least that ring algorithms need, as in the "bus bandwidth" factors of NVIDIA's nccl-tests
-    (PERFORMANCE.md).
+    That is ``(size - 1) / size`` of the payload, twice that for ``allreduce``, and all of it for
+    ``send``: the least that ring algorithms need, as in the "bus bandwidth" factors of NVIDIA's
+    nccl-tests (PERFORMANCE.md).
 
     Args:
         kind: ``allreduce``, ``broadcast``, ``allgather``, ``reduce_scatter``, ``send``, ...
-        size: Processes that take part.
+        size: Number of processes that take part, at least 1.
         payload: Bytes of the tensor; where something is gathered or scattered, of the whole.
+
+    Returns:
+        Bytes, rounded down.
     """
     if kind == "send":
         return payload

@@ -1,4 +1,4 @@
-"""The data module: Lightning's hooks, each handed on to the layer that does the work."""
+"""The data module: Lightning's hooks, each delegated to the layer that does the work."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -64,8 +64,8 @@ from lightning_memmap.store.recovery import is_store
 if TYPE_CHECKING:
     MapDataset: TypeAlias = Dataset[Any]
 else:
-    # jsonargparse would take the arguments of a dataset in a config for those of a subscripted
-    # class, whatever subclass of it the config names.
+    # With a subscripted class, jsonargparse would check the arguments of a dataset in a config
+    # against that class, whatever subclass of it the config names.
     MapDataset = Dataset
 
 _SPLITS_OF_STAGE = {
@@ -127,8 +127,8 @@ class MemmapDataModule(L.LightningDataModule):
         shuffle: Permute the training rows anew each epoch.
         drop_last: Drop an incomplete last training step. Evaluation never drops a row.
         seed: Seed of the row order and of random transforms.
-        num_shards: Shards that the rows are dealt to. Any number of data devices that divides it
-            gives the same global batches.
+        num_shards: Shards that the rows are divided into. Any number of data devices that divides
+            this number gives the same global batches.
         residency: Where shards live: ``auto``, ``device``, ``pinned``, ``mmap`` or, for data larger
             than memory, ``stream``; see `lightning_memmap.placement`.
         memory_fraction: Share of a device's free memory at set-up that shards may take, and of the
@@ -159,12 +159,13 @@ class MemmapDataModule(L.LightningDataModule):
             `lightning_memmap.sampling.Shards` and the seed that returns a
             `lightning_memmap.sampling.Sampler`.
 
-    The arguments are attributes too. Setting one takes effect at the next `setup`, or for
-    ``batch_size``, the transforms and the order, with the next loader.
+    The arguments except the datasets are attributes too. Setting one takes effect at the next
+    `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
 
     Raises:
-        TypeError: A transform or the sampler cannot be called.
-        ValueError: An argument is out of range.
+        TypeError: A transform or the sampler cannot be called, a count or the seed is not an
+            integer, or a fingerprint is not a string.
+        ValueError: An argument is out of range, or two of them exclude each other.
     """
 
     store_dir = Option[Path]()
@@ -260,9 +261,12 @@ class MemmapDataModule(L.LightningDataModule):
         Args:
             changes: Options by name.
 
+        Returns:
+            The new data module; this one is unchanged.
+
         Raises:
-            TypeError: There is no such option, or a transform cannot be called.
-            ValueError: An option is out of range.
+            TypeError: There is no such option, or a transform or the sampler cannot be called.
+            ValueError: An option is out of range, or two of them exclude each other.
         """
         other = copy.copy(self)
         other.options = replace(self.options, **changes)
@@ -313,7 +317,7 @@ class MemmapDataModule(L.LightningDataModule):
         return cls(**datasets, batch_size=batch_size, num_workers=num_workers, **datamodule_kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The arguments, and nothing that `setup` has made: a copy has to be set up by itself.
+        """The arguments, and nothing that `setup` has made: a copy must be set up again.
 
         It belongs to the Trainer only while that runs: a strategy may send both to a process.
         """
@@ -359,7 +363,20 @@ class MemmapDataModule(L.LightningDataModule):
         return {} if made is None or made.is_released else made.rows
 
     def prepare_data(self) -> None:
-        """Build the stores of the stage's splits, or find them built. One process per node."""
+        """Build the stores of the stage's splits, or find them built.
+
+        One process per node calls it.
+
+        Raises:
+            TypeError: A dataset has no length.
+            ValueError: A dataset is empty, or ``store_dir`` has ``{member}`` in it and the member
+                is not known.
+            SchemaError: A sample cannot be stored, or does not fit the first one.
+            DatasetError: A dataset raised an error, is random, or is not the one that was stored.
+            StoreError: A store is damaged, or its directory cannot be written or holds something
+                else.
+            OSError: The disk is full, or the files cannot be written.
+        """
         for split in dict.fromkeys(map(self._stored_split, self._splits())):
             dataset = self.datasets[split]
             if dataset is None or self._finds_its_own(split):
@@ -394,10 +411,17 @@ class MemmapDataModule(L.LightningDataModule):
 
         All ranks call it, and compare what must be the same on all of them.
 
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. With None, the splits of
+                what the Trainer runs are set up, and all splits where it runs nothing.
+
         Raises:
             StoreNotFoundError: A dataset is given, and its store was not built.
+            StoreError: A store is damaged, or cannot have the residency that is asked for.
             DatasetError: A store was built from another dataset than the one given.
-            PlacementError: The shards do not fit.
+            PlacementError: The shards do not fit, or there are fewer rows than data devices.
+            ValueError: A data device does not exist, or the member, which ``num_folds``,
+                ``num_parts`` or ``{member}`` needs, is not known or out of range.
             RankMismatchError: Another rank failed, or has other stores, another seed, batch size,
                 shuffle, shuffle_window, drop_last or number of data devices.
         """
@@ -416,6 +440,10 @@ class MemmapDataModule(L.LightningDataModule):
         # Not by teardown(), which a subclass may have overridden.
         self._release()
         stores = {}
+        if stage is not None and stage not in _SPLITS_OF_STAGE:
+            raise ValueError(
+                f"stage={stage!r}: choose one of {', '.join(_SPLITS_OF_STAGE)}, or None"
+            )
         for split in _SPLITS_OF_STAGE[stage] if stage is not None else self._splits():
             if (store := self._open(split)) is not None:
                 stores[split] = store
@@ -490,6 +518,15 @@ class MemmapDataModule(L.LightningDataModule):
         Args:
             store: Their store.
             topology: Where they are trained on; by default one device.
+
+        Returns:
+            What the argument ``sampler`` makes, or the sampler of this package that ``shuffle``,
+            ``shuffle_window`` and ``residency`` select.
+
+        Raises:
+            PlacementError: There are fewer rows than data devices.
+            ValueError: The member, which ``num_folds`` or ``num_parts`` needs, is not known or out
+                of range.
         """
         size = SplitSize.of(
             "train",
@@ -503,7 +540,13 @@ class MemmapDataModule(L.LightningDataModule):
     def _order(self, size: SplitSize) -> Sampler:
         shards, seed = size.shards, self.seed
         if self.sampler is not None:
-            return self.sampler(shards, seed)
+            found = self.sampler(shards, seed)
+            if not isinstance(found, Sampler) or found.shards != shards:
+                raise ValueError(
+                    f"sampler: it returned {found!r}; return a lightning_memmap.sampling.Sampler"
+                    f" over the shards that it is given, {shards}"
+                )
+            return found
         if not self.shuffle:
             return SequentialSampler(shards)
         if self.shuffle_window is None and self.residency != Residency.STREAM.value:
@@ -511,7 +554,11 @@ class MemmapDataModule(L.LightningDataModule):
         return BlockShuffledSampler(shards, seed, size.window)
 
     def teardown(self, stage: str | None = None) -> None:
-        """Free the shards."""
+        """Free the shards of all splits. Loaders over them give no more batches.
+
+        Args:
+            stage: Not used.
+        """
         self._release()
 
     def _release(self) -> None:
@@ -522,6 +569,15 @@ class MemmapDataModule(L.LightningDataModule):
         """The training rows in the order of `train_sampler`.
 
         Without a Trainer, this and the other loaders are `lightning_memmap.loading.BatchLoader`.
+
+        Returns:
+            A loader of assembled batches, or of super-batches where the strategy leaves the batches
+            of the data devices apart. Under ``overfit_batches`` the rows come in dataset order.
+
+        Raises:
+            StoreNotFoundError: `setup` was not called for this split, or there is no store.
+            ValueError: No step would have its full size under ``drop_last``, the rows cannot be
+                read in the sampler's order, or the checkpoint cannot be resumed in this order.
         """
         # Lightning turns shuffling off for overfit_batches, but only in torch's own DataLoader.
         overfitting = getattr(self.trainer, "overfit_batches", 0) > 0
@@ -539,8 +595,8 @@ class MemmapDataModule(L.LightningDataModule):
         )
         self._train_loader = loader
         if self._train_state is not None and self.trainer is not None:
-            # Before the Trainer asks for the length: with another number of data devices than
-            # before, the epoch that is resumed has another number of steps than the next ones.
+            # Before the Trainer asks for the length: if the number of data devices has changed,
+            # the epoch that is resumed differs from the next ones in its number of steps.
             loader.set_epoch(self.trainer.current_epoch)
             loader.load_state_dict(self._train_state)
             if len(loader) != loader.num_steps:
@@ -556,7 +612,13 @@ class MemmapDataModule(L.LightningDataModule):
         return loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training loader stands, the same on every rank."""
+        """Where the training loader stands, the same on every rank.
+
+        Returns:
+            ``train``, the state of the loader, and once the Trainer has been given a batch,
+            ``num_trained``, the batches of the epoch that its weights were trained on. Empty where
+            no training loader was made.
+        """
         if self._train_loader is None:
             return {}
         state: dict[str, Any] = {"train": self._train_loader.state_dict()}
@@ -566,6 +628,11 @@ class MemmapDataModule(L.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next fit go on where the training loader stood.
+
+        Outside of a fit, the state is only checked.
+
+        Args:
+            state_dict: What `state_dict` has returned.
 
         Raises:
             ValueError: The checkpoint is of another fold or part: its weights have learned from
@@ -584,7 +651,15 @@ class MemmapDataModule(L.LightningDataModule):
             self._num_trained = state_dict.get("num_trained")
 
     def val_dataloader(self) -> SuperBatchLoader | DeviceLoader | list[Any]:
-        """The validation rows in dataset order; nothing where there are none."""
+        """The validation rows in dataset order.
+
+        Returns:
+            A loader as from `train_dataloader`. An empty list where there is no such split, unless
+            the Trainer validates.
+
+        Raises:
+            StoreNotFoundError: The Trainer validates, and there is no such split.
+        """
         if "val" not in self._rows and self._running is not TrainerFn.VALIDATING:
             return []
         if self.trainer is not None and self._running is TrainerFn.FITTING:
@@ -592,16 +667,27 @@ class MemmapDataModule(L.LightningDataModule):
         return self._loader("val", self.eval_transform)
 
     def test_dataloader(self) -> SuperBatchLoader | DeviceLoader:
-        """The test rows in dataset order."""
+        """The test rows in dataset order, in a loader as from `train_dataloader`.
+
+        Raises:
+            StoreNotFoundError: `setup` was not called for this split, or there is no store.
+        """
         return self._loader("test", self.eval_transform)
 
     def predict_dataloader(self) -> SuperBatchLoader | DeviceLoader:
-        """The rows to predict on in dataset order, in which the predictions come back."""
+        """The rows to predict on in dataset order, in which the predictions come back.
+
+        Returns:
+            A loader as from `train_dataloader`.
+
+        Raises:
+            StoreNotFoundError: `setup` was not called for this split, or there is no store.
+        """
         return self._loader("predict", self.eval_transform)
 
     def _print_placement(self, placement: Placement) -> None:
         found = {split: (placement.topology, plan) for split, plan in placement.splits.items()}
-        # A stage whose splits lie where the last one that had them left them says nothing new.
+        # Nothing is printed for a stage whose splits lie where the last table shows them.
         if found.items() - self._printed.items():
             _print(placement_table(placement))
         self._printed |= found

@@ -9,6 +9,7 @@ from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.transform import check_callable
 from lightning_memmap.placement import RESIDENCIES
 from lightning_memmap.sampling import Sampler, Shards
+from lightning_memmap.sampling.sampler import check_seed
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.recognition import check_choice
@@ -21,10 +22,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What a `MemmapDataModule` is given, except its datasets; see there.
+    """The arguments of a `MemmapDataModule`, which describes them, except its datasets.
 
     Raises:
-        TypeError: A transform or the sampler cannot be called.
+        TypeError: A transform or the sampler cannot be called, a count or the seed is not an
+            integer, or a fingerprint is not a string.
         ValueError: An option is out of range, or two of them exclude each other.
     """
 
@@ -52,6 +54,7 @@ class DataOptions:
         for name in _COUNTS:
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value)
+        check_seed(self.seed)
         if self.batch_size < 1:
             raise ValueError(
                 f"batch_size={self.batch_size}: at least 1 row per data device and step"

@@ -17,8 +17,9 @@ def check_ranks_match(facts: Mapping[str, object], error: BaseException | None =
     Without a process group there is nothing to compare.
 
     Args:
-        facts: What must be the same, by name. Values must be small, and print what they are.
-        error: Why this process failed to learn its facts.
+        facts: What must be the same, by name. Values are compared, and shown, as their ``str``:
+            keep it short.
+        error: Why this process failed to find its facts.
 
     Raises:
         BaseException: ``error``, on the rank that has one.

@@ -44,6 +44,7 @@ NAMES = {
         "SuperBatchLoader",
         "has_streams",
         "load_split",
+        "loader_for",
     ],
     "lightning_memmap.sampling": [
         "BatchSchedule",

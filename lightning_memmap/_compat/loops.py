@@ -15,7 +15,7 @@ class BatchIndices(_IndexBatchSamplerWrapper):
 
     Args:
         sampler: The object on which Lightning calls ``set_epoch``.
-        rows: The dataset rows of each step.
+        rows: The dataset rows of each step, by step.
     """
 
     def __init__(self, sampler: Any, rows: Sequence[list[int]]) -> None:
@@ -51,15 +51,15 @@ def _remove(callback: L.Callback, trainer: Any) -> None:
 
 
 def renew_train_loader_after_epoch(trainer: Any, epoch: int, num_steps: int) -> None:
-    """Let the Trainer get the training loader, and its length, again after an epoch.
+    """Make the Trainer request the training loader, and its length, again after an epoch.
 
-    It does so once per fit. That is not enough if the first epoch was resumed from a checkpoint of
-    another number of data devices, and so has another number of steps than the next ones.
+    It does so once per fit. That is not enough if the first epoch is resumed from a checkpoint of
+    another number of data devices: it then has another number of steps than the next ones.
 
     Args:
-        trainer: The Trainer.
-        epoch: The epoch that is resumed.
-        num_steps: The steps of all later epochs.
+        trainer: The Trainer, when it gets the training loader, after it has loaded a checkpoint.
+        epoch: The epoch that is resumed, from 0.
+        num_steps: The steps of each later epoch.
     """
     trainer.callbacks.append(_RenewTrainLoader(epoch, num_steps))
 
@@ -67,8 +67,9 @@ def renew_train_loader_after_epoch(trainer: Any, epoch: int, num_steps: int) -> 
 def validate_anew(trainer: Any) -> None:
     """Repeat the validation in which a checkpoint was saved, from its first row.
 
-    The Trainer would resume it, and skip as many batches as were done before. But it keeps none of
-    their metrics, and the loader begins at the first row: the metrics would be over the wrong rows.
+    The Trainer would resume it, and skip as many batches as were done before. But it does not
+    restore their metrics, and the loader begins at the first row: the metrics would be over the
+    wrong rows.
 
     Args:
         trainer: The Trainer, when it gets the validation loader.
@@ -87,11 +88,11 @@ class _Counts(NamedTuple):
 class TrainerProgress:
     """Finds which of the delivered batches the Trainer's weights were trained on.
 
-    A checkpoint may be saved at any time: by a callback after a step, or inside of one, or on an
-    error or a signal.
+    A checkpoint may be saved at any time: by a callback after a step or inside one, or on an error
+    or a signal.
 
     Args:
-        trainer: The Trainer, which is fitting.
+        trainer: The Trainer, which is fitting. Only a weak reference to it is kept.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -103,7 +104,10 @@ class TrainerProgress:
     def counts(self) -> _Counts | None:
         """The Trainer's counts, to be noted when a batch is delivered.
 
-        None if the Trainer does not train on the batch.
+        Returns:
+            Batches that were processed, optimizer steps as the Trainer counts them, and calls of
+            the optimizers' own ``step``. None if the Trainer does not train on the batch, or no
+            longer exists.
         """
         trainer: Any = self._trainer()
         if trainer is None or not trainer.training:
@@ -126,6 +130,9 @@ class TrainerProgress:
 
         Args:
             noted: The `counts` at the last delivery.
+
+        Returns:
+            The number of batches; 0 if the Trainer no longer exists.
         """
         trainer: Any = self._trainer()
         if trainer is None:
@@ -144,9 +151,14 @@ class TrainerProgress:
         return waiting + int(not is_processed)
 
     def num_trained(self, noted: _Counts) -> int | None:
-        """The number of batches of the epoch that the weights were trained on; see `num_untrained`.
+        """The number of batches of the epoch that the weights were trained on.
 
-        None if the Trainer no longer exists.
+        Args:
+            noted: The `counts` at the last delivery.
+
+        Returns:
+            All delivered batches of the epoch without those of `num_untrained`; None if the Trainer
+            no longer exists.
         """
         trainer: Any = self._trainer()
         if trainer is None:
@@ -187,6 +199,9 @@ class _SettleCounts(L.Callback):
 def go_on_after(trainer: Any, num_batches: int) -> None:
     """Continue a fit that is resumed inside an epoch after a number of its batches.
 
+    Where an optimizer had stepped in the interrupted batch, the batch counts as complete, and the
+    schedulers step. Otherwise the Trainer's counts are reduced to the trained batches.
+
     Args:
         trainer: The Trainer, when it gets the training loader, after it has loaded a checkpoint.
         num_batches: What `TrainerProgress.num_trained` returned when the checkpoint was saved.
@@ -222,7 +237,10 @@ def make_proxy(original: Any, **overrides: Any) -> Any:
 
     Args:
         original: An object that keeps its state in its ``__dict__``.
-        overrides: By name; a property, or a value, which then cannot be assigned.
+        **overrides: By name: a property, or a value, which then cannot be assigned.
+
+    Returns:
+        An instance of a new subclass of the original's class.
     """
     namespace: dict[str, Any] = {"__slots__": (), "_proxy_original": original}
     for name, value in overrides.items():
@@ -236,7 +254,14 @@ def make_proxy(original: Any, **overrides: Any) -> Any:
 
 
 def original_of(value: Any) -> Any:
-    """The original of a proxy; the value itself if it is not a proxy."""
+    """The original of a proxy.
+
+    Args:
+        value: What `make_proxy` returned, or any other object.
+
+    Returns:
+        The original; the value itself if it is not a proxy.
+    """
     return vars(type(value)).get("_proxy_original", value)
 
 
@@ -245,12 +270,28 @@ def _constant(value: Any) -> property:
 
 
 def make_strategy_proxy(strategy: Any, given_optimizers: list[Any], **overrides: Any) -> Any:
-    """The proxy of a strategy, with other optimizers for a module that asks for them."""
+    """The proxy of a strategy, with other optimizers for a module that asks for them.
+
+    Args:
+        strategy: The strategy.
+        given_optimizers: What ``self.optimizers()`` of the module returns, one for each optimizer.
+        **overrides: As for `make_proxy`.
+
+    Returns:
+        The proxy.
+    """
     return make_proxy(strategy, _lightning_optimizers=given_optimizers, **overrides)
 
 
 def lightning_optimizers(strategy: Any) -> list[Any]:
-    """The optimizers as Lightning wraps them for the module."""
+    """The optimizers as Lightning wraps them for the module.
+
+    Args:
+        strategy: A strategy after its set-up.
+
+    Returns:
+        A ``LightningOptimizer`` for each of ``strategy.optimizers``, in the same order.
+    """
     optimizers: list[Any] = strategy._lightning_optimizers
     return optimizers
 
@@ -261,11 +302,21 @@ def make_trainer_proxy(trainer: Any, results: Any, **overrides: Any) -> Any:
     Args:
         trainer: The Trainer.
         results: Returns the results, each time they are needed.
-        overrides: As for `make_proxy`.
+        **overrides: As for `make_proxy`.
+
+    Returns:
+        The proxy.
     """
     return make_proxy(trainer, _results=property(lambda proxy: results()), **overrides)
 
 
 def results_of(trainer: Any) -> Any:
-    """What ``self.log`` writes to; None in a stage that logs nothing."""
+    """The results of a Trainer, which ``self.log`` writes to.
+
+    Args:
+        trainer: A Trainer that runs a stage.
+
+    Returns:
+        Lightning's results; None in a stage that logs nothing.
+    """
     return trainer._results

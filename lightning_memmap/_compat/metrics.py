@@ -10,7 +10,16 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
 
 def copy_metric(metric: nn.Module, device: torch.device) -> Any:
-    """An empty copy of a torchmetrics metric or collection on a device."""
+    """An empty copy of a torchmetrics metric or collection on a device.
+
+    Args:
+        metric: A ``Metric`` or ``MetricCollection``, which does not change.
+        device: The device of the copy's states.
+
+    Returns:
+        A deep copy with its states reset. Metrics of a copied collection share no states, so that
+        each can be merged by itself.
+    """
     copied: Any = copy.deepcopy(metric).to(device)
     for child in copied.modules():
         if isinstance(child, MetricCollection):
@@ -21,7 +30,14 @@ def copy_metric(metric: nn.Module, device: torch.device) -> Any:
 
 
 def states_without_reduction(metric: Metric) -> list[str]:
-    """The tensor states of a metric that cannot be merged."""
+    """The tensor states of a metric that cannot be merged.
+
+    Args:
+        metric: The metric.
+
+    Returns:
+        Names of the tensor states that were added without a ``dist_reduce_fx``.
+    """
     return [
         name
         for name, reduction in metric._reductions.items()
@@ -33,6 +49,11 @@ def merge_metric(target: Metric, sources: list[Metric]) -> None:
     """Merge the states of metrics into those of another one, each by its ``dist_reduce_fx``.
 
     Means are weighted by the number of updates, as in torchmetrics.
+
+    Args:
+        target: The metric that gets the merged states, on its own device.
+        sources: Metrics of the same class and arguments, on any devices; they do not change. Those
+            that were never updated are left out.
     """
     updated = [metric for metric in (target, *sources) if metric._update_count]
     # Metrics overload comparison: they must be compared by identity.
@@ -59,10 +80,22 @@ def merge_metric(target: Metric, sources: list[Metric]) -> None:
 
 
 def batch_value(metric: Metric) -> Any:
-    """What a metric's ``forward`` returned last; None if it was not called since a reset."""
+    """What a metric's ``forward`` returned last.
+
+    Args:
+        metric: The metric.
+
+    Returns:
+        The value over the rows of that call; None if there was no call since a reset.
+    """
     return metric._forward_cache
 
 
 def set_batch_value(metric: Metric, value: Any) -> None:
-    """Set what a metric's ``forward`` returned last."""
+    """Set what a metric's ``forward`` returned last, which ``self.log`` logs for a step.
+
+    Args:
+        metric: The metric.
+        value: The value over the rows of the step.
+    """
     metric._forward_cache = value

@@ -108,7 +108,11 @@ class DirectOptimization(_AutomaticOptimization):
 
 
 def skip_unused_hooks(trainer: L.Trainer) -> None:
-    """Let automatic optimization call only the hooks of a step that are overridden."""
+    """Let automatic optimization leave out the hooks of a step where none is overridden.
+
+    Args:
+        trainer: The Trainer, before it trains. Calling this again changes nothing.
+    """
     loop: Any = trainer.fit_loop.epoch_loop
     if not isinstance(loop.automatic_optimization, DirectOptimization):
         loop.automatic_optimization = DirectOptimization(trainer)
@@ -146,7 +150,11 @@ def run_steps_by(trainer: L.Trainer, run: Callable[[Any, Step], dict[str, Any]])
 
 
 def run_steps_as_ever(trainer: L.Trainer) -> None:
-    """Undo `run_steps_by`."""
+    """Undo `run_steps_by`.
+
+    Args:
+        trainer: The Trainer; one with Lightning's own steps stays as it is.
+    """
     loop: Any = trainer.fit_loop.epoch_loop
     if isinstance(loop.automatic_optimization, _StepBy):
         progress = loop.automatic_optimization.optim_progress
@@ -155,7 +163,11 @@ def run_steps_as_ever(trainer: L.Trainer) -> None:
 
 
 def count_step(trainer: L.Trainer) -> None:
-    """Count an optimizer step, as Lightning's own step does."""
+    """Count an optimizer step, as Lightning's own step does.
+
+    Args:
+        trainer: The Trainer that is fitting.
+    """
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer
     progress.step.increment_ready()
     progress.zero_grad.increment_ready()
@@ -166,8 +178,15 @@ def count_step(trainer: L.Trainer) -> None:
 
 @contextmanager
 def logging_in(module: Any, hook: str) -> Iterator[None]:
-    """Let a module's ``self.log`` work as it does inside a hook."""
+    """Let a module's ``self.log`` work as it does inside a hook.
+
+    Args:
+        module: The LightningModule.
+        hook: Name of the hook, such as ``training_step``.
+    """
     before = module._current_fx_name
     module._current_fx_name = hook
-    yield
-    module._current_fx_name = before
+    try:
+        yield
+    finally:
+        module._current_fx_name = before

@@ -49,7 +49,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
         Args:
             variables: Environment variables of the new process, in addition to those of this one.
-            output: The file that it prints to.
+            output: The file that it prints to, errors included.
+
+        Returns:
+            The new process, to which the Trainer forwards its signals from now on.
         """
         process = subprocess.Popen(
             _basic_subprocess_cmd(),
@@ -61,7 +64,13 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return process
 
     def limit_threads(self, num_processes: int) -> None:
-        """Limit the threads to the cores per process, unless ``OMP_NUM_THREADS`` is set."""
+        """Limit the threads to the cores per process, unless ``OMP_NUM_THREADS`` is set.
+
+        It sets the variable as well, which processes that are started later inherit.
+
+        Args:
+            num_processes: Processes that share the cores, at least 1.
+        """
         _set_num_threads_if_needed(num_processes)
 
 
@@ -70,7 +79,14 @@ class LaunchedStrategy(Strategy):
 
     @abstractmethod
     def make_launcher(self) -> Launcher:
-        """Make the launcher. The Trainer calls this once, after it has set all of its options."""
+        """Make the launcher. The Trainer calls this once, after it has set all of its options.
+
+        Returns:
+            The launcher that runs every stage of the Trainer.
+
+        Raises:
+            ValueError: The options do not allow a launch, as the strategy describes.
+        """
 
     @override
     def _configure_launcher(self) -> None:
@@ -83,13 +99,26 @@ def is_interactive() -> bool:
 
 
 def folder_below(directory: str | os.PathLike[str], folder: str) -> str:
-    """The path of a folder in a directory; the directory itself if it is in such a folder."""
+    """The path of a folder in a directory; the directory itself if it is in such a folder.
+
+    Args:
+        directory: A path or a URL.
+        folder: Name of the folder.
+
+    Returns:
+        The path. The folder is not created.
+    """
     path = os.fspath(directory)
     return path if folder in PurePath(path).parts else os.path.join(path, folder)
 
 
 def move_trainer(trainer: Any, folder: str) -> None:
-    """Redirect a Trainer, and its loggers that write versions to a directory, to a folder below."""
+    """Redirect a Trainer, and its CSV and TensorBoard loggers, to a folder below.
+
+    Args:
+        trainer: The Trainer; what is redirected already stays as it is.
+        folder: Name of the folder, below ``default_root_dir`` and each logger's ``save_dir``.
+    """
     trainer._default_root_dir = folder_below(trainer._default_root_dir, folder)
     for logger in trainer.loggers:
         if isinstance(logger, (CSVLogger, TensorBoardLogger)):
@@ -100,5 +129,9 @@ def move_trainer(trainer: Any, folder: str) -> None:
 
 
 def syncs_batch_norm(strategy: ParallelStrategy) -> bool:
-    """Whether the Trainer has ``sync_batchnorm=True``."""
+    """Whether the Trainer has ``sync_batchnorm=True``.
+
+    Args:
+        strategy: The Trainer's strategy.
+    """
     return strategy._layer_sync is not None

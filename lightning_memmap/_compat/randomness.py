@@ -26,7 +26,11 @@ class RandomState:
 
     @classmethod
     def now(cls) -> "RandomState":
-        """The present state."""
+        """The present state.
+
+        Returns:
+            A copy, which later random numbers do not change.
+        """
         return cls(_collect_rng_states(), {name: os.environ.get(name) for name in _VARIABLES})
 
     def restore(self) -> None:
@@ -39,7 +43,14 @@ class RandomState:
                 os.environ[name] = value
 
     def equals(self, other: "RandomState") -> bool:
-        """Whether both lead to the same random numbers."""
+        """Whether both lead to the same random numbers.
+
+        Args:
+            other: The state to compare with.
+
+        Returns:
+            True if all generators and the user's seed are equal.
+        """
         states = tree_leaves(self.generators), tree_leaves(other.generators)
         return (
             self.variables == other.variables

@@ -17,6 +17,13 @@ def storage_use_count(tensor: Tensor) -> int:
     """Count the tensors and storages, in Python and in C++, that share the memory of a tensor.
 
     Views, tensors saved for backward, numpy arrays and DLPack capsules all count.
+
+    Args:
+        tensor: A tensor with a storage.
+
+    Returns:
+        The count. It is meaningful only in comparison with another one of the same memory: the
+        call's own references are part of it.
     """
     storage = tensor.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
@@ -29,27 +36,52 @@ def storage_key(tensor: Tensor) -> int:
 
     Unlike the address of the data it exists for every tensor: after a compilation in the process,
     torch refuses to return the address of some.
+
+    Args:
+        tensor: A tensor with a storage.
+
+    Returns:
+        The address of the storage object.
     """
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold the memory of a tensor: itself, or the indices and values of a sparse
-    one, such as the gradient of an embedding with ``sparse=True``."""
+    """The dense tensors that hold the memory of a tensor.
+
+    Args:
+        tensor: A dense tensor, or a sparse one in COO layout, such as the gradient of an embedding
+            with ``sparse=True``.
+
+    Returns:
+        The tensor itself, or the indices and values of a sparse one; nothing for other layouts.
+    """
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor] if tensor.layout is torch.strided else []
 
 
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors of the same shapes, in few kernels if they are on one device."""
+    """Copy tensors of the same shapes, in few kernels if they are on one device.
+
+    On GPUs the copies are enqueued and not waited for.
+
+    Args:
+        targets: The tensors to write to, on any devices.
+        sources: As many tensors, in the same order.
+    """
     with torch.no_grad():
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def add_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Add tensors of the same shapes in place, in few kernels."""
+    """Add tensors of the same shapes in place, in few kernels.
+
+    Args:
+        targets: Dense tensors that are added to, on one device.
+        sources: As many tensors on the same device, in the same order.
+    """
     with torch.no_grad():
         torch._foreach_add_(targets, sources)
 
@@ -58,7 +90,7 @@ def without_computing(module: nn.Module, example: Any) -> None:
     """Run a module's forward on fake tensors, which have a shape but no values.
 
     Args:
-        module: The module, which does not change.
+        module: The module, whose parameters and buffers do not change; its hooks are called.
         example: A tensor, a tuple of arguments or a dict of keyword arguments.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
@@ -70,9 +102,14 @@ def without_computing(module: nn.Module, example: Any) -> None:
 
 
 def process_group_size(argument: Any) -> int | None:
-    """The size of a process group in an argument of an operator; None if it is not a group.
+    """The size of a process group in an argument of an operator.
 
-    Operators of ``torch.distributed`` receive a group as a script object.
+    Args:
+        argument: Any argument. Operators of ``torch.distributed`` receive a group as a script
+            object.
+
+    Returns:
+        Processes of the group; None if the argument is not a group.
     """
     if not isinstance(argument, torch._C.ScriptObject):
         return None
@@ -83,10 +120,18 @@ def process_group_size(argument: Any) -> int | None:
 
 
 def record_cuda_memory_history(is_on: bool) -> None:
-    """Start or stop the history of CUDA's allocator."""
+    """Start or stop the history of CUDA's allocator, for all devices of the process.
+
+    Args:
+        is_on: Whether to start.
+    """
     torch.cuda.memory._record_memory_history(enabled="all" if is_on else None)
 
 
 def dump_cuda_memory_snapshot(path: Path) -> None:
-    """Write the allocator's history for the viewer at https://pytorch.org/memory_viz."""
+    """Write the allocator's history for the viewer at https://pytorch.org/memory_viz.
+
+    Args:
+        path: The file to write, in an existing directory.
+    """
     torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]

@@ -33,6 +33,9 @@ def live_parameters() -> list[nn.Parameter]:
     """All parameters that are alive in this process, including those of replicas.
 
     Those of lazy modules count after the first batch, when they have memory.
+
+    Returns:
+        The parameters on all devices, in no particular order.
     """
     # By type: reading an object's __class__ may run arbitrary code.
     tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
@@ -44,13 +47,26 @@ def live_parameters() -> list[nn.Parameter]:
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in the order of its containers."""
+    """The tensors of a batch, in the order of its containers.
+
+    Args:
+        batch: Any nesting of mappings, sequences and dataclasses.
+
+    Returns:
+        The tensors themselves, on their devices; other values are left out.
+    """
     return [leaf for _, leaf in named_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def batches_of(batch: Any) -> list[Any]:
-    """The batches in what a callback receives as a batch: one per device where the strategy does
-    not assemble them, else the batch itself."""
+    """The batches in what a callback receives as a batch.
+
+    Args:
+        batch: The ``batch`` of a callback's hook.
+
+    Returns:
+        One batch per device where the strategy does not assemble them, else the batch itself.
+    """
     if isinstance(batch, SuperBatch):
         return batch.batches
     return batch.batches if isinstance(batch, ScatteredBatch) else [batch]
@@ -81,9 +97,10 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """Set the kind of the memory of tensors.
 
         Args:
-            tensors: Tensors, some of which may be traced already.
+            tensors: Tensors, some of which may be traced already. Of a DTensor the local shard
+                counts; what is on the meta device or not dense is ignored.
             kind: One of `KINDS`.
-            from_start: Whether the others existed when the trace began.
+            from_start: Whether those that are not traced yet existed when the trace began.
         """
         for tensor in tensors:
             self._find(tensor, self.start_s if from_start else perf_counter()).kind = kind
@@ -152,18 +169,18 @@ class MemoryTrace(L.Callback):
 
     Each process writes ``memory_trace_rank<r>.json``: ``time_s``, and the bytes of parameters,
     gradients, optimizer state, data and activations (everything else that operators return,
-    temporaries included) at these times, summed over all devices of the process. On CUDA devices
-    it also writes ``memory_snapshot_rank<r>.pickle`` for https://pytorch.org/memory_viz.
+    temporaries included) at these times, summed over all devices of the process. On CUDA devices it
+    also writes ``memory_snapshot_rank<r>.pickle`` for https://pytorch.org/memory_viz.
 
     Recording slows down the recorded steps, and no others.
 
     Args:
-        dirpath: The directory to write to.
+        dirpath: The directory to write to; it is created where needed.
         first_step: The first step to record, from 0; the optimizer has its state from step 1 on.
         num_steps: Number of steps to record.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: ``first_step`` is below 0, or ``num_steps`` below 1.
     """
 
     def __init__(self, dirpath: str | Path, first_step: int = 2, num_steps: int = 2) -> None:

@@ -26,18 +26,19 @@ _NUM_SHARDS = 24
 
 
 class PredictionTable(BasePredictionWriter):
-    """Writes what ``predict_step`` returns into a store: its row ``i`` is the prediction for row
-    ``i`` of the dataset, whichever process computed it.
+    """Writes what ``predict_step`` returns into a store with a row for each row of the dataset.
+
+    Row ``i`` of the store is the prediction for row ``i`` of the dataset, whichever process
+    computed it.
 
     ``predict_step`` returns tensors whose first dimension is the rows of the batch, in any nesting
-    of dicts, tuples, lists, named tuples and dataclasses. The store has the same structure, and
-    the same shards as the predicted store.
+    of dicts, tuples, lists, named tuples and dataclasses. The store has the same structure, and the
+    same shards as the predicted store.
 
     Each process writes its own rows batch by batch, so that no process needs memory for more than
     one batch unless predictions are returned as well: use ``trainer.predict(...,
-    return_predictions=False)``. At the end rank zero checks that each row was written exactly
-    once, and renames the store to ``path``. A run that ends earlier leaves no store, or the old
-    one.
+    return_predictions=False)``. At the end rank zero checks that each row was written exactly once,
+    and renames the store to ``path``. A run that ends earlier leaves no store, or the old one.
 
     All ranks must run this callback, and share one file system at ``path``.
 
@@ -215,8 +216,10 @@ def _incomplete(trainer: L.Trainer, what: str) -> ValueError:
 
 
 def _is_first_of_its_rank(trainer: L.Trainer) -> bool:
-    """Whether no lower rank has the same data-parallel rank, and so the same rows. All ranks must
-    call this."""
+    """Whether no lower rank has the same data-parallel rank, and so the same rows.
+
+    All ranks must call this.
+    """
     rank, _ = data_parallel_rank(trainer.strategy)
     own = torch.tensor(rank, device=trainer.strategy.root_device)
     # Over all processes: by default a strategy gathers over the data-parallel ones only.

@@ -1,7 +1,7 @@
 """Compare variants: the same rows, the same losses and weights, and what each one costs.
 
 `run` measures and makes a report, `report` is the report, `render` shows it, and `advise` predicts
-from it. `run`, `render` and `advise` know `report`, and only the commands here know all four.
+from it. `run`, `render` and `advise` import `report`, and only the commands here import all four.
 """
 
 from lightning_memmap.compare.advise_command import advise

@@ -26,8 +26,9 @@ _DESCRIPTION = """Predict which strategy is right for a model, its data and some
 what moves in a step, about how long a step takes. The model is measured: by the variant "auto" of a
 finished comparison (--report), or by running that variant of a config now (--config). Without
 --devices the answer is for this machine, and is compared with what was measured."""
-#: Assumed unless options say otherwise: NVLink of one GPU in one direction and a 100 Gbit/s
-#: network for GPUs, and what gloo showed between two processes of one small machine.
+#: Bandwidth within a node, bandwidth between nodes and latency in seconds, unless options say
+#: otherwise: NVLink of one GPU in one direction and a 100 Gbit/s network for GPUs; for a CPU, what
+#: gloo showed between two processes of one small machine.
 _DEFAULTS = {"cuda": ("400GB", "12.5GB", 2e-5), "cpu": ("1GB", "1GB", 3e-4)}
 
 
@@ -99,8 +100,15 @@ class Question:
 def advise(args: list[str]) -> int:
     """Run the command with these arguments.
 
+    Args:
+        args: Arguments of the command line, after ``lightning-memmap advise``.
+
     Returns:
         The exit code: 0 where a strategy fits, 1 where none does, 2 for a wrong argument.
+
+    Raises:
+        SystemExit: An argument is unknown or has the wrong type (code 2), or help was asked for
+            (0).
     """
     parser = BriefParser(prog="lightning-memmap advise", description=_DESCRIPTION)
     parser.add_class_arguments(Question, as_group=False)
@@ -133,7 +141,7 @@ def advise(args: list[str]) -> int:
     if question.json is not None:
         answer = {
             "workload": asdict(work),
-            # JSON has no infinity: null stands for as many as there are.
+            # JSON has no infinity: null says that any number of devices compute at full speed.
             "cluster": asdict(cluster),
             "predictions": [asdict(p) | {"samples_per_s": p.samples_per_s} for p in predictions],
             "recommended": name,

@@ -29,8 +29,17 @@ report given by --baseline."""
 def compare(args: list[str]) -> int:
     """Run the command with these arguments.
 
+    Args:
+        args: Arguments of the command line, after ``lightning-memmap compare``.
+
     Returns:
-        The exit code.
+        The exit code; see `Report.exit_code`, and 2 for a wrong argument. With ``--report``, 0, or
+        4 if a variant is slower.
+
+    Raises:
+        SystemExit: An argument is unknown or has the wrong type (code 2), or help was asked for
+            (0).
+        KeyboardInterrupt: The user interrupted before anything was measured.
     """
     parser = BriefParser(prog="lightning-memmap compare", description=_DESCRIPTION)
     parser.add_class_arguments(ComparisonOptions, as_group=False)
@@ -56,7 +65,7 @@ def compare(args: list[str]) -> int:
         command = shlex.join(["lightning-memmap", "compare", *args])
         report = Comparison(options, TerminalProgress(console), command).run()
         out = Path(options.out)
-        # At once: whatever comes next, hours of work are kept.
+        # At once, so that no later error can lose hours of work.
         report.write(out / "report.json")
         if old is not None:
             report = replace(report, regression=check_regression(old, report, baseline))

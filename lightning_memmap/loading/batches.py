@@ -1,4 +1,4 @@
-"""Batches without a Trainer: a loader that is used as torch's own are."""
+"""Batches without a Trainer: a loader that is used like torch's ``DataLoader``."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ class BatchLoader(DeviceLoader, DataLoader[Any]):
 
     Fabric's ``setup_dataloaders`` takes it for a ``DataLoader``, and gives each of several
     processes its own rows: those at the positions ``p`` with ``p % size == rank``. The batches are
-    made in the process itself, without torch's samplers, collation or workers.
+    made in this process, without torch's samplers, collation or workers.
 
     `load_state_dict` goes on in the epoch that was saved, or with the next one where that was at
     its end. Fabric saves and loads the state with ``fabric.save(path, {"loader": loader})``.
@@ -25,10 +25,11 @@ class BatchLoader(DeviceLoader, DataLoader[Any]):
         loader: The super-batch loader.
         device: Where the batches are assembled.
         sampler: A sampler of Lightning's that says which process this is.
-        **_: Other arguments that Lightning passes to a ``DataLoader`` that it makes anew.
+        **_: Other arguments that Lightning passes when it creates a ``DataLoader`` again.
 
     Raises:
-        ValueError: The processes do not divide the shards of the store.
+        ValueError: The processes do not divide the shards of the store, or some would have no row;
+            see `SuperBatchLoader.of_process`.
     """
 
     # Lightning's own properties, where torch has attributes.
@@ -65,7 +66,7 @@ class BatchLoader(DeviceLoader, DataLoader[Any]):
         return self._epoch()
 
     def _epoch(self) -> Iterator[Any]:
-        # When the first batch is asked for: iter() alone begins no epoch.
+        # Only when the first batch is asked for: iter() alone begins no epoch.
         epoch = self._next_epoch
         if epoch is None:
             epoch = getattr(self.sampler, "epoch", 0)

@@ -29,10 +29,11 @@ def rows_of(tensor: Tensor) -> NDArray[Any]:
     numpy has no bfloat16 and no float8, and copies rows of raw bytes as fast as any.
 
     Args:
-        tensor: Of shape (B, *shape).
+        tensor: Of shape (B, *field shape), of any dtype.
 
     Returns:
-        Array of shape (B,), of a void dtype as wide as a row.
+        Array of shape (B,), of a void dtype as wide as a row. Where rows have no bytes, it shares
+        nothing.
     """
     num_rows, row_bytes = len(tensor), tensor.element_size() * tensor.shape[1:].numel()
     if not num_rows * row_bytes:
@@ -55,7 +56,14 @@ class Buffers:
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> "Buffers":
-        """The memory of contiguous tensors. On other devices than a CPU it has no raw rows."""
+        """Wrap the memory of tensors.
+
+        Args:
+            tensors: One per field, of shape (B, *field shape), contiguous, all on one device.
+
+        Returns:
+            Buffers that share this memory. ``rows`` is empty where the device is not a CPU.
+        """
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         return cls(tensors, [rows_of(tensor) for tensor in tensors] if on_cpu else [])
 
@@ -66,12 +74,15 @@ class Buffers:
 
     @classmethod
     def empty(cls, fields: Fields, num_rows: int, *, pin_memory: bool = False) -> "Buffers":
-        """New buffers with undefined content.
+        """New buffers on the CPU, with undefined content.
 
         Args:
             fields: The shape of one row and the dtype of each field.
             num_rows: Rows of each tensor.
-            pin_memory: In page-locked memory.
+            pin_memory: Whether they are in page-locked memory.
+
+        Returns:
+            One tensor of shape (num_rows, *field shape) per field.
         """
         return cls.of(
             [
@@ -86,8 +97,8 @@ def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
 
     Args:
         source: Memory of rows on a CPU.
-        locations: Which rows, int64 of shape (B,).
-        out: Memory for ``B`` rows.
+        locations: Which rows, int64 of shape (B,), on the CPU.
+        out: Memory for ``B`` rows, on the CPU, with the same fields.
 
     Raises:
         IndexError: A location is outside the source.
@@ -97,7 +108,7 @@ def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
             torch.index_select(tensor, 0, locations, out=target)
         return
     chosen: NDArray[np.int64] = locations.numpy()
-    # Unsigned, a negative one is larger than any.
+    # As an unsigned integer, a negative location is larger than any other.
     if len(chosen) and (largest := int(chosen.view(np.uint64).max())) >= len(source.tensors[0]):
         raise IndexError(f"location {np.uint64(largest).astype(np.int64)}: outside the rows")
     for rows, taken in zip(source.rows, out.rows, strict=True):
@@ -111,7 +122,8 @@ class BufferPool:
     Args:
         fields: The shape of one row and the dtype of each field.
         num_rows: Rows of each buffer.
-        max_slots: Sets that are kept; where all are in use, the oldest is left to its user.
+        max_slots: Sets that are kept. Where all of them are in use, the pool drops the oldest,
+            which then belongs to its user alone.
     """
 
     def __init__(self, fields: Fields, num_rows: int, max_slots: int = 4) -> None:
@@ -128,6 +140,10 @@ class BufferPool:
 
         Args:
             num_rows: Rows of the buffers that are returned, at most those of the pool's.
+
+        Returns:
+            One tensor of shape (num_rows, *field shape) per field, on the CPU: a view of a set of
+            the pool.
         """
         for slot in self._slots:
             if self._is_idle(slot):
@@ -136,7 +152,7 @@ class BufferPool:
         if not self._slots:
             self._idle_count = max(map(storage_use_count, slot.tensors), default=0)
         if len(self._slots) == self._max_slots:
-            # Somebody keeps many batches. The oldest set is theirs for good.
+            # The user keeps many batches. The oldest set does not come back to the pool.
             del self._slots[0]
         self._slots.append(slot)
         return _handed_out(slot, num_rows)
@@ -153,7 +169,7 @@ class BufferPool:
 
 
 def _handed_out(slot: Buffers, num_rows: int) -> Buffers:
-    # Others than the pool's own tensors, so that its own have no more owners than they began with.
+    # New tensors: the pool's own must have no more owners than they began with.
     return Buffers(
         [tensor[:num_rows] for tensor in slot.tensors], [rows[:num_rows] for rows in slot.rows]
     )

@@ -1,5 +1,7 @@
-"""Collation: the structure of the dataset's samples around fetched columns, and the assembly of
-the batches of a super-batch on one device."""
+"""Collation: the structure of the dataset's samples around fetched columns.
+
+Also the assembly of the batches of a super-batch on one device.
+"""
 
 import copy
 import dataclasses
@@ -8,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import BufferPool
@@ -23,7 +26,7 @@ class Collator:
 
     Args:
         collate: Nests one tensor per field like the dataset's samples.
-        transform: Runs on each assembled batch.
+        transform: Runs on each assembled batch; None for no transform.
     """
 
     def __init__(self, collate: Collate, transform: OnSuperBatch | None = None) -> None:
@@ -34,7 +37,21 @@ class Collator:
         self._pool_key: Any = None
 
     def finish(self, batch: Any, num_rows: int, device: torch.device, seed: int) -> Any:
-        """Run the transform on an assembled batch, if there is one."""
+        """Run the transform on an assembled batch, if there is one.
+
+        Args:
+            batch: The assembled batch.
+            num_rows: Its rows.
+            device: The device that it is on.
+            seed: Seed of the transform's random numbers.
+
+        Returns:
+            What the transform returned, or ``batch`` itself where there is no transform.
+
+        Raises:
+            TypeError: The transform returned something other than tensors in containers.
+            ValueError: The first dimension of a returned tensor is not ``num_rows``.
+        """
         if self._transform is None:
             return batch
         if device not in self._transforms:
@@ -45,7 +62,25 @@ class Collator:
         return batch
 
     def assemble(self, batches: list[Any], first: int, num_rows: int, device: torch.device) -> Any:
-        """One batch from those of all data devices; see `SuperBatch` for the order of rows."""
+        """Assemble the batches of all data devices on one device.
+
+        Args:
+            batches: The batch of each data device, on that device.
+            first: The data device whose batch has the first row; see `SuperBatch` for the order of
+                rows.
+            num_rows: Rows of all batches together.
+            device: Where they are assembled.
+
+        Returns:
+            A batch of ``num_rows`` rows on ``device``, in the structure of the batches. A single
+            batch that is on the device already is returned as it is. On a CPU, the memory of
+            several batches is reused once the caller has dropped it.
+
+        Raises:
+            TypeError: A batch contains something other than tensors.
+            ValueError: A batch has another number of rows than its share, or the batches differ in
+                structure, in dtype or in the shape of a row.
+        """
         leaves = _checked_leaves(batches, first, num_rows)
         if len(batches) == 1:
             if all(leaf.device == device for leaf in leaves[0]):
@@ -115,7 +150,15 @@ def _check_leaf(name: str, leaf: Any, num_rows: int, place: str) -> None:
 
 
 def named_leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Names and values, in the order of `rebuilt`."""
+    """Names and values of the leaves of a batch, in the order of `rebuilt`.
+
+    Args:
+        batch: Leaves in any nesting of mappings, sequences and dataclasses. Strings are leaves.
+        name: What the names begin with.
+
+    Returns:
+        An iterator over the name of each leaf, such as ``['target'].mask``, and its value.
+    """
     if isinstance(batch, Mapping):
         for key, child in batch.items():
             yield from named_leaves(child, f"{name}[{key!r}]")
@@ -130,11 +173,24 @@ def named_leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
-    """A batch like this one around other leaves. Frozen dataclasses too, which Lightning's
-    ``apply_to_collection`` refuses."""
+    """A batch with the containers of this one around other leaves.
+
+    Frozen dataclasses are rebuilt too, which Lightning's ``apply_to_collection`` refuses.
+
+    Args:
+        batch: The batch whose containers are copied.
+        leaves: One for each leaf of the batch, in the order of `named_leaves`.
+
+    Returns:
+        The new batch.
+    """
     if isinstance(batch, defaultdict):
         pairs = [(key, rebuilt(child, leaves)) for key, child in batch.items()]
         return defaultdict(batch.default_factory, pairs)
+    if isinstance(batch, TensorDictBase):
+        named = {key: rebuilt(child, leaves) for key, child in batch.items()}
+        num_rows = [len(child) for child in named.values()][: min(1, batch.batch_dims)]
+        return TensorDict(named, [*num_rows, *batch.batch_size[1:]])
     if isinstance(batch, Mapping):
         made: Any = type(batch)
         return made({key: rebuilt(child, leaves) for key, child in batch.items()})

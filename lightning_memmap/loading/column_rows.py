@@ -1,5 +1,5 @@
-"""Rows that their columns fetch, where a column keeps its rows otherwise than in one tensor, or
-where no column is needed."""
+"""Rows that their columns fetch, where a column does not keep its rows in one tensor, or where no
+column is needed."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -53,12 +53,12 @@ class ColumnRows:
         self._columns = None
 
     def check_sampler(self, sampler: Sampler) -> None:
-        """Rows can be fetched in any order."""
+        """Accept any order; see `RowSource.check_sampler`."""
 
     def epoch(
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch."""
+        """The rows in the order of an epoch; see `RowSource.epoch`."""
         return nullcontext(_ColumnEpoch(self, sampler, epoch))
 
 

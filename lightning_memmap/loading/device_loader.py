@@ -16,9 +16,9 @@ class DeviceLoader:
 
     Args:
         loader: The super-batch loader; its epoch and its state are shared.
-        device: Usually the root device.
+        device: Where the batches are assembled, usually the root device.
         prefetch: Coming steps that are made ready on side streams while the consumer has one; see
-            `lightning_memmap.loading.prefetch`. With 0 each is made when it is asked for.
+            `lightning_memmap.loading.prefetch`. With 0, each is made when it is asked for.
 
     Raises:
         ValueError: ``prefetch`` is below 0.
@@ -36,7 +36,7 @@ class DeviceLoader:
         """Call a function with each super-batch before its batch is yielded.
 
         Args:
-            on_step: The function; it takes the place of the one of an earlier call.
+            on_step: The function; it replaces the one of an earlier call.
         """
         self._on_step = on_step
 
@@ -65,7 +65,11 @@ class DeviceLoader:
         return self.loader.dataset
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration has."""
+        """Choose the epoch whose order the next iteration has.
+
+        Args:
+            epoch: Epoch, counted from 0.
+        """
         self.loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +106,15 @@ def loader_for(
 ) -> "SuperBatchLoader | DeviceLoader":
     """A loader whose batches are where a topology wants them: assembled, or apart.
 
-    A transform of the assembled batch needs all rows together, whatever separates them afterwards.
+    A transform of the assembled batch needs all rows together, even if they are separated
+    afterwards: then the batches are assembled on the first data device.
+
+    Args:
+        loader: The super-batch loader.
+        topology: Says where batches are assembled, and how many steps are prefetched.
+
+    Returns:
+        A `DeviceLoader`, or ``loader`` itself where the batches stay apart.
     """
     device = topology.assemble_on
     if device is None and loader.transforms_super_batches:

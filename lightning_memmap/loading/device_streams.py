@@ -14,7 +14,14 @@ from torch import Tensor
 
 
 def stream_module(device: torch.device) -> Any:
-    """The module of torch that makes the streams and events of a device."""
+    """The module of torch that makes the streams and events of a device.
+
+    Args:
+        device: The device.
+
+    Returns:
+        A module such as ``torch.cuda``, or ``torch.cpu`` where the device has no streams.
+    """
     module = torch.get_device_module(device)
     return module if hasattr(module, "Stream") else torch.cpu
 
@@ -26,13 +33,27 @@ def _side_stream(module: Any, device: torch.device, name: str = "") -> Any:
 
 
 def kept_stream(device: torch.device, name: str) -> Any:
-    """The stream of this name on a device, made when it is first asked for."""
+    """The stream of this name on a device, made when it is first asked for.
+
+    Args:
+        device: The device.
+        name: What the stream is for.
+
+    Returns:
+        The same stream each time, for the whole process. On a device without streams it is a
+        stand-in that does nothing.
+    """
     return _side_stream(stream_module(device), device, name)
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device works asynchronously, in streams. It then also copies from page-locked
-    memory by itself."""
+    """Whether a device works asynchronously, in streams.
+
+    Such a device also copies from page-locked memory by itself.
+
+    Args:
+        device: The device.
+    """
     return stream_module(device) is not torch.cpu
 
 
@@ -41,12 +62,20 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
     Rows in pageable host memory are copied to page-locked memory first: a copy from there is
     asynchronous. torch's host allocator does not use that memory again before the copy is done.
+
+    Args:
+        tensor: A tensor of any shape and dtype, on any device.
+        device: Where it goes.
+
+    Returns:
+        The tensor itself where it is on the device already, otherwise a copy, which is complete for
+        whatever the device's current stream does next.
     """
     if tensor.device == device:
         return tensor
     if tensor.device.type == "cpu" and has_streams(device) and not tensor.is_pinned():
         tensor = tensor.pin_memory()
-    # Nothing would tell when an asynchronous copy to the CPU is done.
+    # Nothing would signal the end of an asynchronous copy to the CPU.
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -81,7 +110,7 @@ class SideStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, the side streams are the current ones."""
+        """A context in which the side streams are the current ones."""
         with ExitStack() as stack:
             for _, module, stream in self._streams:
                 stack.enter_context(module.stream(stream))
@@ -97,8 +126,8 @@ class SideStreams:
         """Let the device's current stream use tensors that a side stream makes.
 
         Args:
-            event: The event that it waits for; see `mark`.
-            tensors: Their memory is not used again before that stream is done with them.
+            event: The event that the current stream waits for; see `mark`.
+            tensors: Their memory is not used again before the current stream is done with them.
         """
         stream = self._module.current_stream(self._device)
         event.wait(stream)

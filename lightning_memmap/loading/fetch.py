@@ -79,7 +79,15 @@ class Fetcher:
 
     @contextmanager
     def epoch(self, epoch: int, position: int) -> Iterator[list[EpochRows]]:
-        """The rows of all sources in the order of an epoch, from a position on."""
+        """The rows of all sources in the order of an epoch.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            position: The first position that will be fetched.
+
+        Returns:
+            A context manager that gives the rows of each source, in the order of the sources.
+        """
         with ExitStack() as stack:
             yield [
                 stack.enter_context(source.epoch(self._sampler, epoch, position))
@@ -91,19 +99,27 @@ class Fetcher:
 
         Args:
             sources: From `epoch`.
-            epoch: The epoch.
+            epoch: The epoch that they are of.
             steps: The steps.
 
         Returns:
-            A super-batch for each step.
+            An iterator over a super-batch for each step, each fetched when it is asked for or with
+            steps before it.
+
+        Raises:
+            OSError: The disk cannot be read.
+            StoreError: A file is shorter than it was when the store was opened.
+            RuntimeError: The rows were freed.
         """
         if self._is_whole(sources):
             return self._fetch_whole(sources[0], steps)
         return self._fetch_by_device(sources, epoch, steps)
 
     def _is_whole(self, sources: list[EpochRows]) -> bool:
-        """Whether all rows lie in one place on the only physical device, and stay as they are:
-        then one fetch serves all logical data devices."""
+        """Whether one fetch serves all logical data devices.
+
+        It does where all rows lie in one place on the only physical device, and stay as they are.
+        """
         return (
             not self._transforms
             and len(sources) == 1
@@ -143,7 +159,7 @@ class Fetcher:
     def _fetch_by_device(
         self, sources: list[EpochRows], epoch: int, steps: Steps
     ) -> Iterator[SuperBatch]:
-        """Each data device has a batch of its own. A source serves all of its devices at once."""
+        """Each data device has its own batch. A source serves all of its devices at once."""
         count, start = len(self._devices), steps.positions.start // steps.positions.step
         served = [steps.positions[(d - start) % count :: count] for d in range(count)]
         located = self._locate(sources, served)
@@ -249,8 +265,8 @@ class Fetcher:
         if source.device.type != "cpu":
             leaves = source.fetch(locations)
         elif any(device != source.device and has_streams(device) for device in devices):
-            # Memory that copies to a device read from must not be used again before they are done:
-            # torch knows when.
+            # Copies to a device may still be reading this memory when the next rows come: torch's
+            # allocator does not hand it out again before they are done.
             leaves = source.fetch(locations, pin_memory=True)
         else:
             pool = self._pool_for(max(len(locations), usual_rows), source)

@@ -32,18 +32,18 @@ class SuperBatchLoader:
     Args:
         rows: The rows of the split.
         sampler: Their order.
-        batch_size: Rows per data device and step.
+        batch_size: Rows per data device and step, at least 1.
         collate: Nests one tensor per field like the dataset's samples.
         transform: Batch transform that runs on each data device, see `DeviceTransform`, or on the
             assembled batch, see `OnSuperBatch`.
         drop_last: Drop an incomplete last step.
-        seed: Seed of random transforms.
+        seed: Seed of random transforms, ``0 <= seed < 2**63``.
         progress: Tells which of the delivered steps are in the weights of a Trainer, and so in its
             checkpoints. Without one, all are.
 
     Raises:
-        ValueError: ``batch_size`` is below 1, or no step would have its full size under
-            ``drop_last``, or the rows cannot be fetched in the sampler's order.
+        ValueError: ``batch_size`` is below 1, the seed is out of range, no step would have its full
+            size under ``drop_last``, or the rows cannot be fetched in the sampler's order.
     """
 
     #: What Lightning's ``BatchSizeFinder`` measures: `batch_sizes`. Absent under
@@ -99,22 +99,34 @@ class SuperBatchLoader:
 
     @property
     def batch_sampler(self) -> Any:
-        """Where Lightning looks for ``sampler.set_epoch``, and, in dataset order, for the rows of
-        the steps that a prediction writer gets.
+        """Where Lightning looks for ``sampler.set_epoch`` and for the rows of each step.
 
-        Made anew each time: kept, it would keep the loader and its rows until garbage is collected.
+        Prediction writers get these rows; they are known where the order is that of the dataset.
+
+        It is made anew each time: one that is kept would keep the loader and its rows in memory
+        until garbage is collected.
         """
         if not self.order.is_sequential:
             return SimpleNamespace(sampler=self)
         return BatchIndices(self, StepRows(self))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration has."""
+        """Choose the epoch whose order the next iteration has.
+
+        Args:
+            epoch: Epoch, counted from 0.
+        """
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, the same on every rank: after the last step delivered, and
-        under a Trainer after the last one that its weights have learned from."""
+        """Where the loader stands, the same on every rank.
+
+        That is after the last step delivered, and under a Trainer after the last one that its
+        weights have learned from.
+
+        Returns:
+            The values of a `lightning_memmap.loading.state.LoaderState` by name.
+        """
         steps, counts = self._delivered
         if counts is not None and self._progress is not None:
             steps -= self._progress.num_untrained(counts)
@@ -127,7 +139,11 @@ class SuperBatchLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a saved loader stood, if the next iteration is of the same epoch.
 
-        The number of data devices and the batch size may be others than before.
+        The number of data devices and the batch size may differ from those before. Whether the
+        order is the same is checked when the iteration begins, or when its length is asked for.
+
+        Args:
+            state: What `state_dict` has returned.
 
         Raises:
             ValueError: It is not such a state: see `LoaderState.read`.
@@ -137,8 +153,10 @@ class SuperBatchLoader:
 
     @property
     def num_trained(self) -> int | None:
-        """The batches of the epoch that a Trainer's weights have learned from, as it counts them;
-        None before the first one is delivered."""
+        """The batches of the epoch that a Trainer's weights have learned from, as it counts them.
+
+        None before the first one is delivered, and without a Trainer that trains.
+        """
         counts = self._delivered[1]
         if counts is None or self._progress is None:
             return None
@@ -146,8 +164,11 @@ class SuperBatchLoader:
 
     @property
     def batch_sizes(self) -> range:
-        """As long as the batch size from which on twice the rows are of no use: since a step has
-        all rows, or, under ``drop_last``, since they would not fill one."""
+        """A range whose length is the batch size from which on doubling it is of no use.
+
+        From there on one step has all rows, or, under ``drop_last``, twice the batch size leaves no
+        full step.
+        """
         rows, num_devices = self.order.num_positions, self._rows.topology.num_data_devices
         return range(rows // (2 * num_devices) + 1 if self.drop_last else -(-rows // num_devices))
 
@@ -165,11 +186,15 @@ class SuperBatchLoader:
         """A loader over the same shards that serves the rows of one of several processes.
 
         Args:
-            rank: The process.
+            rank: The process, counted from 0.
             size: The number of processes.
 
+        Returns:
+            A loader that shares the rows of this one.
+
         Raises:
-            ValueError: They do not divide the shards, or some would have no row.
+            ValueError: The data devices of all processes do not divide the shards, some would have
+                no row, or no step would have its full size under ``drop_last``.
         """
         topology = replace(self._rows.topology, rank=rank, size=size)
         count, order = topology.num_data_devices, self.order
@@ -259,11 +284,18 @@ class SuperBatchLoader:
         return self._steps()
 
     def is_at_end(self, position: int) -> bool:
-        """Whether no step of an epoch is left from a position on."""
+        """Whether no step of an epoch is left from a position on.
+
+        Args:
+            position: The first position that was not delivered.
+        """
         return not len(self._schedule(position))
 
     def bounds(self, step: int) -> tuple[int, int]:
         """First and one-past-last position of a step of an epoch that is not resumed.
+
+        Args:
+            step: The step, counted from 0.
 
         Raises:
             IndexError: There is no such step.
@@ -271,7 +303,15 @@ class SuperBatchLoader:
         return self._schedule(0).bounds(step)
 
     def positions(self, first: int, last: int) -> range:
-        """The positions in ``[first, last)`` that this process serves: ``p % size == rank``."""
+        """The positions in a range that this process serves.
+
+        Args:
+            first: The first position.
+            last: One past the last position.
+
+        Returns:
+            The positions ``p`` with ``p % size == rank``: a range with a step of ``size``.
+        """
         rank, size = self._rows.topology.rank, self._rows.topology.size
         return range(first + (rank - first) % size, last, size)
 
@@ -282,12 +322,24 @@ class SuperBatchLoader:
         )
 
     def steps_ahead(self) -> Iterator[SuperBatch]:
-        """The steps of the epoch for a prefetcher: a step counts as delivered when `deliver` is
-        called, in the same order."""
+        """The steps of the epoch for a prefetcher.
+
+        Returns:
+            An iterator over the super-batches. Each counts as delivered once `deliver` is called,
+            in the same order.
+
+        Raises:
+            RuntimeError: The rows were freed.
+            ValueError: The loader cannot go on where a saved one stood.
+        """
         return self._steps(is_ahead=True)
 
     def deliver(self, super_batch: SuperBatch) -> None:
-        """Count a step of `steps_ahead` as delivered."""
+        """Count a step of `steps_ahead` as delivered.
+
+        Args:
+            super_batch: The step, the next one in order.
+        """
         counts = None if self._progress is None else self._progress.counts()
         # In one assignment: a signal may come at any time.
         self._delivered = self._delivered[0] + 1, counts
@@ -316,7 +368,9 @@ class SuperBatchLoader:
                     del super_batch
 
     def _blocks(self, schedule: BatchSchedule) -> Iterator[tuple[int, list[int]]]:
-        """The steps of a schedule, cut into blocks. Those of other sizes are the last of a block.
+        """The steps of a schedule, divided into blocks.
+
+        Steps that are not of full size are the last of a block.
 
         Returns:
             The first position of each block, and the rows of each of its steps over all processes.
@@ -343,7 +397,11 @@ class SuperBatchLoader:
 
 
 class StepRows(Sequence[list[int]]):
-    """The dataset rows of each step of this process, for a loader in dataset order."""
+    """The dataset rows of each step of this process, for a loader in dataset order.
+
+    Args:
+        loader: The loader.
+    """
 
     def __init__(self, loader: SuperBatchLoader) -> None:
         self._loader = loader
@@ -370,7 +428,9 @@ def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, 
 
 
 def _vagueness(difference: tuple[str, Any, Any]) -> tuple[bool, bool]:
-    """A key by which the difference comes first that says most to the user: an option that both
-    samplers have, or the window, before the name of the sampler."""
+    """A key that sorts first the difference that says most to the user.
+
+    That is an option that both samplers have, or the window, before the name of the sampler.
+    """
     name, one, other = difference
     return None in (one, other) and name != "shuffle_window", name == "sampler"

@@ -22,7 +22,11 @@ class Steps(Protocol):
         """The steps, none of which counts as delivered."""
 
     def deliver(self, super_batch: SuperBatch) -> None:
-        """Count a step as delivered."""
+        """Count a step as delivered.
+
+        Args:
+            super_batch: The next step of `steps_ahead` in order.
+        """
 
 
 class _Ready(NamedTuple):
@@ -44,8 +48,7 @@ def prefetched(
     While the consumer has a step, the fetches, transforms and copies of the next ones are enqueued
     on side streams, one on each device. A step is delivered once the target's current stream has
     been made to wait for it; the program itself does not wait. Only steps that the consumer was
-    given count as delivered in a checkpoint. An error in making a step is raised when that step is
-    due.
+    given count as delivered in a checkpoint.
 
     The program is never more than ``depth + 1`` steps ahead of the device: so at most
     ``2 * depth + 2`` batches are in the device's memory.
@@ -55,6 +58,12 @@ def prefetched(
         device: Where they are assembled.
         depth: Steps in flight beside the one that the consumer has, at least 1.
         on_step: Called with each super-batch when it is delivered.
+
+    Returns:
+        An iterator over the batches on ``device``, in the order of the steps.
+
+    Raises:
+        Exception: An error in making a step, when that step is due.
     """
     streams = SideStreams(device, steps.data_devices)
     coming = steps.steps_ahead()
@@ -90,7 +99,7 @@ def prefetched(
             if len(used) > depth + 1:
                 used.popleft().synchronize()
     finally:
-        # Whoever frees or overwrites the rows after this comes after what still reads them.
+        # Work that frees or overwrites the rows later must come after the work that reads them.
         streams.join()
     if error is not None:
         try:

@@ -57,16 +57,26 @@ class ResidentRows:
         self._memory = None
 
     def check_sampler(self, sampler: Sampler) -> None:
-        """Rows in memory can be fetched in any order."""
+        """Accept any order; see `RowSource.check_sampler`."""
 
     def epoch(
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch."""
+        """The rows in the order of an epoch; see `RowSource.epoch`."""
         return nullcontext(_ResidentEpoch(self, sampler, epoch))
 
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        """Where the rows lie that supply positions; see `EpochRows.locate`."""
+        """Where the rows lie that supply positions; see `EpochRows.locate`.
+
+        Args:
+            sampler: The order.
+            epoch: Epoch, counted from 0.
+            positions: As for `lightning_memmap.sampling.Sampler.at`.
+
+        Returns:
+            Rows of the tensors, int64 of shape (len(positions),); undefined for rows of other
+            sources.
+        """
         if isinstance(self._starts, StoreOffsets):
             return self._starts.of(*sampler.at(epoch, positions))
         return sampler.row_offsets(epoch, positions, self._starts)
@@ -111,8 +121,11 @@ def mapped_rows(mapped: Sequence[Tensor], offsets: StoreOffsets) -> ResidentRows
     """The rows in the file mapping of a store. Nothing is read yet.
 
     Args:
-        mapped: As for `copied_rows`.
+        mapped: A mapped tensor for each field that this process needs, with all rows of the store.
         offsets: Where the rows of the split lie in them.
+
+    Returns:
+        The rows of all shards, on the CPU.
     """
     tensors = [tensor.as_subclass(Tensor) for tensor in mapped]
     return ResidentRows(tensors, offsets.stored.starts if offsets.is_as_stored else offsets)
@@ -133,7 +146,10 @@ def copied_rows(
         offsets: Where the rows of the split lie in them.
         shards: The shards of the split to copy.
         device: Where to.
-        pin_memory: Into page-locked memory of the host.
+        pin_memory: Copy into page-locked memory of the host; ``device`` is the CPU then.
+
+    Returns:
+        The rows of these shards, on ``device``. All copies are done.
     """
     rows = offsets.shards.sizes[shards]
     starts = np.full(offsets.shards.num_shards, -1, np.int64)
@@ -173,6 +189,9 @@ def _shard_reader(
             piece = out[begin : begin + _READ_ROWS]
             rows = np.arange(len(piece), dtype=np.int64) + (first + begin)
             found = offsets.of(np.full_like(rows, shard), rows)
-            torch.index_select(mapped, 0, torch.from_numpy(found), out=piece)
+            if piece.device.type == "cpu":
+                torch.index_select(mapped, 0, torch.from_numpy(found), out=piece)
+            else:
+                piece.copy_(mapped.index_select(0, torch.from_numpy(found)))
 
     return read if offsets.is_as_stored else read_apart

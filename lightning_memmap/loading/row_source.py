@@ -79,6 +79,9 @@ class RowSource(Protocol):
     def check_sampler(self, sampler: Sampler) -> None:
         """Check that rows can be fetched in the order of a sampler.
 
+        Args:
+            sampler: The order.
+
         Raises:
             ValueError: They cannot.
         """
@@ -86,11 +89,23 @@ class RowSource(Protocol):
     def epoch(
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch, from a position on."""
+        """The rows in the order of an epoch.
+
+        Args:
+            sampler: The order, which `check_sampler` accepts.
+            epoch: Epoch, counted from 0.
+            position: The first position that will be fetched.
+
+        Returns:
+            A context manager that gives the rows. At its end, threads that read them have ended.
+        """
 
     def release(self) -> None:
-        """Free the rows. Loaders over this source, which a Trainer keeps long after it has used
-        them, give no more batches then."""
+        """Free the rows.
+
+        A Trainer keeps loaders long after it has used them. Those over this source give no more
+        batches.
+        """
 
 
 def released_error() -> RuntimeError:

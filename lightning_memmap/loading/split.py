@@ -21,7 +21,7 @@ from lightning_memmap.store.columns import Column
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.row_file import open_row_files
 
-#: A warning tells where a smaller share than this of the bytes read is used.
+#: A warning is given where less than this share of the bytes read is used.
 _LEAST_SHARE = 0.4
 
 
@@ -59,17 +59,22 @@ class SplitRows:
 def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) -> SplitRows:
     """Bring the shards of a split to where the plan wants them.
 
-    Device and pinned shards are copied from the store in long reads, each shard once; those in
-    the file mapping are not read yet, nor are those that will be read window by window.
+    Device and pinned shards are copied from the store in long reads, each shard once; those in the
+    file mapping are not read yet, nor are those that will be read window by window. A warning is
+    given where most of the bytes that such windows read would not be used.
 
     Args:
         store: The open store.
         topology: The data devices and this process's rank.
         placement: Where each shard goes.
 
+    Returns:
+        The sources of the shards that this process holds.
+
     Raises:
         OSError: A file of a store that is read window by window cannot be opened.
-        StoreError: A column of the store cannot have this residency.
+        StoreError: A column of the store cannot have this residency, or another store has replaced
+            one that is read window by window since it was opened.
     """
     fields = placement.size.fields
     needed = [

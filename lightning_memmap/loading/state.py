@@ -1,4 +1,4 @@
-"""Where a loader stands in its epoch: what a checkpoint holds, and the check of what is read."""
+"""Where a loader stands in its epoch: what a checkpoint contains of it, and its check."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -33,7 +33,13 @@ class LoaderState:
 
     @classmethod
     def read(cls, state: object) -> "LoaderState":
-        """A state that `as_dict` has returned, checked.
+        """Check a state that `as_dict` has returned.
+
+        Args:
+            state: What was loaded, for example from a checkpoint; not checked by anyone yet.
+
+        Returns:
+            The state.
 
         Raises:
             ValueError: It is something else. The message names the key and its value.

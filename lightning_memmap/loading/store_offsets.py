@@ -1,4 +1,4 @@
-"""Where the rows of a split lie in a store, whose shards may be others than those of the split."""
+"""Where the rows of a split lie in a store, whose shards may differ from those of the split."""
 
 from dataclasses import dataclass
 

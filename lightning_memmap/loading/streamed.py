@@ -39,7 +39,7 @@ class StreamedRows:
         self.is_released = False
 
     def check_sampler(self, sampler: Sampler) -> None:
-        """Check that the sampler's windows are those that are read.
+        """Check that the sampler's windows are those that are read; see `RowSource.check_sampler`.
 
         Raises:
             ValueError: They are not.
@@ -47,7 +47,7 @@ class StreamedRows:
         Windows(sampler, self._window)
 
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> "StreamedEpoch":
-        """Begin to read the windows of an epoch, from that of a position on."""
+        """Begin to read windows, from that of the position on; see `RowSource.epoch`."""
         windows = Windows(sampler, self._window)
         rows = StreamedEpoch(self._layout, windows, epoch, position, self._idle)
         self._epochs.add(rows)
@@ -98,7 +98,7 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         self._start()
 
     def locate(self, positions: range) -> Integers:
-        """Where the rows lie that supply positions; see `EpochRows.locate`."""
+        """Where the rows lie, if all windows lay one after the other; see `EpochRows.locate`."""
         layout = self._layout
         return self._windows.row_offsets(
             self._epoch, positions, layout.num_slots, layout.run_starts
@@ -110,8 +110,9 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         """Copy rows into one batch, once they are read; see `EpochRows.fetch`.
 
         Args:
-            locations: Where the rows are, int64 of shape (B,), on the CPU. None of them is in a
-                window before the last one of the previous call, whose memory is used again.
+            locations: Where the rows are, int64 of shape (B,), on the CPU, at least one. None of
+                them is in a window before the last one of the previous call, whose memory is used
+                again.
             out: Buffers to copy into. New ones are made where it is None.
             pin_memory: Whether new ones are page-locked.
         """

@@ -17,17 +17,18 @@ class SuperBatch:
     so that the order does not depend on how many devices hold the data.
 
     Args:
-        data_devices: Where the batches are.
+        data_devices: The ``D`` devices of the batches.
         num_rows: Rows of all batches.
         first: The data device whose batch has the first row.
         collator: Collates and assembles.
-        columns: One tensor per field with all rows in order, where they lie on one device.
+        columns: One tensor per field of shape (num_rows, *field shape), all rows in order, where
+            they lie on one device.
         batches: Otherwise, the batch of each data device.
 
     Attributes:
         num_rows: Rows of all batches.
         step_rows: Rows of the step over all processes.
-        data_devices: Where the batches are.
+        data_devices: The devices of the batches.
         first: The data device whose batch has the first row.
         seed: Seed of a random transform of the assembled batch; see `OnSuperBatch`.
     """
@@ -64,9 +65,12 @@ class SuperBatch:
 
     @property
     def batches(self) -> list[Any]:
-        """The batch of each data device, in the structure of the dataset's samples or whatever
-        the transform made of it, on that device, as it is before a transform on the assembled
-        batch. Rows lie one after the other in memory."""
+        """The batch of each data device, on that device.
+
+        It is the batch before a transform of the assembled rows, and has the structure of the
+        dataset's samples, or whatever the transform on the data device made of it. Fetched rows lie
+        one after the other in memory.
+        """
         if self._columns is not None and not self._batches:
             count = len(self.data_devices)
             self._batches = [
@@ -88,13 +92,13 @@ class SuperBatch:
             non_blocking: Do not wait for copies to other devices than the CPU.
 
         Returns:
-            A batch of ``num_rows`` rows in the structure of the dataset's samples. Its memory is
-            used again once the caller has dropped it.
+            A batch of ``num_rows`` rows on ``device``, in the structure of the dataset's samples or
+            of what the transform returned. Its memory is used again once the caller has dropped it.
 
         Raises:
-            ValueError: The transform returned a tensor whose first dimension is not its batch's,
-                or other tensors on one data device than on another.
-            TypeError: The transform returned something else than tensors in containers.
+            ValueError: The transform returned a tensor whose first dimension is not its batch's, or
+                other tensors on one data device than on another.
+            TypeError: The transform returned something other than tensors in containers.
         """
         target = device if isinstance(device, torch.device) else torch.device(device)
         if self._columns is None:

@@ -16,7 +16,11 @@ BatchTransform = Callable[..., Any]
 
 
 def check_callable(argument: str, given: object) -> None:
-    """Check what is to be called on batches or samples.
+    """Check an argument that is called on batches, on samples, or to make a sampler.
+
+    Args:
+        argument: Name of the argument.
+        given: Its value.
 
     Raises:
         TypeError: It cannot be called.

@@ -13,14 +13,14 @@ _BUFFER_BYTES = 32 * 2**20
 
 
 class Uploader:
-    """Copies rows to a device through two page-locked buffers in turn: while the device copies from
-    one, the next rows are read into the other.
+    """Copies rows to a device through two page-locked buffers in turn.
 
-    A context manager: at its end all copies are done.
+    While the device copies from one, the next rows are read into the other. A context manager: at
+    its end all copies are done.
 
     Args:
         device: Where the rows go.
-        buffer_bytes: Size of each buffer. A row that is larger has a buffer of its own size.
+        buffer_bytes: Size of each buffer. A row that is larger gets a buffer of its size.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int = _BUFFER_BYTES) -> None:
@@ -44,10 +44,10 @@ class Uploader:
             event.synchronize()
 
     def copy(self, target: Tensor, read: Callable[[int, Tensor], None]) -> None:
-        """Fill rows of a tensor on the device.
+        """Fill rows of a tensor on the device. The last copies may still run when this returns.
 
         Args:
-            target: Shape (B, *field shape).
+            target: The rows to fill, of shape (B, *field shape), on the device.
             read: Called with the number of a row and a tensor of shape (n, *field shape) on the
                 CPU, which it fills with the rows from this one on.
         """

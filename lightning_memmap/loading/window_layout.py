@@ -22,7 +22,7 @@ _READ_BYTES = 4 * 2**20
 _LOOKUP_BYTES = 16 * 2**20
 #: Gaps of this size between wanted rows are read too: skipping them takes a disk as long.
 _GAP_BYTES = 128 * 2**10
-#: Rows of each shard that are looked at to estimate how many bytes are read in vain.
+#: Rows of each shard that are looked at to estimate how many of the bytes read are not used.
 _SAMPLE_ROWS = 4096
 #: Runs of a shard in a window at most: a window may wrap around, and some shards have a row more.
 _MAX_RUNS = 3
@@ -44,8 +44,8 @@ class WindowLayout:
 
     Args:
         fields: The fields that this process needs.
-        files: Their files.
-        offsets: Where the rows of the split lie in them.
+        files: The file of each field; None for a field without a byte.
+        offsets: Where the rows of the split lie in the files.
         shards: The shards of the split that this process holds.
         window: Rows of a shard in a window.
         pin: Read into page-locked memory.
@@ -103,7 +103,11 @@ class WindowLayout:
         return starts
 
     def allocate(self) -> Buffers:
-        """Memory for a window: for each field a tensor of shape (num_slots, *field shape)."""
+        """Memory for a window, on the CPU.
+
+        Returns:
+            One tensor of shape (num_slots, *field shape) per field, with undefined content.
+        """
         buffers = []
         for field in self.fields:
             memory = self._allocate(self.num_slots * field.row_bytes)
@@ -126,7 +130,7 @@ class WindowLayout:
         return memory[skip : skip + num_bytes]
 
     def scratch(self) -> memoryview:
-        """Scratch memory for the reads of one thread."""
+        """Scratch memory for the reads of one thread, aligned for direct reads."""
         largest = max(_READ_BYTES, *(field.row_bytes for field in self.fields))
         return aligned_memory(largest + 2 * MAX_BLOCK_BYTES)
 
@@ -140,6 +144,10 @@ class WindowLayout:
             runs: The offsets of each shard's rows in the window, in runs of consecutive ones.
             buffers: Memory of `allocate`. The rows of each run go to consecutive slots, from that
                 of `run_starts` on. Other slots are undefined.
+
+        Returns:
+            An iterator over functions, each of which does one read when it is called with memory of
+            `scratch`.
         """
         for file, buffer in zip(self._files, buffers.tensors, strict=True):
             if file is None:
@@ -154,7 +162,14 @@ class WindowLayout:
                 yield from cut(file, *rows, target)
 
     def share_used(self, runs: Sequence[range]) -> float:
-        """The share of the bytes read that is wanted, estimated from the first rows of shards."""
+        """Estimate the share of the bytes read that is used, from the first rows of the shards.
+
+        Args:
+            runs: The offsets of each shard's rows in a window, in runs of consecutive ones.
+
+        Returns:
+            Between 0 and 1; always 1 where the shards are those of the store.
+        """
         if self._offsets.is_as_stored:
             return 1.0
         offsets = np.concatenate([np.arange(run.start, run.stop) for run in runs])
@@ -164,7 +179,7 @@ class WindowLayout:
             for first, last in _spans(rows, file.row_bytes):
                 read += (int(rows[last - 1] - rows[first]) + 1) * file.row_bytes
                 used += (last - first) * file.row_bytes
-        return used / max(1, read)
+        return used / read if read else 1.0
 
     def _long_runs(self, runs: Sequence[range]) -> Iterator[tuple[range, int]]:
         """Where the shards are those of the store, a run of a shard is one of the file.
@@ -182,8 +197,10 @@ class WindowLayout:
     def _scattered_reads(
         self, file: RowFile, runs: Sequence[range], target: Tensor
     ) -> Iterator[Read]:
-        """Where the rows are re-striped, those of all shards together are looked up in the file,
-        some of each shard at a time."""
+        """The reads of re-striped rows.
+
+        The rows of all shards together are looked up in the file, some of each shard at a time.
+        """
         offsets = np.concatenate([np.arange(run.start, run.stop) for run in runs])
         step = max(1, _LOOKUP_BYTES // (file.row_bytes * len(self._shards)))
         for begin in range(0, len(offsets), step):
@@ -197,8 +214,7 @@ class WindowLayout:
                 )
 
     def _rows(self, offsets: Integers, begin: int) -> tuple[Integers, Integers]:
-        """The slots of the rows at these offsets of all shards, and their rows of the file,
-        ascending."""
+        """The slots of the rows at offsets of all shards, and their rows of the file, ascending."""
         wanted = offsets < self._sizes[self._shards, None]
         first_slots = self._first_slots[self._shards, None]
         slots = (first_slots + np.arange(begin, begin + len(offsets)))[wanted]
@@ -272,7 +288,7 @@ def _read_rows(file: RowFile, first: int, num_rows: int, scratch: memoryview) ->
 
 
 def _spans(rows: Integers, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cuts ascending rows of a file into reads: the first and one past the last of each."""
+    """Divide ascending rows of a file into reads: the first and one past the last of each."""
     if not len(rows):
         return
     is_far = (np.diff(rows) - 1) * row_bytes > _GAP_BYTES

@@ -49,11 +49,14 @@ class Sized(Protocol):
     def shard_bytes(
         self, shards: Shards | None = None, fields: Collection[str] | None = None
     ) -> Integers:
-        """Bytes of each shard, int64 of shape (C,).
+        """Bytes of the rows of each shard.
 
         Args:
             shards: How the rows, or some of them, are divided into shards; by default as stored.
             fields: Names of the fields that count; by default all.
+
+        Returns:
+            int64 of shape (C,).
         """
 
 
@@ -63,7 +66,8 @@ class SplitSize:
 
     Args:
         shards: Its rows, in a number of shards that the data devices divide.
-        shard_bytes: Bytes of each shard over the fields that this process holds.
+        shard_bytes: Bytes of each shard over the fields that this process holds, one entry per
+            shard.
         window: Rows of a shard in a window, if the split is read window by window.
         fields: Names of the fields that this process holds; None for all.
     """
@@ -82,7 +86,7 @@ class SplitSize:
         subset: RowSubset | None = None,
         window: int | None = None,
     ) -> "SplitSize":
-        """The size of a split.
+        """Divide a split into shards for a topology, and find its size.
 
         Args:
             split: Its name.
@@ -91,6 +95,9 @@ class SplitSize:
                 do not divide the store's shards, its rows are re-striped, with a warning.
             subset: The rows of the store that the split has; all of them where it is None.
             window: Rows of a shard in a window; `default_window` by default.
+
+        Returns:
+            The split. No row is read.
 
         Raises:
             PlacementError: The split has fewer rows than there are data devices.
@@ -157,7 +164,14 @@ class SplitPlacement:
         return len(self.residency) - self.residency.count(None)
 
     def window_bytes(self, num_shards: int) -> int:
-        """Host memory for a window of this number of shards."""
+        """Host memory for a window of this number of shards, in bytes.
+
+        Args:
+            num_shards: Shards whose rows are in the window.
+
+        Returns:
+            Bytes, from the mean size of a row; 0 where the split is not read window by window.
+        """
         rows = min(self.window or 0, self.shards.longest)
         return num_shards * rows * self.size.row_bytes
 
@@ -229,24 +243,29 @@ def plan_placement(
     pinned_budget_bytes: int,
     window_budget_bytes: int | None = None,
 ) -> Placement:
-    """Decide what lives where.
+    """Decide what lives where. Nothing is allocated.
 
-    ``auto`` fills the data devices first and falls back shard by shard, to pinned host memory
-    and then to the file mapping. For a CPU it is the file mapping: that is host memory already,
-    and shared by all processes.
+    ``auto`` fills the data devices first and falls back shard by shard, to pinned host memory and
+    then to the file mapping. For a CPU it is the file mapping: that is host memory already, and
+    shared by all processes.
 
     Args:
         splits: The splits by name, the most important first.
         topology: The data devices and this process's rank.
         residency: ``auto``, ``device``, ``pinned``, ``mmap`` or ``stream``.
-        budget_bytes: By device, the bytes that shards may take there.
-        pinned_budget_bytes: Bytes that may be page-locked on this host.
+        budget_bytes: By device, the bytes that shards may take there; an entry for each data
+            device.
+        pinned_budget_bytes: Bytes that this process may page-lock.
         window_budget_bytes: For ``stream``, bytes of host memory that all windows of this process
             may take; None for no limit.
 
+    Returns:
+        The plan for this process.
+
     Raises:
         ValueError: An unknown residency.
-        PlacementError: The data does not fit. The message gives both numbers and the ways out.
+        PlacementError: The data does not fit, and the message gives both numbers and the ways out;
+            or ``pinned`` is asked for with a data device that is not a CUDA device.
     """
     if residency not in RESIDENCIES:
         raise ValueError(f"residency={residency!r}: choose one of {', '.join(RESIDENCIES)}")

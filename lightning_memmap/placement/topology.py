@@ -8,18 +8,20 @@ import torch
 
 @dataclass(frozen=True)
 class DataTopology:
-    """The data devices of this process, its place among the data-parallel processes, and where
-    batches are assembled.
+    """Where the data of this process lives, and where its batches go.
+
+    It names the data devices of this process, its place among the data-parallel processes, and the
+    device on which batches are assembled.
 
     The data devices of all processes are numbered: rank ``r`` of ``R`` with ``D`` data devices has
     ``r, r + R, r + 2R, ...``, ``W = R * D`` in all. Data device ``w`` owns the shards ``c`` with
     ``c % W == w``.
 
     Args:
-        data_devices: Devices that hold shards and serve batches. One device may be named more
-            than once: these are logical data devices.
+        data_devices: Devices that hold shards and serve batches. One device may be named more than
+            once: these are logical data devices.
         rank: Data-parallel rank of this process.
-        size: Data-parallel processes.
+        size: Number of data-parallel processes.
         assemble_on: The device that super-batches are assembled on; None where the batches of the
             data devices stay apart.
         prefetch: Coming steps that are made ready while one is computed; see
@@ -58,7 +60,14 @@ class DataTopology:
         return self.size * len(self.data_devices)
 
     def owner(self, shard: int) -> int | None:
-        """The index of the data device that owns a shard; None where another process does."""
+        """The data device of this process that owns a shard.
+
+        Args:
+            shard: Number of the shard.
+
+        Returns:
+            An index into ``data_devices``; None where another process owns the shard.
+        """
         if shard % self.size != self.rank:
             return None
         return shard // self.size % len(self.data_devices)
@@ -69,12 +78,15 @@ class DataTopology:
 
 
 def topology_of(strategy: Any) -> DataTopology:
-    """The topology that a strategy declares, or that of a strategy that knows nothing of ours.
+    """The data topology under a strategy: what it declares, or else one data device per process.
 
     Args:
-        strategy: A Lightning strategy that knows its devices. One with a property
-            ``data_topology`` declares it. Under any other each process holds its shards on its
-            root device, and batches are made there. None stands for one process on the CPU.
+        strategy: A Lightning strategy that knows its devices. One with a property ``data_topology``
+            declares it. Under any other, each process holds its shards on its root device, and
+            batches are made there. None stands for one process on the CPU.
+
+    Returns:
+        The topology of this process.
     """
     if strategy is None:
         cpu = torch.device("cpu")
@@ -87,6 +99,13 @@ def topology_of(strategy: Any) -> DataTopology:
 
 
 def data_parallel_rank(strategy: Any) -> tuple[int, int]:
-    """Data-parallel rank and size of this process under any Lightning strategy."""
+    """Data-parallel rank and size of this process under any Lightning strategy.
+
+    Args:
+        strategy: The strategy, which knows its devices and processes.
+
+    Returns:
+        What the strategy's ``distributed_sampler_kwargs`` say; rank 0 of 1 where it has none.
+    """
     sharding = getattr(strategy, "distributed_sampler_kwargs", None) or {}
     return sharding.get("rank", 0), sharding.get("num_replicas", 1)

@@ -9,8 +9,8 @@ Integers only: no file, no tensor, no device.
                         the samplers, one a file
     permutations        the order within shards, from random bits
     window_permutation  the same, window by window
-    schedule            how an epoch is cut into steps
-    windows             how an epoch is cut into what is read from disk at once
+    schedule            how an epoch is divided into steps
+    windows             how an epoch is divided into what is read from disk at once
 """
 
 from lightning_memmap.sampling.block_shuffled import BlockShuffledSampler

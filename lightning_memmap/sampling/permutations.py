@@ -43,10 +43,16 @@ class Permutation(Protocol):
 def random_bits(seed: int, epoch: int, part: int = 0) -> np.random.Philox:
     """Random bits of an epoch.
 
+    They are those of the counter-based generator Philox: Salmon et al., "Parallel Random Numbers:
+    As Easy as 1, 2, 3", 2011.
+
     Args:
-        seed: Seed of the order.
-        epoch: Epoch.
+        seed: Seed of the order, ``0 <= seed < 2**63``.
+        epoch: Epoch, counted from 0.
         part: A number for each use: parts of one sequence, no two of which share a bit.
+
+    Returns:
+        The generator, at the first bit of this part.
     """
     key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, part], np.uint64)
     return np.random.Philox(key=key, counter=counter)
@@ -59,6 +65,9 @@ def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
         sizes: Rows of each set, int64 of shape (C,), in descending order, which differ by one at
             most.
         bits: Random bits.
+
+    Returns:
+        A permutation of each set. The kind depends on the largest set alone.
     """
     if sizes[0] < _LONG_SHARD:
         return _Sorted(sizes, bits)
@@ -138,8 +147,9 @@ class _Rotated:
 
 
 class _Cipher:
-    """Permutations of long shards, computed for any offset from tables of random integers, which
-    grow with the square root of the rows.
+    """Permutations of long shards, computed for any offset from tables of random integers.
+
+    The tables grow with the square root of the rows.
 
     A number is two digits, and each round adds to one of them, modulo its radix, a random function
     of the other: the generalised Feistel cipher of Black and Rogaway, "Ciphers with Arbitrary

@@ -21,7 +21,10 @@ def derive_seed(seed: int, *words: int) -> int:
 
     Args:
         seed: The user's seed, not negative.
-        words: What the derived seed is for, such as epoch, step and data device.
+        words: What the derived seed is for, such as epoch, step and data device; not negative.
+
+    Returns:
+        A seed in ``[0, 2**63)``.
     """
     state = np.random.SeedSequence([seed, *words]).generate_state(1, np.uint64)
     return int(state[0]) & MAX_SEED
@@ -91,7 +94,13 @@ class Sampler(ABC):
 
         Args:
             epoch: Epoch, counted from 0.
-            number: Window of the epoch.
+            number: Window of the epoch, counted from 0.
+
+        Returns:
+            Ranges of offsets in the order in which they lie in the window, the same for each shard.
+
+        Raises:
+            NotImplementedError: The order has no windows: `window_rows` is None.
         """
         raise NotImplementedError
 
@@ -130,12 +139,26 @@ class Sampler(ABC):
 
         Returns:
             int64 of shape (len(positions),).
+
+        Raises:
+            ValueError: As for `at`.
         """
         _, kept, grid = self._grid_of(epoch, positions, starts)
         return grid[kept]
 
     def dataset_rows(self, epoch: int, positions: range) -> Integers:
-        """The dataset rows at these positions, int64 of shape (len(positions),); see `at`."""
+        """The dataset rows that supply these positions.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            positions: As for `at`.
+
+        Returns:
+            Rows of the dataset, int64 of shape (len(positions),).
+
+        Raises:
+            ValueError: As for `at`.
+        """
         return self.shards.dataset_rows(*self.at(epoch, positions))
 
     def _grid_of(
@@ -161,6 +184,9 @@ class Sampler(ABC):
 
 def check_seed(seed: int) -> None:
     """Check a seed of an order.
+
+    Args:
+        seed: The seed.
 
     Raises:
         ValueError: It is negative or has more than 63 bits.

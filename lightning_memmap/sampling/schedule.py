@@ -1,4 +1,4 @@
-"""How an epoch is cut into steps."""
+"""How an epoch is divided into steps."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """How the positions from ``start`` to the end of an epoch are cut into steps.
+    """How the positions from ``start`` to the end of an epoch are divided into steps.
 
     Every step but the last two takes ``G`` positions. The last ones follow a rule that
     depends on ``N``, ``G`` and ``C`` alone, so that every process, whatever its rank, takes
@@ -18,14 +18,18 @@ class BatchSchedule:
       shares evenly with the step before it;
     - where even the shared steps would be too short for the largest possible number of
       data devices, ``gcd(G, C)``, both become one step of less than ``2 * G`` rows. That happens
-      only where ``G`` divides ``C``: one row per consumer and step leaves nothing to share.
+      only where ``G`` divides ``C``: with ``G`` data devices, each has one row of a step, and
+      there is nothing to share.
 
     Args:
         num_rows: Rows of the epoch, ``N``.
-        global_batch: Rows of a step over all processes, ``G``.
-        num_shards: Shards of the stream, ``C``.
+        global_batch: Rows of a step over all processes, ``G``, at least 1.
+        num_shards: Shards of the split, ``C``.
         drop_last: Drop the incomplete last step.
-        start: Position of the first row that was not yet delivered.
+        start: Position of the first row that was not yet delivered, in ``[0, N]``.
+
+    Raises:
+        ValueError: ``global_batch`` is below 1, or ``start`` is outside the epoch.
     """
 
     num_rows: int
@@ -63,13 +67,19 @@ class BatchSchedule:
         return self.num_full + len(self._tail)
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """First and one-past-last position of a step, counted from this plan's start.
+        """First and one-past-last position of a step.
+
+        Args:
+            step: The step, counted from 0 at the start of this schedule.
+
+        Returns:
+            Two positions of the epoch.
 
         Raises:
-            IndexError: ``step`` is outside ``[0, len(plan))``.
+            IndexError: ``step`` is outside ``[0, len(schedule))``.
         """
         if not 0 <= step < len(self):
-            raise IndexError(f"step={step}: the plan has {len(self)} steps")
+            raise IndexError(f"step={step}: the schedule has {len(self)} steps")
         full = self.num_full
         first = self.start + min(step, full) * self.global_batch
         if step < full:

@@ -14,6 +14,10 @@ Integers = NDArray[np.int64]
 def shard_rows(num_rows: int, num_shards: int) -> Integers:
     """Rows in each shard: row ``i`` is in shard ``i % num_shards``.
 
+    Args:
+        num_rows: Rows, ``N``.
+        num_shards: Shards, ``C``, at least 1.
+
     Returns:
         int64 array of shape (num_shards,) that sums to ``num_rows``.
     """
@@ -23,6 +27,10 @@ def shard_rows(num_rows: int, num_shards: int) -> Integers:
 
 def shard_starts(num_rows: int, num_shards: int) -> Integers:
     """Where each shard starts in a file that holds shard 0's rows, then shard 1's, and so on.
+
+    Args:
+        num_rows: Rows, ``N``.
+        num_shards: Shards, ``C``, at least 1.
 
     Returns:
         int64 array of shape (num_shards,), in rows.
@@ -34,10 +42,14 @@ def shard_starts(num_rows: int, num_shards: int) -> Integers:
 def striping(num_shards: int, num_data_devices: int) -> int:
     """The number of shards to divide rows into so that the data devices divide that number.
 
+    Args:
+        num_shards: Shards of the store.
+        num_data_devices: Data devices of all processes.
+
     Returns:
         ``num_shards`` where ``num_data_devices`` divides it, else the next multiple of
-        ``num_data_devices``: the rows are then re-striped, and their order differs from that of
-        the store's own shards.
+        ``num_data_devices``: the rows are then re-striped, and their order differs from that of the
+        store's own shards.
     """
     return -(-num_shards // num_data_devices) * num_data_devices
 
@@ -96,7 +108,14 @@ class Shards:
         return rows if self.subset is None else self.subset.rows(rows)
 
     def rows_of(self, shard: int) -> range | Integers:
-        """The dataset rows of one shard, in its order."""
+        """The dataset rows of one shard, in its order.
+
+        Args:
+            shard: Number of the shard.
+
+        Returns:
+            A range, or for a subset int64 of shape (rows of the shard,).
+        """
         numbers = range(shard, self.num_rows, self.num_shards)
         if self.subset is None:
             return numbers
@@ -106,7 +125,7 @@ class Shards:
         """Where rows lie, counted in rows from the start of a file.
 
         Args:
-            rows: Rows in dataset order, int64 of any shape.
+            rows: Rows in ``[0, num_rows)``, counted in dataset order, int64 of any shape.
 
         Returns:
             Their locations, int64 of the same shape.
@@ -114,6 +133,13 @@ class Shards:
         return self.starts[rows % self.num_shards] + rows // self.num_shards
 
     def rows_at(self, locations: Integers) -> Integers:
-        """The rows at locations: the inverse of `locate`."""
+        """The rows at locations: the inverse of `locate`.
+
+        Args:
+            locations: Locations in ``[0, num_rows)``, int64 of any shape.
+
+        Returns:
+            Rows, counted in dataset order, int64 of the same shape.
+        """
         shards = np.searchsorted(self.starts, locations, side="right") - 1
         return (locations - self.starts[shards]) * self.num_shards + shards

@@ -11,7 +11,7 @@ class RowSubset:
     """Every ``count``-th row of a dataset from ``index`` on, or all rows but those.
 
     The rows of a subset are numbered in dataset order and treated as a dataset: they are divided
-    into shards, permuted and cut into steps as if they alone had been stored.
+    into shards and steps, and permuted, as if they alone had been stored.
 
     Args:
         index: Selects the rows ``i`` with ``i % count == index``.
@@ -34,7 +34,11 @@ class RowSubset:
             raise ValueError(f"index={self.index}: the parts are 0 to {self.count - 1}")
 
     def num_rows(self, num_rows: int) -> int:
-        """Rows of the subset of a dataset with this many."""
+        """Rows of the subset of a dataset.
+
+        Args:
+            num_rows: Rows of the dataset.
+        """
         part = -(-(num_rows - self.index) // self.count)
         return num_rows - part if self.excluded else part
 

@@ -14,15 +14,15 @@ _KEPT_WINDOWS = 4
 class WindowPermutation:
     """Permutations of shards window by window.
 
-    The offsets that all shards have form a circle, which is cut into windows from a random offset
-    on: in another epoch, other rows share a window. The extra row of the longer shards is in the
-    last window.
+    The offsets that all shards have form a circle, which is divided into windows from a random
+    offset on: in another epoch, other rows share a window. The extra row of the longer shards is in
+    the last window.
 
     Args:
         sizes: Rows of each shard, int64 of shape (C,), as for `permuted`.
-        window: Rows of a shard in a window.
+        window: Rows of a shard in a window, at least 1.
         seed: Seed of the order.
-        epoch: Epoch.
+        epoch: Epoch, counted from 0.
     """
 
     def __init__(self, sizes: Integers, window: int, seed: int, epoch: int) -> None:
@@ -38,7 +38,14 @@ class WindowPermutation:
         self._kept: dict[int, Permutation] = {}
 
     def runs(self, number: int) -> list[range]:
-        """The offsets of a window, in runs of consecutive ones."""
+        """The offsets of a window, in runs of consecutive ones; see `Sampler.window_runs`.
+
+        Args:
+            number: Window of the epoch, counted from 0.
+
+        Returns:
+            One to three ranges of offsets, the same for each shard.
+        """
         if number < self._num_full:
             zero = np.zeros(1, np.int64)
             block = int(self._order.grid(number, number, zero, zero)[0])

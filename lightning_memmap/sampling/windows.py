@@ -22,6 +22,9 @@ def default_window(num_shards: int, row_bytes: int) -> int:
     Args:
         num_shards: Shards of the split.
         row_bytes: Bytes of one row over all fields, on average.
+
+    Returns:
+        As many as fit into `DEFAULT_WINDOW_BYTES` over all shards, at least 1.
     """
     return max(1, DEFAULT_WINDOW_BYTES // max(1, num_shards * row_bytes))
 
@@ -55,13 +58,27 @@ class Windows:
         return -(-self.sampler.shards.longest // self.rows)
 
     def number_of(self, position: int) -> int:
-        """The window of a position."""
+        """The window of a position.
+
+        Args:
+            position: A position of any epoch.
+
+        Returns:
+            Its number in the epoch, counted from 0.
+        """
         return position // (self.sampler.num_shards * self.rows)
 
     def runs(self, epoch: int, number: int) -> list[range]:
         """The offsets of a window, the same in each shard, in runs of consecutive ones.
 
         In the last window, a shard that is one row shorter than others lacks the last offset.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            number: Window of the epoch, counted from 0.
+
+        Returns:
+            Ranges of offsets, as `Sampler.window_runs` returns them.
         """
         if self.sampler.is_sequential:
             stop = min((number + 1) * self.rows, self.sampler.shards.longest)
@@ -81,11 +98,15 @@ class Windows:
             epoch: Epoch, counted from 0.
             positions: As for `Sampler.at`.
             window_slots: Slots for rows in a window's memory.
-            run_starts: Returns, for each run of a window, the slot of its first row by shard:
-                int64 of shape (C,) for each run. The rows of a run lie one after the other.
+            run_starts: Returns, for each run of a window, the slot of its first row by shard: int64
+                of shape (C,) for each run. The rows of a run lie one after the other.
 
         Returns:
-            int64 of shape (len(positions),).
+            Slots, counted from that of the first window of the epoch, int64 of shape
+            (len(positions),).
+
+        Raises:
+            ValueError: As for `Sampler.at`.
         """
         shards, offsets = self.sampler.at(epoch, positions)
         if not positions:

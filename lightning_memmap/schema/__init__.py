@@ -1,4 +1,4 @@
-"""Fields: what one sample consists of, and how a batch is put together again.
+"""Fields: what one sample consists of, and how a batch is put back together.
 
 A sample is any nesting of tuple, list, dict, named tuple and dataclass around leaves: tensors,
 numpy arrays and scalars, PIL images, numbers and bools. Each leaf is a field with a dtype and a
@@ -34,18 +34,31 @@ _MAX_FIELDS = 4096
 
 @dataclass(frozen=True)
 class Schema:
-    """The fields of a sample in the order of its leaves, and the nesting around them."""
+    """The fields of a sample in the order of its leaves, and the nesting around them.
+
+    Args:
+        fields: The fields, in the order of the leaves.
+        structure: The containers around the fields.
+    """
 
     fields: tuple[Field, ...]
     structure: Node
 
     @classmethod
     def from_sample(cls, sample: Any) -> "Schema":
-        """Describe a sample.
+        """Describe the samples of a dataset by one of them.
+
+        Args:
+            sample: Any nesting of tuple, list, dict, named tuple and dataclass around tensors,
+                numpy arrays and scalars, PIL images, numbers and bools.
+
+        Returns:
+            The schema that all other samples must fit.
 
         Raises:
-            SchemaError: A leaf has a type or dtype that cannot be stored, or the sample has no
-                leaf. The message names the field.
+            SchemaError: A leaf has a type or dtype that cannot be stored, the sample has no leaf or
+                is nested too deeply, or the name of a field cannot be the name of a file. The
+                message names the field.
         """
         leaves: list[tuple[str, Any]] = []
         structure = describe(sample, leaves, number_ndim=0)
@@ -55,11 +68,18 @@ class Schema:
 
     @classmethod
     def from_batch(cls, batch: Any) -> "Schema":
-        """Describe a row of a batch: any nesting of tensors whose first dimension is the rows.
+        """Describe the rows of a batch.
+
+        Args:
+            batch: Any nesting of tensors whose first dimension is the rows.
+
+        Returns:
+            The schema of one row. All its fields are of the kind ``tensor``.
 
         Raises:
-            SchemaError: A leaf is no tensor, has no dimension, or has a dtype that cannot be
-                stored. The message names the field.
+            SchemaError: A leaf is not a tensor, has no dimension, or has a dtype that cannot be
+                stored, or the name of a field cannot be the name of a file. The message names the
+                field.
         """
         leaves: list[tuple[str, Any]] = []
         structure = describe(batch, leaves, number_ndim=1)
@@ -85,8 +105,16 @@ class Schema:
     def flatten(self, sample: Any) -> list[Tensor | np.ndarray]:
         """Check a sample against this schema and return its leaves in the order of the fields.
 
+        Args:
+            sample: A sample of the dataset.
+
+        Returns:
+            One dense CPU tensor or numpy array per field, of the field's dtype and shape. It may
+            share memory with the sample; a numpy array keeps its byte order.
+
         Raises:
-            SchemaError: The message names the field, what was found and what was expected.
+            SchemaError: The sample has another structure, or a leaf another dtype, shape or image
+                mode. The message names the field, what was found and what was expected.
         """
         leaves: list[Any] = []
         flatten(sample, self.structure, leaves, number_ndim=0)
@@ -97,7 +125,7 @@ class Schema:
                 dtype, shape = array_dtype(field.name, array), tuple(array.shape)
             except SchemaError as error:
                 raise SchemaError(f"{error}; expected {field} ({field.kind})") from error
-            # A palette image and a grey one have the same shape and dtype, and other meanings.
+            # Palette and grey images may have the same shape and dtype, but differ in meaning.
             other_mode = kind.startswith("image") and kind != field.kind
             if (dtype, shape) != (field.dtype, field.shape) or other_mode:
                 raise SchemaError(
@@ -108,14 +136,20 @@ class Schema:
         return arrays
 
     def flatten_batch(self, batch: Any) -> list[Tensor]:
-        """Check a batch of rows against this schema and return its leaves in the order of the
-        fields.
+        """Check a batch of rows against this schema and return its leaves, one per field.
+
+        Args:
+            batch: A batch with the structure of this schema, whose fields must all be of the kind
+                ``tensor``, as those of `from_batch` are.
 
         Returns:
-            One tensor of shape (B, *field shape) per field, on the device that it is on.
+            One tensor of shape (B, *field shape) per field, detached, on the device of the given
+            one.
 
         Raises:
-            SchemaError: The message names the field, what was found and what was expected.
+            SchemaError: The batch has another structure, a leaf another dtype or row shape, or
+                leaves differ in their number of rows. The message names the field, what was found
+                and what was expected.
         """
         leaves: list[Any] = []
         flatten(batch, self.structure, leaves, number_ndim=1)
@@ -133,17 +167,27 @@ class Schema:
         return [leaf.detach().resolve_conj().resolve_neg() for leaf in leaves]
 
     def builder(self, sample: Any = None) -> Callable[[Sequence[Tensor]], Any]:
-        """A function that nests one tensor per field the way ``default_collate`` would: tuples
-        become lists, every other container keeps its kind.
+        """Make a function that nests one tensor per field as ``default_collate`` would.
+
+        Tuples become lists; every other container keeps its kind. A list of numbers becomes a list
+        of tensors.
 
         Args:
-            sample: A sample of the dataset, for the classes of its named tuples and dataclasses.
-                Without it, look-alikes with the same names are made.
+            sample: A sample of the dataset, from which the classes of named tuples and dataclasses
+                are taken. Without it, classes with the same names and fields are made.
+
+        Returns:
+            A function that takes one tensor per field, in the order of the fields, and returns the
+            nested sample or batch.
         """
         return builder(self.structure, sample, count())
 
     def to_json(self) -> dict[str, Any]:
-        """This schema as JSON values."""
+        """Convert this schema to JSON values.
+
+        Returns:
+            A dict with the keys ``fields`` and ``structure``, as `from_json` reads it.
+        """
         return {
             "fields": [field.to_json() for field in self.fields],
             "structure": self.structure.to_json(),
@@ -151,7 +195,10 @@ class Schema:
 
     @classmethod
     def from_json(cls, value: Any) -> "Schema":
-        """Read a schema from JSON values that nobody has checked.
+        """Read a schema from JSON values that have not been checked.
+
+        Args:
+            value: A dict with the keys ``fields`` and ``structure``. Other keys are ignored.
 
         Raises:
             SchemaError: The values describe no schema that `from_sample` could have made.

@@ -12,7 +12,7 @@ import torch
 
 from lightning_memmap.errors import SchemaError
 
-#: The dtypes that a store holds. Others (float8 and sub-byte types, complex32) do not survive a
+#: The dtypes that a store can hold. Others (float8 and sub-byte types, complex32) do not survive a
 #: round trip through tensordict's memory-mapped files.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -23,14 +23,18 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }  # fmt: skip
 
-#: What file systems take as a file name, without the longest ending of a file of a column.
+#: The longest name of a field: what file systems allow, less the longest suffix of its files.
 MAX_NAME_LENGTH = 255 - len(".memmap")
 _MAX_DIMENSIONS = 64
 _KIND = re.compile(r"[a-z]+(:[A-Za-z0-9;]{1,32})?")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without ``torch.``."""
+    """Return the name of a dtype without ``torch.``, such as ``uint8``.
+
+    Args:
+        dtype: Any dtype of torch, whether a store can hold it or not.
+    """
     return str(dtype).removeprefix("torch.")
 
 
@@ -57,7 +61,12 @@ class Field:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> dict[str, Any]:
-        """This field as JSON values."""
+        """Convert this field to JSON values.
+
+        Returns:
+            A dict with the keys ``name``, ``dtype``, ``shape`` and ``kind``, as `from_json` reads
+            it.
+        """
         return {
             "name": self.name,
             "dtype": dtype_name(self.dtype),
@@ -67,7 +76,13 @@ class Field:
 
     @classmethod
     def from_json(cls, value: Any) -> "Field":
-        """Read a field from JSON values that nobody has checked. Its name is not checked.
+        """Read a field from JSON values that have not been checked.
+
+        Args:
+            value: A dict with the keys ``name``, ``dtype``, ``shape`` and ``kind``.
+
+        Returns:
+            The field. Its name is a string, but otherwise not checked: see `check_names`.
 
         Raises:
             SchemaError: The values describe no field.
@@ -91,10 +106,18 @@ class Field:
 
 
 def entry(value: Any, key: str, kind: type) -> Any:
-    """The value of a key in JSON values that nobody has checked.
+    """Look up a key in JSON values that have not been checked.
+
+    Args:
+        value: A dict, or any other value, which has no keys.
+        key: The key.
+        kind: The exact type that the entry must have. A bool does not pass as an int.
+
+    Returns:
+        The entry.
 
     Raises:
-        SchemaError: It is not there, or is of another type.
+        SchemaError: The key is missing, or its value has another type.
     """
     if not isinstance(value, dict) or type(value.get(key)) is not kind:
         raise SchemaError(f"{key!r} is missing or is not a {kind.__name__}")
@@ -102,7 +125,16 @@ def entry(value: Any, key: str, kind: type) -> Any:
 
 
 def field_name(path: Iterable[str | int]) -> str:
-    """The name of the field at a path of keys, which is safe as the name of a file."""
+    """Return the name of the field at a path of keys, which is safe as the name of a file.
+
+    Args:
+        path: Keys, names and positions from the outermost container to the leaf. It is empty for a
+            sample that is a leaf itself.
+
+    Returns:
+        The parts in percent-encoding with ``~`` in place of ``%``, joined by dots; ``value`` for an
+        empty path.
+    """
     return ".".join(map(_encode, path)) or "value"
 
 
@@ -116,8 +148,11 @@ def _encode(key: str | int) -> str:
 def check_name_length(name: str) -> None:
     """Check that a field's name fits into a file name.
 
+    Args:
+        name: The name, as `field_name` makes it.
+
     Raises:
-        SchemaError: It does not.
+        SchemaError: It has more than `MAX_NAME_LENGTH` characters.
     """
     if len(name) > MAX_NAME_LENGTH:
         raise SchemaError(
@@ -129,8 +164,11 @@ def check_name_length(name: str) -> None:
 def check_names(names: Iterable[str]) -> None:
     """Check that each field's name leads to a file of its own.
 
+    Args:
+        names: The names of all fields of a schema.
+
     Raises:
-        SchemaError: A name is too long, or two lead to one file.
+        SchemaError: A name is too long, or two names differ at most in upper and lower case.
     """
     seen: dict[str, str] = {}
     for name in names:

@@ -14,7 +14,7 @@ from lightning_memmap.schema.fields import DTYPES, Field, dtype_name
 #: A list or tuple of at least this many numbers of one dtype is one field. In a shorter one, such
 #: as ``(image, label)``, each is a field of its own.
 MIN_NUMBERS = 16
-#: A longer list would cost seconds a batch, since each of its numbers is given back as a tensor.
+#: A longer list would cost seconds a batch, since each of its numbers becomes a tensor.
 MAX_NUMBERS = 2**20
 
 _FROM_PYTHON: dict[type, np.dtype[Any]] = {
@@ -29,21 +29,36 @@ _TO_NUMPY = {dtype: name for name, dtype in _FROM_NUMPY.items()}
 
 
 def describe_leaf(name: str, leaf: Any) -> Field:
-    """The field of which a leaf is a row.
+    """Describe the field that a leaf of a sample belongs to.
+
+    Args:
+        name: Name of the field.
+        leaf: The value in one sample.
+
+    Returns:
+        The field, with the leaf's dtype, shape and kind.
 
     Raises:
-        SchemaError: It has a type or dtype that cannot be stored. The message names the field.
+        SchemaError: The leaf has a type or dtype that cannot be stored. The message names the
+            field.
     """
     array, kind = to_array(name, leaf)
     return Field(name, array_dtype(name, array), tuple(array.shape), kind)
 
 
 def describe_rows(name: str, leaf: Any) -> Field:
-    """The field of which a tensor holds rows along its first dimension.
+    """Describe the field whose rows a tensor holds along its first dimension.
+
+    Args:
+        name: Name of the field.
+        leaf: A dense tensor of shape (B, *field shape), on any device.
+
+    Returns:
+        The field, of the kind ``tensor``.
 
     Raises:
-        SchemaError: It is no such tensor, or its dtype cannot be stored. The message names the
-            field.
+        SchemaError: The leaf is no such tensor, or its dtype cannot be stored. The message names
+            the field.
     """
     if not isinstance(leaf, Tensor):
         raise SchemaError(
@@ -60,10 +75,18 @@ def describe_rows(name: str, leaf: Any) -> Field:
 
 
 def to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
-    """A leaf as a dense CPU tensor or numpy array, and its kind (see `Field`).
+    """Convert a leaf to a dense CPU tensor or numpy array.
+
+    Args:
+        name: Name of the field, for messages.
+        leaf: The value in one sample.
+
+    Returns:
+        The values, which may share memory with the leaf, and their kind (see `Field`). An image has
+        shape (channels, height, width).
 
     Raises:
-        SchemaError: It cannot be stored. The message names the field and the way out.
+        SchemaError: The leaf cannot be stored. The message names the field and the way out.
     """
     if isinstance(leaf, Tensor):
         _check_dense(name, leaf)
@@ -92,10 +115,14 @@ def to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
 
 
 def array_dtype(name: str, array: Tensor | np.ndarray) -> torch.dtype:
-    """The dtype in which an array or a tensor is stored.
+    """Return the dtype in which an array or tensor is stored.
+
+    Args:
+        name: Name of the field, for messages.
+        array: A dense tensor or numpy array, the latter in either byte order.
 
     Raises:
-        SchemaError: There is none. The message names the field.
+        SchemaError: A store has no such dtype. The message names the field.
     """
     if isinstance(array, Tensor):
         if array.dtype in DTYPES.values():
@@ -114,11 +141,15 @@ def array_dtype(name: str, array: Tensor | np.ndarray) -> torch.dtype:
 
 
 def number_dtype(values: Sequence[Any], ndim: int) -> torch.dtype | None:
-    """The dtype that numbers share, or None where not all are numbers, or not of one dtype.
+    """Find the dtype that numbers share.
 
     Args:
-        values: Python's or numpy's numbers, or tensors.
-        ndim: Dimensions of a tensor that is a number.
+        values: Python or numpy numbers, or tensors.
+        ndim: Dimensions of a tensor that counts as one number: 0 in a sample, 1 in a batch.
+
+    Returns:
+        The dtype; None if a value is not a number, if dtypes differ, or if a store has no such
+        dtype.
     """
     dtypes: set[torch.dtype | None] = set()
     for kind in set(map(type, values)):
@@ -136,15 +167,20 @@ def number_dtype(values: Sequence[Any], ndim: int) -> torch.dtype | None:
 
 
 def stack_numbers(name: str, values: Sequence[Any], ndim: int) -> Tensor | np.ndarray:
-    """Numbers side by side, along a new last dimension.
+    """Stack numbers along a new last dimension.
 
     Args:
-        name: Their field.
-        values: Python's or numpy's numbers, or tensors.
-        ndim: Dimensions of a tensor that is a number.
+        name: Name of their field, for messages.
+        values: Python or numpy numbers, or tensors.
+        ndim: Dimensions of a tensor that counts as one number: 0 in a sample, 1 in a batch.
+
+    Returns:
+        A tensor where some values are tensors, else a numpy array, of shape (..., number of
+        values).
 
     Raises:
-        SchemaError: They are not all numbers of one dtype and shape, or are too many.
+        SchemaError: The values are not all numbers of one dtype and shape, or there are more than
+            `MAX_NUMBERS`.
     """
     dtype = number_dtype(values, ndim)
     if dtype is None:
@@ -157,7 +193,10 @@ def stack_numbers(name: str, values: Sequence[Any], ndim: int) -> Tensor | np.nd
         )
     if not any(isinstance(value, Tensor) for value in values):
         return _number_array(name, values, _TO_NUMPY[dtype])
-    tensors = [torch.as_tensor(value, dtype=dtype) for value in values]
+    try:
+        tensors = [torch.as_tensor(value, dtype=dtype) for value in values]
+    except (ValueError, RuntimeError, OverflowError) as error:
+        raise SchemaError(f"field {name!r}: a number does not fit into {dtype}: {error}") from error
     if len({tensor.shape for tensor in tensors}) != 1:
         raise SchemaError(f"field {name!r}: found a list of tensors of different lengths")
     return torch.stack(tensors, ndim)
@@ -188,7 +227,7 @@ def _image_array(name: str, image: Any) -> np.ndarray:
         )
     try:
         pixels = np.asarray(image)
-    except Exception as error:  # Files are decoded here; each format has errors of its own.
+    except Exception as error:  # Files are decoded here; each format has its own errors.
         raise SchemaError(
             f"field {name!r}: the image cannot be read: {type(error).__name__}: {error}"
         ) from error
@@ -204,7 +243,7 @@ def _check_dense(name: str, leaf: Tensor) -> None:
         found, remedy = "a quantized tensor", "give its int_repr(), or dequantize() it"
     elif leaf.is_meta:
         found, remedy = "a tensor on the meta device, which has no values", "move it to the CPU"
-    # Subclasses with a dispatch of their own hold more than values, such as a mask.
+    # Subclasses with their own dispatch contain more than values, such as a mask.
     elif type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         found, remedy = f"a {type(leaf).__name__}", "give what it holds as plain tensors"
     else:

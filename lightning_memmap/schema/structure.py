@@ -17,7 +17,7 @@ from lightning_memmap.schema.fields import MAX_NAME_LENGTH, check_name_length, e
 from lightning_memmap.schema.leaves import MIN_NUMBERS, number_dtype, stack_numbers
 
 _MAX_DEPTH = 32
-#: Making a class from a stranger's schema takes a millisecond.
+#: An untrusted schema may name many classes, and making one takes a millisecond.
 _MAX_CLASSES = 256
 
 Path = tuple[str | int, ...]
@@ -26,7 +26,7 @@ Build = Callable[[Sequence[Tensor]], Any]
 
 @dataclass(frozen=True)
 class Node:
-    """A container of a sample, or what is one field.
+    """A container of a sample, or a part of it that is one field.
 
     Args:
         kind: ``leaf``, a field of one value, ``numbers``, a field of a list or tuple of numbers,
@@ -43,17 +43,27 @@ class Node:
 
     @property
     def is_field(self) -> bool:
-        """Whether this is a field, and no container."""
+        """Whether this is a field and not a container."""
         return self.kind in ("leaf", "numbers")
 
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
-        """This node and all below it, each with its path, in the order of the leaves."""
+        """Iterate over this node and all below it, in the order of the leaves.
+
+        Args:
+            path: Where this node is in the sample; empty for the outermost one.
+
+        Yields:
+            The path and the node, a container before its children.
+        """
         yield path, self
         for key, child in zip(self.keys, self.children, strict=True):
             yield from child.walk((*path, key))
 
     def fields(self) -> list[tuple[str, "Node"]]:
-        """The name and the node of each field.
+        """List the fields below this node.
+
+        Returns:
+            The name and the node of each field, in the order of the leaves.
 
         Raises:
             SchemaError: A name is too long.
@@ -66,7 +76,7 @@ class Node:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """This structure as JSON values."""
+        """Convert this structure to JSON values, as `from_json` reads them."""
         if self.is_field:
             return {"kind": self.kind}
         return {
@@ -78,10 +88,13 @@ class Node:
 
     @classmethod
     def from_json(cls, value: Any) -> "Node":
-        """Read a structure from JSON values that nobody has checked.
+        """Read a structure from JSON values that have not been checked.
+
+        Args:
+            value: A dict as of `to_json`.
 
         Raises:
-            SchemaError: The values describe no structure of a sample.
+            SchemaError: The values describe no structure that a sample could have.
         """
         structure = _node_from_json(value, 0)
         classes = {(node.kind, node.name, node.keys) for _, node in structure.walk() if node.name}
@@ -95,16 +108,20 @@ _NUMBERS = Node("numbers")
 
 
 def describe(value: Any, leaves: list[tuple[str, Any]], number_ndim: int, path: Path = ()) -> Node:
-    """The structure of a sample, or of a batch.
+    """Find the structure of a sample or of a batch.
 
     Args:
         value: The sample or batch.
-        leaves: The name and value of each leaf is appended here.
-        number_ndim: Dimensions of a tensor that is a number: 0 in a sample, 1 in a batch.
+        leaves: The name and value of each leaf are appended to this list.
+        number_ndim: Dimensions of a tensor that counts as one number: 0 in a sample, 1 in a batch.
         path: Where the value is in the sample.
 
+    Returns:
+        The structure, whose fields are in the order of ``leaves``.
+
     Raises:
-        SchemaError: It is nested too deeply, or a dict has keys that cannot be stored.
+        SchemaError: The sample is nested too deeply, a dict has keys that cannot be stored, or a
+            list has too many numbers. The message names the field where there is one.
     """
     if len(path) > _MAX_DEPTH:
         raise SchemaError(f"the sample is nested deeper than {_MAX_DEPTH} levels")
@@ -130,17 +147,17 @@ def describe(value: Any, leaves: list[tuple[str, Any]], number_ndim: int, path: 
 
 
 def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: Path = ()) -> None:
-    """Take a sample, or a batch, apart as a structure says.
+    """Take the leaves out of a sample or batch that has a known structure.
 
     Args:
         value: The sample or batch.
-        node: Its structure.
-        leaves: The leaves are appended here.
-        number_ndim: Dimensions of a tensor that is a number: 0 in a sample, 1 in a batch.
-        path: Where the value is in the sample.
+        node: Its structure. The keys of a dict may be in another order.
+        leaves: The leaves are appended to this list, in the order of the structure.
+        number_ndim: Dimensions of a tensor that counts as one number: 0 in a sample, 1 in a batch.
+        path: Where the value is in the sample, for messages.
 
     Raises:
-        SchemaError: It has another structure. The message names the field.
+        SchemaError: The value has another structure. The message names the field.
     """
     if node.kind == "leaf":
         leaves.append(value)
@@ -172,12 +189,15 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: P
 
 
 def builder(node: Node, sample: Any, indices: Iterator[int]) -> Build:
-    """A function that puts leaves into a structure again; see `Schema.builder`.
+    """Make a function that puts leaves back into a structure; see `Schema.builder`.
 
     Args:
         node: The structure.
         sample: A sample of the dataset, for its classes, or None.
-        indices: The index of each leaf that is still to come.
+        indices: The indices that the leaves from here on have; as many as needed are taken.
+
+    Returns:
+        A function from the tensors of all fields to the nested value.
     """
     if node.is_field:
         index = next(indices)

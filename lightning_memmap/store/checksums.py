@@ -29,10 +29,10 @@ def compute_checksums(
         directory: Where the files are.
         columns: The columns of the store.
         num_threads: Threads that read and hash; XXH3 releases the interpreter lock.
-        advance: Called with the bytes read since the last call.
+        advance: Called with the number of bytes read since the last call, from these threads.
 
     Returns:
-        By field name, one hexadecimal hash of 64 bits for each shard.
+        By field name, one XXH3 hash of 64 bits in hexadecimal for each shard.
 
     Raises:
         StoreError: A file is a link, is not a plain file, or cannot be read.

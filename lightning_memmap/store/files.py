@@ -10,12 +10,15 @@ from typing import Any
 
 from lightning_memmap.errors import StoreError
 
-#: The end of the names of files that a build needs only until its store is put in place.
+#: Suffix of files that a build needs only until its store is in place.
 TEMPORARY = ".tmp"
 
 
 def open_plain(path: Path) -> int:
-    """Open a plain file for reading. A link is not followed, and a pipe is not waited for.
+    """Open a plain file for reading, without following a link or waiting for a pipe.
+
+    Args:
+        path: The file.
 
     Returns:
         The descriptor, which the caller closes.
@@ -41,12 +44,16 @@ def open_plain(path: Path) -> int:
 def check_plain(path: Path) -> int:
     """Check that a path leads to a plain file.
 
+    Args:
+        path: The file. A link is not followed.
+
     Returns:
         Its size in bytes.
 
     Raises:
         FileNotFoundError: There is nothing at the path.
         StoreError: It is a link, a directory or a device.
+        OSError: It cannot be looked up.
     """
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -59,7 +66,12 @@ def _not_plain(path: Path) -> StoreError:
 
 
 def unreadable(path: Path, error: OSError) -> StoreError:
-    """The error for a file of a store that the system does not let this process read."""
+    """Make the error for a file of a store that the system does not let this process read.
+
+    Args:
+        path: The file.
+        error: What the system said.
+    """
     return StoreError(
         f"{path} cannot be read: {error.strerror}: see that you have the right to read it and all"
         " directories above it, that its disk works, and that the process may open more files"
@@ -68,14 +80,30 @@ def unreadable(path: Path, error: OSError) -> StoreError:
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write bytes at an offset of a file, in as many calls as it takes."""
+    """Write bytes at an offset of a file, in as many calls as it takes.
+
+    Args:
+        descriptor: A file that is open for writing.
+        data: What to write, with items of one byte.
+        offset: Where to begin, in bytes from the start of the file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
 
 
 def sync_path(path: Path) -> None:
-    """Bring a file, or the entries of a directory, to the disk."""
+    """Bring a file, or the entries of a directory, to the disk.
+
+    Args:
+        path: The file or directory.
+
+    Raises:
+        OSError: It cannot be opened, or the disk reports an error.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -86,13 +114,16 @@ def sync_path(path: Path) -> None:
 class OpenFiles:
     """Files of one directory, each opened for writing when it is first needed.
 
-    The directory is held open and its files are opened relative to it, not by its name: a process
+    The directory stays open, and files are opened relative to it and not by its name: a process
     that outlives its build must not write into the files that the next build makes in the same
-    place. It can be sent to a process that is being started.
+    place. The object can be sent to a process that is being started.
 
     Args:
         directory: The directory. A link is not followed.
-        max_open: Files that are open at once; beyond that the oldest one is closed.
+        max_open: The most files to keep open at once; beyond that the oldest one is closed.
+
+    Raises:
+        OSError: The directory cannot be opened.
     """
 
     def __init__(self, directory: Path, max_open: int = sys.maxsize) -> None:
@@ -102,11 +133,14 @@ class OpenFiles:
         self._files: dict[str, int] = {}
 
     def open(self, name: str, flags: int = 0) -> int:
-        """The descriptor of a file, valid until the next call.
+        """Return the descriptor of a file, valid until the next call.
 
         Args:
-            name: Its name in the directory.
+            name: Name of the file in the directory. A link is not followed.
             flags: Flags of ``os.open`` beside those for writing, such as ``os.O_CREAT``.
+
+        Raises:
+            OSError: The file cannot be opened.
         """
         if name not in self._files:
             if len(self._files) >= self._max_open:
@@ -116,12 +150,16 @@ class OpenFiles:
         return self._files[name]
 
     def sync(self) -> None:
-        """Bring the files that are open to the disk."""
+        """Bring the files that are open to the disk.
+
+        Raises:
+            OSError: The disk reports an error.
+        """
         for descriptor in self._files.values():
             os.fsync(descriptor)
 
     def close(self) -> None:
-        """Close the files and the directory. Doing it again changes nothing."""
+        """Close the files and the directory. A second call does nothing."""
         while self._files:
             os.close(self._files.popitem()[1])
         if self.directory >= 0:

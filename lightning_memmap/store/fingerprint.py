@@ -1,4 +1,4 @@
-"""The identity of a dataset: what tells it from others without reading a row."""
+"""The identity of a dataset: what distinguishes it from others without reading a row."""
 
 import enum
 import inspect
@@ -32,7 +32,7 @@ _MAX_ITEMS = 2**20
 #: Arrays are hashed whole until this many bytes have been hashed, and in pieces from then on.
 _MAX_HASHED_BYTES = 2**30
 _NUM_PIECES, _PIECE_BYTES = 64, 2**20
-#: Private attributes of other types, such as open files, may be made only when they are needed.
+#: Private attributes of other types, such as open files, may be made only when first needed.
 _SETTLED_TYPES = (
     str, bytes, bytearray, int, float, complex, os.PathLike, memoryview, array, types.FunctionType,
     tuple, list, dict, set, frozenset, deque, np.ndarray, np.generic, Tensor, Dataset,
@@ -60,11 +60,14 @@ class Fingerprint:
 
     @classmethod
     def of(cls, dataset: Any, given: str | None = None) -> "Fingerprint":
-        """The identity of a dataset. No row is read.
+        """Take the identity of a dataset, without reading a row.
 
         Args:
             dataset: The dataset.
             given: The fingerprint that the user has given for it.
+
+        Raises:
+            TypeError: The dataset has no length.
         """
         reader = _Reader()
         reader.parts["its length"] = str(len(dataset))
@@ -72,7 +75,15 @@ class Fingerprint:
         return cls(reader.parts, given)
 
     def difference(self, other: "Fingerprint") -> str | None:
-        """The changes from this identity to another one, in words; None where there are none."""
+        """Say in words what changed from this identity to another one.
+
+        Args:
+            other: The later identity. If the user has given a fingerprint for it, that alone
+                decides.
+
+        Returns:
+            The changes, at most three of them by name; None if there are none.
+        """
         if other.given is not None:
             if self.given == other.given:
                 return None
@@ -90,15 +101,18 @@ class Fingerprint:
         return f"{', '.join(changed[:3])}{more} changed"
 
     def to_json(self) -> dict[str, Any]:
-        """This identity as JSON values."""
+        """Convert this identity to JSON values, as `from_json` reads them."""
         return {"given": self.given, "parts": dict(self.parts)}
 
     @classmethod
     def from_json(cls, value: Any) -> "Fingerprint":
-        """Read an identity from JSON values that nobody has checked.
+        """Read an identity from JSON values that have not been checked.
+
+        Args:
+            value: A dict with the keys ``parts`` and ``given``.
 
         Raises:
-            ValueError: They describe no identity.
+            ValueError: The values describe no identity.
         """
         parts, given = (
             (value.get("parts"), value.get("given")) if isinstance(value, dict) else (0, 0)
@@ -113,6 +127,10 @@ class Fingerprint:
 
 def check_given(given: str | None, name: str = "fingerprint") -> None:
     """Check what a user gives as a fingerprint.
+
+    Args:
+        given: The value; None is allowed.
+        name: Name of the argument, for messages.
 
     Raises:
         TypeError: It is not a string.
@@ -156,7 +174,7 @@ class _Reader:
             return
         self._seen.add(id(dataset))
         kind = type(dataset)
-        # Without its module, which is another one where the same file is run and imported.
+        # Without its module, whose name depends on whether the file is run or imported.
         self._add(f"class of {prefix[:-1]}" if prefix else "its class", kind.__qualname__)
         for base in kind.__mro__:
             if (source := _source(base)) is not None:
@@ -191,7 +209,7 @@ class _Reader:
             value = [len(value), list(islice(value, 0, None, step))]
         try:
             text = self._encoder.encode(_with_text_keys(value, 0))
-        except (TypeError, ValueError, RecursionError):  # Circles, depth.
+        except (TypeError, ValueError, RecursionError):  # Circular, or nested too deeply.
             text = f"type {type(value).__qualname__}"
         return _digest(text)
 
@@ -227,7 +245,7 @@ class _Reader:
             within.read(value, "", _MAX_DEPTH)
             return within.parts
         if callable(getattr(value, "close", None)):
-            return None  # An open file counts like one that is still to be opened.
+            return None  # Whether a file is already open must not matter.
         return self._describe_object(value)
 
     def _describe_object(self, value: Any) -> Any:
@@ -268,7 +286,7 @@ class _Reader:
 
 
 def _settled_attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, without private ones that may be made only when needed."""
+    """The attributes of an object, except private ones that may be made only when needed."""
     names = dict.fromkeys(getattr(value, "__dict__", ()))
     for base in type(value).__mro__:
         slots = base.__dict__.get("__slots__", ())

@@ -56,10 +56,16 @@ class BuildPlan:
         return int(self.contents["num_rows"])
 
     def difference(self, found: Mapping[str, Any]) -> str | None:
-        """What differs in the plan of an interrupted build, in words; None where nothing does.
+        """Say in words how the plan of an interrupted build differs from this one.
+
+        Args:
+            found: The plan that was found, as JSON values that have not been checked.
+
+        Returns:
+            The first difference; None if there is none.
 
         Raises:
-            ValueError: The plan that was found is no plan.
+            ValueError: What was found is not a plan.
         """
         changed = Fingerprint.from_json(found.get("fingerprint")).difference(self.fingerprint)
         if changed is not None:
@@ -89,7 +95,18 @@ class Journal:
 
     @classmethod
     def create(cls, building: Path, plan: BuildPlan) -> "Journal":
-        """Start the journal of a build whose files have just been made."""
+        """Start the journal of a build whose files have just been made.
+
+        Args:
+            building: The directory in which the store is being built.
+            plan: What the build makes. It is written beside the journal.
+
+        Returns:
+            The journal, locked where the file system has locks, and without rows.
+
+        Raises:
+            OSError: The files cannot be written, or are there already.
+        """
         now = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
         body = {
             "builder": f"process {os.getpid()} on {node()} at {now}",
@@ -106,11 +123,17 @@ class Journal:
 
     @classmethod
     def resume(cls, building: Path, plan: BuildPlan) -> "Journal | None":
-        """Take over the journal of an interrupted build that had the same plan, if all its files
-        belong to this user and none of its processes is alive. Otherwise the log says why not.
+        """Take over the journal of an interrupted build that had the same plan.
+
+        All its files must belong to this user, and none of its processes may be alive. Otherwise a
+        warning in the log says why the build is not resumed.
+
+        Args:
+            building: The directory in which the store is being built.
+            plan: What this build makes.
 
         Returns:
-            The journal; None where the build must start anew.
+            The journal, locked; None where the build must start anew.
         """
         if not os.path.lexists(building):
             return None
@@ -157,8 +180,11 @@ class Journal:
     def note(self, written: Iterable[range]) -> None:
         """Add rows that have been brought to the disk.
 
+        Args:
+            written: The rows, in ranges in any order.
+
         Raises:
-            OSError: They could not be added. The journal is as it was.
+            OSError: The rows could not be added. The journal is as it was.
         """
         ranges = merge_ranges(written)
         data = b"".join(b"%d %d\n" % (rows.start, len(rows)) for rows in ranges)
@@ -174,7 +200,7 @@ class Journal:
         self.done = merge_ranges((*self.done, *ranges))
 
     def close(self) -> None:
-        """Close the file, which releases this process's hold on the lock."""
+        """Close the file. The lock is released once no worker has the file open either."""
         os.close(self.descriptor)
 
 

@@ -1,7 +1,7 @@
-"""The manifest of a store: what the store holds, checked value by value when it is read.
+"""The manifest of a store: what the store contains, checked value by value when it is read.
 
-A manifest may come from a stranger. Reading it runs no code from it, and every size and name in it
-is checked before a file is touched.
+A manifest may come from an untrusted source. Reading it runs no code from it, and every size and
+name in it is checked before a file is touched.
 """
 
 import json
@@ -40,17 +40,17 @@ _MAX_PROBES = 64
 _MAX_SOURCE = 64
 _MAX_TEXT = 4096
 _MAX_ROWS = 2**48
-#: Where no field has a byte, no file shows that the rows are there.
+#: The most rows where no field has a byte, since no file then bounds their number.
 _MAX_EMPTY_ROWS = 2**20
 _HEX = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store holds.
+    """What a store contains.
 
     Args:
-        shards: The rows of the dataset, and the shards that they are dealt to.
+        shards: The rows of the dataset, and the shards that they are divided into.
         schema: The fields and the nesting of a sample.
         columns: How each field is kept in files, in the order of the fields.
         probes: Row and hash of a few rows, by which the dataset is recognised.
@@ -74,7 +74,7 @@ class Manifest:
 
     @property
     def num_shards(self) -> int:
-        """Shards that the rows are dealt to."""
+        """Shards that the rows are divided into."""
         return self.shards.num_shards
 
     @property
@@ -106,8 +106,11 @@ class Manifest:
 
     @property
     def content(self) -> str:
-        """The contents of the store in one line, the same for all stores with the same rows, no
-        matter where and when they were built."""
+        """The contents of the store in one line.
+
+        The line is the same for all stores with the same rows, no matter where and when they were
+        built.
+        """
         sums = {name: list(sums) for name, sums in self.checksums.items()}
         digest = _digest({**self.schema.to_json(), "checksums": sums})
         return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
@@ -115,12 +118,16 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Write the manifest; its presence is what makes the directory a store.
 
+        Args:
+            directory: The directory with the files of the columns.
+
         Raises:
-            StoreError: It could not be read again. Nothing is written then.
+            StoreError: The manifest could not be read again. Nothing has been written.
+            OSError: The file cannot be written. A manifest that was there before is as it was.
         """
         data = self.encode()
         temporary = directory / (MANIFEST + TEMPORARY)
-        # What a killed process has left there, or others have planted, is not written to.
+        # What a killed process has left there, or others have planted, is removed, not written to.
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:
             file.write(data)
@@ -129,10 +136,10 @@ class Manifest:
         os.replace(temporary, directory / MANIFEST)
 
     def encode(self) -> bytes:
-        """The bytes of the manifest's file.
+        """Convert the manifest to the bytes of its file.
 
         Raises:
-            StoreError: They could not be read again.
+            StoreError: The bytes could not be read again.
         """
         body = {
             "format": FORMAT,
@@ -164,10 +171,16 @@ class Manifest:
     def read(cls, directory: Path) -> "Manifest":
         """Read and check the manifest of a store.
 
+        Args:
+            directory: Directory of the store.
+
+        Returns:
+            The manifest. Whether its files are there is not checked: see `check_files`.
+
         Raises:
             StoreNotFoundError: There is no store in this directory.
-            StoreError: The manifest cannot be read, is damaged, contradicts itself, or is of
-                another version.
+            StoreError: The manifest cannot be read, is damaged, contradicts itself, or has another
+                version.
         """
         path = directory / MANIFEST
         try:
@@ -262,12 +275,21 @@ class Manifest:
 
 
 def rows_bytes(columns: Sequence[Column], rows: range | Integers) -> int:
-    """Bytes of some rows over all columns of a store."""
+    """Return the bytes of rows over all columns of a store.
+
+    Args:
+        columns: The columns.
+        rows: Rows in dataset order.
+    """
     return sum(column.num_bytes(rows) for column in columns)
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
     """Check that every file of the columns is there, is a plain file, and has exactly its size.
+
+    Args:
+        directory: Directory of the store.
+        manifest: Its manifest.
 
     Raises:
         StoreError: The message names the file, what was found and what was expected.
@@ -289,8 +311,14 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def manifest_mark(directory: Path) -> tuple[int, int] | None:
-    """A value that changes when another store takes the place of this one; None without a
-    manifest."""
+    """Return a value that changes when another store is put in the place of this one.
+
+    Args:
+        directory: Directory of the store.
+
+    Returns:
+        Inode and modification time in ns of the manifest; None if it cannot be looked up.
+    """
     try:
         status = os.lstat(directory / MANIFEST)
     except OSError:
@@ -301,9 +329,12 @@ def manifest_mark(directory: Path) -> tuple[int, int] | None:
 def check_num_shards(num_shards: int) -> None:
     """Check a number of shards that a user gives.
 
+    Args:
+        num_shards: The value.
+
     Raises:
         TypeError: It is not an integer.
-        ValueError: It is out of range.
+        ValueError: It is not in ``[1, MAX_SHARDS]``.
     """
     check_integer("num_shards", num_shards)
     if not 1 <= num_shards <= MAX_SHARDS:
@@ -333,6 +364,8 @@ def _is_hex_list(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is a short text that can be shown. Codes that control a terminal are not
-    printable."""
+    """Whether a value is a short text that can be shown.
+
+    Codes that control a terminal are not printable.
+    """
     return isinstance(value, str) and len(value) <= _MAX_TEXT and value.isprintable()

@@ -1,4 +1,4 @@
-"""A store that is to be made: its files while they grow, and the commit that makes them a store."""
+"""A store that is to be made: its files during the build, and the commit that ends it."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ class StorePlan:
     Args:
         path: Directory of the store.
         num_rows: Rows of the store.
-        num_shards: Shards that the rows are dealt to.
+        num_shards: Shards that the rows are divided into.
         schema: The fields and the nesting of a sample.
     """
 
@@ -43,15 +43,15 @@ class StorePlan:
 
     @cached_property
     def shards(self) -> Shards:
-        """The rows, and the shards that they are dealt to."""
+        """The rows, and the shards that they are divided into."""
         return Shards(self.num_rows, self.num_shards)
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """The columns while they grow, in the order of the fields.
+        """The columns of the store before a row is written, in the order of the fields.
 
         Raises:
-            StoreError: No file can hold so many rows.
+            StoreError: The files would be larger than any file can be.
         """
         try:
             return grow_columns(self.schema, self.shards)
@@ -60,12 +60,12 @@ class StorePlan:
 
     @property
     def building(self) -> Path:
-        """The directory in which the files grow until they are a store."""
+        """The directory in which the store is built."""
         return building_path(self.path)
 
     @property
     def file_bytes(self) -> dict[str, int]:
-        """The size of each file that grows, by its name."""
+        """The size of each file that is made before the first row is written, by its name."""
         return {name: size for column in self.columns for name, size in column.file_bytes.items()}
 
     @property
@@ -74,7 +74,7 @@ class StorePlan:
         return rows_bytes(self.columns, range(self.num_rows))
 
     def to_json(self) -> dict[str, Any]:
-        """What must be the same in a build that goes on with this one, as JSON values."""
+        """Convert to JSON values what must be the same in a build that resumes this one."""
         return {
             "num_rows": self.num_rows,
             "num_shards": self.num_shards,
@@ -92,11 +92,13 @@ class StorePlan:
         Manifest(self.shards, self.schema, self.columns, (), sums, {}).encode()
 
     def make_files(self) -> None:
-        """Make the files and claim their space, so that a full disk is an error now, and not a
-        late error or a SIGBUS.
+        """Make the files and claim their space.
+
+        A full disk is thus an error now, and not a late error or a SIGBUS.
 
         Raises:
-            OSError: The disk is too small. Nothing is left then.
+            OSError: The disk is too small, or the directory is there already. In the first case
+                everything is removed again.
         """
         self.building.mkdir()
         try:
@@ -132,16 +134,29 @@ class StorePlan:
         )
 
     def sync(self) -> None:
-        """Bring the files that grow to the disk."""
+        """Bring the files of `file_bytes` to the disk.
+
+        Raises:
+            OSError: The disk reports an error.
+        """
         for name in self.file_bytes:
             sync_path(self.building / name)
 
     def finish_columns(self) -> tuple[Column, ...]:
-        """Finish the columns once all rows are written."""
+        """Finish the columns once all rows are written.
+
+        Returns:
+            The columns as the manifest is to record them.
+        """
         return tuple(column.finish(self.building) for column in self.columns)
 
     def hash_row(self, columns: Sequence[Column], row: int) -> str:
-        """The hash of one row as it lies in the files of finished columns; see `hash_row`."""
+        """Hash one row as it lies in the files; see `lightning_memmap.store.probes.hash_row`.
+
+        Args:
+            columns: The finished columns.
+            row: The row in dataset order.
+        """
         return hash_row([column.read(self.building, row) for column in columns])
 
     def commit(
@@ -152,15 +167,20 @@ class StorePlan:
         source: Mapping[str, str],
         fingerprint: Fingerprint | None = None,
     ) -> None:
-        """Write the manifest, which makes the files a store, and put the store in place. All rows
-        must be on the disk, and the lock held.
+        """Write the manifest, which makes the files a store, and put the store in place.
+
+        All rows must be on the disk, and this process must have the lock.
 
         Args:
             columns: The finished columns.
             probes: Row and hash of the probe rows.
             checksums: The checksum of each shard, by field name.
             source: Where the rows came from, for people to read. Time and versions are added.
-            fingerprint: The identity of the dataset.
+            fingerprint: The identity of the dataset; None if the rows do not come from one.
+
+        Raises:
+            StoreError: The manifest could not be read again.
+            OSError: The manifest cannot be written, or the store not be moved into place.
         """
         source = {
             **source,

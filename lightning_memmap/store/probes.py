@@ -20,12 +20,23 @@ _MOMENT_S = 0.1
 
 
 def probe_rows(num_rows: int) -> list[int]:
-    """The probe rows of a dataset: spread over it, the first and the last row among them."""
+    """Choose the probe rows of a dataset: spread over it, the first and the last row among them.
+
+    Args:
+        num_rows: Rows of the dataset, at least 1.
+
+    Returns:
+        At most `NUM_PROBES` rows in ascending order.
+    """
     return sorted(set(np.linspace(0, num_rows - 1, NUM_PROBES).astype(np.int64).tolist()))
 
 
 def read_sample(dataset: Any, row: int) -> Any:
-    """One sample of a dataset.
+    """Read one sample of a dataset.
+
+    Args:
+        dataset: The dataset.
+        row: The row.
 
     Raises:
         DatasetError: The dataset raised an error at this row.
@@ -37,7 +48,15 @@ def read_sample(dataset: Any, row: int) -> Any:
 
 
 def flatten_row(sample: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
-    """The leaves of the sample at one row, checked against the schema.
+    """Return the leaves of the sample at one row, checked against the schema.
+
+    Args:
+        sample: The sample.
+        row: The row that it was read from, for messages.
+        schema: The schema of the store.
+
+    Returns:
+        As of `Schema.flatten`.
 
     Raises:
         SchemaError: The sample does not fit. The message names the row.
@@ -52,12 +71,32 @@ def flatten_row(sample: Any, row: int, schema: Schema) -> list[Tensor | np.ndarr
 
 
 def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
-    """The leaves of one row: `read_sample` and `flatten_row`."""
+    """Read the leaves of one row: `read_sample`, then `flatten_row`.
+
+    Args:
+        dataset: The dataset.
+        row: The row.
+        schema: The schema of the store.
+
+    Returns:
+        As of `Schema.flatten`.
+
+    Raises:
+        DatasetError: The dataset raised an error at this row.
+        SchemaError: The sample does not fit. The message names the row.
+    """
     return flatten_row(read_sample(dataset, row), row, schema)
 
 
 def leaf_bytes(leaf: Tensor | np.ndarray) -> np.ndarray:
-    """The bytes of one leaf as a flat uint8 array, in the byte order of this machine."""
+    """Return the bytes of one leaf in the byte order of this machine.
+
+    Args:
+        leaf: A dense CPU tensor or numpy array.
+
+    Returns:
+        A flat uint8 array. It shares memory with the leaf where that is contiguous.
+    """
     if isinstance(leaf, Tensor):
         # A single element counts as contiguous, whatever its stride is.
         flat = leaf.contiguous().as_strided((leaf.numel(),), (1,))
@@ -67,7 +106,14 @@ def leaf_bytes(leaf: Tensor | np.ndarray) -> np.ndarray:
 
 
 def hash_row(leaves: Sequence[Tensor | np.ndarray]) -> str:
-    """XXH3 over the bytes of all leaves, 64 bits in hexadecimal."""
+    """Hash a row: XXH3 over the bytes of all its leaves.
+
+    Args:
+        leaves: The leaves in the order of the fields, as dense CPU tensors or numpy arrays.
+
+    Returns:
+        64 bits in hexadecimal.
+    """
     digest = xxhash.xxh3_64()
     for leaf in leaves:
         digest.update(leaf_bytes(leaf).data)
@@ -92,11 +138,16 @@ class Probe:
 
 
 def first_sample(dataset: Any, num_workers: int) -> Any:
-    """The first sample of a dataset, read in the process in which `take_probes` would read it. A
-    sample of a class that cannot be sent from there is read in this process.
+    """Read the first sample of a dataset, in the process in which `take_probes` would read it.
+
+    A sample of a class that cannot be sent from there is read in this process.
+
+    Args:
+        dataset: The dataset.
+        num_workers: With 0, this process reads; otherwise a worker process does.
 
     Raises:
-        DatasetError: The dataset raised an error.
+        DatasetError: The dataset raised an error, or the worker process died.
     """
     if num_workers == 0:
         return read_sample(dataset, 0)
@@ -123,13 +174,17 @@ def take_probes(dataset: Any, num_rows: int, num_workers: int) -> list[Probe]:
     Args:
         dataset: The dataset.
         num_rows: Its length.
-        num_workers: Processes that read. Unless it is 0, this process reads no row: a file that
-            the dataset opens at the first read would be shared with all processes that are forked
+        num_workers: Processes that read. Unless it is 0, this process reads no row: a file that the
+            dataset opens at the first read would be shared with all processes that are forked
             later, and with it the position of the next read.
+
+    Returns:
+        The probes in ascending order of rows. All have the schema of row 0.
 
     Raises:
         SchemaError: A sample cannot be stored, or has another schema than that of row 0.
-        DatasetError: A row differs between the two reads: the dataset is random.
+        DatasetError: A row differs between the two reads, so the dataset is random; or the dataset
+            raised an error, or a worker process died.
     """
     rows, probes = probe_rows(num_rows), list[Probe]()
     run_tasks(_Prober(dataset), [rows], min(num_workers, 1), probes.extend)
@@ -142,8 +197,10 @@ def take_probes(dataset: Any, num_rows: int, num_workers: int) -> list[Probe]:
 
 @dataclass(frozen=True)
 class _Prober:
-    """Probes as many rows as fit into `_MOMENT_S`. The first one sets the schema, where none is
-    given."""
+    """Probes as many rows as fit into `_MOMENT_S`.
+
+    The first row sets the schema where none is given.
+    """
 
     dataset: Any
     schema: Schema | None = None
@@ -174,7 +231,12 @@ class _Prober:
 
 
 def random_dataset_error(row: int, field: str) -> DatasetError:
-    """The error for a dataset whose rows change from read to read."""
+    """Make the error for a dataset whose rows change from read to read.
+
+    Args:
+        row: The first row that was seen to differ.
+        field: The field that differs.
+    """
     return DatasetError(
         f"row {row}, field {field!r}: two reads of the same row differ, so the dataset is"
         " random. A store would freeze its augmentation. Take the random part out of the"

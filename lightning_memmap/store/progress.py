@@ -14,17 +14,17 @@ ShowProgress = Callable[..., AbstractContextManager[Advance]]
 def show_progress(
     what: str, total: int, item_bytes: int, done: int = 0, *, hidden: bool = False
 ) -> Iterator[Advance]:
-    """Show items per second, gigabytes and the time that is left, on standard error.
+    """Show speed, gigabytes and the time that is left, on standard error.
 
     Args:
         what: The work, in a word.
         total: Items to work on.
-        item_bytes: Bytes of an item; with 1, the items are bytes, else they are rows.
+        item_bytes: Bytes of an item. If it is 1, items are counted as bytes, else as rows.
         done: Items that are done already.
         hidden: Show nothing.
 
     Yields:
-        A function that advances the bar by a count of items.
+        A function that advances the bar by a number of items.
     """
     unit = "rows" if item_bytes != 1 else "B"
     columns = (

@@ -1,4 +1,4 @@
-"""Rows cut into ranges: about a second of work each, however long a row takes."""
+"""Rows divided into ranges: about a second of work each, however long a row takes."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,13 +9,14 @@ _MIN_RANGE_S = 0.05
 
 
 class RowRanges:
-    """Ranges of rows as pairs of first row and number of rows, cut while earlier ones are being
-    worked on.
+    """Divides rows into ranges of about a second of work, while earlier ranges are being worked on.
+
+    Iteration yields pairs of first row and number of rows.
 
     Args:
         todo: The rows, in ranges of any size.
         max_rows: The most rows of a range.
-        num_workers: Processes that work on them.
+        num_workers: Processes that work on the ranges.
         row_s: Seconds that a row takes, as a first guess. `note` improves it.
     """
 
@@ -38,11 +39,11 @@ class RowRanges:
                 first += count
 
     def note(self, num_rows: int, duration_s: float) -> None:
-        """Learn how long a range took.
+        """Take into account how long a range took.
 
         Args:
-            num_rows: Its rows.
-            duration_s: The seconds that they took.
+            num_rows: Rows of the range, at least 1.
+            duration_s: Seconds that they took.
         """
         self._row_s = (self._row_s + duration_s / num_rows) / 2
 
@@ -57,7 +58,11 @@ class RowRanges:
 
 
 def merge_ranges(ranges: Iterable[range]) -> list[range]:
-    """The same rows in as few ranges as possible, in ascending order."""
+    """Return the same rows in as few ranges as possible, in ascending order.
+
+    Args:
+        ranges: Ranges with a step of 1, in any order. They may overlap.
+    """
     merged: list[range] = []
     for rows in sorted(ranges, key=lambda rows: rows.start):
         if merged and rows.start <= merged[-1].stop:
@@ -68,7 +73,15 @@ def merge_ranges(ranges: Iterable[range]) -> list[range]:
 
 
 def missing_ranges(done: Iterable[range], num_rows: int) -> list[range]:
-    """The rows from 0 to ``num_rows`` that are in none of the ranges."""
+    """Return the rows from 0 to ``num_rows`` that are in none of the ranges.
+
+    Args:
+        done: Ranges with a step of 1, in any order. They may overlap.
+        num_rows: One past the last row that is looked for.
+
+    Returns:
+        Ranges in ascending order that neither overlap nor touch.
+    """
     missing, first = [], 0
     for rows in (*merge_ranges(done), range(num_rows, num_rows)):
         if rows.start > first:

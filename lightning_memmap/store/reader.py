@@ -24,7 +24,7 @@ class Store:
 
     Attributes:
         path: The directory.
-        manifest: What the store holds.
+        manifest: What the store contains.
         columns: The rows of each field, in the order of the fields.
     """
 
@@ -41,7 +41,7 @@ class Store:
 
     @property
     def num_shards(self) -> int:
-        """Shards that the rows are dealt to: row ``i`` to shard ``i % num_shards``."""
+        """Shards that the rows are divided into: row ``i`` belongs to shard ``i % num_shards``."""
         return self.manifest.num_shards
 
     @property
@@ -51,8 +51,10 @@ class Store:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """One mapped tensor per field, of shape (num_rows, *field shape), on the CPU: shard 0's
-        rows, then shard 1's, and so on. Writing into one changes it in this process alone.
+        """One mapped tensor per field, of shape (num_rows, *field shape), on the CPU.
+
+        Shard 0's rows come first, then shard 1's, and so on. Writing into a tensor changes it in
+        this process alone, and never the file.
 
         Raises:
             StoreError: The rows of a field do not lie in one tensor.
@@ -60,10 +62,17 @@ class Store:
         return [column.tensor for column in self.columns]
 
     def shard(self, index: int) -> dict[str, Tensor]:
-        """Views of one shard's rows by field name, each of shape (rows of shard, *field shape).
+        """Return views of one shard's rows by field name.
+
+        Args:
+            index: The shard, in ``[0, num_shards)``.
+
+        Returns:
+            One mapped tensor of shape (rows of the shard, *field shape) per field, on the CPU.
 
         Raises:
             IndexError: There is no such shard.
+            StoreError: The rows of a field do not lie in one tensor.
         """
         if not 0 <= index < self.num_shards:
             raise IndexError(f"shard {index}: the store has {self.num_shards} shards")
@@ -73,11 +82,14 @@ class Store:
         return {name: tensor[rows] for name, tensor in self._by_name().items()}
 
     def as_tensordict(self) -> TensorDict:
-        """All rows as a TensorDict of batch size (num_rows,), one mapped tensor per field.
+        """Return all rows as a TensorDict of batch size (num_rows,), one mapped tensor per field.
 
         The rows are in the order of `tensors`, shard after shard, not in dataset order. The keys
         are the names of the fields. Only the checked manifest decides what is mapped, whereas
         ``TensorDict.load_memmap`` trusts what it finds in a directory.
+
+        Raises:
+            StoreError: The rows of a field do not lie in one tensor.
         """
         return TensorDict(self._by_name(), [self.num_rows])
 
@@ -93,8 +105,10 @@ class Store:
         check: str = "probes",
         num_workers: int = 0,
     ) -> None:
-        """Check that this store was built from a dataset: by its length, and by the fingerprint if
-        one is given and was given to the build, else by its schema and probe rows.
+        """Check that this store was built from a dataset.
+
+        The length must be equal. If a fingerprint is given, and one was given to the build, these
+        two decide; otherwise the schema and the probe rows do.
 
         Args:
             dataset: The dataset.
@@ -103,7 +117,7 @@ class Store:
             num_workers: Processes that read the probe rows; with 0, this one.
 
         Raises:
-            DatasetError: It was built from another one; the message says what differs.
+            DatasetError: The store was built from another dataset; the message says what differs.
         """
         check_briefly(self, dataset, fingerprint, check=check, num_workers=num_workers)
 
@@ -130,10 +144,13 @@ def open_store(path: str | Path) -> Store:
     Args:
         path: Directory of the store.
 
+    Returns:
+        The store, its files mapped and no row read.
+
     Raises:
         StoreNotFoundError: There is no store at this path.
-        StoreError: The manifest is damaged or of another version, or a file is missing, linked,
-            of the wrong size, or cannot be read.
+        StoreError: The manifest is damaged or of another version, or a file is missing, linked, of
+            the wrong size, or cannot be read.
     """
     directory = Path(os.path.realpath(path))
     while True:

@@ -28,7 +28,13 @@ _log = logging.getLogger(__name__)
 
 
 class StoredRows(Protocol):
-    """What a comparison needs of an open store: see `lightning_memmap.store.Store`."""
+    """What a comparison needs of an open store: see `lightning_memmap.store.Store`.
+
+    Attributes:
+        path: Directory of the store.
+        manifest: What the store contains.
+        columns: The rows of each field, in the order of the fields.
+    """
 
     path: Path
     manifest: Manifest
@@ -38,8 +44,11 @@ class StoredRows(Protocol):
 def check_choice(check: str) -> None:
     """Check the name of a check that a user gives.
 
+    Args:
+        check: The value.
+
     Raises:
-        ValueError: There is no such check.
+        ValueError: It is none of `Check`.
     """
     if check not in get_args(Check):
         raise ValueError(f"check={check!r}: choose one of {', '.join(get_args(Check))}")
@@ -53,21 +62,24 @@ def check_briefly(
     check: str = "probes",
     num_workers: int = 0,
 ) -> bool:
-    """Check that a dataset may be the one that a store was built from: by the fingerprint that the
-    user has given, or else by schema and probe rows; by its length in any case.
+    """Check that a dataset may be the one that a store was built from.
+
+    The length must be equal. Beyond that the user's fingerprint decides, or else schema and probe
+    rows.
 
     Args:
         store: The open store.
         dataset: The dataset.
         given: The fingerprint that the user has given for it, if any.
-        check: With ``"off"``, only the schema is compared, and no probe row.
+        check: With ``"off"``, no probe row is compared, only the schema of row 0.
         num_workers: Processes that read the dataset; with 0, this one.
 
     Returns:
         Whether the fingerprint alone has decided.
 
     Raises:
-        DatasetError: The store was built from another dataset. The message says what differs.
+        DatasetError: The store was built from another dataset, and the message says what differs;
+            or the dataset raised an error, or a worker process died.
     """
     num_rows = len(dataset)
     if num_rows != store.manifest.num_rows:
@@ -110,13 +122,15 @@ def recognise(
         progress: Shows the progress of a comparison of all rows.
 
     Returns:
-        The identity to record in the store, after all rows were found equal; None where the store
+        The identity to record in the store after all rows were found equal; None where the store
         has it already, or not all rows were compared.
 
     Raises:
-        DatasetError: The store was built from another dataset. The message names the row.
+        DatasetError: The store was built from another dataset, and the message names the row; or
+            the dataset raised an error, or a worker process died.
+        TypeError: The dataset has no length.
     """
-    # Before a row is read: a dataset may keep what it has read.
+    # Before a row is read: a dataset may cache rows, which would change its identity.
     fingerprint = Fingerprint.of(dataset, given)
     if check_briefly(store, dataset, given, check=check, num_workers=num_workers):
         return None
@@ -125,7 +139,7 @@ def recognise(
     stored = store.manifest.fingerprint
     if stored is not None:
         changed = stored.difference(fingerprint)
-        # The rows are equal to those that the user's fingerprint stood for.
+        # It is recorded only if all rows are equal: those that the user's fingerprint stood for.
         fingerprint = replace(fingerprint, given=given or stored.given)
     else:
         changed = None if given is None else "the store has no fingerprint yet"

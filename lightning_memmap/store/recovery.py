@@ -1,8 +1,8 @@
 """What lies beside a store: the lock, a build in progress, an old store that is being replaced.
 
-Other users may have put something there. A link is never followed. A directory is ours if it
-belongs to this user, or to the owner of the directory above it, who could put anything there. What
-is not ours is neither removed nor made the store.
+Other users may have put something there. A link is never followed. A directory is called ours if it
+belongs to this user, or to the owner of the directory above it, who could put anything there.
+Anything else is neither removed nor made the store.
 """
 
 import logging
@@ -30,6 +30,9 @@ _READER_WAIT_S = 10.0
 def is_store(directory: Path) -> bool:
     """Whether a directory has a manifest, as every store has, whole or damaged.
 
+    Args:
+        directory: The directory, which need not exist.
+
     Raises:
         StoreError: This process may not look into the directory.
     """
@@ -46,7 +49,11 @@ def is_store(directory: Path) -> bool:
 
 
 def building_path(directory: Path) -> Path:
-    """The directory in which the next store grows, until it takes the place of ``directory``."""
+    """Return the directory in which the next store is built, until it replaces ``directory``.
+
+    Args:
+        directory: Directory of the store.
+    """
     return directory.parent / f".{directory.name}.building"
 
 
@@ -59,8 +66,17 @@ def _unfinished_manifest(directory: Path) -> Path:
 
 
 def can_use_unlocked(directory: Path) -> bool:
-    """Whether a store can be used without its lock: a killed process has left nothing that must be
-    cleared away, or this process may not do it."""
+    """Whether a store can be used without its lock.
+
+    It can if a killed process has left nothing that must be cleared away, or if this process may
+    not clear it away.
+
+    Args:
+        directory: Directory of the store.
+
+    Raises:
+        StoreError: This process may not look into the directory.
+    """
     if not is_store(directory):
         return False
     left = (building_path(directory), _old_path(directory), _unfinished_manifest(directory))
@@ -78,7 +94,7 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
         timeout_s: Seconds to wait for another process that has the lock.
 
     Raises:
-        StoreError: Another process keeps it for longer, or this one may not use it.
+        StoreError: Another process keeps the lock for longer, or this process may not use it.
     """
     path = directory.parent / f".{directory.name}.lock"
     try:
@@ -114,8 +130,18 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
 
 
 def put_in_place(directory: Path) -> None:
-    """Put a finished build in the place of the store, and of an old one, which `make_room` has
-    checked. The lock must be held."""
+    """Move a finished build to the place of the store. The lock must be held.
+
+    A store that is there is moved aside and then removed; `make_room` has checked that this is
+    allowed.
+
+    Args:
+        directory: Directory of the store.
+
+    Raises:
+        OSError: A directory cannot be renamed.
+        StoreError: The old store cannot be removed. The new one is in place.
+    """
     old = _old_path(directory)
     if os.path.lexists(directory):
         os.rename(directory, old)
@@ -126,7 +152,14 @@ def put_in_place(directory: Path) -> None:
 
 
 def is_interrupted(directory: Path) -> bool:
-    """Whether a process was killed between the two renames that replace a store."""
+    """Whether a process was killed between the two renames that replace a store.
+
+    Args:
+        directory: Directory of the store.
+
+    Raises:
+        StoreError: This process may not look into a directory beside it.
+    """
     return not os.path.lexists(directory) and _whole_path(directory) is not None
 
 
@@ -141,9 +174,15 @@ def _whole_path(directory: Path) -> Path | None:
 def finish_interrupted(directory: Path) -> Path:
     """Finish, for a reader, a replacement that a killed process has left half done.
 
+    Args:
+        directory: Directory of the store.
+
     Returns:
-        Where to read the store: ``directory``, or the directory that is to take its place, where
-        this process may not rename it.
+        Where to read the store: ``directory``, or where this process may not rename it, the
+        directory that is to replace it.
+
+    Raises:
+        StoreError: This process may not look into a directory beside the store.
     """
     if is_interrupted(directory):
         try:
@@ -159,8 +198,13 @@ def finish_interrupted(directory: Path) -> Path:
 def recover(directory: Path) -> None:
     """Finish or undo what a killed process has left half done. The lock must be held.
 
+    Args:
+        directory: Directory of the store.
+
     Raises:
-        StoreError: What is to take the place of the store is not ours.
+        StoreError: The directory that is to replace the store is not ours, or an old store cannot
+            be removed.
+        OSError: A directory cannot be renamed.
     """
     if is_interrupted(directory) and (whole := _whole_path(directory)):
         _check_ours(whole)
@@ -172,7 +216,10 @@ def recover(directory: Path) -> None:
 
 
 def make_room(directory: Path) -> None:
-    """Check, before a store is built, that nothing is in its way that is not ours.
+    """Check, before a store is built, that everything in its way is ours and may be removed.
+
+    Args:
+        directory: Directory of the store.
 
     Raises:
         StoreError: A build, an old store, or the store to be replaced is not ours, or this process
@@ -191,13 +238,23 @@ def make_room(directory: Path) -> None:
 
 
 def discard_build(directory: Path) -> None:
-    """Remove an interrupted build that is not needed, if it is ours. The lock must be held."""
+    """Remove an interrupted build that is not needed, if it is ours. The lock must be held.
+
+    Args:
+        directory: Directory of the store, beside which the build is.
+
+    Raises:
+        StoreError: The build cannot be removed.
+    """
     if _is_ours(building_path(directory)):
         remove_tree(building_path(directory))
 
 
 def remove_tree(path: Path) -> None:
     """Remove a directory that is ours. No link in it is followed.
+
+    Args:
+        path: The directory.
 
     Raises:
         StoreError: It is not ours, or cannot be removed.
@@ -245,7 +302,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def _rename(whole: Path, directory: Path) -> None:
-    # A build keeps these until its manifest is written, so that a kill before that costs no row.
+    # A build keeps these until its manifest is written, so that no row is lost by a kill before.
     for path in (whole / PLAN, whole / JOURNAL, *whole.glob(f"*{TEMPORARY}")):
         path.unlink(missing_ok=True)
     os.rename(whole, directory)

@@ -31,12 +31,12 @@ _MADV_WIPEONFORK = 18 if sys.platform == "linux" else None
 class RowFile:
     """The file of a fixed column. It is closed when nothing refers to it any more.
 
-    It is read without the page cache where the file system can do that: making pages and dropping
+    It is read without the page cache where the file system can do that: filling pages and dropping
     them costs several times as much as copying out of them. Where it cannot, the pages that were
     read are dropped from the cache.
 
     Args:
-        path: The file.
+        path: The file. A link is not followed.
         row_bytes: Bytes of a row, at least 1.
 
     Raises:
@@ -71,20 +71,20 @@ class RowFile:
         return _MIN_BLOCK_BYTES
 
     def read_rows(self, first: int, num_rows: int, scratch: memoryview) -> memoryview:
-        """Read rows.
+        """Read consecutive rows.
 
         Args:
             first: The first row, counted from the start of the file.
-            num_rows: Rows.
+            num_rows: Rows to read.
             scratch: Memory to read into, from `aligned_memory`, with room for these rows and two
                 blocks.
 
         Returns:
-            The bytes of the rows, in ``scratch``.
+            The bytes of the rows, a view of ``scratch``.
 
         Raises:
-            OSError: The disk cannot be read. It names the file.
-            StoreError: The file is shorter than the store.
+            OSError: The disk cannot be read. The error names the file.
+            StoreError: The file is shorter than the store says.
         """
         start, end = first * self.row_bytes, (first + num_rows) * self.row_bytes
         begin = start // self.block_bytes * self.block_bytes
@@ -92,7 +92,14 @@ class RowFile:
         return scratch[start - begin : end - begin]
 
     def whole_blocks(self, num_bytes: int) -> int:
-        """Bytes of the whole blocks that hold a number of bytes."""
+        """Round a number of bytes up to whole blocks.
+
+        Args:
+            num_bytes: The number.
+
+        Returns:
+            The bytes of these blocks, a multiple of ``block_bytes``.
+        """
         return -(-num_bytes // self.block_bytes) * self.block_bytes
 
     def read_bytes(self, begin: int, end: int, memory: memoryview) -> None:
@@ -105,8 +112,8 @@ class RowFile:
                 ``block_bytes``. The rest of the last block is read as well, if the file has it.
 
         Raises:
-            OSError: The disk cannot be read. It names the file.
-            StoreError: The file is shorter than the store.
+            OSError: The disk cannot be read. The error names the file.
+            StoreError: The file is shorter than the store says.
         """
         done = 0
         while done < end - begin:
@@ -136,15 +143,18 @@ class RowFile:
 
 
 def aligned_memory(num_bytes: int) -> memoryview:
-    """Memory that `RowFile` can read into, in huge pages where it is large enough for some.
+    """Allocate memory that `RowFile` can read into, in huge pages where it is large enough.
 
-    Pages that lie apart are many segments of a transfer, and a disk takes a limited number at once:
-    one read then becomes many small ones.
+    A transfer needs a segment for each page that lies apart from the others, and a disk takes a
+    limited number of segments at once: one read would become many small ones.
 
-    A forked process has zeros there.
+    A forked process sees zeros there.
 
     Args:
         num_bytes: Its size.
+
+    Returns:
+        Memory that starts at a multiple of `MAX_BLOCK_BYTES`, or of a huge page where one fits.
     """
     is_huge = num_bytes >= _HUGE_PAGE_BYTES
     alignment = _HUGE_PAGE_BYTES if is_huge else MAX_BLOCK_BYTES
@@ -158,12 +168,19 @@ def aligned_memory(num_bytes: int) -> memoryview:
 
 
 def open_row_files(store: Store, columns: Sequence[Column]) -> list[RowFile | None]:
-    """Open the files of some columns of a store; None for fields without a byte.
+    """Open the files of some columns of a store.
+
+    Args:
+        store: The open store.
+        columns: Those of its columns that are wanted.
+
+    Returns:
+        The files in the order of the columns; None for a field without bytes.
 
     Raises:
         OSError: A file cannot be opened.
-        StoreError: Another store has taken the place of this one since it was opened, or the rows
-            of a field have no common size.
+        StoreError: Another store has replaced this one since it was opened, or a field is not kept
+            in a fixed column, so that its rows cannot be streamed.
     """
     files: list[RowFile | None] = []
     for column in columns:

@@ -1,4 +1,4 @@
-"""JSON from a stranger: of limited size, with each key once, and with integers as its only numbers.
+"""Untrusted JSON: of limited size, with each key once, and with integers as its only numbers.
 
 The size of the result is counted before the text is parsed: a few megabytes of brackets make
 gigabytes of Python objects.
@@ -15,7 +15,7 @@ _OTHERS = bytes(set(range(256)) - set(_BRACKETS))
 
 
 def parse_json(text: bytes, *, max_values: int, max_containers: int, max_depth: int) -> Any:
-    """Parse JSON that nobody has checked.
+    """Parse JSON that has not been checked.
 
     Args:
         text: JSON in UTF-8.
@@ -27,8 +27,8 @@ def parse_json(text: bytes, *, max_values: int, max_containers: int, max_depth: 
         Its value: dicts, lists, strings, integers, bools and None.
 
     Raises:
-        ValueError: It is not JSON, is larger than allowed, has a key of an object twice, or has a
-            fraction or an integer of more than 20 characters.
+        ValueError: The text is not JSON, is larger than allowed, has a key of an object twice, or
+            has a fraction or an integer of more than 20 characters.
     """
     unescaped = text.replace(rb"\\", b"").replace(rb"\"", b"")
     # Of the pieces between quotes, every other one is outside of strings. A key and its value can

@@ -31,7 +31,7 @@ from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.reader import Store, open_store
 from lightning_memmap.store.recovery import is_store, locked, make_room, recover, remove_tree
 
-#: The file with the token, which tells one build from the next one in the same place.
+#: The file with the token, which distinguishes one build from the next in the same place.
 _TOKEN = "token"
 
 
@@ -43,8 +43,12 @@ def _marks(shards: Shards) -> FixedColumn:
 def check_place(path: Path, *, overwrite: bool) -> None:
     """Check that a table may be written to a path.
 
+    Args:
+        path: Directory of the table.
+        overwrite: Whether a store that is there may be replaced.
+
     Raises:
-        StoreError: Something else than a store is there, or a store is and ``overwrite`` is False.
+        StoreError: Something other than a store is there, or a store is and ``overwrite`` is False.
     """
     if not os.path.lexists(path):
         return
@@ -61,7 +65,7 @@ class TableBuild:
 
     Args:
         plan: The table.
-        overwrite: Replace a store that is there. It stays until the table is whole.
+        overwrite: Replace a store that is there. The old one stays until the table is whole.
 
     Attributes:
         token: `TableWriter` must be given it, so that it writes into these files and no others.
@@ -95,16 +99,16 @@ class TableBuild:
         """Commit the table, once all processes have closed their writers.
 
         Args:
-            num_written: Rows that all processes have written. A row that was written twice counts
-                twice.
-            source: Where the table came from, for people to read.
+            num_written: Rows that all processes together have written. A row that was written twice
+                counts twice.
+            **source: Where the table came from, for people to read.
 
         Returns:
             The open table.
 
         Raises:
-            StoreError: A row was not written, or was written twice. No table is left then, or
-                the old one.
+            StoreError: A row was not written, or was written twice. What was written is removed; an
+                old table stays.
         """
         plan = self._plan
         with self._cleanup:
@@ -119,7 +123,7 @@ class TableBuild:
         return open_store(plan.path)
 
     def abandon(self) -> None:
-        """Remove what was written, and release the lock."""
+        """Remove what was written, and release the lock. A second call does nothing."""
         self._cleanup.close()
 
     @property
@@ -181,11 +185,12 @@ class TableWriter:
             stack.pop_all()
 
     def write(self, rows: Sequence[int] | Integers, leaves: Sequence[Tensor]) -> None:
-        """Write some rows.
+        """Write rows in any order.
 
         Args:
-            rows: Which rows, int64 of shape (B,), in any order.
-            leaves: One tensor of shape (B, *field shape) per field, on any device.
+            rows: The rows of the table, int64 of shape (B,).
+            leaves: One tensor of the field's dtype and shape (B, *field shape) per field, on any
+                device.
 
         Raises:
             IndexError: A row is outside the table.
@@ -204,12 +209,16 @@ class TableWriter:
         self.num_written += len(numbers)
 
     def close(self) -> None:
-        """Bring the rows to the disk and close the files."""
+        """Bring the rows to the disk and close the files.
+
+        Raises:
+            OSError: The disk reports an error.
+        """
         self._files.sync()
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the files. Doing it again changes nothing."""
+        """Close the files. A second call does nothing."""
         self._files.close()
 
 

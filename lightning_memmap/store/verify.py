@@ -39,15 +39,15 @@ def verify_store(
     Args:
         path: Directory of the store.
         num_threads: Threads that read and hash.
-        advance: Called with the bytes read since the last call.
+        advance: Called with the number of bytes read since the last call, from these threads.
 
     Returns:
-        The damaged shards; empty where all is well.
+        The damaged shards by field and shard; empty if there is no damage.
 
     Raises:
         StoreNotFoundError: There is no store at this path.
-        StoreError: The manifest is damaged, or a file is missing, has the wrong size, or cannot
-            be read.
+        StoreError: The manifest is damaged, or a file is missing, has the wrong size, or cannot be
+            read.
     """
     directory = finish_interrupted(Path(os.path.realpath(path)))
     manifest = Manifest.read(directory)
@@ -56,7 +56,7 @@ def verify_store(
     damages = []
     for column in manifest.columns:
         name = column.field.name
-        # A field without a byte has its checksums alone.
+        # A field without bytes has no file, only its checksums in the manifest.
         path = directory / next(iter(column.file_bytes), MANIFEST)
         pairs = zip(manifest.checksums[name], found[name], strict=True)
         damages += [
@@ -68,6 +68,14 @@ def verify_store(
 
 
 def unknown_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Names of what lies in a store and is no part of it. This package reads none of it."""
+    """List what lies in the directory of a store without being part of it.
+
+    Args:
+        directory: Directory of the store.
+        manifest: Its manifest.
+
+    Returns:
+        File names in alphabetical order. This package reads none of these files.
+    """
     known = {MANIFEST}.union(*(column.file_bytes for column in manifest.columns))
     return sorted(set(os.listdir(directory)) - known)

@@ -35,7 +35,7 @@ def run_tasks(
 
     Args:
         work: Does one task. In worker processes it must not depend on what other tasks did.
-        tasks: The tasks, drawn one by one, at most two ahead for each worker.
+        tasks: The tasks, taken one by one, at most two ahead for each worker.
         num_workers: Worker processes; with 0, this process does all tasks.
         receive: Called in this process with each outcome.
 
@@ -90,6 +90,9 @@ def _worker_death(error: BaseException | None) -> RuntimeError | None:
 def check_num_workers(num_workers: int) -> None:
     """Check a number of processes that a user gives.
 
+    Args:
+        num_workers: The value.
+
     Raises:
         TypeError: It is not an integer.
         ValueError: It is below 0.
@@ -100,7 +103,14 @@ def check_num_workers(num_workers: int) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """An error of a dataset as text, even where its own message raises."""
+    """Return an error of a dataset as text, even where its own message raises.
+
+    Args:
+        error: What the dataset raised.
+
+    Returns:
+        The name of its class and its message.
+    """
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as other:
@@ -108,19 +118,23 @@ def describe_error(error: Exception) -> str:
 
 
 def end_with_starter(worker_id: int) -> None:
-    """Have this worker process killed when the process that started it ends."""
+    """Have this worker process killed when the process that started it ends.
+
+    Args:
+        worker_id: Not used; the ``DataLoader`` passes it.
+    """
     global _starter
     parent = multiprocessing.parent_process()
     assert parent is not None
     _starter = os.getppid()
     if sys.platform == "linux":
-        # The signal comes when the thread that started this process ends; it waits for the tasks.
+        # The signal comes when the thread that started this process ends. It waits for the tasks.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It does not come if the thread has ended before this.
+    # The signal does not come if that thread ended before this call.
     if _starter != parent.pid and multiprocessing.get_start_method() != "forkserver":
         os.kill(os.getpid(), signal.SIGKILL)
     exit_if_orphaned()
-    # A worker that comes from a fork server is no child of its starter, and may be waiting.
+    # A worker from a fork server is not a child of its starter, and may be waiting for a task.
     Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
 
 

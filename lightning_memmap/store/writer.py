@@ -63,8 +63,8 @@ def build_store(
 ) -> Store:
     """Store a dataset, or open the store where it was built before from the same dataset.
 
-    Several processes may call this at once with one path: one builds, the others wait and use
-    the result. A build that was interrupted is resumed by the next one of the same dataset.
+    Several processes may call this at once with one path: one builds, the others wait and use the
+    result. A build that was interrupted is resumed by the next one of the same dataset.
 
     A dataset is recognised by its identity: its class, length, attributes and the source text of
     its class, and by some rows. For changes that none of these shows, such as another file in the
@@ -73,7 +73,7 @@ def build_store(
     Args:
         dataset: Map-style: ``dataset[i]`` for ``i`` in ``range(len(dataset))``.
         path: Directory of the store. Its parent is made where it is missing.
-        num_shards: Shards that the rows are dealt to. A number with many divisors serves many
+        num_shards: Shards that the rows are divided into. A number with many divisors serves many
             device counts; 24 serves 1, 2, 3, 4, 6, 8, 12 and 24. At most 65,536.
         num_workers: Worker processes that read the dataset and write its rows straight into the
             files. With 0, this process does both; otherwise it reads no row.
@@ -92,15 +92,15 @@ def build_store(
         The open store.
 
     Raises:
-        TypeError: The dataset has no length.
+        TypeError: The dataset has no length, or an argument has the wrong type.
         ValueError: The dataset is empty, or an argument is out of range.
-        SchemaError: A sample cannot be stored, or does not fit the first one; the message names
-            row and field.
+        SchemaError: A sample cannot be stored, or does not fit the first one; the message names row
+            and field.
         DatasetError: The dataset raised an error, is random, is not the one that was stored here,
             or a worker process died.
-        StoreError: The store that is there is damaged, the path holds something else, this process
-            may not write there, or something that other users have put beside the store is in the
-            way; or the store would have more fields or shards than can be opened.
+        StoreError: The store that is there is damaged, the path contains something else, this
+            process may not write there, or something that other users have put beside the store is
+            in the way; or the store would have more fields or shards than can be opened.
         OSError: The disk is full, or the files cannot be written.
     """
     check_num_shards(num_shards)
@@ -140,7 +140,7 @@ def build_store(
             return store
         make_room(directory)
         _check_length(dataset)
-        # Before a row is read: a dataset may keep what it has read.
+        # Before a row is read: a dataset may cache rows, which would change its identity.
         identity = Fingerprint.of(dataset, fingerprint)
         build = _Build.prepare(dataset, directory, num_shards, num_workers, identity)
         build.run(num_workers, show, resume=not (overwrite or fresh))
@@ -212,7 +212,15 @@ class _Build:
     def prepare(
         cls, dataset: Any, path: Path, num_shards: int, num_workers: int, fingerprint: Fingerprint
     ) -> "_Build":
-        """Read the probe rows, and check that a store can be made of the dataset."""
+        """Read the probe rows, and check that a store can be made of the dataset.
+
+        Args:
+            dataset: The dataset.
+            path: Directory of the store.
+            num_shards: Shards that the rows are divided into.
+            num_workers: Processes that read the probe rows; with 0, this one.
+            fingerprint: The identity of the dataset.
+        """
         num_rows = len(dataset)
         probes = take_probes(dataset, num_rows, num_workers)
         plan = StorePlan(path, num_rows, num_shards, probes[0].schema)
@@ -228,7 +236,13 @@ class _Build:
         return max(1, min(_MAX_RANGE_ROWS, by_size))
 
     def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
-        """Write all rows that are not yet written, then commit."""
+        """Write all rows that are not yet written, then commit.
+
+        Args:
+            num_workers: Processes that read and write rows; with 0, this one.
+            progress: Shows the progress.
+            resume: Whether to go on from an interrupted build.
+        """
         plan, journal = self.plan, self._open_journal(resume)
         try:
             row_bytes = plan.num_bytes // plan.num_rows
@@ -268,7 +282,7 @@ class _Build:
         journal = Journal.resume(plan.building, build) if resume else None
         if journal is not None:
             return journal
-        # In new files: a worker of the old build may still have the old ones.
+        # In new files: a worker of the old build may still have the old ones open.
         if os.path.lexists(plan.building):
             remove_tree(plan.building)
         plan.make_files()

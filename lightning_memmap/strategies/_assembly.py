@@ -19,7 +19,7 @@ from lightning_memmap.loading import (
 )
 from lightning_memmap.placement import DataTopology, data_parallel_rank
 
-#: Steps made ready ahead on a device that works beside the program.
+#: Steps that are prepared ahead on a device that works asynchronously.
 _PREFETCH = 2
 
 
@@ -84,7 +84,7 @@ class SuperBatchAssembly(Strategy):
         if isinstance(batch, SuperBatch):
             self.on_super_batch(batch)
             batch = batch.to(device or self.root_device)
-        # To find that nothing is to be moved takes Lightning some 20 us a step.
+        # Lightning takes about 20 us a step to find that nothing is to be moved.
         if not self._has_transfer_hooks and _is_on(batch, device or self.root_device):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -97,7 +97,7 @@ class SuperBatchAssembly(Strategy):
         return self._prefetch
 
     def _find_transfer_hooks(self) -> bool:
-        """Whether the module or its data module has a say in how a batch is moved."""
+        """Whether the module or its data module takes part in moving a batch."""
         module = self.lightning_module
         if module is None:
             return True
@@ -110,7 +110,11 @@ class SuperBatchAssembly(Strategy):
         )
 
     def on_super_batch(self, super_batch: SuperBatch) -> None:
-        """Called with each super-batch when it is due, before Lightning gets its batch."""
+        """Called with each super-batch when it is due, before Lightning gets its batch.
+
+        Args:
+            super_batch: The super-batch, on the data devices or assembled.
+        """
 
 
 def _is_on(batch: Any, device: torch.device) -> bool:
@@ -145,7 +149,7 @@ class RowWeighting(SuperBatchAssembly, ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # Batches of other loaders have no weight, whatever the last one of ours was.
+        # Batches of other loaders are not weighted, whatever the weight of our last batch was.
         self._row_weight = 1.0
         super().setup_environment()
 

@@ -53,6 +53,14 @@ class LocalDevices(SingleDeviceStrategy):
 
     @cluster_environment.setter
     def cluster_environment(self, environment: ClusterEnvironment) -> None:
+        """Take over what the Trainer found.
+
+        Args:
+            environment: The environment of this process.
+
+        Raises:
+            ValueError: The program was started in several processes.
+        """
         if was_started_in_several(environment):
             raise ValueError(
                 f"strategy={self.strategy_name!r} is one process, and this program was started in"
@@ -74,6 +82,14 @@ class LocalDevices(SingleDeviceStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
+        """Take over the devices of the Trainer.
+
+        Args:
+            devices: The devices, the root device first.
+
+        Raises:
+            ValueError: A data device does not exist on this machine.
+        """
         self._parallel_devices = list(devices)
         for device in self.data_devices:
             check_device(device)
@@ -102,6 +118,14 @@ class LocalDevices(SingleDeviceStrategy):
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
+        """Take over the Trainer's number of nodes.
+
+        Args:
+            num_nodes: Number of nodes.
+
+        Raises:
+            ValueError: There are several.
+        """
         if num_nodes != 1:
             raise ValueError(
                 f"num_nodes={num_nodes}: {self.strategy_name} is one process on one machine; use"
@@ -116,11 +140,16 @@ def was_started_in_several(environment: ClusterEnvironment) -> bool:
 
     Args:
         environment: As the Trainer has found it.
+
+    Returns:
+        True under torchrun, srun and the like with more than one process, and in a process that
+        another Trainer started.
     """
     if not isinstance(environment, LightningEnvironment):
         return environment.world_size() > 1
-    # This one counts what it starts itself, and knows what others started by its rank. A Trainer
-    # that has started processes takes their number away at its end, and leaves the rank.
+    # This one counts only the processes that it starts itself; those that others started show in
+    # its rank. A Trainer that has started processes removes their number at its end, but not the
+    # rank.
     return environment.creates_processes_externally and (
         environment.local_rank() > 0 or int(os.environ.get("WORLD_SIZE", "1")) > 1
     )

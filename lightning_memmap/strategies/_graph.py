@@ -37,7 +37,7 @@ class CUDAGraph:
     """Work that a CUDA device records once, and repeats on the same memory.
 
     Args:
-        device: The device.
+        device: A CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +45,15 @@ class CUDAGraph:
         self._graph: Any = torch.cuda.CUDAGraph()
 
     def warm_up(self, run: Callable[[], T]) -> T:
-        """Run a function in the stream of the capture, without capturing it."""
+        """Run a function in the stream of the capture, without capturing it.
+
+        Args:
+            run: Enqueues work on the device. Work in the current stream is ordered before and after
+                it.
+
+        Returns:
+            What the function returned.
+        """
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -56,8 +64,14 @@ class CUDAGraph:
     def capture(self, run: Callable[[], T]) -> T:
         """Record the device work of a function without doing it; `replay` does it.
 
+        Args:
+            run: Enqueues work on the device, and does not wait for it.
+
         Returns:
             What the function returned; each replay writes its result to these tensors.
+
+        Raises:
+            RuntimeError: The function does something that cannot be captured.
         """
         # Meanwhile other threads may allocate page-locked memory for rows that they prefetch.
         mode = "thread_local"
@@ -72,6 +86,12 @@ class CUDAGraph:
 def make_graph(device: torch.device) -> CUDAGraph:
     """Make an empty graph.
 
+    Args:
+        device: The root device.
+
+    Returns:
+        The graph.
+
     Raises:
         ValueError: The device is not a CUDA device.
     """
@@ -85,6 +105,11 @@ def make_graph(device: torch.device) -> CUDAGraph:
 
 def check_step(trainer: Trainer, module: LightningModule, strategy: Strategy) -> None:
     """Check that a step can be replayed, as far as this is known before it runs.
+
+    Args:
+        trainer: The Trainer, with all of its callbacks.
+        module: The module.
+        strategy: The strategy after its set-up, with its optimizers.
 
     Raises:
         ValueError: It cannot be replayed. The message says why, and what to do instead.
@@ -177,15 +202,17 @@ class GraphedStep:
         """Do one training step.
 
         Args:
-            batch: The batch.
+            batch: The batch, with all tensors on the root device.
             step: Runs the whole step with a batch, the optimizer step included.
 
         Returns:
-            What the step returned.
+            What the step returned: a dict, with the loss under ``loss``. After a replay its tensors
+            are copies, which the next replay does not overwrite.
 
         Raises:
             ValueError: Something turned out not to be replayable.
-            RuntimeError: The step waits for the device.
+            RuntimeError: The step waits for the device, or does something else that cannot be
+                captured.
         """
         shape, captured = _shape(batch), self._captured
         if captured is not None and shape != captured.shape:
@@ -219,8 +246,11 @@ class GraphedStep:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _move_rates(self) -> None:
-        """Move learning rates to the device of the parameters. A captured step would not see
-        changes of those on the CPU, where a module or a checkpoint may have put them."""
+        """Move learning rates to the device of the parameters.
+
+        A captured step would not see changes of those on the CPU, where a module or a checkpoint
+        may have put them.
+        """
         for group in self._optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"].to(group["params"][0].device)

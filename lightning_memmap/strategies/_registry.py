@@ -51,7 +51,7 @@ STRATEGIES: tuple[tuple[str, type[Strategy], str], ...] = (
 
 
 def register() -> None:
-    """Make the names known to the Trainer. Doing it again changes nothing."""
+    """Register the strategies with the Trainer, by name. Doing it again changes nothing."""
     for name, strategy, description in STRATEGIES:
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=description)

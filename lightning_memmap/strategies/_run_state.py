@@ -9,7 +9,10 @@ RunT = TypeVar("RunT")
 
 
 class RunState(Strategy, Generic[RunT]):
-    """A strategy whose set-up makes one frozen object, `run`."""
+    """A strategy whose set-up makes one frozen object, `run`.
+
+    The type parameter is the class of that object.
+    """
 
     _run: RunT | None = None
 

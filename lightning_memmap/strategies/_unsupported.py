@@ -15,6 +15,10 @@ _ELSEWHERE = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
 def check_callbacks(trainer: L.Trainer, strategy_name: str) -> None:
     """Refuse callbacks that average weights, since they keep a copy of the whole module.
 
+    Args:
+        trainer: The Trainer.
+        strategy_name: Name of the strategy, for the message.
+
     Raises:
         ValueError: The Trainer has such a callback.
     """
@@ -30,6 +34,10 @@ def check_callbacks(trainer: L.Trainer, strategy_name: str) -> None:
 def check_embeddings(module: nn.Module, strategy_name: str) -> None:
     """Refuse sparse gradients, where gradients are averaged over processes.
 
+    Args:
+        module: The module that is trained.
+        strategy_name: Name of the strategy, for the message.
+
     Raises:
         ValueError: An embedding has sparse gradients.
     """
@@ -44,6 +52,10 @@ def check_embeddings(module: nn.Module, strategy_name: str) -> None:
 def check_optimizers(optimizers: Sequence[Optimizer], strategy_name: str) -> None:
     """Refuse optimizers that do not update each parameter by itself.
 
+    Args:
+        optimizers: The optimizers of the module.
+        strategy_name: Name of the strategy, for the message.
+
     Raises:
         ValueError: One is LBFGS.
     """
@@ -57,6 +69,10 @@ def check_optimizers(optimizers: Sequence[Optimizer], strategy_name: str) -> Non
 
 def check_loss(loss: Tensor, strategy_name: str) -> None:
     """Refuse a loss with terms of parameters that this process does not hold as a whole.
+
+    Args:
+        loss: The loss, before its backward pass.
+        strategy_name: Name of the strategy, for the message.
 
     Raises:
         ValueError: It has such terms.

@@ -48,9 +48,9 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
     """Trains a replica of the model on every data device, in one process: no row ever moves.
 
     In each step, every data device fetches its batch and its replica computes on it. Gradients are
-    added to those of the module on the root device, which is replica 0 and the one that
-    optimizers, hooks, callbacks and checkpoints see; its parameters and buffers are copied to the
-    other replicas before the next step. The loss is the mean over replicas weighted by their rows:
+    added to those of the module on the root device, which is replica 0 and the one that optimizers,
+    hooks, callbacks and checkpoints see; its parameters and buffers are copied to the other
+    replicas before the next step. The loss is the mean over replicas weighted by their rows:
     training equals that on one device with the same global batches where the loss is a mean over
     rows.
 
@@ -65,8 +65,10 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
         precision_plugin: As for every Lightning strategy.
 
     Raises:
-        ValueError: A device does not exist, the first is not the root device, or the Trainer asks
-            for more than one node.
+        ValueError: A device does not exist, none is given, the first is not the root device, the
+            Trainer asks for more than one node, or the program was started in several processes; at
+            set-up, a parameter has no shape yet, or a metric's state no ``dist_reduce_fx``.
+        UnsuitableModuleError: At set-up, a submodule was compiled or scripted by itself.
     """
 
     strategy_name = "memmap_dp"
@@ -84,6 +86,14 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
+        """Take over the devices of the Trainer.
+
+        Args:
+            devices: The devices, the root device first.
+
+        Raises:
+            ValueError: A data device does not exist, or the first is not the root device.
+        """
         LocalDevices.parallel_devices.fset(self, devices)  # type: ignore[attr-defined]
         if self.data_devices[0] != self.root_device:
             raise ValueError(
@@ -212,8 +222,11 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
 
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """A replica on every device. The root device receives the gradients of all others, and
-        sends them the parameters, one after the other."""
+        """A replica on every device.
+
+        The root device receives the gradients of all others, and sends them the parameters, one
+        after the other.
+        """
         rows = num_rows / cluster.size
         moved = (cluster.size - 1) * (work.gradient_bytes + work.parameter_bytes)
         return Costs.of(

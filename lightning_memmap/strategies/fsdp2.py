@@ -130,8 +130,10 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
         timeout: As for Lightning's ``ModelParallelStrategy``.
 
     Raises:
-        ValueError: An option is out of range, or does not match the number of processes.
-        TypeError: An option has the wrong type.
+        ValueError: An option is out of range, does not match the number of processes, or excludes
+            another one or the Trainer's precision; at set-up, a class of ``wrap_classes`` is not
+            in the module, or the module cannot be sharded as it is.
+        UnsuitableModuleError: At set-up, a module on the meta device cannot be initialised.
     """
 
     strategy_name = "memmap_fsdp2"
@@ -202,6 +204,14 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        """Adapt the Trainer's plugin, as the other options say.
+
+        Args:
+            precision_plugin: The Trainer's plugin; None for full precision.
+
+        Raises:
+            ValueError: The plugin is not supported, or both it and ``param_dtype`` choose a dtype.
+        """
         inner = precision_plugin or Precision()
         if self._param_dtype is not None and inner.precision != "32-true":
             raise ValueError(
@@ -230,6 +240,14 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        """Take over the devices of the Trainer.
+
+        Args:
+            devices: The devices of this node, one for each of its processes.
+
+        Raises:
+            ValueError: A device does not exist, or ``cpu_offload`` is set and it is not a GPU.
+        """
         self._devices = devices
         for device in devices or ():
             check_device(device)
@@ -361,8 +379,11 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
         return sharding.without_shared(module, units)
 
     def _outermost(self, module: L.LightningModule) -> list[nn.Module]:
-        """The outermost units in manual optimization. The backward pass is then inside of
-        training_step, where FSDP2 would reduce the gradients of the module itself too late."""
+        """The outermost units in manual optimization.
+
+        The backward pass is then inside of training_step, where FSDP2 would reduce the gradients of
+        the module itself too late.
+        """
         units = sharding.without_shared(module, sharding.roots(module))
         found = {parameter for unit in units for parameter in unit.parameters()}
         left = [name for name, parameter in module.named_parameters() if parameter not in found]
@@ -422,9 +443,11 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
                 yield child
 
     def _reshard(self) -> None:
-        """Free what the outermost units gathered: they keep it for a backward pass, which
-        evaluation does not have, and FSDP2 checks only when it gathers which parameters are
-        frozen."""
+        """Free what the outermost units gathered.
+
+        They keep it for a backward pass, which evaluation does not have, and FSDP2 checks only when
+        it gathers which parameters are frozen.
+        """
         for unit in self._sharded_units():
             unit.reshard()
 
@@ -445,8 +468,10 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the whole module on rank 0, and an empty one on others; shards on each rank
-        with ``save_distributed_checkpoint=True``. All ranks must call it."""
+        """The state of the whole module on rank 0, and an empty one on others.
+
+        With ``save_distributed_checkpoint=True`` each rank has its shards. All ranks must call it.
+        """
         state = super().lightning_module_state_dict()
         for name, before in _SHARDED[self.module].buffers.items():
             if name in state:
@@ -455,8 +480,10 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What the plain optimizer would save, on rank 0; shards on each rank with
-        ``save_distributed_checkpoint=True``. All ranks must call it."""
+        """What the plain optimizer would save, on rank 0, and an empty state on others.
+
+        With ``save_distributed_checkpoint=True`` each rank has its shards. All ranks must call it.
+        """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if self._is_save_sharded:
@@ -478,7 +505,11 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file or a folder, whichever this strategy saves itself. All ranks must call it."""
+        """Load a file or a folder, whichever this strategy saves itself. All ranks must call it.
+
+        Raises:
+            KeyError: A fit is to be resumed from a file with weights only.
+        """
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
             loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)

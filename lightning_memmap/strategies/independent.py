@@ -54,8 +54,11 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     Raises:
         ValueError: ``num_members`` is below 1 or below the number of devices, the environment
-            variable ``LIGHTNING_MEMMAP_MEMBER`` is not a member, or the Trainer asks for more than
-            one node or was started in several processes.
+            variable ``LIGHTNING_MEMMAP_MEMBER`` is not a member, the Trainer asks for more than
+            one node, the program was started in several processes, or it is a notebook and
+            ``processes`` is not False.
+        UnsuitableModuleError: With ``processes=False``, something cannot be copied for each member.
+        MemberError: With ``raise_on_failure``, at the end of a stage in which a member failed.
     """
 
     strategy_name = "memmap_independent"
@@ -86,11 +89,14 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     @property
     def member(self) -> int:
-        """The member that trains, counted from 0. Known before there is a Trainer if each member
-        has its own process; otherwise in the hooks of a stage, and for member 0 afterwards.
+        """The member that trains, counted from 0.
+
+        Known before there is a Trainer if each member has its own process; otherwise in the hooks
+        of a stage, and for member 0 afterwards.
 
         Raises:
             RuntimeError: The members run sequentially in this process, and no stage has begun.
+            ValueError: The environment variable ``LIGHTNING_MEMMAP_MEMBER`` is not a number.
         """
         if self._processes or member_of_this_process() is not None:
             return self._number
@@ -116,15 +122,19 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     @property
     def results(self) -> MemberResults | None:
-        """How the latest stage ended for all members, in the process that the user started. None
-        in all other processes, and before the end of a stage."""
+        """How the latest stage ended for all members, in the process that the user started.
+
+        None in all other processes, and before the end of a stage.
+        """
         return None if self._members is None else self._members.results
 
     @property
     def trainers(self) -> dict[int, L.Trainer]:
-        """With ``processes=False``, the Trainers of all members that have not failed, by member,
-        from the first stage on. Each has its own ``lightning_module``; member 0's is the
-        program's. Otherwise empty."""
+        """With ``processes=False``, the Trainers of all members that have not failed, by member.
+
+        They exist from the first stage on. Each has its own ``lightning_module``; member 0's is the
+        program's. Empty with ``processes=True``.
+        """
         return {} if self._members is None else self._members.trainers
 
     @property
@@ -153,6 +163,16 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
+        """Take over the devices of the Trainer.
+
+        Args:
+            devices: The devices; member ``m`` has device ``m % len(devices)``.
+
+        Raises:
+            ValueError: There are fewer members than devices, the environment variable
+                ``LIGHTNING_MEMMAP_MEMBER`` is not a member, or a device that this process uses does
+                not exist.
+        """
         self._devices = list(devices)
         if self._count is not None and self._count < len(devices):
             raise ValueError(
@@ -174,6 +194,14 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
+        """Take over the Trainer's number of nodes.
+
+        Args:
+            num_nodes: Number of nodes.
+
+        Raises:
+            ValueError: There are several.
+        """
         if num_nodes != 1:
             raise ValueError(
                 f"num_nodes={num_nodes}: members exchange nothing, so each machine can run some of"

@@ -177,8 +177,11 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
 
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """Stages of equal size; as by default the whole batch is one micro-batch, so that one
-        device computes at a time. Super-batches are assembled on the first device."""
+        """Stages of equal size.
+
+        As by default, the whole batch is one micro-batch, so that one device computes at a time.
+        Super-batches are assembled on the first device.
+        """
         moved = work.assembled_bytes(num_rows, cluster.size)
         return Costs.of(
             work,

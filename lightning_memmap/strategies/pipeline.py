@@ -112,8 +112,9 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         precision_plugin: As for every Lightning strategy.
 
     Raises:
-        ValueError: A size or schedule does not exist; at set-up, the sizes do not match the
-            processes, the stages do not match the sizes, or an option is not supported.
+        ValueError: A size, the schedule or ``step_timeout_s`` is out of range; at set-up, the sizes
+            or ``num_microbatches`` do not match the processes, the stages do not match the sizes,
+            or an option of the Trainer is not supported.
         UnsuitableModuleError: At set-up, the module has no ``stages`` or no ``loss``.
     """
 

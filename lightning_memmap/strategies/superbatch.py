@@ -24,10 +24,10 @@ from lightning_memmap.strategies._graph import GraphedStep, check_step, make_gra
 class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
     """Trains on the root device from data that all devices hold, in one process.
 
-    A `MemmapDataModule` places its shards on ``data_devices``; each step, every data device takes
-    its batch, and the batches are assembled on the root device, rows in stream order. The model
-    sees one batch of ``batch_size * len(data_devices)`` rows, so that training equals training on
-    one device with that batch size.
+    A `MemmapDataModule` places its shards on ``data_devices``; each step, every data device fetches
+    its batch, and the batches are assembled on the root device, rows in the order of the epoch. The
+    model sees one batch of ``batch_size * len(data_devices)`` rows, so that training equals
+    training on one device with that batch size.
 
     On a CPU, ``Trainer(devices=4)`` gives four logical data devices.
 
@@ -39,19 +39,19 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
             2 where the root device is a GPU, and 0 on a CPU.
         cuda_graph: Capture the whole training step, the optimizer's included, as a CUDA graph, and
             replay it for all steps of that shape; see `lightning_memmap.strategies._graph`.
-        skip_unused_hooks: Call only those hooks of an optimizer step that the module or a
-            callback overrides. Where there is one, or gradient clipping, accumulation, a profiler
-            or a precision other than ``32-true`` and the like has a part in the step, all hooks
-            are called as ever. Training is the same bit for bit; a step of a tiny model takes
-            about a quarter less time.
+        skip_unused_hooks: Leave out the hooks of an optimizer step if neither the module nor a
+            callback overrides any of them. Otherwise, and where gradient clipping, accumulation, a
+            profiler or a precision other than ``32-true`` and the like takes part in the step, all
+            hooks are called as usual. Training is the same bit for bit; a step of a tiny model
+            takes about a quarter less time.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy.
         precision_plugin: As for every Lightning strategy.
 
     Raises:
         ValueError: A device does not exist, no device is left to hold data, ``prefetch`` is below
-            0, or the Trainer asks for more than one node; at set-up, a step that cannot be a
-            graph.
+            0, two options exclude each other, the Trainer asks for more than one node, or the
+            program was started in several processes; at set-up, a step that cannot be a graph.
     """
 
     strategy_name = "memmap_superbatch"
@@ -99,7 +99,7 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
     @override
     def teardown(self) -> None:
         if self._cuda_graph and self.lightning_module is not None:
-            # The graph and its memory go with what runs it.
+            # This also frees the graph and its memory.
             run_steps_as_ever(self.lightning_module.trainer)
         super().teardown()
 

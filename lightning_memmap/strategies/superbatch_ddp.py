@@ -18,21 +18,21 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
     group is the process's root device, which trains; each step the batches of the group are
     assembled there, and gradients are averaged over the processes of all nodes as under ``ddp``.
     The global batch has ``batch_size`` rows for each data device of all processes, in the same
-    stream as under ``memmap_superbatch``.
+    order as under ``memmap_superbatch``.
 
-    The loss of a process is weighed by its rows, so that training equals one process also where
-    the last step does not divide evenly.
+    The loss of a process is weighted by its rows, so that training equals that of one process even
+    if the last step does not divide evenly.
 
     Args:
-        data_devices_per_process: Devices in a group, which must divide ``Trainer(devices=...)``.
-            By default all devices of a node: one process a node.
+        data_devices_per_process: Devices in a group, which must divide ``Trainer(devices=...)``. By
+            default all devices of a node: one process a node.
         root_holds_data: Whether the root devices hold shards too.
         prefetch: As for ``memmap_superbatch``.
         **kwargs: As for Lightning's ``DDPStrategy``.
 
     Raises:
         ValueError: ``data_devices_per_process`` is below 1, does not divide the devices, or leaves
-            no device to hold data.
+            no device to hold data; ``prefetch`` is below 0; or a device does not exist.
     """
 
     strategy_name = "memmap_superbatch_ddp"
@@ -61,6 +61,15 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        """Take over the devices of the Trainer.
+
+        Args:
+            devices: The devices of this node, over all of its processes.
+
+        Raises:
+            ValueError: ``data_devices_per_process`` does not divide them or leaves no device to
+                hold data, or a device does not exist.
+        """
         self._node_devices = devices
         if devices is None:
             return

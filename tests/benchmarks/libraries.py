@@ -22,11 +22,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from loader import CASES, LEAST_S, Case, RandomRows, epochs_of, make_loader
+from loader import CASES, LEAST_S, Case, RandomRows, case_loader, epochs_of
 from other_loaders import LIBRARIES, Rows, Way
 from timing import CLOCKS, in_turn, machine, pairwise_ratios, spread
 from torch import Tensor
 
+from lightning_memmap.loading import DeviceLoader
 from lightning_memmap.store import build_store
 
 #: What is so much slower in a trial than the fastest way of its kind, of the same library or of
@@ -246,8 +247,8 @@ def case_lines(name: str, args: argparse.Namespace) -> Iterator[str]:
     fastest: dict[bool, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         store = build_store(source, Path(directory) / "store", progress=False)
-        loader = make_loader(store, case, 1, "mmap")
-        check_epoch(loader.to(torch.device("cpu")), case, expected)
+        loader = case_loader(store, case, 1, "mmap")
+        check_epoch(DeviceLoader(loader, torch.device("cpu")), case, expected)
         ours = epochs_of(loader)
         for library in args.library.split(","):
             results += yield from library_lines(library, rows, expected, ours, fastest, args)

@@ -124,6 +124,7 @@ class TestArguments:
             ({"batch_size": 0}, r"batch_size=0"),
             ({"num_shards": 0}, r"num_shards=0"),
             ({"num_shards": 2**20 + 1}, r"num_shards=1048577: .* at most 65536"),
+            ({"seed": -1}, "seed=-1: choose a seed from 0"),
             ({"shuffle_window": 0}, "shuffle_window=0: at least 1 row of a shard"),
             ({"residency": "gpu"}, r"residency='gpu': choose one of auto, device, pinned, mmap"),
             ({"memory_fraction": 0}, r"memory_fraction=0"),
@@ -477,3 +478,8 @@ class TestTeardown:
         assert used_bytes() - before < 0.1 * Wide.num_bytes
         (batch,) = take_steps(loaders[-1], 1)
         assert len(batch["row"]) == 4
+
+
+def test_setup_of_an_unknown_stage_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="stage='training': choose one of fit, validate"):
+        make_data(tmp_path).setup("training")

@@ -113,6 +113,21 @@ def test_sampler_with_options_that_it_excludes_is_refused(
         MemmapDataModule(Points(4), store_dir=tmp_path, **options)
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda shards, seed: TwiceSampler(Shards(shards.num_rows // 2, shards.num_shards)),
+        lambda shards, seed: range(shards.num_rows),
+    ],
+)
+def test_sampler_of_other_rows_is_refused(tmp_path: Path, sampler: Any) -> None:
+    data = MemmapDataModule(Points(NUM_ROWS), store_dir=tmp_path, sampler=sampler)
+    data.prepare_data()
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"sampler: it returned .* over the shards"):
+        data.train_dataloader()
+
+
 # A row source: rows that are made when they are asked for, as a remote one would fetch them
 
 

@@ -8,7 +8,13 @@ from lightning_memmap.strategies import FSDP2Strategy
 
 
 def single_device(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-    """Everything is on one device."""
+    """Costs of one device that trains alone.
+
+    Args:
+        work: Model and data.
+        cluster: The devices, of which one is used.
+        num_rows: Rows of a step.
+    """
     return Costs.of(
         work,
         num_rows=num_rows,
@@ -19,8 +25,16 @@ def single_device(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
 
 
 def ddp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-    """A whole model in each process, gradients all-reduced in buckets (Li et al., "PyTorch
-    Distributed", 2020)."""
+    """Costs of DDP: a whole model in each process, gradients all-reduced in buckets.
+
+    The overlap of reducing and computing, and the buckets, are as in Li et al., "PyTorch
+    Distributed" (2020).
+
+    Args:
+        work: Model and data.
+        cluster: The devices, one for each process.
+        num_rows: Rows of a step over all devices.
+    """
     rows = num_rows / cluster.size
     moved = sent_bytes("allreduce", cluster.size, work.gradient_bytes)
     compute_s = cluster.compute_s(work, rows, busy=cluster.devices)
@@ -43,14 +57,27 @@ def ddp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
 
 
 def fsdp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-    """As ``memmap_fsdp2``, of the same papers, but only on GPUs."""
+    """Costs of Lightning's FSDP: those of ``memmap_fsdp2``, and only on GPUs.
+
+    Args:
+        work: Model and data.
+        cluster: The devices, one for each process.
+        num_rows: Rows of a step over all devices.
+    """
     found = FSDP2Strategy.costs(work, cluster, num_rows)
     return replace(found, obstacle="" if cluster.has_gpus else "GPUs only")
 
 
 def model_parallel(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-    """All devices data parallel: what ``fully_shard`` in the model's ``configure_model`` gives is
-    FSDP2."""
+    """Costs of ModelParallelStrategy with all devices data parallel.
+
+    They are those of FSDP2, which ``fully_shard`` in the model's ``configure_model`` amounts to.
+
+    Args:
+        work: Model and data. A model without ``configure_model`` would not be sharded: an obstacle.
+        cluster: The devices, one for each process.
+        num_rows: Rows of a step over all devices.
+    """
     return replace(
         FSDP2Strategy.costs(work, cluster, num_rows),
         obstacle="" if work.configures_itself else "unsharded",

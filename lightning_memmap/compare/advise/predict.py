@@ -48,6 +48,13 @@ class Prediction:
 def workload_of(report: Report) -> Workload:
     """Read the workload off a comparison, from its variant ``auto``.
 
+    Args:
+        report: The report of the comparison.
+
+    Returns:
+        Model and data as one device had them: medians of the timed runs, and bytes and operations
+        of the check run.
+
     Raises:
         ValueError: The report has no finished variant ``auto``, or not all of its figures.
     """
@@ -78,13 +85,17 @@ def workload_of(report: Report) -> Workload:
 
 
 def predict(work: Workload, cluster: Cluster, rows_per_device: int) -> list[Prediction]:
-    """What every strategy would need and cost, the simpler ones first.
+    """Predict what every strategy would need and cost, the simpler ones first.
 
     Args:
         work: Model and data.
         cluster: The devices.
-        rows_per_device: Rows of a step per device; a step has this many times the devices, under
-            every strategy.
+        rows_per_device: Rows of a step per device, at least 1. Under every strategy a step has this
+            many times the number of devices.
+
+    Returns:
+        One prediction for each strategy of this pack and of Lightning, by increasing effort (see
+        `lightning_memmap.costs.Costs`). Strategies with an obstacle are included.
 
     Raises:
         ValueError: ``rows_per_device`` is below 1.
@@ -114,10 +125,13 @@ def _prediction(name: str, costs: Costs, work: Workload, cluster: Cluster, rows:
 
 
 def recommend(predictions: Sequence[Prediction]) -> tuple[Prediction | None, str]:
-    """The strategy to use, and why.
+    """Choose the strategy to use, and say why.
+
+    Of those that fit and train one model, it is the simplest strategy that is slower than the
+    fastest by a factor of at most 1.1.
 
     Args:
-        predictions: Of `predict`, the simpler strategies first.
+        predictions: Of `predict`, the simpler strategies first. At least one has no obstacle.
 
     Returns:
         The prediction, or None where nothing fits, and the reason in a sentence.

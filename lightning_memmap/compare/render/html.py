@@ -22,7 +22,13 @@ from lightning_memmap.placement import format_bytes
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: tables, and pictures as SVG with their captions."""
+    """A part of the page.
+
+    Args:
+        title: Its heading.
+        tables: Its tables. A section without tables is left out.
+        pictures: Its pictures, each as SVG and with its caption.
+    """
 
     title: str
     tables: list[Table]
@@ -30,7 +36,14 @@ class Section:
 
 
 def render_html(report: Report) -> str:
-    """The page. Needs matplotlib and jinja2."""
+    """Make the page. Needs matplotlib and jinja2.
+
+    Args:
+        report: The report of a comparison.
+
+    Returns:
+        The HTML document.
+    """
     pages = Environment(
         loader=PackageLoader(__package__),
         # What comes from configs, errors and paths is text, whatever it looks like.

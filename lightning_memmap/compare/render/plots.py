@@ -41,7 +41,7 @@ _STYLE: Any = {
     "axes.titlelocation": "left",
     "legend.frameon": False,
     "legend.fontsize": 8,
-    # Letters stay letters: small files, and text that can be searched and read aloud.
+    # Text stays text: small files that can be searched and read aloud.
     "svg.fonttype": "none",
 }
 
@@ -52,11 +52,11 @@ def draw(
     """Draw pictures of a report.
 
     Args:
-        report: The report.
+        report: The report of a comparison.
         pictures: Functions of this module, with the captions of what they draw.
 
     Returns:
-        An SVG element and the caption of each picture that there is something to draw for.
+        An SVG element and the caption of each picture for which the report has data, in order.
     """
     with mpl.rc_context(_STYLE):
         drawn = [(function(report), caption) for function, caption in pictures.items()]
@@ -64,7 +64,7 @@ def draw(
 
 
 def _svg(figure: Figure) -> str:
-    """The picture as an element of a page: as wide as its place, without a script."""
+    """The picture as an element of a page, without a script."""
     buffer = io.StringIO()
     # Without a date the same report gives the same page.
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
@@ -73,13 +73,27 @@ def _svg(figure: Figure) -> str:
 
 
 def draw_check_losses(report: Report) -> Figure | None:
-    """The losses of the check runs in one picture."""
+    """Draw the losses of the check runs in one picture.
+
+    Args:
+        report: The report of a comparison.
+
+    Returns:
+        The picture; None without any such loss.
+    """
     curves = {each.variant: each.check_losses for each in report.variants}
     return _draw_losses(report, "Loss of the check runs", curves)
 
 
 def draw_timed_losses(report: Report) -> Figure | None:
-    """The losses of the first timed run of each variant in one picture."""
+    """Draw the losses of the first timed run of each variant in one picture.
+
+    Args:
+        report: The report of a comparison.
+
+    Returns:
+        The picture, without variants that replay one batch; None without any such loss.
+    """
     curves = {v.variant: v.timed_losses for v in report.variants if v.loader != "ideal"}
     return _draw_losses(report, "Loss of the first timed runs", curves)
 
@@ -90,7 +104,7 @@ def _draw_losses(report: Report, title: str, found: Mapping[str, Losses]) -> Fig
         return None
     figure, axes = _axes(2.6, title)
     for index, (name, losses) in enumerate(curves.items()):
-        # Curves that lie on each other: each is thinner than the one below.
+        # Curves may coincide: each is thinner than the one below it.
         width = 1 + 5 * (len(curves) - 1 - index) / len(curves)
         known = [float("nan") if loss is None else loss for loss in losses]
         steps = range(1, len(known) + 1)
@@ -102,7 +116,14 @@ def _draw_losses(report: Report, title: str, found: Mapping[str, Losses]) -> Fig
 
 
 def draw_throughput(report: Report) -> Figure | None:
-    """Samples per second: the median of each variant, every run as a dot, and the range."""
+    """Draw samples per second: the median of each variant, every run as a dot, and the range.
+
+    Args:
+        report: The report of a comparison.
+
+    Returns:
+        The picture; None without timed runs.
+    """
     if not report.measured:
         return None
     figure, axes = _bars("Samples per second", report.measured, 0.9)
@@ -120,7 +141,14 @@ def draw_throughput(report: Report) -> Figure | None:
 
 
 def draw_parts(report: Report) -> Figure | None:
-    """Where the time of a step goes."""
+    """Draw where the time of a step goes.
+
+    Args:
+        report: The report of a comparison.
+
+    Returns:
+        The picture, in ms; None without timed runs.
+    """
     if not report.measured:
         return None
     figure, axes = _bars("Where a step goes, ms", report.measured, 1.3)
@@ -131,7 +159,14 @@ def draw_parts(report: Report) -> Figure | None:
 
 
 def draw_state(report: Report) -> Figure | None:
-    """Parameters, gradients and optimizer state where they are largest, and the batch there."""
+    """Draw model state and batch on the device where the model state is largest.
+
+    Args:
+        report: The report of a comparison.
+
+    Returns:
+        The picture, in MiB; None without check runs that saw a model.
+    """
     found = _with_footprint(report)
     variants = [(variant, footprint) for variant, footprint in found if footprint.model]
     if not variants:
@@ -151,7 +186,14 @@ def draw_state(report: Report) -> Figure | None:
 
 
 def draw_memory(report: Report) -> Figure | None:
-    """The pages of each process, and the peak memory of each device if there are any."""
+    """Draw the pages of each process, and the peak memory of each device if there are any.
+
+    Args:
+        report: The report of a comparison.
+
+    Returns:
+        The picture, in MiB; None without timed runs.
+    """
     variants = report.measured
     on_gpu = [variant for variant in variants if variant.device_peaks]
     if not variants:
@@ -191,7 +233,14 @@ def _draw_peaks(axes: Axes, variants: Sequence[VariantResult]) -> None:
 
 
 def draw_traces(report: Report) -> Figure | None:
-    """The memory of two steps over time, one picture for each variant on common axes."""
+    """Draw the memory of two steps over time, one plot for each variant on common axes.
+
+    Args:
+        report: The report of a comparison.
+
+    Returns:
+        The picture, in MiB; None without a memory trace.
+    """
     variants = [variant for variant in report.variants if variant.trace.get("time_s")]
     if not variants:
         return None
@@ -201,7 +250,7 @@ def draw_traces(report: Report) -> Figure | None:
         trace = variant.trace
         count = len(trace["time_s"])
         axes.stackplot(
-            # Not by the clock, which the recording delays, most of all at its start.
+            # Not by time: recording slows the steps down, most of all at its start.
             [NUM_TRACED_STEPS * i / max(1, count - 1) for i in range(count)],
             [[size / _MIB for size in trace[kind]] for kind in KINDS],
             labels=KINDS,
@@ -217,7 +266,14 @@ def draw_traces(report: Report) -> Figure | None:
 
 
 def draw_scaling(report: Report) -> Figure | None:
-    """Samples per second and device as devices grow."""
+    """Draw samples per second and device against the number of devices.
+
+    Args:
+        report: The report of a comparison.
+
+    Returns:
+        The picture; None without figures for several numbers of devices.
+    """
     curves: dict[str, dict[int, float]] = {}
     for point in report.scaling:
         if point.samples_per_s:
@@ -239,7 +295,14 @@ def draw_scaling(report: Report) -> Figure | None:
 
 
 def draw_movement(report: Report) -> Figure | None:
-    """What moves from where to where in a step, one row of arrows for each variant."""
+    """Draw what moves from where to where in a step, one row of arrows for each variant.
+
+    Args:
+        report: The report of a comparison.
+
+    Returns:
+        The picture; None without check runs.
+    """
     found = [(variant, _merged(footprint)) for variant, footprint in _with_footprint(report)]
     if not found:
         return None
@@ -261,7 +324,7 @@ def draw_movement(report: Report) -> Figure | None:
 
 
 def _merged(footprint: Footprint) -> list[tuple[Edge, int]]:
-    """The edges, of which those that all processes have alike are one, with their number."""
+    """The edges and their number, with equal edges of all processes merged into one."""
     counts: dict[Edge, int] = {}
     for edge in footprint.edges:
         source = "each process" if edge.source.startswith("rank") else edge.source
@@ -307,7 +370,7 @@ def _axes(height_in: float, title: str) -> tuple[Figure, Axes]:
 
 
 def _bars(title: str, variants: Sequence[VariantResult], edge_in: float) -> tuple[Figure, Axes]:
-    """A picture with a bar for each variant, and some height for all around them."""
+    """A picture with a bar for each variant, and extra height for what is around the bars."""
     figure, axes = _axes(edge_in + _BAR_IN * len(variants), title)
     _name_bars(axes, variants)
     return figure, axes

@@ -13,7 +13,13 @@ Mood = Literal["", "good", "bad", "unsure", "soft"]
 
 @dataclass(frozen=True)
 class Cell:
-    """A text, and how it is meant."""
+    """A text, and how it is meant.
+
+    Args:
+        text: The text, which may come from anyone: each renderer escapes it.
+        mood: How to show it: as ``good``, ``bad`` or ``unsure`` news, ``soft`` for what matters
+            less, or plainly.
+    """
 
     text: str
     mood: Mood = ""
@@ -24,9 +30,10 @@ class Column:
     """A column of a table.
 
     Args:
-        label: Its head.
+        label: Its heading.
         meaning: What it shows, in a sentence; may be empty.
-        is_text: Whether it holds words that may be wrapped. Others are flush right.
+        is_text: Whether it contains words that may be wrapped. Other columns are aligned to the
+            right.
     """
 
     label: str
@@ -36,7 +43,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, whose first column names the variants, and what is said below it."""
+    """A table, with notes below it.
+
+    Args:
+        title: Its heading.
+        columns: Its columns, of which the first names the variants.
+        rows: One cell for each column in each row.
+        notes: Lines to show below the table.
+    """
 
     title: str
     columns: Sequence[Column]
@@ -49,7 +63,14 @@ _UNKNOWN = Cell("-")
 
 
 def parity_table(report: Report) -> Table:
-    """Whether variants train the same; below it, what differs and what to know."""
+    """Make the table of whether variants train the same.
+
+    Args:
+        report: The report of a comparison.
+
+    Returns:
+        A row for each variant with a check run; as notes, what differs and what to know.
+    """
     verdicts = {True: Cell("equal", "good"), False: Cell("DIFFERS", "bad")}
     rows = []
     for each in report.variants:
@@ -96,7 +117,15 @@ def _difference(value: float | None, tolerance: float) -> Cell:
 
 
 def figure_tables(report: Report) -> Iterator[tuple[FigureTable, Table]]:
-    """The tables of figures; a figure that no variant has is left out."""
+    """Make the tables of figures.
+
+    Args:
+        report: The report of a comparison.
+
+    Yields:
+        Each of `TABLES` for which there is a figure, with a row for each measured variant. A figure
+        that no variant has is left out.
+    """
     for key, table in TABLES.items():
         figures = [
             figure
@@ -127,7 +156,11 @@ def _cells(figure: Figure, variant: VariantResult) -> Iterator[Cell]:
 
 
 def scaling_table(report: Report) -> Table:
-    """Samples per second and device, on several numbers of devices."""
+    """Make the table of samples per second and device on several numbers of devices.
+
+    Args:
+        report: The report of a comparison.
+    """
     counts = sorted({point.devices for point in report.scaling})
     rates = {(each.variant, each.devices): each.samples_per_s for each in report.scaling}
     rows = []
@@ -140,7 +173,11 @@ def scaling_table(report: Report) -> Table:
 
 
 def missing_table(report: Report) -> Table:
-    """The variants without a result, and why."""
+    """Make the table of the variants without a result, and why they have none.
+
+    Args:
+        report: The report of a comparison.
+    """
     words = {
         "unavailable": Cell("cannot run here", "unsure"),
         "refused": Cell("refused", "unsure"),
@@ -162,7 +199,14 @@ def _shortened(reason: str, length: int = 500) -> str:
 
 
 def regression_table(regression: Regression) -> Table:
-    """What changed since a baseline."""
+    """Make the table of what changed since a baseline.
+
+    Args:
+        regression: The changes.
+
+    Returns:
+        A row for each figure of each variant; as notes, what else differs between the two reports.
+    """
     moods: dict[str, Mood] = {"better": "good", "worse": "bad", "same": "soft", "unclear": "unsure"}
     rows = []
     for change in regression.changes:

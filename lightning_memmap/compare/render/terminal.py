@@ -26,10 +26,10 @@ _STYLES = {"": "", "good": "green", "bad": "bold red", "unsure": "yellow", "soft
 
 
 class TerminalProgress:
-    """A bar for the run that is under way, and a line for each one that is over.
+    """A progress bar for the run that is under way, and a line for each run that is over.
 
     Args:
-        console: Where to print. If it is no terminal, only the lines are printed.
+        console: Where to print. If it is not a terminal, only the lines are printed.
     """
 
     def __init__(self, console: Console) -> None:
@@ -37,7 +37,16 @@ class TerminalProgress:
 
     @contextmanager
     def run(self, title: str, total_steps: int) -> Iterator["_RunBar"]:
-        """Show a run while it is under way."""
+        """Show a run while it is under way.
+
+        Args:
+            title: What is run.
+            total_steps: Steps of the run.
+
+        Yields:
+            Where the run shows its progress. If the context ends without an outcome, the run counts
+            as interrupted.
+        """
         bar = Progress(
             TextColumn("  {task.description}"),
             BarColumn(bar_width=24),
@@ -56,7 +65,11 @@ class TerminalProgress:
         self.note(f"{escape(title):<42} {outcome.text}  [dim]{seconds:.1f} s[/]")
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays.
+
+        Args:
+            text: The line, in rich's markup.
+        """
         self._console.print(text, soft_wrap=True, highlight=False)
 
 
@@ -74,7 +87,12 @@ class _RunBar:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print parity, then speed, then memory and movement, then what did not run."""
+    """Print parity, then speed, then memory and movement, then what did not run.
+
+    Args:
+        report: The report of a comparison.
+        console: Where to print.
+    """
     settings = report.settings
     console.print(
         f"\n[bold]{settings.global_batch} rows a step[/], {settings.devices}"
@@ -99,12 +117,22 @@ def _tables(report: Report) -> Iterator[Table]:
 
 
 def print_regression(regression: Regression, console: Console) -> None:
-    """Print what changed since a baseline."""
+    """Print what changed since a baseline.
+
+    Args:
+        regression: The changes.
+        console: Where to print.
+    """
     print_table(regression_table(regression), console)
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table and its notes, after an empty line. Eighty columns hold most of them."""
+    """Print a table and its notes, after an empty line. Eighty columns are enough for most tables.
+
+    Args:
+        table: The table.
+        console: Where to print.
+    """
     rich = RichTable(
         box=box.SIMPLE_HEAD,
         show_edge=False,

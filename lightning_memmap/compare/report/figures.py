@@ -120,12 +120,25 @@ TABLES = {
 
 
 def each_run(value: Callable[[Run], float | None]) -> Callable[[Measured], list[float | None]]:
-    """A measurement that gives one value for each timed run."""
+    """Make a measurement that gives one value for each timed run.
+
+    Args:
+        value: Computes the value of one run; None where it is not known.
+
+    Returns:
+        A function to use as `Figure.measure`.
+    """
     return lambda measured: [value(run) for run in measured.runs]
 
 
 def rate_of(run: Run) -> float:
-    """Rows per second over all processes. Of those that have the same rows, the slowest counts."""
+    """Return the rows per second of a run, over all processes.
+
+    Of processes that have the same rows, the slowest counts.
+
+    Args:
+        run: The records of all processes of the run.
+    """
     return sum(min(rank.samples_per_s for rank in share) for share in by_data_rank(run))
 
 
@@ -290,7 +303,15 @@ FIGURES = {
 
 
 def figures_of(measured: Measured) -> dict[str, tuple[float, ...]]:
-    """The figures of a variant that are known, by key, with a value for each run."""
+    """Compute the figures of a variant.
+
+    Args:
+        measured: What they are computed from.
+
+    Returns:
+        The figures that are known, by key, with a value for each run or one in all; nothing where
+        there are no timed runs.
+    """
     if not measured.runs:
         return {}
     found = {figure.key: tuple(figure.measure(measured)) for figure in FIGURES.values()}

@@ -66,10 +66,10 @@ class Footprint(Value, frozen=True):
 
 
 def footprint_of(ranks: Sequence[CheckRank], loader: str, global_batch: int) -> Footprint:
-    """The footprint that the processes of a check run saw.
+    """Put together the footprint that the processes of a check run saw.
 
     Args:
-        ranks: Their records.
+        ranks: The records of all processes, at least one.
         loader: What supplied the rows: ``memmap``, ``dataloader`` or ``ideal``.
         global_batch: Rows of a step.
     """

@@ -17,7 +17,11 @@ _TOLERANCES = {"64": 1e-6, "32": 1e-3, "16": 5e-2}
 
 
 def default_tolerance(precision: str) -> float:
-    """How far losses and weights may differ, relatively, under a precision of the Trainer."""
+    """Return how far losses and weights may differ, relatively, under a precision of the Trainer.
+
+    Args:
+        precision: The Trainer's option, such as ``32-true`` or ``bf16-mixed``.
+    """
     return next((value for key, value in _TOLERANCES.items() if key in precision), 1e-3)
 
 
@@ -80,7 +84,7 @@ class CheckedRun:
         """Put together what the processes of a check run wrote.
 
         Args:
-            ranks: Their records.
+            ranks: The records of all processes.
             folder: Folder of the run, with its weights.
         """
         shares = [processes[0] for processes in by_data_rank(ranks)]
@@ -108,10 +112,16 @@ def _add(hashes: Iterable[Sequence[int]]) -> list[int]:
 
 
 def global_losses(ranks: Sequence[Rank]) -> list[float]:
-    """The loss of each global batch: the mean over its equal shares.
+    """Compute the loss of each global batch: the mean over its equal shares.
 
-    Of processes that have one share, those that know no loss, such as the first stages of a
-    pipeline, do not count.
+    Of processes that have one share, those without a loss, such as the first stages of a pipeline,
+    do not count.
+
+    Args:
+        ranks: The records of all processes of a run.
+
+    Returns:
+        A loss for each step; NaN where a share has none.
     """
     columns = []
     for share in by_data_rank(ranks):
@@ -138,12 +148,15 @@ def check_parity(
 
     Args:
         run: The variant's check run.
-        reference: That of the reference, which may be the same.
+        reference: That of the reference, which may be the same run.
         expected: The hash of each global batch, from the store.
-        tolerance: See `Parity`.
-        is_random: Whether the variants' batches differ by nature, so that losses and weights
-            cannot be compared.
+        tolerance: How large the two relative differences may be; see `Parity`.
+        is_random: Whether the variants' batches differ by nature, so that losses and weights cannot
+            be compared.
         notes: Notes to begin with.
+
+    Returns:
+        What agrees, what does not, and by how much.
     """
     problems: list[str] = []
     notes = list(notes)
@@ -181,7 +194,7 @@ def check_parity(
             if not weight <= tolerance:
                 problems.append(f"weights differ by {weight:.1e}; {tolerance:.0e} is allowed")
             if unlike := run.trained ^ reference.trained:
-                # However small a share of all weights they are.
+                # A difference however small their share of all weights is.
                 names = ", ".join(sorted(unlike))
                 problems.append(f"trained only here or only in the reference: {names}")
         if run.model_hashes != reference.model_hashes:

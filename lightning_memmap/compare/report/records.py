@@ -40,14 +40,25 @@ class ProcessMemory(Value, frozen=True):
 
 
 class DevicePeak(Value, frozen=True):
-    """The peak of CUDA's allocator on one device, in bytes."""
+    """The peak of CUDA's allocator on one device.
+
+    Args:
+        allocated: Bytes of tensors.
+        reserved: Bytes that the allocator took from the device.
+    """
 
     allocated: Size
     reserved: Size
 
 
 class ModelBytes(Value, frozen=True):
-    """Bytes of a model on one device."""
+    """Bytes of a model on one device.
+
+    Args:
+        parameters: Bytes of parameters.
+        gradients: Bytes of gradients.
+        optimizer: Bytes of optimizer state.
+    """
 
     parameters: Size = 0
     gradients: Size = 0
@@ -161,8 +172,16 @@ AnyRank = TypeVar("AnyRank", bound=Rank)
 
 
 def by_data_rank(ranks: Sequence[AnyRank]) -> list[list[AnyRank]]:
-    """The processes by their share of the global batch; several have one share under tensor and
-    pipeline parallelism."""
+    """Group the processes by their share of the global batch.
+
+    Under tensor and pipeline parallelism several processes have one share.
+
+    Args:
+        ranks: The records of all processes of a run.
+
+    Returns:
+        The records of each share, in the order of data-parallel ranks.
+    """
     shares: dict[int, list[AnyRank]] = {}
     for rank in ranks:
         shares.setdefault(rank.data_rank, []).append(rank)

@@ -51,12 +51,15 @@ def verdict_on(old: Sequence[float], new: Sequence[float], more_is_better: bool)
 
 
 def check_regression(old: Report, new: Report, baseline: str) -> Regression:
-    """Compare a report with a baseline, in all figures that say which way is better.
+    """Compare a report with a baseline, in all figures for which more or less is better.
 
     Args:
         old: The baseline.
         new: The new report.
-        baseline: Where the baseline is.
+        baseline: Path of the baseline, as shown to the user.
+
+    Returns:
+        The changes of variants and figures that both reports have, and what else differs.
     """
     before, now = ({v.variant: v.figures for v in report.measured} for report in (old, new))
     compared = [figure for figure in FIGURES.values() if figure.better is not None]

@@ -14,7 +14,7 @@ from lightning_memmap.compare.report.records import Count, DevicePeak, Size, Val
 #: Goes up when a field changes its meaning or goes away. See docs/compare.md.
 SCHEMA_VERSION = 2
 _SCHEMA = "lightning_memmap.compare"
-#: Reports have some ten kilobytes, and a number for each step of a memory trace.
+#: The largest report that is read. Most have some ten kilobytes beside their memory traces.
 _MAX_BYTES = 2**26
 
 Values = Annotated[tuple[Annotated[float, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
@@ -25,14 +25,32 @@ Verdict = Literal["better", "same", "worse", "unclear"]
 
 
 class Device(Value, frozen=True):
-    """A CUDA device and its memory in bytes."""
+    """A CUDA device.
+
+    Args:
+        name: Its model.
+        memory_bytes: Its memory.
+    """
 
     name: str
     memory_bytes: Count
 
 
 class Environment(Value, frozen=True):
-    """Where a comparison ran: versions, processor, memory, devices."""
+    """Where a comparison ran.
+
+    Args:
+        python: Version of Python.
+        platform: Operating system and architecture.
+        packages: Version by name of the package; None for one that is not installed.
+        processor: Model of the processor.
+        cores: Cores that this process may use.
+        memory_bytes: Memory of the machine.
+        load_before: Average load of the last minute before the runs.
+        omp_num_threads: The environment variable of that name; None where it is not set.
+        cuda: Version of CUDA that torch was built with, if any.
+        devices: The CUDA devices.
+    """
 
     python: str
     platform: str
@@ -49,9 +67,14 @@ class Environment(Value, frozen=True):
 class Settings(Value, frozen=True):
     """The options of the comparison as they were used, and what followed from them.
 
-    See `lightning_memmap.compare.run.plan.ComparisonOptions`. ``global_batch`` is the rows of a
-    step, ``split_steps`` the steps in which parts are timed, ``precision`` and ``seed`` those of
-    the config.
+    The options are those of `lightning_memmap.compare.run.plan.ComparisonOptions`, with the
+    accelerator and the tolerance that were used in place of a default.
+
+    Args:
+        global_batch: Rows of a step.
+        split_steps: Steps in which parts are timed.
+        precision: The Trainer's precision, from the config.
+        seed: The seed, from the config.
     """
 
     config: str
@@ -75,8 +98,21 @@ class Settings(Value, frozen=True):
 class Data(Value, frozen=True):
     """The training store, and how it is used.
 
-    ``store_s`` and ``check_store_s`` are the seconds that it took to build the store, or to
-    recognise the one that was there; the other one is None.
+    Args:
+        data_class: Class of the data module, with its module.
+        store_path: Directory of the store.
+        num_rows: Rows of the store.
+        num_shards: Shards of the store.
+        row_bytes: Bytes of a row over all fields.
+        num_bytes: Bytes of all rows.
+        fields: Dtype and shape by name of the field.
+        store_s: Seconds that it took to build the store; None where it was there already.
+        check_store_s: Seconds that it took to recognise the store; None where it was built.
+        steps_per_epoch: Steps of an epoch, without an incomplete last one.
+        batch_size: Rows of a step per device.
+        has_transform: Whether there is a training transform.
+        transform_is_random: Whether it gives different results for the same rows.
+        has_eval_transform: Whether there is an evaluation transform.
     """
 
     data_class: str
@@ -96,7 +132,17 @@ class Data(Value, frozen=True):
 
 
 class Model(Value, frozen=True):
-    """The model. ``configures_itself`` says whether it overrides ``configure_model``."""
+    """The model.
+
+    Args:
+        model_class: Its class, with its module.
+        configures_itself: Whether it overrides ``configure_model``.
+        automatic_optimization: Whether the Trainer does the backward pass and the optimizer's step.
+        num_parameters: Number of parameters, before any strategy wraps or shards the model.
+        parameter_bytes: Bytes of these parameters.
+        dropouts: Names of the classes of its dropout layers.
+        batch_norms: Names of the classes of its batch norm layers.
+    """
 
     model_class: str
     configures_itself: bool
@@ -108,7 +154,14 @@ class Model(Value, frozen=True):
 
 
 class Process(Value, frozen=True):
-    """Memory of a process after a timed run, in bytes; None where it is not known."""
+    """Memory of a process after a timed run, in bytes.
+
+    Args:
+        process: Its rank, or whose worker it is.
+        rss: Bytes of all its pages.
+        own: Bytes of pages that no other process has; None where that is not known.
+        shared: Bytes of its other pages; None where that is not known.
+    """
 
     process: str
     rss: Size
@@ -267,9 +320,14 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def exit_code(self) -> int:
-        """0: every variant that ran agrees. 1: one does not. 3: one failed, or could not be
-        compared, or nothing ran. 4: all is well, but a variant is slower than in the baseline.
-        130: interrupted."""
+        """The exit code of the command.
+
+        - 0: every variant that ran agrees.
+        - 1: a variant differs.
+        - 3: a variant failed or could not be compared, or nothing ran.
+        - 4: all is well, but a variant is slower than in the baseline.
+        - 130: the user interrupted.
+        """
         if self.interrupted:
             return 130
         if not self.parity_holds:
@@ -281,7 +339,14 @@ class Report(msgspec.Struct, frozen=True):
         return 4 if self.regression is not None and self.regression.is_slower else 0
 
     def write(self, path: Path) -> None:
-        """Write the report as JSON; the file is whole or it is not there."""
+        """Write the report as JSON. The file is replaced as a whole.
+
+        Args:
+            path: The file.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         values: dict[str, Any] = {
             "schema": _SCHEMA,
             "schema_version": SCHEMA_VERSION,
@@ -303,13 +368,19 @@ class _Header(msgspec.Struct):
 def read_report(path: str | Path) -> Report:
     """Read a ``report.json``, which may come from anyone.
 
+    Args:
+        path: The file.
+
+    Returns:
+        The report, with the types and ranges of its values checked.
+
     Raises:
-        ValueError: The file is no report, one of another version, or one with a value that no
-            comparison has written.
+        ValueError: The file is not a report, is one of another version, or has a value that no
+            comparison would have written.
         OSError: It cannot be read.
     """
     path = Path(path)
-    # Not a pipe, at which one would wait forever.
+    # Reading a pipe could wait forever.
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no file: name the report.json of a comparison")
     if path.stat().st_size > _MAX_BYTES:

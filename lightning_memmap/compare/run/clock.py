@@ -56,16 +56,19 @@ class StepClock(Profiler):
             self._spent_s[part] += self.now() - self._started_s.pop(part)
 
     def now(self) -> float:
-        """The time in seconds; while `is_synchronizing`, once the device is done."""
+        """Return the time in seconds. While `is_synchronizing`, the device is waited for first."""
         if self.is_synchronizing:
             self._synchronize()
         return perf_counter()
 
     def take(self, step_s: float) -> dict[str, float]:
-        """The parts of the step that ends now, in seconds; the next step starts from 0.
+        """Return the parts of the step that ends now; the next step starts from 0.
 
         Args:
-            step_s: How long the step took, from the end of the one before.
+            step_s: Seconds that the step took, from the end of the one before.
+
+        Returns:
+            Seconds of each of `PARTS`.
         """
         parts = self._spent_s
         self._spent_s = dict.fromkeys(PARTS[:-1], 0.0)

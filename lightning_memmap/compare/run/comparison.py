@@ -34,32 +34,54 @@ class Progress(Protocol):
     """Where a comparison shows its progress."""
 
     def run(self, title: str, total_steps: int) -> AbstractContextManager["RunProgress"]:
-        """Show a run while it is under way."""
+        """Show a run while it is under way.
+
+        Args:
+            title: What is run.
+            total_steps: Steps of the run.
+
+        Returns:
+            A context whose value shows the progress of the run.
+        """
 
     def note(self, text: str) -> None:
-        """Show a line of markup."""
+        """Show a line.
+
+        Args:
+            text: The line, in rich's markup.
+        """
 
 
 class RunProgress(Protocol):
     """Where one run shows its progress."""
 
     def steps(self, done: int) -> None:
-        """Show how many steps are done."""
+        """Show how many steps are done.
+
+        Args:
+            done: The number of steps.
+        """
 
     def end(self, text: str) -> None:
-        """Show the outcome, in a few words."""
+        """Show the outcome.
+
+        Args:
+            text: A few words, in rich's markup.
+        """
 
 
 class Comparison:
     """A comparison that is under way.
 
     Args:
-        options: What to do.
+        options: What to compare, and how.
         progress: Where to show the progress.
         command: The command line, for the report.
 
     Raises:
-        ValueError: The config has no model or no data, or ``out`` holds something else.
+        OSError: The config cannot be read.
+        ValueError: The config is not a yaml file, or has no model or no data; or a variant is
+            unknown.
     """
 
     def __init__(self, options: ComparisonOptions, progress: Progress, command: str = "") -> None:
@@ -76,7 +98,7 @@ class Comparison:
             has_cuda = torch.cuda.is_available() and asked in ("auto", "gpu", "cuda")
             accelerator = "cuda" if has_cuda else "cpu"
         self._trainer["accelerator"] = accelerator
-        # Counted without a context on any device: the variants are to have all of its memory.
+        # Counting makes no context on a device: the variants need all of its memory.
         count = torch.cuda.device_count() if accelerator == "cuda" else options.devices
         self._machine = Machine(accelerator, count)
         self._progress = progress
@@ -86,13 +108,16 @@ class Comparison:
         self._runs = [VariantRuns(variant) for variant in parse_variants(options.variants)]
 
     def run(self) -> Report:
-        """Do all runs. Ctrl-C ends them; what is finished is in the report.
+        """Do all runs. After Ctrl-C, the report has what is finished.
+
+        Returns:
+            The report, which is not written yet.
 
         Raises:
             ComparisonError: Model or data cannot be made, or the store not built.
             KeyboardInterrupt: The user interrupted before anything was measured.
-            ValueError: The config has a name or a value that the classes do not take, or ``out``
-                holds something else.
+            ValueError: The config has a name or a value that the classes do not accept, or ``out``
+                contains something other than a comparison.
         """
         # Before anything of an earlier comparison is removed.
         ConfigCheck(self._spec("prepare", "prepare"))
@@ -104,7 +129,7 @@ class Comparison:
             self._find_obstacles(facts)
             for runs in self._pending():
                 self._check(runs, facts)
-            # Variants alternate, so that whatever changes on the machine meets all of them.
+            # Variants alternate, so that whatever changes on the machine affects all of them.
             for repeat in range(1, self._options.repeats + 1):
                 for runs in self._pending():
                     self._time(runs, repeat, facts)

@@ -1,4 +1,7 @@
-"""The data of a run: all that a comparison knows of data modules, stores, placement and order."""
+"""The data of a run.
+
+It contains everything that a comparison knows of data modules, stores, placement and order.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +31,12 @@ _PROBE_ROWS = 8
 
 
 def comparable(data: Any) -> MemmapDataModule:
-    """A copy of the data module of a config that all variants can use.
+    """Copy the data module of a config in a form that all variants can use.
+
+    The copy drops incomplete steps, replaces no store, and has no test and prediction datasets.
+
+    Args:
+        data: The object that the config describes.
 
     Raises:
         ValueError: It is not a `MemmapDataModule`.
@@ -38,14 +46,14 @@ def comparable(data: Any) -> MemmapDataModule:
             f"config: data is a {type(data).__name__}; a comparison needs a MemmapDataModule, whose"
             " datasets and stores supply the rows of all variants"
         )
-    # Steps of one size: in an uneven one, DDP weighs processes and not rows.
+    # Steps of one size: in an uneven one, DDP weights processes equally, and not rows.
     copied = data.with_options(drop_last=True, overwrite=False)
     copied.datasets.update(test=None, predict=None)
     return copied
 
 
 def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
-    """Rows of a step for each data device, before the Trainer has started any process.
+    """Return the rows of a step for each data device, before the Trainer has started any process.
 
     Args:
         trainer: The Trainer of a variant.
@@ -53,7 +61,7 @@ def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
         devices: Devices of the comparison.
 
     Raises:
-        ValueError: The data devices do not divide the global batch.
+        ValueError: The number of data devices does not divide the global batch.
     """
     try:
         count = topology_of(trainer.strategy).num_data_devices
@@ -133,9 +141,19 @@ def _is_random(data: MemmapDataModule, store: Store) -> bool:
 def expected_hashes(
     store: Store, sampler: Sampler, schedule: BatchSchedule, num_steps: int
 ) -> tuple[int, ...]:
-    """The hash of each global batch from the first epoch on, read from the store by the order.
+    """Compute the hash of each global batch from the first epoch on.
 
-    No loader takes part: this is what every variant must match.
+    The rows are read from the store in the order of the sampler, without a loader: this is what
+    every variant must match.
+
+    Args:
+        store: The training store.
+        sampler: Its order.
+        schedule: How an epoch is divided into steps.
+        num_steps: Steps of a check run. If an epoch has fewer, further epochs follow.
+
+    Returns:
+        `hash_rows` of each step.
     """
 
     def expected(index: int) -> int:
@@ -147,7 +165,10 @@ def expected_hashes(
 
 
 def resident_bytes(placement: Placement | None) -> dict[str, dict[str, int]]:
-    """Bytes of the shards that this process holds, all splits together.
+    """Sum the bytes of the shards that this process keeps, over all splits.
+
+    Args:
+        placement: Where the shards are; None where no `MemmapDataModule` supplies the rows.
 
     Returns:
         By data device, such as ``1: cuda:1``, the bytes of each residency.
@@ -159,11 +180,11 @@ def resident_bytes(placement: Placement | None) -> dict[str, dict[str, int]]:
 
 
 class RowBatches(TorchSampler[list[int]]):
-    """The dataset rows of each step of one process, in the order of `lightning_memmap.sampling`.
+    """The dataset rows of each step of one process, in the order of a sampler.
 
     Args:
         order: The order of rows.
-        schedule: How it is cut into steps.
+        schedule: How it is divided into steps.
         rank: Data-parallel rank of this process.
         size: Data-parallel processes.
     """
@@ -178,7 +199,11 @@ class RowBatches(TorchSampler[list[int]]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration has."""
+        """Choose the epoch whose order the next iteration has.
+
+        Args:
+            epoch: The epoch, counted from 0.
+        """
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -296,13 +321,13 @@ class _Replay:
 
 
 class IdealData(L.LightningDataModule):
-    """One batch of a `MemmapDataModule`, fetched once, brought to where the strategy wants it, and
-    replayed in every step.
+    """One batch of a `MemmapDataModule`, replayed in every step.
 
-    A model that changes its batch in place is given the changed one in the next step.
+    It is fetched once and brought to where the strategy wants it. A model that changes its batch in
+    place is given the changed one in the next step.
 
     Args:
-        data: Whose first batch is used. It belongs to this data module, which sets it up.
+        data: The data module whose first batch is used. This data module sets it up.
     """
 
     def __init__(self, data: MemmapDataModule) -> None:
@@ -329,13 +354,16 @@ class IdealData(L.LightningDataModule):
 def loaded_data(
     data: MemmapDataModule, variant: Variant, global_batch: int, *, transform_here: bool
 ) -> L.LightningDataModule:
-    """The data module that the Trainer of a variant is given.
+    """Make the data module that the Trainer of a variant is given.
 
     Args:
-        data: With the options of the run.
+        data: The data module of the config, with the options of the run.
         variant: The variant.
         global_batch: Rows of a step over all processes.
         transform_here: Whether a ``DataLoader`` leaves the transform to the training process.
+
+    Returns:
+        `PlainData`, `IdealData`, or ``data`` itself, as the variant's loader says.
     """
     if variant.loader == "dataloader":
         return PlainData(data, global_batch, variant.num_workers, transform_here)

@@ -16,7 +16,7 @@ _PACKAGES = (
 
 
 def describe_environment() -> Environment:
-    """This machine, and the versions that are installed."""
+    """Describe this machine, and the versions of what is installed."""
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),

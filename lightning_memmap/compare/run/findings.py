@@ -1,4 +1,4 @@
-"""From the runs of the variants to what the report says of each."""
+"""Makes the results of a report from the runs of the variants."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +37,12 @@ class VariantRuns:
     timed: list[RunResult[TimedRank]] = field(default_factory=list)
 
     def stop(self, status: Status, reason: str) -> None:
-        """Do no further runs of this variant."""
+        """Do no further runs of this variant.
+
+        Args:
+            status: As in `VariantResult`.
+            reason: Why, for the report.
+        """
         self.status, self.reason = status, reason
 
     @property
@@ -46,7 +51,11 @@ class VariantRuns:
         return [result.ranks for result in self.timed]
 
     def footprint(self, global_batch: int) -> Footprint | None:
-        """From the check run; None where there is none."""
+        """Return the footprint of the check run; None where there was no such run.
+
+        Args:
+            global_batch: Rows of a step.
+        """
         found = [footprint_of(c.ranks, self.variant.loader, global_batch) for c in self.checks]
         return found[0] if found else None
 
@@ -71,8 +80,11 @@ class Findings:
 
     @property
     def reference(self) -> VariantRuns | None:
-        """The single device with the memory-mapped store if it was checked, else the first
-        variant that was."""
+        """The variant that the others are compared with; None where no check run succeeded.
+
+        It is the single device with the memory-mapped store if that was checked, else the first
+        checked variant.
+        """
         checked = [each for each in self.variants if each.variant.is_compared and each.checks]
         preferred = [each for each in checked if each.variant == Variant("auto")]
         return next(iter(preferred + checked), None)

@@ -28,9 +28,9 @@ class RunError(Value, frozen=True):
 
     Args:
         message: What to tell the user.
-        refused: Whether a strategy or the data refused it before the first step: it cannot work
-            here. Otherwise something broke.
-        traceback: Where, if the run itself noted that.
+        refused: Whether a strategy or the data refused the run before its first step, since it
+            cannot work here. Otherwise something broke.
+        traceback: The traceback, if the run itself has written it.
     """
 
     message: str
@@ -59,13 +59,16 @@ def run(
     timeout_s: float,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> RunResult[AnyRank]:
-    """Do a run, and wait for it. Whatever happens, none of its processes is left.
+    """Do a run, and wait for it. In any case all its processes have ended afterwards.
 
     Args:
         spec: The run.
         record: What each of its processes writes; ``prepare`` writes none.
         timeout_s: A run that takes longer has failed.
         on_step: Called with the number of steps done, a few times a second.
+
+    Returns:
+        The records, or why there are none.
 
     Raises:
         KeyboardInterrupt: The user interrupted; the run has been ended.
@@ -106,7 +109,15 @@ def run(
 
 
 def read_ranks(folder: Path, record: type[AnyRank]) -> tuple[AnyRank, ...]:
-    """The records of the processes of a run, by rank."""
+    """Read the records of the processes of a run.
+
+    Args:
+        folder: Folder of the run.
+        record: The kind of record.
+
+    Returns:
+        The records that there are, by rank.
+    """
     found = [
         msgspec.msgpack.decode(path.read_bytes(), type=record)
         for path in folder.glob("rank*.msgpack")
@@ -117,7 +128,7 @@ def read_ranks(folder: Path, record: type[AnyRank]) -> tuple[AnyRank, ...]:
 def _watch(
     process: subprocess.Popen[bytes], out: Path, timeout_s: float, on_step: Callable[[int], None]
 ) -> bool:
-    """Wait for the end. True where it did not come in time."""
+    """Wait for the process to end. True if it did not end in time."""
     deadline = monotonic() + timeout_s
     while process.poll() is None:
         if monotonic() > deadline:

@@ -41,8 +41,9 @@ from lightning_memmap.compare.run.rows import MODULUS, hash_batch, leaves_of
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.placement import DataTopology, data_parallel_rank
 
-#: Steps of a check, from 0, in which it looks at bytes: by then the optimizer has its state, and
-#: what is allocated once has been allocated. The memory trace follows.
+#: Steps of a check run, counted from 0, in which it measures bytes, movement and operations: by
+#: then the optimizer has its state, and what is allocated once has been allocated. The memory
+#: trace follows.
 _BYTES_STEP, _MOVEMENT_STEP, _FLOPS_STEP = 1, 2, 3
 #: How often a run writes how many steps are done.
 _PROGRESS_S = 0.2
@@ -106,22 +107,35 @@ class RunCallback(L.Callback):
         self.end_step(trainer)
 
     def begin_step(self, batch: Any) -> None:
-        """A batch is on its device."""
+        """Handle the start of a step, whose batch is on its device. By default nothing is done.
+
+        Args:
+            batch: What the model is given.
+        """
 
     def end_step(self, trainer: L.Trainer) -> None:
-        """The step with the last of the losses is over."""
+        """Handle the end of a step, whose loss has been added. By default nothing is done.
+
+        Args:
+            trainer: The Trainer.
+        """
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         record = self.record(trainer, pl_module)
         path = Path(self.spec.out) / f"rank{trainer.global_rank}.msgpack"
         partial = path.with_suffix(".partial")
-        # Losses and hashes as they are: JSON has no NaN, and not everyone's has 64-bit integers.
+        # Not as JSON, which has no NaN, and whose integers of 64 bits not every reader takes.
         partial.write_bytes(msgspec.msgpack.encode(record))
         partial.replace(path)
 
     def record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Rank:
-        """The record of this process, made on every rank."""
+        """Make the record of this process. It is called on every rank, after the last step.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The model.
+        """
         raise NotImplementedError
 
     @property
@@ -130,7 +144,14 @@ class RunCallback(L.Callback):
         return None if self.data.placement is None else self.data.placement.topology
 
     def place(self, trainer: L.Trainer) -> dict[str, Any]:
-        """The fields that all records have."""
+        """Return the fields that all records have.
+
+        Args:
+            trainer: The Trainer.
+
+        Returns:
+            The fields of `Rank` by name.
+        """
         data_rank, data_size = data_parallel_rank(trainer.strategy)
         topology = self._topology
         return {
@@ -191,7 +212,7 @@ class TimedRun(RunCallback):
         now = self._clock.now()
         if measured <= spec.steps:
             rows = spec.global_batch // data_parallel_rank(trainer.strategy)[1]
-            # Of its figures only rates within the window matter, so that it may start at any time.
+            # Only its rates within the window are used, so that the time may start anywhere.
             self._throughput.update(time=now, batches=measured, samples=measured * rows)
         if measured == spec.steps:
             self._peaks = device_peaks()
@@ -207,7 +228,7 @@ class TimedRun(RunCallback):
         steps = self.spec.steps
         ends = self._ends_s[: steps + 1]
         start, end = self._joules
-        # Where nothing needs to be waited for, the undisturbed steps have parts too.
+        # Where nothing needs to be waited for, the measured steps have parts too.
         on_cpu = trainer.strategy.root_device.type == "cpu"
         return TimedRank(
             **self.place(trainer),
@@ -222,13 +243,13 @@ class TimedRun(RunCallback):
 
 
 class CheckRun(RunCallback):
-    """Notes what a variant trains on and what comes out: rows, losses, weights, bytes.
+    """Records what a variant trains on and what comes out: rows, losses, weights, bytes.
 
     Args:
         spec: The run.
         data: As for `RunCallback`.
-        hashes: Where row hashes are noted, in the order of steps: that of each data device by
-            `HashedTransform`, or without a transform that of each step.
+        hashes: The list to which row hashes are added, in the order of steps: by `HashedTransform`
+            one for each data device, or without a transform one for each step.
     """
 
     def __init__(self, spec: RunSpec, data: MemmapDataModule, hashes: list[int]) -> None:
@@ -311,12 +332,21 @@ class CheckRun(RunCallback):
 
 
 def synchronize(trainer: L.Trainer) -> None:
-    """Wait until the devices have done what this process gave them."""
+    """Wait until the devices have finished what this process gave them to do.
+
+    Args:
+        trainer: The Trainer, whose root device is waited for as by `synchronizer`.
+    """
     synchronizer(trainer.strategy.root_device)()
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
-    """What waits for a device; for a CUDA device, for all that this process uses."""
+    """Make a function that waits for a device.
+
+    Args:
+        device: The device. For a CUDA device, all CUDA devices on which this process has memory
+            are waited for; on a CPU there is nothing to wait for.
+    """
 
     def wait() -> None:
         if device.type == "cuda":

@@ -14,7 +14,11 @@ from lightning_memmap.compare.report.records import DevicePeak, ModelBytes, Proc
 
 
 def process_memory() -> tuple[ProcessMemory, ...]:
-    """Memory of this process and of its child processes."""
+    """Measure the memory of this process and of all its descendants.
+
+    Returns:
+        This process first; without those that have just ended or may not be looked into.
+    """
     me = psutil.Process()
     found = []
     for process in (me, *me.children(recursive=True)):
@@ -23,13 +27,13 @@ def process_memory() -> tuple[ProcessMemory, ...]:
             found.append(
                 ProcessMemory(process.pid, process.ppid(), memory.rss, getattr(memory, "uss", None))
             )
-        except psutil.Error:  # It has just ended, or is not ours to look at.
+        except psutil.Error:  # It has just ended, or may not be looked into.
             continue
     return tuple(found)
 
 
 def _uses_cuda() -> bool:
-    # Asking for a device's figures must not be what makes a context on it.
+    # Asking for the figures of a device must not make a context on it.
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
@@ -41,7 +45,11 @@ def reset_device_peaks() -> None:
 
 
 def device_peaks() -> dict[str, DevicePeak]:
-    """By CUDA device that this process uses, the peak bytes since `reset_device_peaks`."""
+    """Read the peaks of CUDA's allocator since `reset_device_peaks`.
+
+    Returns:
+        By CUDA device that this process uses, such as ``cuda:0``, its peak.
+    """
     if not _uses_cuda():
         return {}
     peaks = {
@@ -54,14 +62,17 @@ def device_peaks() -> dict[str, DevicePeak]:
 
 
 def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ModelBytes]:
-    """By device, the bytes of parameters, gradients and optimizer state in this process.
+    """Measure parameters, gradients and optimizer state in this process.
 
-    All living parameters count, so that replicas of a model on other devices do too. Each memory
-    counts once, and of a sharded tensor the part in this process. DDP's buckets, which hold a
-    second copy of the gradients, are not seen.
+    All living parameters count, including those of replicas of a model on other devices. Each
+    storage counts once, and of a sharded tensor the part in this process. DDP's buckets, which are
+    a second copy of the gradients, are not seen.
 
     Args:
-        optimizers: Those that train.
+        optimizers: The optimizers that train.
+
+    Returns:
+        Bytes by device.
     """
     parameters = live_parameters()
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -121,12 +132,16 @@ class EnergyMeter:
                 handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
                 pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
                 self._handles.append(handle)
-        except pynvml.NVMLError:  # A device of before Volta, or one that forbids it.
+        except pynvml.NVMLError:  # A device older than Volta, or one that forbids it.
             self._handles = []
         self._nvml = pynvml
 
     def read_joules(self) -> float | None:
-        """Energy that the devices have used since their driver was loaded; None if not known."""
+        """Read the energy that the devices have used since their driver was loaded.
+
+        Returns:
+            Joules over all devices; None if that is not known.
+        """
         if not self._handles:
             return None
         read = self._nvml.nvmlDeviceGetTotalEnergyConsumption

@@ -12,8 +12,8 @@ from lightning_memmap.compare.run.variants import parse_variants
 
 RunKind = Literal["prepare", "check", "timed"]
 
-#: Options of the Trainer that a config may set for all variants. The comparison itself decides
-#: about the others, or they would make variants differ.
+#: Options of the Trainer that a config may set for all variants. The comparison itself sets the
+#: others, which could make variants differ.
 TRAINER_OPTIONS = (
     "accelerator",
     "precision",
@@ -94,7 +94,7 @@ class ComparisonOptions:
 
     @property
     def scaling_counts(self) -> tuple[int, ...]:
-        """The numbers of devices of ``scaling``; 0 stands for what is no number."""
+        """The numbers of devices of ``scaling``; 0 stands for what is not a number."""
         parts = [part.strip() for part in self.scaling.split(",") if part.strip()]
         return tuple(int(part) if part.isdecimal() else 0 for part in parts)
 
@@ -142,7 +142,11 @@ class RunSpec:
         return self.warmup_steps + self.steps + self.split_steps
 
     def write(self) -> Path:
-        """Write this into its folder."""
+        """Write this into its folder, which is made where it is missing.
+
+        Returns:
+            Path of the file.
+        """
         path = Path(self.out) / "spec.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(self))
@@ -150,7 +154,11 @@ class RunSpec:
 
     @classmethod
     def read(cls, path: str | Path) -> "RunSpec":
-        """Read what `write` wrote."""
+        """Read what `write` wrote.
+
+        Args:
+            path: Path of the file.
+        """
         return msgspec.json.decode(Path(path).read_bytes(), type=cls)
 
 
@@ -173,7 +181,7 @@ def shared_config(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[str
         if not isinstance(config, dict) or not config.get(name):
             raise ValueError(f"config: it has no section {name!r}; give the one of a fit")
     sections = {name: config[name] for name in _SECTIONS if config.get(name) is not None}
-    # A random seed, which True asks for, would be another one in each run.
+    # A random seed, which True asks for, would differ from run to run.
     if type(sections.get("seed_everything")) is not int:
         sections["seed_everything"] = 0
     options = config.get("trainer") or {}

@@ -16,13 +16,16 @@ MODULUS = 2**64
 
 
 def hash_rows(leaves: list[Tensor]) -> int:
-    """The sum over rows, modulo 2**64, of XXH3 over the bytes of all leaves of a row.
+    """Sum, modulo 2**64, the XXH3 of each row over the bytes of all its leaves.
 
     The sum does not depend on the order of rows, and the sums of two halves of a batch add up to
     that of the batch. A row that is repeated or missing changes it.
 
     Args:
         leaves: Tensors of shape (B, ...), on any device.
+
+    Returns:
+        The sum; 0 where there are no bytes.
     """
     columns = [_bytes(leaf) for leaf in leaves if leaf.numel()]
     total = 0
@@ -41,12 +44,20 @@ def _bytes(leaf: Tensor) -> np.ndarray:
 
 
 def leaves_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch that have rows, in the order of its containers."""
+    """List the tensors of a batch that have rows, in the order of its containers.
+
+    Args:
+        batch: Any nesting of tensors; those without dimensions are left out.
+    """
     return [leaf for leaf in tensors_of(batch) if leaf.ndim]
 
 
 def hash_batch(batch: Any) -> int:
-    """`hash_rows` of a batch, or of the batches of a super-batch together."""
+    """Hash the rows of a batch, or of all batches of a super-batch together, by `hash_rows`.
+
+    Args:
+        batch: What a loader yields or a model is given.
+    """
     return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % MODULUS
 
 
@@ -74,11 +85,11 @@ class MappedLoader:
 
 
 class HashedTransform(nn.Module):
-    """A batch transform that notes the hash of its rows before it changes them.
+    """A batch transform that records the hash of its rows before it changes them.
 
     Args:
-        transform: What to do with the batch.
-        hashes: The hash of each call is appended here.
+        transform: The transform to apply.
+        hashes: The hash of each call is appended to this list.
     """
 
     def __init__(self, transform: Callable[..., Any], hashes: list[int]) -> None:
@@ -90,7 +101,16 @@ class HashedTransform(nn.Module):
         self._wants_generator = _has_generator(function)
 
     def forward(self, batch: Any, generator: torch.Generator) -> Any:
-        """Note the rows and transform them."""
+        """Record the hash of the rows, and transform them.
+
+        Args:
+            batch: A batch of one data device.
+            generator: Random generator on the batch's device; passed on to a transform that takes
+                it.
+
+        Returns:
+            What the transform returns.
+        """
         self._note(hash_batch(batch))
         if self._wants_generator:
             return self.transform(batch, generator=generator)

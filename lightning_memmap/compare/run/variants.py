@@ -76,11 +76,22 @@ class Variant:
         return self.loader != "ideal" and self.strategy not in _SEPARATE_MODELS
 
     def num_devices(self, devices: int) -> int:
-        """How many of the devices of a comparison this variant uses."""
+        """Return how many of the devices of a comparison this variant uses.
+
+        Args:
+            devices: Devices of the comparison.
+        """
         return 1 if self.strategy == "auto" else devices
 
     def trainer_options(self, devices: int) -> dict[str, Any]:
-        """The options of the Trainer that make this variant."""
+        """Return the options of the Trainer that make this variant.
+
+        Args:
+            devices: Devices of the comparison.
+
+        Returns:
+            ``strategy``, ``devices`` and ``num_nodes``, as in a config.
+        """
         strategy: Any = self.strategy
         if strategy == "model_parallel":
             strategy = {
@@ -90,12 +101,15 @@ class Variant:
         return {"strategy": strategy, "devices": self.num_devices(devices), "num_nodes": 1}
 
     def obstacle(self, machine: Machine, devices: int, configures_itself: bool) -> str:
-        """Why this variant cannot run here, as far as that is known beforehand; else empty.
+        """Say why this variant cannot run here, as far as that is known beforehand.
 
         Args:
             machine: This machine.
             devices: Devices of the comparison.
             configures_itself: Whether the model overrides ``configure_model``.
+
+        Returns:
+            The reason; empty where none is known.
         """
         needed = self.num_devices(devices)
         if machine.accelerator != "cpu" and machine.num_devices < needed:
@@ -108,13 +122,16 @@ class Variant:
 
 
 def parse_variants(text: str) -> tuple[Variant, ...]:
-    """The variants of a list such as ``memmap_superbatch,ddp,auto+workers2,auto+ideal``.
+    """Parse a list of variants such as ``memmap_superbatch,ddp,auto+workers2,auto+ideal``.
 
     Args:
         text: Names, separated by commas; ``all`` stands for `all_variants`.
 
+    Returns:
+        The variants in their order, each once.
+
     Raises:
-        ValueError: An unknown name, or none.
+        ValueError: A name is unknown, or there is none.
     """
     found: list[Variant] = []
     for name in filter(None, (part.strip() for part in text.split(","))):
@@ -126,7 +143,11 @@ def parse_variants(text: str) -> tuple[Variant, ...]:
 
 
 def all_variants(num_workers: int = 2) -> tuple[Variant, ...]:
-    """The single device with each loader, and every other strategy with the memory-mapped one."""
+    """List the single device with each loader, and every other strategy with the mapped store.
+
+    Args:
+        num_workers: Workers of the ``DataLoader`` that has some. Another one has none.
+    """
     return (
         Variant("auto"),
         Variant("auto", "dataloader", 0),

@@ -49,7 +49,7 @@ class Facts(Value, frozen=True):
 
     Args:
         environment: This machine.
-        data: The store.
+        data: The training store.
         model: The model.
         expected: The hash of each global batch of a check run.
     """
@@ -61,10 +61,13 @@ class Facts(Value, frozen=True):
 
 
 class RunCLI(LightningCLI):
-    """LightningCLI that is given its config, and leaves the running to others.
+    """A LightningCLI that is given its config as a dict and runs nothing itself.
+
+    Args:
+        config: Sections of the config, with all options of the Trainer.
 
     Raises:
-        ValueError: The config has a name or a value that the classes do not take.
+        ValueError: The config has a name or a value that the classes do not accept.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -90,7 +93,14 @@ class RunCLI(LightningCLI):
 
 
 class ConfigCheck(RunCLI):
-    """Parses the config of a run as the run will, without making anything."""
+    """Parses the config of a run as the run will, without making anything.
+
+    Args:
+        spec: The run.
+
+    Raises:
+        ValueError: The config has a name or a value that the classes do not accept.
+    """
 
     def __init__(self, spec: RunSpec) -> None:
         # A seed would be set here, in a process that trains nothing.
@@ -121,7 +131,14 @@ def _write_error(out: Path, error: BaseException) -> None:
 
 
 def trainer_options(spec: RunSpec) -> dict[str, Any]:
-    """All options of the Trainer of a run."""
+    """Return all options of the Trainer of a run.
+
+    Args:
+        spec: The run.
+
+    Returns:
+        The options, as in a config.
+    """
     return {
         "logger": False,
         "enable_checkpointing": False,
@@ -138,7 +155,10 @@ def trainer_options(spec: RunSpec) -> dict[str, Any]:
 
 
 def train(spec: RunSpec) -> None:
-    """Train a variant and write what each process measured.
+    """Train a variant and write what each process measured. Every rank runs it.
+
+    Args:
+        spec: The run, of the kind ``check`` or ``timed``.
 
     Raises:
         ValueError: The config has no `MemmapDataModule`, or the variant cannot divide the batch.
@@ -150,7 +170,17 @@ def train(spec: RunSpec) -> None:
 def train_variant(
     spec: RunSpec, trainer: Any, model: L.LightningModule, data: MemmapDataModule
 ) -> None:
-    """Train and measure with the objects of the config; see `train`."""
+    """Train and measure with the objects of the config; see `train`.
+
+    Args:
+        spec: The run.
+        trainer: The Trainer. Callbacks are added to it, and for a timed run a profiler.
+        model: The model. For a check run its dropout is turned off.
+        data: The data module, as `comparable` makes it.
+
+    Raises:
+        ValueError: The variant cannot divide the batch.
+    """
     (variant,) = parse_variants(spec.variant)
     batch_size = batch_size_of(trainer, spec.global_batch, spec.devices)
     data = data.with_options(batch_size=batch_size)
@@ -192,8 +222,10 @@ def _ask_for_all_fields(model: L.LightningModule) -> None:
 
 
 def _hash_batches(strategy: Any, hashes: list[int]) -> None:
-    """Note the rows of each batch as the loader of a strategy gives it: before the precision casts
-    it and the module's transfer hooks change it."""
+    """Record the hash of each batch as the loader of a strategy gives it.
+
+    That is before the precision casts it and the module's transfer hooks change it.
+    """
     process = strategy.process_dataloader
 
     def note(batch: Any) -> Any:
@@ -206,8 +238,11 @@ def _hash_batches(strategy: Any, hashes: list[int]) -> None:
 def prepare(spec: RunSpec) -> None:
     """Build the store, and write the facts about model and data that all variants need.
 
+    Args:
+        spec: The run, of the kind ``prepare``.
+
     Raises:
-        ValueError: There are fewer rows than a step takes.
+        ValueError: The config has no `MemmapDataModule`, or there are fewer rows than a step takes.
     """
     cli = RunCLI({**spec.config, "trainer": trainer_options(spec)})
     data, expected = prepare_store(comparable(cli.datamodule), spec.devices, spec.steps)

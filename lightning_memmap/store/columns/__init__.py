@@ -26,13 +26,17 @@ __all__ = [
     "registered",
 ]
 
-#: A field of a new store has the first kind of column that takes it.
+#: All kinds of columns. A field of a new store gets the first one that takes it.
 _KINDS: list[type[Column]] = [FixedColumn]
 
 
 @contextmanager
 def registered(kind: type[Column]) -> Iterator[None]:
-    """Let stores have another kind of column, preferred to all others, within this context."""
+    """Add a kind of column that takes precedence over all others, within this context.
+
+    Args:
+        kind: The class. Its ``kind`` is the name that manifests have for it.
+    """
     _KINDS.insert(0, kind)
     try:
         yield
@@ -41,10 +45,17 @@ def registered(kind: type[Column]) -> Iterator[None]:
 
 
 def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:
-    """The columns of a store of which no row is written yet, one for each field.
+    """Make the columns of a store that has no rows yet, one for each field.
+
+    Args:
+        schema: The fields.
+        shards: The rows of the store, and the shards that they are divided into.
+
+    Returns:
+        The columns, in the order of the fields.
 
     Raises:
-        ValueError: No file can hold so many rows.
+        ValueError: The files would be larger than any file can be.
     """
 
     def grow(field: Field) -> Column:
@@ -54,7 +65,15 @@ def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:
 
 
 def columns_to_json(columns: Sequence[Column]) -> dict[str, Any]:
-    """What a manifest must say of columns: nothing where all are of the usual kind."""
+    """Convert columns to what the manifest must say of them.
+
+    Args:
+        columns: The finished columns of a store.
+
+    Returns:
+        Entries by field name under the key ``columns``; nothing where all columns are of the usual
+        kind.
+    """
     entries = {
         column.field.name: {"kind": column.kind, **column.to_json()}
         for column in columns
@@ -64,15 +83,20 @@ def columns_to_json(columns: Sequence[Column]) -> dict[str, Any]:
 
 
 def columns_from_json(schema: Schema, shards: Shards, entries: Any) -> tuple[Column, ...]:
-    """The columns of a store that is there, one for each field.
+    """Make the columns of an existing store from its manifest, one for each field.
 
     Args:
         schema: The fields.
-        shards: The rows and shards of the store.
-        entries: Entries of a manifest that nobody has checked, by field name.
+        shards: The rows of the store, and the shards that they are divided into.
+        entries: The manifest's entries by field name, which have not been checked. A field without
+            an entry has a column of the usual kind.
+
+    Returns:
+        The columns, in the order of the fields.
 
     Raises:
-        ValueError: An entry is of no field, of an unknown kind, or of a column that cannot be.
+        ValueError: An entry names no field, has an unknown kind, or describes a column that cannot
+            exist.
     """
     if not isinstance(entries, dict) or not entries.keys() <= {f.name for f in schema.fields}:
         raise ValueError("its columns are not those of its fields")

@@ -21,19 +21,28 @@ FileRange = tuple[str, int, int]
 
 
 class OpenColumn(Protocol):
-    """The rows of one field in a store that is open."""
+    """The rows of one field of an open store."""
 
     @property
     def tensor(self) -> Tensor:
-        """All rows as one mapped tensor of shape (num_rows, *field shape), in the order of
-        `Shards.locate`.
+        """All rows as one mapped tensor of shape (num_rows, *field shape), on the CPU.
+
+        The rows are in the order of `Shards.locate`: shard 0's rows first, then shard 1's, and so
+        on.
 
         Raises:
             StoreError: The rows of this kind of column do not lie in one tensor.
         """
 
     def row(self, row: int) -> Tensor:
-        """A copy of one row, of the field's shape."""
+        """Copy one row.
+
+        Args:
+            row: The row in dataset order, in ``[0, num_rows)``. The column does not check it.
+
+        Returns:
+            A tensor of the field's dtype and shape on the CPU.
+        """
 
     def fetch(self, rows: Integers) -> Tensor:
         """Copy rows into one batch.
@@ -49,22 +58,22 @@ class OpenColumn(Protocol):
 
 @dataclass(frozen=True)
 class Column(ABC):
-    """How one field of one store is kept in files: a frozen value that holds nothing open.
+    """How one field of one store is kept in files: a frozen value that keeps nothing open.
 
     A column is made when a build begins, and `finish` makes the one that the manifest records.
-    Where all rows have one size, the two are equal. Otherwise nobody knows where a row will lie
-    while others are still being written: each `write` then makes a file of its own, whose name
-    ends in `files.TEMPORARY`, and notes in an index of fixed size where each row is; `finish` joins
-    these files.
+    Where all rows have one size, the two are equal. Otherwise the location of a row is not known
+    while other rows are still being written: each `write` then makes a file of its own, whose name
+    ends in `files.TEMPORARY`, and records in an index of fixed size where each row is; `finish`
+    joins these files.
 
     File names begin with the field's name and a dot, and have up to seven more characters.
 
     Args:
         field: The field.
-        shards: The rows of the store, and the shards that they are dealt to.
+        shards: The rows of the store, and the shards that they are divided into.
 
     Raises:
-        ValueError: There can be no such column.
+        ValueError: No such column can exist.
     """
 
     #: The name of this kind of column in a manifest.
@@ -75,30 +84,40 @@ class Column(ABC):
     @property
     @abstractmethod
     def file_bytes(self) -> Mapping[str, int]:
-        """The size of each file by its name. A file without a byte is not there."""
+        """The size of each file by its name. There is no file for a field without bytes."""
 
     @classmethod
     @abstractmethod
     def takes(cls, field: Field) -> bool:
-        """Whether new stores keep a field in this way."""
+        """Whether new stores keep a field in this kind of column.
+
+        Args:
+            field: A field of the schema.
+        """
 
     @classmethod
     def from_json(cls, field: Field, shards: Shards, entry: Mapping[str, Any]) -> Self:
-        """The column of a store that is there, from an entry of a manifest that nobody has checked.
+        """Make the column of an existing store from its manifest entry.
+
+        Args:
+            field: The field.
+            shards: The rows of the store, and the shards that they are divided into.
+            entry: The entry, which has not been checked except for its kind.
 
         Raises:
-            ValueError: There can be no such column.
+            ValueError: No such column can exist.
         """
         return cls(field, shards)
 
     def to_json(self) -> dict[str, Any]:
-        """What a manifest must say of this column beside its kind: by default, nothing."""
+        """Convert to JSON values what the manifest needs beside the kind: by default, nothing."""
         return {}
 
     @abstractmethod
     def num_bytes(self, rows: range | Integers) -> int:
-        """Bytes that some rows take where they are resident. A column that does not know the size
-        of each row rounds up.
+        """Return the bytes that rows take where they are resident.
+
+        A column that does not know the size of each row rounds up.
 
         Args:
             rows: Rows in dataset order.
@@ -106,12 +125,21 @@ class Column(ABC):
 
     @abstractmethod
     def shard_ranges(self) -> Sequence[Sequence[FileRange]]:
-        """The bytes of each shard, for its checksum. All ranges together are all bytes of all
-        files."""
+        """Return where each shard's bytes are, for its checksum.
+
+        Returns:
+            For each shard, the pieces of files that it consists of, in order. The pieces of all
+            shards cover every byte of every file.
+        """
 
     def block(self, max_rows: int) -> "Block":
-        """Memory for up to ``max_rows`` rows, for one process. A column whose rows differ in shape
-        has a kind of block of its own."""
+        """Make memory for consecutive rows, for use in one process.
+
+        A column whose rows differ in shape has its own kind of block.
+
+        Args:
+            max_rows: Rows that fit into the block.
+        """
         return Block(self, max_rows)
 
     @abstractmethod
@@ -122,15 +150,22 @@ class Column(ABC):
         brought to the disk, they survive a power cut.
 
         Args:
-            files: The files of the store that grows.
-            rows: Which rows, int64 of shape (B,).
+            files: The files of the store that is being built.
+            rows: The rows in dataset order, int64 of shape (B,).
             values: A tensor of shape (B, *field shape), on any device; where rows differ in shape,
                 a jagged one.
+
+        Raises:
+            OSError: The files cannot be written.
         """
 
     def finish(self, directory: Path) -> "Column":
-        """Finish the files of a build once all rows are written, and bring to the disk what this
-        writes. After a kill it is done again. By default there is nothing to do.
+        """Finish the files of a build once all rows are written. By default there is nothing to do.
+
+        What this writes is brought to the disk. After a kill it is done again.
+
+        Args:
+            directory: The directory in which the store is being built.
 
         Returns:
             The column as the manifest is to record it.
@@ -139,12 +174,25 @@ class Column(ABC):
 
     @abstractmethod
     def read(self, directory: Path, row: int) -> NDArray[np.uint8]:
-        """The bytes of one row's leaf. They are read from the files rather than through a mapping,
-        in which an error of the disk would end the process."""
+        """Read the bytes of one row.
+
+        They are read from the files rather than through a mapping, in which a disk error would end
+        the process.
+
+        Args:
+            directory: Directory of the files.
+            row: The row in dataset order.
+
+        Returns:
+            uint8 of shape (bytes of the row,).
+        """
 
     @abstractmethod
     def open(self, directory: Path) -> OpenColumn:
-        """Open the column for reading. The sizes of its files have been checked.
+        """Open the column for reading.
+
+        Args:
+            directory: Directory of the store. The sizes of its files have been checked.
 
         Raises:
             StoreError: A file cannot be mapped.
@@ -168,7 +216,7 @@ class Block:
         """Copy a row into the block.
 
         Args:
-            index: Which row of the block.
+            index: Row of the block, counted from 0.
             leaf: The row, of the field's dtype and shape, on the CPU.
         """
         if isinstance(leaf, Tensor):
@@ -177,11 +225,14 @@ class Block:
             self._rows.numpy()[index] = leaf
 
     def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
-        """Write rows from the start of the block.
+        """Write the first rows of the block.
 
         Args:
-            files: The files of the store that grows.
+            files: The files of the store that is being built.
             first: The dataset row that row 0 of the block is.
-            num_rows: Rows.
+            num_rows: Rows to write.
+
+        Raises:
+            OSError: The files cannot be written.
         """
         self._column.write(files, np.arange(first, first + num_rows), self._rows[:num_rows])

@@ -1,8 +1,9 @@
-"""The column of a field whose rows all have one shape: one file, in which each row lies at a
-multiple of its size, shard after shard."""
+"""The column of a field whose rows all have one shape.
+
+It has one file, in which each row lies at a multiple of its size, shard after shard.
+"""
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +29,11 @@ _MAX_FILE_BYTES = 2**62
 
 @dataclass(frozen=True)
 class FixedColumn(Column):
-    """The column of a field whose rows all have one shape."""
+    """The column of a field whose rows all have one shape.
+
+    Raises:
+        ValueError: The rows would need a file of more than 2**62 bytes.
+    """
 
     kind: ClassVar[str] = "fixed"
 
@@ -40,7 +45,7 @@ class FixedColumn(Column):
 
     @property
     def file_name(self) -> str:
-        """The name of its file. Names of fields hold no separators: see `schema.fields`."""
+        """The name of its file. Field names contain no path separators: see `schema.fields`."""
         return f"{self.field.name}.memmap"
 
     @property
@@ -77,7 +82,7 @@ class FixedColumn(Column):
         flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         data = flat.reshape(len(rows), size).take(order, axis=0).reshape(-1).data
         file = files.open(self.file_name)
-        # One call for all rows that lie one after the other.
+        # One call for all rows whose locations follow one another.
         bounds = [0, *(np.flatnonzero(np.diff(locations) != 1) + 1).tolist(), len(rows)]
         for first, end in pairwise(bounds):
             write_all(file, data[first * size : end * size], int(locations[first]) * size)
@@ -87,15 +92,17 @@ class FixedColumn(Column):
         if not (size := self.field.row_bytes):
             return np.empty(0, np.uint8)
         location = int(self.shards.locate(np.array(row)))
-        with open(directory / self.file_name, "rb") as file:
-            return np.frombuffer(os.pread(file.fileno(), size, location * size), np.uint8)
+        with open(directory / self.file_name, "rb", buffering=0) as file:
+            file.seek(location * size)
+            # One call reads at most 2 GiB.
+            return np.fromfile(file, np.uint8, size)
 
     @override
     def open(self, directory: Path) -> OpenColumn:
         shape, dtype = (self.shards.num_rows, *self.field.shape), self.field.dtype
         if not self.file_bytes:
             return _Mapped(self.shards, torch.empty(shape, dtype=dtype, device="cpu"))
-        # Mode "r" maps copy-on-write: nothing that a process does reaches the file.
+        # Mode "r" maps copy-on-write: what a process writes does not reach the file.
         path = str(directory / self.file_name)
         try:
             mapped: Tensor = MemoryMappedTensor.from_filename(path, dtype, shape, mode="r")

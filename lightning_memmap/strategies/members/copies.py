@@ -42,8 +42,12 @@ class MemberCopies:
             value: What to copy.
             replacements: By the ``id`` of an object, what to use in its place.
 
+        Returns:
+            The copy, which refers to the member's existing copies of what was copied before.
+
         Raises:
-            UnsuitableModuleError: Something cannot be copied.
+            UnsuitableModuleError: Something cannot be copied, or a function refers to what was
+                copied.
         """
         known = list(self._copies.items())
         memo: dict[int, Any] = {id(original): copied for original, copied in known}
@@ -62,28 +66,53 @@ class MemberCopies:
         return copied
 
     def keep(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Use the second of each pair as the copy of the first from now on."""
+        """Use the second of each pair as the copy of the first from now on.
+
+        Args:
+            pairs: Originals and their copies. Pairs whose original cannot be referenced weakly,
+                such as a number, are ignored.
+        """
         for original, copied in pairs:
             if _is_weakly_referable(original):
                 self._copies[original] = copied
 
     def knows(self, original: Any) -> bool:
-        """Whether the member has a copy of this object, or failed with it."""
+        """Whether the member has a copy of this object, or failed with it.
+
+        Args:
+            original: An object of the program, by identity.
+        """
         return original in self._copies or original in self._failures
 
     def forget(self, originals: Iterable[Any]) -> None:
-        """Drop the copies of these objects."""
+        """Drop the copies of these objects.
+
+        Args:
+            originals: Objects of the program; those without a copy are ignored.
+        """
         for original in originals:
             if _is_weakly_referable(original):
                 self._copies.pop(original, None)
 
     def fail(self, originals: Iterable[Any], reason: str) -> None:
-        """Note that the member failed with these objects, and why."""
+        """Note that the member failed with these objects, and why.
+
+        Args:
+            originals: Objects of the program that can be referenced weakly.
+            reason: The text for `failure`.
+        """
         for original in originals:
             self._failures[original] = reason
 
     def failure(self, originals: Iterable[Any]) -> str | None:
-        """Why the member failed with one of these objects; None if it did not."""
+        """Why the member failed with one of these objects.
+
+        Args:
+            originals: Objects of the program.
+
+        Returns:
+            The reason of the first that has one; None if the member did not fail with any.
+        """
         found = (self._failures.get(original) for original in originals)
         return next((reason for reason in found if reason is not None), None)
 

@@ -36,10 +36,13 @@ _OUTPUT = "output.log"
 
 
 def member_of_this_process() -> int | None:
-    """The member that this process was started for; None in the process that runs the others.
+    """The member that this process was started for.
+
+    Returns:
+        The member, from 0; None in the process that runs the others.
 
     Raises:
-        ValueError: The environment variable is no number.
+        ValueError: The environment variable ``LIGHTNING_MEMMAP_MEMBER`` is not a number.
     """
     text = os.environ.get(MEMBER_VARIABLE)
     if text is None:
@@ -68,9 +71,14 @@ class MemberLauncher(ABC):
     """Runs the stages of one member, and records how they end.
 
     Args:
-        member: The member.
+        member: The member, from 0.
         num_members: Members of the run.
         raise_on_failure: Whether member 0 raises an error where another member failed.
+
+    Attributes:
+        member: The member.
+        results: How the latest stage ended for all members; None except in the process that shows
+            them.
     """
 
     # One count for the whole program, however many Trainers it makes.
@@ -106,7 +114,11 @@ class MemberLauncher(ABC):
         return {}
 
     def move_outputs(self, trainer: Any) -> None:
-        """Redirect everything that the Trainer writes to folders of this member. Idempotent."""
+        """Redirect everything that the Trainer writes to folders of this member. Idempotent.
+
+        Args:
+            trainer: The member's Trainer, with its callbacks and loggers.
+        """
         folder = member_folder(self.member)
         move_trainer(trainer, folder)
         for callback in trainer.callbacks:
@@ -115,7 +127,11 @@ class MemberLauncher(ABC):
 
     @abstractmethod
     def on_exception(self, exception: BaseException) -> None:
-        """Called by the Trainer when this error ends it."""
+        """Called by the Trainer when an error ends it.
+
+        Args:
+            exception: The error.
+        """
 
     def _begin(self, trainer: Any, root: Path) -> None:
         name = trainer.state.fn.value

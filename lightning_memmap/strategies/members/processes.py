@@ -67,8 +67,8 @@ class ProcessLauncher(MemberLauncher, ScriptLauncher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
-        # Only once, since the Trainer's own directory then becomes a folder below. The directory of
-        # the program's first Trainer is that of all.
+        # Only once, since the Trainer's own directory becomes a member's folder afterwards. All
+        # Trainers use the directory of the program's first one.
         known = self._directory if self._call is None else self._call.root
         self._begin(trainer, known or self._find_root(trainer))
         if self._num_members > 1:
@@ -187,7 +187,7 @@ class ProcessLauncher(MemberLauncher, ScriptLauncher):
 
 @contextmanager
 def _on_sigterm(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Meanwhile this handles SIGTERM. Python allows that in the main thread only."""
+    """Handle SIGTERM within the context. Python allows that in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -57,8 +57,8 @@ class MemberResults:
     """One stage of all members.
 
     Args:
-        stage: Its name.
-        members: By member.
+        stage: Name of the stage.
+        members: One result per member, by number.
     """
 
     stage: str
@@ -93,10 +93,13 @@ class MemberResults:
         )
 
     def table(self) -> Table:
-        """A row for each member, with the mean and standard deviation over those that are done;
-        below, why others failed.
+        """Make a table with a row for each member; below it is why some failed.
 
-        The standard deviation is that of a sample, with one less than their number as divisor.
+        The last rows are the mean and the standard deviation of each metric over the members that
+        are done: the deviation of a sample, with one less than their number as divisor.
+
+        Returns:
+            The table, which a console of rich prints.
         """
         names = list(dict.fromkeys(name for result in self.done for name in result.metrics))
         table = Table(
@@ -132,7 +135,11 @@ def _number(value: float | None) -> str:
 
 
 def member_folder(member: int | str) -> str:
-    """The name of the folder that a member writes to; ``*`` for a pattern that matches all."""
+    """The name of the folder that a member writes to.
+
+    Args:
+        member: The member; ``*`` for a pattern that matches all.
+    """
     return f"member_{member}"
 
 
@@ -142,6 +149,9 @@ def read_results(directory: str | Path, stage: str = "fit") -> MemberResults:
     Args:
         directory: ``default_root_dir`` of the run's Trainer.
         stage: Name of the stage; of several calls, each member's last one is read.
+
+    Returns:
+        The results of the members that recorded this stage, in the order of their numbers.
 
     Raises:
         FileNotFoundError: No member has recorded this stage there.
@@ -157,7 +167,14 @@ def read_results(directory: str | Path, stage: str = "fit") -> MemberResults:
 
 
 def read_member(folder: Path) -> list[MemberResult]:
-    """Everything that a member recorded, in the order in which the stages began."""
+    """Read everything that a member recorded.
+
+    Args:
+        folder: The member's folder.
+
+    Returns:
+        Its results in the order in which the stages began; empty if there are none.
+    """
     try:
         text = (folder / _FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -166,7 +183,12 @@ def read_member(folder: Path) -> list[MemberResult]:
 
 
 def record(folder: Path, result: MemberResult) -> None:
-    """Record a result, atomically. It replaces an earlier result of the same call."""
+    """Record a result, atomically. It replaces an earlier result of the same call.
+
+    Args:
+        folder: The member's folder; it is created where needed.
+        result: The result.
+    """
     entries = {(known.stage, known.call): known for known in read_member(folder)}
     entries[result.stage, result.call] = result
     _write(folder / _FILE, list(entries.values()))
@@ -180,6 +202,10 @@ def _write(path: Path, results: Sequence[MemberResult]) -> None:
 
 
 def forget_results(directory: Path) -> None:
-    """Remove what the members of an earlier run recorded."""
+    """Remove what the members of an earlier run recorded.
+
+    Args:
+        directory: The directory of all members' folders; other files in these stay.
+    """
     for path in directory.glob(f"{member_folder('*')}/{_FILE}"):
         path.unlink()

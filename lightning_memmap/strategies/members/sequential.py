@@ -69,11 +69,20 @@ class InProcessLauncher(MemberLauncher, Launcher):
             raise
 
     def join(self, call: StageCall) -> None:
-        """Take part in a stage of the program."""
+        """Take part in a stage of the program.
+
+        Args:
+            call: The stage, as member 0 began it.
+        """
         self._call = call
 
     def fail(self, trainer: L.Trainer, error: BaseException) -> None:
-        """Record that the stage failed, even if that was before or after its run."""
+        """Record that the stage failed, even if that was before or after its run.
+
+        Args:
+            trainer: The member's Trainer.
+            error: Why it failed. If the run recorded a failure itself, that one stays.
+        """
         recorded = self._recorded(self.member)
         if recorded is None or recorded.status != FAILED:
             self._record(trainer, FAILED, 0.0, error)

@@ -60,9 +60,13 @@ def find_stages(
         layers: Name of the ``nn.Sequential`` or ``nn.ModuleList``; by default the only
             ``nn.Sequential`` that is an attribute of the module.
 
+    Returns:
+        The stages, in the order of the devices.
+
     Raises:
-        ValueError: There is nothing to cut, the number of stages is not that of the devices, or
-            two stages share a layer or a parameter.
+        ValueError: There is nothing to cut, the number of stages is not that of the devices, there
+            are fewer layers than devices, a named stage is not in the module, two stages share a
+            layer or a parameter, or the example input cannot be run.
     """
     given = getattr(module, "model_parallel_stages", None)
     if given is not None and layers is not None:
@@ -117,8 +121,11 @@ def even_cut(loads: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
 
     @cache
     def best(stop: int, num: int) -> tuple[float, int]:
-        """For the first items in this many stages: the smallest possible largest sum, and the
-        first item of the last stage."""
+        """The best cut of the first items into a number of stages.
+
+        Returns:
+            The smallest possible largest sum, and the first item of the last stage.
+        """
         if num == 0:
             return (0 if stop == 0 else math.inf), 0
         return min(
@@ -135,7 +142,12 @@ def even_cut(loads: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
 
 
 def move_stages(module: nn.Module, stages: Sequence[Stage]) -> None:
-    """Move each stage to its device and the rest of the module to the first one."""
+    """Move each stage to its device and the rest of the module to the first one.
+
+    Args:
+        module: The module, on any device.
+        stages: Its stages, which share no layer.
+    """
     with _without_stages(module, stages):
         module.to(stages[0].device)
     for stage in stages:
@@ -144,8 +156,13 @@ def move_stages(module: nn.Module, stages: Sequence[Stage]) -> None:
 
 
 def connect_stages(stages: Sequence[Stage]) -> list[RemovableHandle]:
-    """Move tensors between stages: the inputs of each layer to its device, and the output of the
-    very last layer to the first device.
+    """Move tensors between stages whenever layers are called.
+
+    The inputs of each layer go to its device, and the output of the very last layer to the first
+    device.
+
+    Args:
+        stages: The stages of a module, after `move_stages`.
 
     Returns:
         The hooks that do this.
@@ -292,7 +309,7 @@ def _output_bytes(module: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Mod
 
 @contextmanager
 def _without_stages(module: nn.Module, stages: Sequence[Stage]) -> Iterator[None]:
-    """Meanwhile placeholders stand where the layers of the stages are."""
+    """Replace the layers of the stages by placeholders within the context."""
     layers = {layer for stage in stages for layer in stage.layers}
     found = [
         (parent, name, child)

@@ -93,6 +93,9 @@ class MicroBatchStreams(NoStreams):
     def connect(self, stages: Sequence[Stage]) -> list[RemovableHandle]:
         """Let layers run in their streams. Call it after the hooks that move their inputs.
 
+        Args:
+            stages: The stages of the module; the first is on the root device.
+
         Returns:
             The hooks that do this.
         """

@@ -36,7 +36,17 @@ class Layout:
     def of(
         cls, world_size: int, rank: int, data_parallel_size: int | str, pipeline_size: int | str
     ) -> "Layout":
-        """Make a layout from sizes; ``auto`` is what the other size leaves.
+        """Make a layout from sizes.
+
+        Args:
+            world_size: Processes of the run.
+            rank: Global rank of this process.
+            data_parallel_size: Number of pipelines. ``auto``: what the other size leaves, or 1 if
+                both are ``auto``.
+            pipeline_size: Processes of each pipeline. ``auto``: what the other size leaves.
+
+        Returns:
+            The layout.
 
         Raises:
             ValueError: The sizes do not multiply to the number of processes.
@@ -96,6 +106,9 @@ def groups_of(layout: Layout, timeout_s: float) -> Groups:
     Args:
         layout: The grid of processes.
         timeout_s: Seconds after which a collective fails if another process does not join it.
+
+    Returns:
+        The two groups of this process.
     """
     key = (dist.group.WORLD, layout, timeout_s)
     if key not in _MADE:
@@ -108,7 +121,14 @@ def groups_of(layout: Layout, timeout_s: float) -> Groups:
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Broadcast tensors in place from the first process of a group to the others."""
+    """Broadcast tensors in place from the first process of a group to the others.
+
+    All processes of the group must call it.
+
+    Args:
+        tensors: Tensors on the device of the process, of the same shapes on all processes.
+        group: The processes.
+    """
     if dist.get_world_size(group) > 1:
         source = dist.get_global_rank(group, 0)
         for tensor in tensors:
@@ -118,7 +138,12 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> No
 def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average the gradient of each parameter over the processes of a group.
 
-    A missing gradient counts as zero. A parameter without a gradient on any process gets none.
+    A missing gradient counts as zero. A parameter without a gradient on any process gets none. All
+    processes of the group must call it, with the same parameters.
+
+    Args:
+        parameters: Parameters with dense gradients or none; the gradients change in place.
+        group: The processes.
     """
     size = dist.get_world_size(group)
     if size == 1:
@@ -160,7 +185,14 @@ def clip_by_norm(
 ) -> None:
     """Scale gradients so that their norm over all processes of a group is at most ``max_norm``.
 
-    All processes of the group must call it, including those without gradients.
+    All processes of the group must call it, including those without gradients. The norm is the
+    2-norm of all gradients together; the squares of their single norms are summed in float64.
+
+    Args:
+        parameters: The parameters of this process; their gradients are scaled in place.
+        max_norm: The largest norm that is left as it is.
+        group: The processes, which hold different parameters.
+        device: The device of this process.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norms = torch.zeros((), dtype=torch.float64, device=device)

@@ -37,14 +37,22 @@ class MicroBatches:
         return -(-self.num_rows // self.num)
 
     def rows(self, index: int) -> range:
-        """The rows of a micro-batch without padding; row 0 where no row is left for it."""
+        """The rows of a micro-batch without padding; row 0 where no row is left for it.
+
+        Args:
+            index: The micro-batch, from 0.
+        """
         base, more = divmod(self.num_rows, self.num)
         start = index * base + min(index, more)
         count = base + (index < more)
         return range(start, start + count) if count else range(1)
 
     def weight(self, index: int) -> float:
-        """The fraction of the batch's rows in a micro-batch; the weights sum to 1."""
+        """The fraction of the batch's rows in a micro-batch; the weights sum to 1.
+
+        Args:
+            index: The micro-batch, from 0.
+        """
         base, more = divmod(self.num_rows, self.num)
         return (base + (index < more)) / self.num_rows
 
@@ -71,13 +79,28 @@ class MicroBatches:
         return self.num_rows % self.num == 0
 
     def pad(self, tensor: Tensor) -> Tensor:
-        """The rows of all micro-batches, of shape (num * size, ...)."""
+        """Lay the rows of all micro-batches one after the other, padding included.
+
+        Args:
+            tensor: A tensor of shape (num_rows, ...).
+
+        Returns:
+            A tensor of shape (num * size, ...) on the same device; the same one if there is no
+            padding.
+        """
         if self.is_even:
             return tensor
         return tensor[torch.tensor(self.padded_rows, device=tensor.device)]
 
     def unpad(self, outputs: Any) -> Any:
-        """Undo `pad`: the rows of the batch, for any nesting of tensors."""
+        """Undo `pad` in the outputs of a pipeline.
+
+        Args:
+            outputs: Any nesting of tensors of shape (num * size, ...).
+
+        Returns:
+            The same nesting, with tensors of shape (num_rows, ...) on the same devices.
+        """
         if self.is_even:
             return outputs
         return apply_to_collection(
@@ -89,10 +112,13 @@ def slice_rows(batch: Any, rows: range, num_rows: int) -> Any:
     """Slice consecutive rows out of a batch, for any nesting of tensors.
 
     Args:
-        batch: Each tensor has ``num_rows`` rows. Tensors without dimensions, and other values,
-            stay as they are.
+        batch: Each tensor or TensorDict has ``num_rows`` rows. Tensors without dimensions, and
+            other values, stay as they are.
         rows: The rows of the slice.
         num_rows: Rows of the batch.
+
+    Returns:
+        The same nesting with views of the rows; the batch itself if the slice has all rows.
 
     Raises:
         ValueError: A tensor has another number of rows.

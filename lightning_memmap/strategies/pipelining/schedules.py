@@ -75,6 +75,9 @@ class PipelineOptions:
 def check_schedule(name: str) -> None:
     """Refuse an unknown schedule.
 
+    Args:
+        name: Name of the schedule.
+
     Raises:
         ValueError: It is not one of `SCHEDULES`.
     """
@@ -122,14 +125,15 @@ class Pipeline:
         """Forward and backward pass of a batch; gradients are added to those of the parameters.
 
         Args:
-            args: The inputs of the first stage, with ``rows.num_rows`` rows each.
+            args: The inputs of the first stage, with ``rows.num_rows`` rows each, on the device of
+                this process.
             rows: Which rows are in which micro-batch.
             loss: Called on the process with the last stage, for each micro-batch.
             frozen: Identifies which parameters of the pipeline are frozen.
 
         Returns:
-            The sum of the losses, of shape (), on all processes. It is summed in float64, and has
-            the dtype of the losses.
+            The sum of the losses, of shape (), on the device of each process. It is summed in
+            float64, and has the dtype of the losses.
         """
         run = self._run(args, rows, frozen)
         losses: list[Tensor] = []
@@ -151,10 +155,15 @@ class Pipeline:
         return total.to(run.loss_dtype)
 
     def forward(self, args: Sequence[Tensor], rows: MicroBatches) -> Any:
-        """Forward pass of a batch without gradients. Arguments are as for `train`.
+        """Forward pass of a batch without gradients.
+
+        Args:
+            args: As for `train`.
+            rows: As for `train`.
 
         Returns:
-            The output of the last stage, with ``rows.num_rows`` rows, on all processes.
+            The output of the last stage, with ``rows.num_rows`` rows, on the device of each
+            process.
         """
         run = self._run(args, rows, None)
         # The schedule reuses its buffers, which must not be tensors of inference mode.
@@ -290,8 +299,12 @@ def _describe(tensor: Tensor) -> Tensor:
 def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
     """Clear gradients for a backward pass, and restore them afterwards.
 
+    Args:
+        parameters: The parameters.
+
     Yields:
-        A list, into which the new gradients of the parameters are put at the end of the context.
+        A list, into which the new gradients of the parameters are put at the end of the context:
+        one per parameter, None where it has none.
     """
     before = [parameter.grad for parameter in parameters]
     new: list[Tensor | None] = []

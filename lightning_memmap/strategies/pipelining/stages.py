@@ -16,7 +16,7 @@ class Chain(nn.Module):
     """Modules one after the other: a tuple that one returns is the arguments of the next.
 
     Args:
-        children: The modules.
+        children: The modules, at least one.
     """
 
     def __init__(self, children: Sequence[nn.Module]) -> None:
@@ -76,11 +76,22 @@ class Stages:
         self.stages: list[nn.Module] = stages
 
     def owner(self, stage: int) -> int:
-        """The rank within the pipeline of the process that holds a stage."""
+        """The rank within the pipeline of the process that holds a stage.
+
+        Args:
+            stage: Index of the stage.
+        """
         return stage % self._num_processes
 
     def local(self, rank: int) -> dict[int, nn.Module]:
-        """The stages of a process, by index."""
+        """The stages of a process.
+
+        Args:
+            rank: Rank of the process within the pipeline.
+
+        Returns:
+            The stages, by index in the whole pipeline.
+        """
         return {i: stage for i, stage in enumerate(self.stages) if self.owner(i) == rank}
 
     def keep_local(self, rank: int, device: torch.device) -> dict[int, nn.Module]:
@@ -125,7 +136,11 @@ class Stages:
         return local
 
     def owners(self) -> dict[int, int]:
-        """By the ``id`` of each parameter and buffer of the stages, the rank that holds it."""
+        """Which process holds each parameter and buffer.
+
+        Returns:
+            By the ``id`` of each parameter and buffer of the stages, the rank within the pipeline.
+        """
         owners: dict[int, int] = {}
         for index, stage in enumerate(self.stages):
             for tensor in tensors_of(stage):
@@ -182,7 +197,14 @@ def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) ->
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers of a module."""
+    """The parameters and buffers of a module.
+
+    Args:
+        module: The module, submodules included.
+
+    Yields:
+        The parameters, each once, and then the buffers.
+    """
     yield from module.parameters()
     yield from module.buffers()
 

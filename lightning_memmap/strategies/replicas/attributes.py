@@ -35,7 +35,15 @@ class Assignments:
         self._seen: dict[nn.Module, dict[str, Any]] = {}
 
     def since_last_step(self, modules: Iterable[nn.Module]) -> Iterator[Assignment]:
-        """What was assigned since `note_step`; for new modules, all of their attributes."""
+        """What was assigned since `note_step`.
+
+        Args:
+            modules: The modules to search, without their submodules.
+
+        Yields:
+            Each attribute that has another value than then, or was deleted; for new modules, all of
+            their attributes. Parameters, buffers and submodules are left out.
+        """
         for module in modules:
             seen, attributes = self._seen.get(module, {}), vars(module)
             for name, value in attributes.items():
@@ -45,20 +53,26 @@ class Assignments:
                 yield Assignment(module, name, MISSING)
 
     def note_step(self, modules: Iterable[nn.Module]) -> None:
-        """Note the attributes at the end of a step of all replicas."""
+        """Note the attributes at the end of a step of all replicas.
+
+        Args:
+            modules: The modules, as for `since_last_step`; all others are forgotten.
+        """
         self._seen = {module: dict(vars(module)) for module in modules}
 
 
 def map_references(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Replace what a value refers to: itself, an item of a list, tuple or dict, the target of a
-    weak reference or the owner of a bound method.
+    """Replace what a value refers to.
+
+    That is the value itself, an item of a list, tuple or dict, the target of a weak reference, or
+    the owner of a bound method.
 
     Args:
         value: An attribute of a module.
         replace: Returns the replacement of an object, or the object itself.
 
     Returns:
-        The same object where nothing is replaced.
+        The same object where nothing is replaced, otherwise a new one.
     """
     if type(value) in (list, tuple):
         items = [_map_item(item, replace) for item in value]
@@ -97,18 +111,18 @@ class NumberCheck:
         Args:
             name: Name of the step.
             before: The attributes of the module before the step.
-            modules: The module and its replicas.
+            modules: The module, and its replicas that ran the step.
         """
         for attribute, value in vars(modules[0]).items():
             if attribute in self._known or before.get(attribute, MISSING) is value:
                 continue
             values = [vars(module).get(attribute) for module in modules]
             if all(isinstance(value, Number) for value in values):
-                differs = any(value != values[0] for value in values)
+                differs = len(set(map(repr, values))) > 1  # Two NaN are the same here.
             elif all(isinstance(value, Tensor) and value.ndim == 0 for value in values):
                 # Only once, since reading a number from a GPU waits for it.
                 self._known.add(attribute)
-                differs = len({value.item() for value in values}) > 1  # type: ignore[union-attr]
+                differs = len({repr(value.item()) for value in values}) > 1  # type: ignore[union-attr]
             else:
                 continue
             if differs:

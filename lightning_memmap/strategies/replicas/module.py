@@ -70,7 +70,12 @@ class Replicas:
         self._versions: list[int] | None = None
 
     def module_of(self, index: int) -> LightningModule:
-        """The module of one replica."""
+        """The module of one replica.
+
+        Args:
+            index: The replica, from 0, which is the module itself. All others exist after
+                `refresh`.
+        """
         return self.module if index == 0 else self.others[index - 1].modules[self.module]  # type: ignore[return-value]
 
     def refresh(self, always_copy: bool) -> None:
@@ -103,11 +108,11 @@ class Replicas:
 
     @contextmanager
     def step(self, name: str, num_replicas: int) -> Iterator[list[LightningModule]]:
-        """Meanwhile the first replicas run a step.
+        """Prepare the first replicas for a step, which runs within the context.
 
         Args:
-            name: Name of the step.
-            num_replicas: How many run it.
+            name: Name of the step, such as ``training_step``.
+            num_replicas: How many run it, at least 1.
 
         Yields:
             Their modules.
@@ -221,7 +226,13 @@ class ModuleReplica:
         self._gradients: dict[nn.Parameter, Tensor] = {}
 
     def follow(self, module: nn.Module) -> None:
-        """Replicate the module's present structure on this device: new layers, frozen or not."""
+        """Replicate the module's present structure on this device: new layers, frozen or not.
+
+        Values are not copied: `Replicas.broadcast` does that.
+
+        Args:
+            module: The module, the same in every call.
+        """
         self.sources, self.targets, self._visited = [], [], {}
         parameters, metrics = self.parameters, self.metrics
         self.parameters, self.metrics = {}, MetricCopies(self.device)
@@ -233,6 +244,9 @@ class ModuleReplica:
 
         Where they refer to modules or parameters, as an LSTM's list of its weights does, those of
         the replica refer to its own.
+
+        Args:
+            assignments: Attributes of the module and its submodules, with their new values.
         """
         for module, name, value in assignments:
             self._mapped.pop((module, name), None)
@@ -267,7 +281,7 @@ class ModuleReplica:
         )
 
     def copy_gradients(self) -> None:
-        """Have copies of the module's gradients."""
+        """Replace this replica's gradients by copies of the module's."""
         known, self._gradients = self._gradients, {}
         targets, sources = [], []
         for parameter, own in self.parameters.items():
@@ -358,6 +372,9 @@ def _itself(value: Any) -> Any:
 
 def check_module(module: nn.Module) -> None:
     """Check that a module can be replicated.
+
+    Args:
+        module: The module that is trained.
 
     Raises:
         UnsuitableModuleError: It has submodules that were compiled or scripted for one object.

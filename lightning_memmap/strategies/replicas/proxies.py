@@ -36,7 +36,7 @@ class CollectiveActions:
         strategy: The strategy that runs the replicas.
         replicas: The replicas.
         backward: Runs the backward pass of all replicas, given the loss of each.
-        merge: Merges what each replica gave to a scheduler, such as a loss.
+        merge: Merges what each replica gave to a scheduler, such as a metric.
     """
 
     def __init__(
@@ -53,11 +53,29 @@ class CollectiveActions:
         self._numbers: dict[int, int] = {}
 
     def number_of(self, original: Any) -> int:
-        """The number of an optimizer or a scheduler in messages, the same in all replicas."""
+        """The number of an optimizer or a scheduler in messages, the same in all replicas.
+
+        Args:
+            original: The optimizer or scheduler itself, not a proxy.
+
+        Returns:
+            The number, from 0, in the order of the first calls.
+        """
         return self._numbers.setdefault(id(original), len(self._numbers))
 
     def step(self, optimizer: Optimizer | LightningOptimizer, options: dict[str, Any]) -> Any:
-        """Step an optimizer, and give the replicas the new parameters."""
+        """Step an optimizer, and give the replicas the new parameters.
+
+        Args:
+            optimizer: The optimizer of the module's own parameters.
+            options: Keyword arguments of its ``step``.
+
+        Returns:
+            What its ``step`` returned.
+
+        Raises:
+            RuntimeError: As in `check_gradients`.
+        """
         self.check_gradients()
         result = optimizer.step(**options)
         self.replicas.broadcast()
@@ -66,14 +84,35 @@ class CollectiveActions:
     def change_gradients(
         self, function: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
-        """Call a function that changes the module's gradients, and give the replicas copies."""
+        """Call a function that changes the module's gradients, and give the replicas copies.
+
+        Args:
+            function: The function, such as ``zero_grad`` of an optimizer.
+            *arguments: Its positional arguments.
+            **options: Its keyword arguments.
+
+        Returns:
+            What the function returned.
+
+        Raises:
+            RuntimeError: As in `check_gradients`.
+        """
         self.check_gradients()
         result = function(*arguments, **options)
         self.replicas.broadcast_gradients()
         return result
 
     def step_scheduler(self, scheduler: Any, given: list[Any]) -> Any:
-        """Step a scheduler with the merged arguments of all replicas."""
+        """Step a scheduler with the merged arguments of all replicas.
+
+        Args:
+            scheduler: The scheduler.
+            given: For each replica, the positional and keyword arguments of its ``step``, as a
+                pair.
+
+        Returns:
+            What its ``step`` returned.
+        """
         arguments, options = self._merge(given)
         return scheduler.step(*arguments, **options)
 
@@ -96,7 +135,7 @@ class ReplicaProxies:
 
     Args:
         actions: What runs once for all replicas.
-        index: The replica.
+        index: The replica, from 0.
         barrier: Waits for the other replicas.
     """
 
@@ -107,8 +146,14 @@ class ReplicaProxies:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def proxy_of(self, value: Any) -> Any:
-        """The proxy of an optimizer or a scheduler, including those that Lightning does not know;
-        any other object itself."""
+        """The proxy of an optimizer or a scheduler, including those that Lightning does not know.
+
+        Args:
+            value: Any object. The proxy of another replica is treated as its original.
+
+        Returns:
+            The same proxy in each call; the value itself if it is neither.
+        """
         original = original_of(value)
         if isinstance(original, Optimizer):
             make: Callable[[Any], Any] = self._optimizer
@@ -126,6 +171,9 @@ class ReplicaProxies:
         Args:
             trainer: The Trainer.
             results: Returns what ``self.log`` writes to.
+
+        Returns:
+            The proxy, which a replica's module has as its ``trainer`` during a step.
         """
         actions = self._actions
         strategy: Any = actions.strategy

@@ -31,8 +31,17 @@ class ReplicaThreads:
 
         Gradient mode, inference mode, autocast and current streams are those of the caller.
 
+        Args:
+            functions: One per replica, at most as many as devices; function ``i`` runs for device
+                ``i``.
+
+        Returns:
+            What each function returned.
+
         Raises:
-            Exception: That of the first replica that failed, once all have ended.
+            Exception: That of the first replica that failed, once all that had started have ended.
+                A failure that is not `DivergedReplicasError` comes first, since the others diverge
+                as a consequence.
         """
         self._step = step = _Step(functions, self._devices, self._threads)
         try:
@@ -46,10 +55,10 @@ class ReplicaThreads:
         Outside of a step there is nobody to wait for, and the caller runs it.
 
         Args:
-            index: The replica that calls.
+            index: The replica that calls, from 0.
             name: What the replicas wait for; all must name the same.
             value: This replica's value for the action.
-            action: Called by replica 0 with the values of all.
+            action: Called by replica 0 with the values of all, in the order of the replicas.
 
         Returns:
             What the action returned, on all replicas.

@@ -190,13 +190,17 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], device: torc
 def scatter(batch: Any, devices: Sequence[torch.device]) -> ScatteredBatch:
     """Scatter the rows of a plain batch, in the order of a super-batch.
 
-    A batch is left whole unless it consists of nothing but tensors with one entry per row. The
-    rows for each device are copied once so that they are contiguous, and a step may call ``view``.
+    A batch is left whole unless it consists of nothing but tensors with one entry per row. The rows
+    for each device are copied once so that they are contiguous, and a step may call ``view``.
 
     Args:
         batch: A batch on the first device.
         devices: One per replica or micro-batch. Where there are fewer rows, the last devices get
             none.
+
+    Returns:
+        At most as many batches as devices: row ``j`` is in batch ``j % D``, on device ``j % D``. A
+        batch that is left whole is the only one, on its own device.
     """
     # A TensorDict is indexed as a whole, though it is a mapping.
     is_leaf = isinstance(batch, _WITH_ROWS)

@@ -15,7 +15,15 @@ from lightning_memmap.strategies.scattering.batch import weighted_mean
 
 @dataclass
 class LogCall:
-    """One call of ``self.log``."""
+    """One call of ``self.log``.
+
+    Args:
+        function: Name of the hook or step that called it.
+        name: The name that was logged.
+        value: A tensor or a metric.
+        num_rows: Weight of the call in a mean over rows.
+        options: All other arguments of Lightning's results.
+    """
 
     function: str
     name: str
@@ -30,6 +38,8 @@ class StepLog:
 
     Args:
         num_rows: Rows of the batch.
+        calls: The calls of ``self.log`` so far.
+        restarted: Names of the functions whose results a new stage resets.
     """
 
     num_rows: int
@@ -38,12 +48,24 @@ class StepLog:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
-        """What ``self.log`` calls of Lightning's results."""
+        """What ``self.log`` calls of Lightning's results.
+
+        Args:
+            fx: Name of the hook or step that calls it.
+            name: The name to log.
+            value: A tensor or a metric.
+            **options: All other arguments. ``batch_size`` replaces the rows of the batch.
+        """
         given = options.pop("batch_size", None)
         self.calls.append(LogCall(fx, name, value, given or self.num_rows, options))
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """What ``self.log`` calls of Lightning's results in the first batch of a stage."""
+        """What ``self.log`` calls of Lightning's results in the first batch of a stage.
+
+        Args:
+            metrics: Always False, since Lightning resets only what is not a metric here.
+            fx: Name of the function whose results are reset.
+        """
         assert metrics is False
         if fx is not None and fx not in self.restarted:
             self.restarted.append(fx)

@@ -33,11 +33,26 @@ class MetricCopies:
         self._copies: dict[int, tuple[nn.Module, Any]] = {}
 
     def get(self, metric: nn.Module) -> Any:
-        """The copy of a metric; the metric itself where there is none."""
+        """The copy of a metric.
+
+        Args:
+            metric: A metric or collection of the module.
+
+        Returns:
+            The copy; the metric itself where there is none.
+        """
         return self._copies.get(id(metric), (metric, metric))[1]
 
     def copy_of(self, metric: nn.Module, known: "MetricCopies") -> Any:
-        """The copy of a metric: the one in ``known`` if there is one, else a new one."""
+        """The copy of a metric, made where there is none.
+
+        Args:
+            metric: A metric or collection of the module.
+            known: Earlier copies. One of this metric is used again.
+
+        Returns:
+            The copy. It has no state yet if it is new.
+        """
         if id(metric) not in self._copies:
             found = known.get(metric)
             made = copy_metric(metric, self._device) if found is metric else found
@@ -64,7 +79,9 @@ class StepMetrics:
 
     @contextmanager
     def copies_in_place(self, replicas: Sequence[MetricCopies]) -> Iterator[None]:
-        """Meanwhile the module has copies of its metrics; at the end all copies are merged.
+        """Give the module copies of its metrics within the context, and merge them at its end.
+
+        Where the step fails, the module gets its metrics back, and nothing is merged.
 
         Args:
             replicas: The copies that other replicas update.
@@ -81,6 +98,13 @@ class StepMetrics:
         names = swap_metric_names(self._module, None)
         try:
             yield
+        except BaseException:
+            # What a failed step has given to its copies must not reach the next one.
+            for metric in metrics:
+                for each in (copies, *replicas):
+                    if (copied := each.get(metric)) is not metric:
+                        copied.reset()
+            raise
         finally:
             swap_metric_names(self._module, names)
             for parent, name, metric in found:
@@ -105,7 +129,11 @@ def _merge(metric: nn.Module, copies: list[nn.Module]) -> None:
 
 
 def is_metric(module: nn.Module) -> bool:
-    """Whether a module is a metric, or a collection that is copied and merged as a whole."""
+    """Whether a module is a metric, or a collection that is copied and merged as a whole.
+
+    Args:
+        module: Any module.
+    """
     return isinstance(module, (Metric, MetricCollection))
 
 

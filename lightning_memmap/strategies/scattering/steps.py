@@ -22,13 +22,22 @@ class ScatteredSteps(RunState[RunT], LocalDevices):
 
     @property
     def scatters(self) -> bool:
-        """Whether there is more than one replica or micro-batch; otherwise Lightning's own steps
-        run."""
+        """Whether there is more than one replica or micro-batch.
+
+        Otherwise Lightning's own steps run.
+        """
         return True
 
     @abstractmethod
     def scatter(self, batch: Any) -> ScatteredBatch:
-        """Scatter a batch, unless it is scattered already."""
+        """Scatter a batch, unless it is scattered already.
+
+        Args:
+            batch: A batch as Lightning has it after the transfer.
+
+        Returns:
+            The batch of each replica or micro-batch.
+        """
 
     @abstractmethod
     def run_scattered(
@@ -40,8 +49,8 @@ class ScatteredSteps(RunState[RunT], LocalDevices):
             name: Name of the module's method.
             batch: The batches.
             logs: One per batch.
-            args: Positional arguments after the batch.
-            kwargs: Keyword arguments.
+            *args: Positional arguments after the batch.
+            **kwargs: Keyword arguments.
 
         Returns:
             What each call returned.

@@ -17,19 +17,21 @@ def consolidate_checkpoint(
     """Convert a sharded checkpoint of several processes to one file.
 
     ``load_from_checkpoint`` of the plain module loads the file, and any strategy resumes from it.
-    Call it in one process; the checkpoint must fit into its memory. Some of a sharded checkpoint
-    is unpickled: do not open one from somebody whom you do not trust.
+    Call it in one process; the checkpoint must fit into its memory. Parts of a sharded checkpoint
+    are unpickled: do not open one from a source that you do not trust.
 
     Args:
         folder: What ``memmap_fsdp2`` or Lightning's ``ModelParallelStrategy`` saved with
             ``save_distributed_checkpoint=True``.
-        file: The file to write; must not exist.
+        file: The file to write; must not exist. It has another name until it is complete.
         weights_only: Refuse to unpickle the states of callbacks, hyperparameters and the like, as
             in ``torch.load``.
 
     Raises:
         ValueError: ``folder`` is not a sharded checkpoint.
         FileExistsError: ``file`` exists.
+        pickle.UnpicklingError: With ``weights_only=True``, the checkpoint contains something other
+            than tensors and plain values.
     """
     folder, file = Path(folder), Path(file)
     if not (folder / _META).is_file() or not (folder / ".metadata").is_file():

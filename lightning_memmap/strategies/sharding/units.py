@@ -31,7 +31,14 @@ STATISTICS = (
 
 
 def post_order(root: nn.Module) -> Iterator[nn.Module]:
-    """Every module once, children before their parents, in the order of their names."""
+    """Every module once, children before their parents, in the order of registration.
+
+    Args:
+        root: The module to search.
+
+    Yields:
+        The modules; ``root`` is the last one.
+    """
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
@@ -45,7 +52,14 @@ def post_order(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers of a module, without those of its children."""
+    """The parameters and buffers of a module, without those of its children.
+
+    Args:
+        module: The module.
+
+    Yields:
+        The parameters, and then the buffers.
+    """
     return itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
 
@@ -56,8 +70,11 @@ def modules_of_classes(
 
     Args:
         root: The module to search; it is never returned itself.
-        classes: Classes, or their names, with or without their Python module.
+        classes: Classes, or their names, with or without their Python module. Subclasses count.
         argument: Name of the argument that gave the classes, for the error.
+
+    Returns:
+        The modules, bottom up.
 
     Raises:
         ValueError: A class matches no module.
@@ -90,12 +107,18 @@ def _is_of(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
 
 
 def modules_of_size(root: nn.Module, min_parameters: int) -> list[nn.Module]:
-    """The smallest modules below ``root`` with enough parameters, not counting those of units
-    inside them; bottom up.
+    """The smallest modules below ``root`` with enough parameters.
+
+    The parameters of units inside of a module do not count for it. Containers that are never
+    called, and modules inside of those that read the parameters of their children directly, are no
+    units.
 
     Args:
         root: The module to search; it is never returned itself.
         min_parameters: Minimum number of parameters of a unit.
+
+    Returns:
+        The modules, bottom up.
     """
     units: list[nn.Module] = []
     left: dict[nn.Module, int] = {}
@@ -116,8 +139,17 @@ def modules_of_size(root: nn.Module, min_parameters: int) -> list[nn.Module]:
 
 
 def without_shared(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """The units whose parameters no module outside of them uses. Tied parameters are left to the
-    unit that contains all modules that share them."""
+    """The units whose parameters no module outside of them uses.
+
+    Tied parameters are left to the unit that contains all modules that share them.
+
+    Args:
+        root: The module that contains the units.
+        units: Modules below ``root``.
+
+    Returns:
+        Those units, in the same order.
+    """
     names = defaultdict(list)
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
@@ -134,8 +166,14 @@ def without_shared(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Modul
 
 
 def roots(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules below ``module`` that are called: its children, or their items where
-    these are containers."""
+    """The outermost modules below ``module`` that are called.
+
+    Args:
+        module: The module to search.
+
+    Returns:
+        Its children, or their items where these are containers, however deep.
+    """
     found = []
     for child in module.children():
         found += roots(child) if isinstance(child, _CONTAINERS) else [child]
@@ -144,6 +182,9 @@ def roots(module: nn.Module) -> list[nn.Module]:
 
 def check_materialisable(root: nn.Module) -> None:
     """Check that modules on the meta device can be initialised.
+
+    Args:
+        root: The module, on any device.
 
     Raises:
         UnsuitableModuleError: One has no ``reset_parameters``, or two share a parameter.
@@ -182,13 +223,17 @@ def shard(
 ) -> None:
     """Initialise each module with the values of rank 0, and shard the units.
 
-    At any time, only one unit, and what belongs to the units around it, is whole on the device.
-    All ranks must call it, with modules of the same structure.
+    At any time, only one unit, and what belongs to the units around it, is whole on the device. All
+    ranks must call it, with modules of the same structure.
 
     Args:
         root: The module, on any device, the meta device included.
         device: The device of this process.
         fully_shard: For each unit, the function that shards it.
+
+    Raises:
+        UnsuitableModuleError: A module on the meta device cannot be initialised; see
+            `check_materialisable`.
     """
     check_materialisable(root)
     for module in post_order(root):
@@ -210,7 +255,12 @@ def _broadcast_from_rank_0(tensor: Tensor) -> None:
 
 
 def recompute(module: nn.Module) -> None:
-    """Let a module keep only the inputs of its forward pass, and compute it again in the backward
-    pass. The names of parameters do not change."""
+    """Let a module compute its forward pass again in the backward pass.
+
+    It then keeps only the inputs of the forward pass. The names of parameters do not change.
+
+    Args:
+        module: The module, whose ``forward`` is replaced.
+    """
     forward: Any = partial(checkpoint, module.forward, use_reentrant=False)
     module.forward = forward

@@ -163,5 +163,6 @@ def check_runs_parity(path: Path, runs: dict[str, CheckResult]) -> dict[str, Par
     store = open_store(path / "stores" / "train")
     data = MemmapDataModule(store_dir=path / "stores")
     schedule = BatchSchedule(store.num_rows, DEVICES * BATCH_SIZE, store.num_shards, drop_last=True)
-    stream = data.train_stream(store.manifest, store.num_shards)
-    return check_all_parity(runs, expected_hashes(store, stream, schedule, STEPS))
+    return check_all_parity(
+        runs, expected_hashes(store, data.train_sampler(store.manifest), schedule, STEPS)
+    )

@@ -15,7 +15,7 @@ from lightning_memmap.compare.run.data import resident_bytes
 from lightning_memmap.compare.run.memory import device_peaks, model_bytes, process_memory
 from lightning_memmap.compare.run.movement import MovementRecorder
 from lightning_memmap.costs import sent_bytes
-from lightning_memmap.placement import DataTopology, plan_placement
+from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.store import Store
 
 CPU = torch.device("cpu")
@@ -74,9 +74,10 @@ def test_peaks_are_those_of_the_gpus_that_this_process_uses(
 
 def test_resident_bytes_are_those_of_the_plan(numbered_store: Callable[..., Store]) -> None:
     manifest = numbered_store(70, 6).manifest
+    topology = DataTopology((CPU, CPU))
     placement = plan_placement(
-        {"train": manifest},
-        DataTopology((CPU, CPU)),
+        {"train": SplitSize.of("train", manifest, topology)},
+        topology,
         budget_bytes={CPU: 2**40},
         pinned_budget_bytes=0,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
@@ -419,3 +420,14 @@ class Widths(Regression):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.found = [*getattr(self, "found", []), (batch["row"].tolist(), batch["wide"].shape[1])]
+
+
+def test_transform_that_returns_a_tensordict_keeps_its_batch_size(numbered_store: Stores) -> None:
+    def boxed(batch: Any) -> Any:
+        rows = {"row": batch["row"], "nested": TensorDict({"image": batch["image"]}, [])}
+        return TensorDict(rows, [len(batch["row"])])
+
+    (batch, *_) = assembled(make_loader(numbered_store(97, 24), 3, 4, transform=boxed))
+    assert batch.batch_size == torch.Size([12])
+    assert batch["row"].tolist() == list(range(12))
+    assert torch.equal(batch["nested", "image"], image_of(batch["row"]))

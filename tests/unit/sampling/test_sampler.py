@@ -652,7 +652,7 @@ def test_step_plan_resumed_at_any_step_has_the_same_steps_left(plan: BatchSchedu
 
 @pytest.mark.parametrize("step", [-1, 3, 100])
 def test_step_plan_step_outside_raises_index_error(step: int) -> None:
-    with pytest.raises(IndexError, match=f"step={step}: the plan has 3 steps"):
+    with pytest.raises(IndexError, match=f"step={step}: the schedule has 3 steps"):
         BatchSchedule(12, 4, 4).bounds(step)
 
 

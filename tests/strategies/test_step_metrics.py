@@ -1,0 +1,27 @@
+"""The copies of metrics that replicas and micro-batches update."""
+
+import lightning as L
+import pytest
+from torchmetrics import SumMetric
+
+from lightning_memmap.strategies.scattering.metrics import StepMetrics
+from tests.rows import CPU
+
+
+class Total(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = SumMetric()
+
+
+def test_failed_step_leaves_nothing_for_the_next_one() -> None:
+    module = Total()
+    metrics, own = StepMetrics(module, CPU), module.total
+    with pytest.raises(ValueError, match="stop"), metrics.copies_in_place([]):
+        module.total.update(100.0)
+        raise ValueError("stop")
+    assert module.total is own
+    with metrics.copies_in_place([]):
+        assert module.total is not own
+        module.total.update(1.0)
+    assert module.total.compute() == 1
