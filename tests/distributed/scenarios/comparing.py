@@ -24,6 +24,16 @@ class Sharded(Regression):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
+class Frugal(Regression):
+    """A module of which each process of a pipeline holds only some fields, except in a check."""
+
+    input_fields = ("x",)
+    loss_fields = ("y",)
+
+
+MODULES: dict[str, type[Regression]] = {"model_parallel": Sharded, "memmap_pipeline": Frugal}
+
+
 def check_all(out: Path) -> dict[str, Any]:
     """One run for each strategy, with and without a transform; `tests.unit.compare.runs` reads
     what they leave in ``out``."""
@@ -34,7 +44,7 @@ def check_all(out: Path) -> dict[str, Any]:
             check_run(
                 out / name,
                 strategy,
-                Sharded if strategy == "model_parallel" else Regression,
+                MODULES.get(strategy, Regression),
                 trainer={"strategy": _make(strategy)},
                 transform=transform,
                 store_dir=out / "stores",
