@@ -17,9 +17,14 @@ class Total(L.LightningModule):
 def test_failed_step_leaves_nothing_for_the_next_one() -> None:
     module = Total()
     metrics, own = StepMetrics(module, CPU), module.total
-    with pytest.raises(ValueError, match="stop"), metrics.copies_in_place([]):
-        module.total.update(100.0)
-        raise ValueError("stop")
+
+    def fail() -> None:
+        with metrics.copies_in_place([]):
+            module.total.update(100.0)
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
     assert module.total is own
     with metrics.copies_in_place([]):
         assert module.total is not own
