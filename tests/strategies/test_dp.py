@@ -83,7 +83,7 @@ class Base(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([]):
             torch.manual_seed(3)
             self.build()
 
@@ -161,7 +161,7 @@ class Changing(Base):
         if self.current_epoch == 1:
             self.factor = 0.5
             self.net[0].requires_grad_(False)
-            with torch.random.fork_rng():
+            with torch.random.fork_rng([]):
                 torch.manual_seed(9)
                 self.net[1] = nn.Sequential(nn.Tanh(), nn.Linear(16, 16)).to(self.dtype)
             for optimizer in self.trainer.optimizers:
