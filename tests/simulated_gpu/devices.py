@@ -54,8 +54,8 @@ class Report(NamedTuple):
 
 #: All reports so far.
 reports: list[Report] = []
-#: The kinds that are noted. Waits are frequent, and their stacks take time.
-noted = {"race", "generator", "pageable"}
+#: The kinds that are noted. Lightning itself copies from pageable memory, and waits are frequent.
+noted = {"race", "generator"}
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
@@ -73,10 +73,10 @@ def check_open_copies() -> None:
     _library.sim_verify()
 
 
-class _Stream(torch.Stream):
+class Stream(torch.Stream):
     """Like ``torch.cuda.Stream``, which needs the CUDA build."""
 
-    def __new__(cls, device: Any = None, priority: int = 0, **ids: int) -> "_Stream":
+    def __new__(cls, device: Any = None, priority: int = 0, **ids: int) -> "Stream":
         if ids:
             return super().__new__(cls, **ids)
         index = _get_device_index(device, optional=True)
@@ -87,7 +87,7 @@ class _Stream(torch.Stream):
         return self.stream_id
 
     def record_event(self, event: Any = None) -> Any:
-        event = event or _Event()
+        event = event or Event()
         event.record(self)
         return event
 
@@ -98,7 +98,7 @@ class _Stream(torch.Stream):
         self.wait_event(stream.record_event())
 
 
-class _Event(torch.Event):
+class Event(torch.Event):
     """Like ``torch.cuda.Event``, which needs the CUDA build."""
 
     def __new__(
@@ -107,7 +107,7 @@ class _Event(torch.Event):
         blocking: bool = False,
         interprocess: bool = False,
         external: bool = False,
-    ) -> "_Event":
+    ) -> "Event":
         return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
 
     def record(self, stream: Any = None) -> None:
@@ -144,8 +144,8 @@ def _stream_ids(index: int) -> tuple[int, int, int]:
     return _library.sim_current_stream(index), index, _DEVICE_TYPE
 
 
-def _stream(stream_id: int, index: int) -> _Stream:
-    return _Stream(stream_id=stream_id, device_index=index, device_type=_DEVICE_TYPE)
+def _stream(stream_id: int, index: int) -> Stream:
+    return Stream(stream_id=stream_id, device_index=index, device_type=_DEVICE_TYPE)
 
 
 def _set_stream(stream: Any) -> None:
@@ -262,12 +262,12 @@ def _install() -> None:
         _record_memory_history=lambda *args, **options: None,
         _dump_snapshot=lambda path, **options: Path(path).write_bytes(b""),
     )
-    _replace(torch.cuda.streams, Stream=_Stream, Event=_Event)
+    _replace(torch.cuda.streams, Stream=Stream, Event=Event)
     _replace(
         torch.cuda,
         **memory,
-        Stream=_Stream,
-        Event=_Event,
+        Stream=Stream,
+        Event=Event,
         _exchange_device=_exchange_device,
         _maybe_exchange_device=_exchange_device,
         is_available=lambda: True,
