@@ -3,12 +3,13 @@
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from tests.simulated_gpu.build import UnavailableError, build_library
 
 #: The exit code where the devices cannot be simulated.
 UNAVAILABLE = 77
-_TESTS = ("tests/simulated_gpu", "tests/unit/loading", "tests/strategies")
+_TESTS = Path(__file__).parents[1]
 
 
 def main(arguments: list[str]) -> int:
@@ -18,9 +19,12 @@ def main(arguments: list[str]) -> int:
     except UnavailableError as error:
         print(error)
         return UNAVAILABLE
-    from tests.simulated_gpu import devices
-
     import pytest
+
+    # The first of these imports torch.
+    from tests.simulated_gpu import devices, graphs
+
+    graphs.install()
 
     class Reports:
         """Fails a test in which a device reported a fault."""
@@ -35,7 +39,8 @@ def main(arguments: list[str]) -> int:
                 pytest.fail(f"{len(devices.reports)} reports:\n{text}", pytrace=False)
             return result
 
-    given = arguments or ["-m", "gpu", *_TESTS]
+    files = (path for path in sorted(_TESTS.rglob("test_*.py")) if "mark.gpu" in path.read_text())
+    given = arguments or ["-m", "gpu", "--tb=short", "--show-capture=no", *map(str, files)]
     return pytest.main(["-p", "no:xdist", *given], plugins=[Reports()])
 
 

@@ -25,8 +25,8 @@ def build_library() -> Path:
     It is kept below ``$XDG_CACHE_HOME``, or ``~/.cache``.
 
     Raises:
-        UnavailableError: There is no compiler, torch has CUDA itself, or the source does not compile
-            against this version of torch.
+        UnavailableError: There is no compiler, torch has CUDA itself, or the source does not
+            compile against this version of torch.
     """
     version = importlib.metadata.version("torch")
     torch = importlib.util.find_spec("torch")

@@ -1,4 +1,4 @@
-"""The simulated devices notice it when a wait, or whatever keeps memory from early use, is left out."""
+"""Simulated devices notice it when a wait, or what keeps memory from early use, is left out."""
 
 import sys
 from collections.abc import Callable
@@ -24,7 +24,10 @@ from tests.unit.loading.test_gpu import gpu_loader
 Stores = Callable[..., Store]
 ROOT = torch.device("cuda", 0)
 
-pytestmark = pytest.mark.filterwarnings("ignore:You called `self.log.*but have no logger")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:You called `self.log.*but have no logger configured"),
+]
 
 
 def leave_out(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, caller: str) -> None:
@@ -46,6 +49,28 @@ def train_microbatches(path: Path, store: Store) -> None:
     strategy = LocalModelParallelStrategy(num_microbatches=3)
     trainer = make_trainer(path, accelerator="gpu", devices=2, strategy=strategy, max_epochs=2)
     trainer.fit(Net(), datamodule=data)
+
+
+class Skipping(Net):
+    """What the first stage returns is also used after the last."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        output = first = self.net[0](batch["x"])
+        for layer in list(self.net)[1:]:
+            output = layer(output)
+        return (output - batch["y"]).square().mean() + first.square().mean()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        # Without the metric, whose update waits for the device.
+        self.log("val", self.loss(batch), batch_size=len(batch["x"]))
+
+
+def validate_microbatches(path: Path, store: Store) -> None:
+    """Without a graph that keeps the memory of activations."""
+    data = MemmapDataModule(TRAIN, VAL, store_dir=path / "stores", batch_size=12)
+    strategy = LocalModelParallelStrategy(num_microbatches=3, layers="net")
+    trainer = make_trainer(path, accelerator="gpu", devices=2, strategy=strategy)
+    trainer.validate(Skipping(), datamodule=data, verbose=False)
 
 
 def read_epochs(path: Path, store: Store, residency: str = "device") -> None:
@@ -130,7 +155,7 @@ FAULTS: dict[str, tuple[type, str, str, Callable[[Path, Store], None]]] = {
         "_leave",
         train_microbatches,
     ),
-    "a layer's memory is used again": (Tensor, "record_stream", "_use", train_microbatches),
+    "a layer's memory is used again": (Tensor, "record_stream", "_use", validate_microbatches),
 }
 
 
@@ -150,6 +175,7 @@ def test_wait_that_is_left_out_is_noticed(
     "scenario",
     [
         train_microbatches,
+        validate_microbatches,
         read_epochs,
         read_pinned_epochs,
         change_a_transform_between_epochs,

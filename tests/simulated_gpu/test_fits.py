@@ -27,6 +27,7 @@ TRAIN, VAL, TEST = Points(89), Points(31, 100), Points(29, 200)
 GLOBAL_BATCH = 24
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:You called `self.log.*but have no logger configured"),
     # The resumed run does not save.
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
@@ -162,8 +163,16 @@ def test_superbatch_has_the_bits_of_the_cpu(tmp_path: Path, residency: str, pref
     check(tmp_path, partial(SuperBatchStrategy, prefetch=prefetch), options)
 
 
-@pytest.mark.parametrize("transform", [None, noisy, OnSuperBatch(noisy)])
-@pytest.mark.parametrize("names", [["cuda:0"] * 3, ["cuda:1", "cuda:0", "cuda:1"], ["cuda:1"]])
+@pytest.mark.parametrize(
+    ("names", "transform"),
+    [
+        (["cuda:0"] * 3, None),
+        (["cuda:0"] * 3, noisy),
+        (["cuda:1", "cuda:0", "cuda:1"], noisy),
+        (["cuda:1", "cuda:0", "cuda:1"], OnSuperBatch(noisy)),
+        (["cuda:1"], OnSuperBatch(noisy)),
+    ],
+)
 def test_superbatch_on_named_devices_has_the_bits_of_the_cpu(
     tmp_path: Path, names: list[str], transform: Any
 ) -> None:
@@ -207,7 +216,9 @@ def test_step_waits_for_the_device_only_where_the_program_is_too_far_ahead(
         def on_train_batch_end(self, *args: Any) -> None:
             self.waits += [str(report) for report in devices.reports[self.before :]]
 
-    data = MemmapDataModule(TRAIN, VAL, store_dir=tmp_path / "stores", batch_size=4, transform=noisy)
+    data = MemmapDataModule(
+        TRAIN, VAL, store_dir=tmp_path / "stores", batch_size=4, transform=noisy
+    )
     trainer = make_trainer(
         tmp_path,
         accelerator="gpu",
@@ -222,3 +233,18 @@ def test_step_waits_for_the_device_only_where_the_program_is_too_far_ahead(
     in_epoch = [r for r in waits if any(frame.name == "prefetched" for frame in r.stack)]
     assert {report.text for report in in_epoch} == {"synchronize an event"}
     devices.reports.clear()
+
+
+def test_transform_runs_with_its_device_current(tmp_path: Path) -> None:
+    found: set[tuple[int, int]] = set()
+
+    def noting(batch: Any) -> Any:
+        found.add((batch["x"].device.index, torch.cuda.current_device()))
+        # A device without an index is the current one.
+        return {**batch, "x": batch["x"] + torch.rand(batch["x"].shape, device="cuda")}
+
+    options: dict[str, Any] = {"batch_size": 4, "transform": noting}
+    data = MemmapDataModule(TRAIN, VAL, store_dir=tmp_path / "stores", **options)
+    trainer = make_trainer(tmp_path, accelerator="gpu", devices=2, strategy=SuperBatchStrategy())
+    trainer.fit(Net(), datamodule=data)
+    assert found == {(0, 0), (1, 1)}

@@ -163,7 +163,8 @@ class Changing(Base):
             self.net[0].requires_grad_(False)
             with torch.random.fork_rng([]):
                 torch.manual_seed(9)
-                self.net[1] = nn.Sequential(nn.Tanh(), nn.Linear(16, 16)).to(self.dtype)
+                self.net[1] = nn.Sequential(nn.Tanh(), nn.Linear(16, 16))
+            self.net[1].to(self.device, self.dtype)
             for optimizer in self.trainer.optimizers:
                 optimizer.add_param_group({"params": list(self.net[1].parameters())})
 

@@ -10,7 +10,11 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_memmap._compat.tensors import tree_leaves
-from lightning_memmap.loading.device_streams import kept_stream, stream_module
+from lightning_memmap.loading.device_streams import (
+    allow_gradients_across_streams,
+    kept_stream,
+    stream_module,
+)
 from lightning_memmap.strategies.model_stages.cut import Stage
 
 #: Attributes of a module that its forward pass does not assign, and its parameters.
@@ -50,6 +54,8 @@ class MicroBatchStreams(NoStreams):
     """
 
     def __init__(self, device: torch.device) -> None:
+        # Parameters that are used outside of the stages are used by each micro-batch in its stream.
+        allow_gradients_across_streams()
         self._device = device
         self._module = stream_module(device)
         self._layers = kept_stream(device, "layers")
