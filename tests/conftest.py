@@ -12,6 +12,8 @@ import pytest
 
 # Many processes share few cores. Set before torch is imported, here and in what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Lightning sets it where there are GPUs, and a test leaves the environment as it was.
+os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 import torch
 

@@ -4,7 +4,8 @@ As with a CUDA graph nothing of the program itself runs in a replay: Python numb
 were, and an operator that would wait for the device cannot be captured.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,12 +33,17 @@ class RecordedGraph(CUDAGraph):
         return run()
 
     def capture(self, run: Callable[[], Any]) -> Any:
+        with self.capturing():
+            return run()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """What runs inside is noted."""
         self.counts["capture"] += 1
         with _Noting(self._calls):
-            result = run()
+            yield
         # The operators were done while they were noted: the first replay is over.
         self._is_done = True
-        return result
 
     def replay(self) -> None:
         self.counts["replay"] += 1

@@ -79,6 +79,18 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
+def allow_gradients_across_streams() -> None:
+    """Keep torch from warning of parameters that are used in several streams.
+
+    For steps that do so on purpose: torch lets the streams wait for each other. The setting is the
+    whole process's.
+    """
+    # Older versions of torch do not warn.
+    set_warning = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if set_warning is not None:
+        set_warning(False)
+
+
 class SideStreams:
     """A side stream on each of several devices, on which coming steps are made ready.
 

@@ -4,7 +4,7 @@ import copy
 import inspect
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from reprlib import repr as short_repr
 from typing import Any
 
@@ -91,12 +91,17 @@ class DeviceTransform:
 
     def __call__(self, batch: Any, seed: int) -> Any:
         """Transform one batch, with all randomness drawn from the seed."""
-        with torch.no_grad():
+        with torch.no_grad(), _current(self._device):
             if self._takes_generator:
                 generator = torch.Generator(self._device).manual_seed(seed)
                 return self._transform(batch, generator=generator)
             with _seeded(self._device, seed):
                 return self._transform(batch)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, a device is the one that is meant where none is named."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _takes_generator(function: Any) -> bool:
@@ -113,8 +118,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices, enabled=True):
         torch.default_generator.manual_seed(seed)
         if devices:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+            torch.cuda.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:

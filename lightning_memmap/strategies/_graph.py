@@ -24,6 +24,7 @@ from lightning_memmap._compat.optimization import (
 )
 from lightning_memmap._compat.tensors import copy_tensors, storage_key, tree_leaves
 from lightning_memmap.loading.collate import named_leaves, rebuilt
+from lightning_memmap.loading.device_streams import allow_gradients_across_streams
 
 T = TypeVar("T")
 
@@ -41,6 +42,8 @@ class CUDAGraph:
     """
 
     def __init__(self, device: torch.device) -> None:
+        # Steps of another shape run in the current stream.
+        allow_gradients_across_streams()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: Any = torch.cuda.CUDAGraph()
 

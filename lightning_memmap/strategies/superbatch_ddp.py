@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lightning_memmap.costs import Cluster, Costs, Workload, sent_bytes
+from lightning_memmap.loading.device_streams import has_streams, stream_module
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._assembly import RowWeighting
 
@@ -103,6 +104,14 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
     def data_devices(self) -> tuple[torch.device, ...]:
         """The devices of this process that hold shards and take batches."""
         return self._group if self._root_holds_data else self._group[1:]
+
+    @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        if has_streams(self.root_device):
+            # Lightning wraps the module in a stream of its own, and nothing waits for the weights
+            # that DDP broadcasts there.
+            stream_module(self.root_device).synchronize(self.root_device)
 
     @property
     def _group(self) -> tuple[torch.device, ...]:

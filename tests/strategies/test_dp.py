@@ -83,7 +83,7 @@ class Base(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([]):
             torch.manual_seed(3)
             self.build()
 
@@ -161,9 +161,10 @@ class Changing(Base):
         if self.current_epoch == 1:
             self.factor = 0.5
             self.net[0].requires_grad_(False)
-            with torch.random.fork_rng():
+            with torch.random.fork_rng([]):
                 torch.manual_seed(9)
-                self.net[1] = nn.Sequential(nn.Tanh(), nn.Linear(16, 16)).to(self.dtype)
+                self.net[1] = nn.Sequential(nn.Tanh(), nn.Linear(16, 16))
+            self.net[1].to(self.device, self.dtype)
             for optimizer in self.trainer.optimizers:
                 optimizer.add_param_group({"params": list(self.net[1].parameters())})
 

@@ -10,7 +10,11 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_memmap._compat.tensors import tree_leaves
-from lightning_memmap.loading.device_streams import kept_stream, stream_module
+from lightning_memmap.loading.device_streams import (
+    allow_gradients_across_streams,
+    kept_stream,
+    stream_module,
+)
 from lightning_memmap.strategies.model_stages.cut import Stage
 
 #: Attributes of a module that its forward pass does not assign, and its parameters.
@@ -50,6 +54,8 @@ class MicroBatchStreams(NoStreams):
     """
 
     def __init__(self, device: torch.device) -> None:
+        # Parameters that are used outside of the stages are used by each micro-batch in its stream.
+        allow_gradients_across_streams()
         self._device = device
         self._module = stream_module(device)
         self._layers = kept_stream(device, "layers")
@@ -108,7 +114,12 @@ class MicroBatchStreams(NoStreams):
                         layer.register_forward_hook(self._leave),
                     ]
                 else:
-                    handles.append(layer.register_forward_pre_hook(self._mark))
+                    handles += [
+                        layer.register_forward_pre_hook(
+                            self._keep_gradients, with_kwargs=True, prepend=True
+                        ),
+                        layer.register_forward_pre_hook(self._mark),
+                    ]
         last = stages[-1].layers[-1]
         return [*handles, last.register_forward_hook(lambda *call: self._follow())]
 
@@ -117,6 +128,23 @@ class MicroBatchStreams(NoStreams):
         if self._is_running:
             self._called = self._module.Event()
             self._called.record(self._rest[-1])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _keep_gradients(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        """Called before inputs move to another device. Their gradients come back in memory of the
+        root device's default stream, and are used in the stream that the inputs came from."""
+        if not self._is_running or not torch.is_grad_enabled():
+            return
+        for tensor in tree_leaves((args, kwargs)):
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.requires_grad
+                and tensor.device == self._device
+            ):
+                tensor.register_hook(self._keep_gradient)
+
+    def _keep_gradient(self, gradient: Tensor) -> None:
+        _use(self._module.current_stream(self._device), gradient)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> None:

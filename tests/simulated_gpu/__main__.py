@@ -1,0 +1,48 @@
+"""``python -m tests.simulated_gpu [arguments]``: pytest on simulated GPUs."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.simulated_gpu.build import UnavailableError, build_library
+
+#: The exit code where the devices cannot be simulated.
+UNAVAILABLE = 77
+_TESTS = Path(__file__).parents[1]
+
+
+def main(arguments: list[str]) -> int:
+    # Before torch is imported. All children use the same library.
+    try:
+        os.environ["SIMULATED_GPU_LIBRARY"] = str(build_library())
+    except UnavailableError as error:
+        print(error)
+        return UNAVAILABLE
+    import pytest
+
+    # The first of these imports torch.
+    from tests.simulated_gpu import devices, graphs
+
+    graphs.install()
+
+    class Reports:
+        """Fails a test in which a device reported a fault."""
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+            devices.reports.clear()
+            result = yield
+            devices.check_open_copies()
+            if devices.reports:
+                text = "\n".join(map(str, devices.reports[:5]))
+                pytest.fail(f"{len(devices.reports)} reports:\n{text}", pytrace=False)
+            return result
+
+    files = (path for path in sorted(_TESTS.rglob("test_*.py")) if "mark.gpu" in path.read_text())
+    given = arguments or ["-m", "gpu", "--tb=short", "--show-capture=no", *map(str, files)]
+    return pytest.main(["-p", "no:xdist", *given], plugins=[Reports()])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
