@@ -21,6 +21,7 @@ from lightning_memmap._compat.loops import (
     renew_train_loader_after_epoch,
     validate_anew,
 )
+from lightning_memmap.arguments import nearest
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.loading import (
     BatchLoader,
@@ -57,6 +58,7 @@ from lightning_memmap.sampling import (
     Shards,
     ShuffledSampler,
 )
+from lightning_memmap.sampling.sampler import check_sampler
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.probes import first_sample
 from lightning_memmap.store.recovery import is_store
@@ -101,6 +103,19 @@ class _SetUp:
         """Free the rows."""
         for rows in self.rows.values():
             rows.release()
+
+
+class _SplitDataset:
+    """The dataset of a split as an attribute of a data module."""
+
+    def __init__(self, split: str) -> None:
+        self._split = split
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return self if owner is None else owner.datasets[self._split]
+
+    def __set__(self, owner: Any, dataset: Any) -> None:
+        owner.datasets[self._split] = dataset
 
 
 class MemmapDataModule(L.LightningDataModule):
@@ -187,6 +202,10 @@ class MemmapDataModule(L.LightningDataModule):
     member = Option[int | None]()
     shuffle_window = Option[int | None]()
     sampler = Option[Callable[[Shards, int], Sampler] | None]()
+    train_dataset = _SplitDataset("train")
+    val_dataset = _SplitDataset("val")
+    test_dataset = _SplitDataset("test")
+    predict_dataset = _SplitDataset("predict")
 
     def __init__(
         self,
@@ -217,7 +236,7 @@ class MemmapDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.options = DataOptions(
-            Path(store_dir),
+            store_dir,  # type: ignore[arg-type]  # made a Path there
             batch_size,
             transform,
             eval_transform,
@@ -245,11 +264,17 @@ class MemmapDataModule(L.LightningDataModule):
         self.datasets = dict(
             zip(SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
         )
+        for split, dataset in self.datasets.items():
+            is_no_dataset = isinstance(dataset, str) or not hasattr(dataset, "__getitem__")
+            if dataset is not None and is_no_dataset:
+                raise TypeError(
+                    f"{split}_dataset={dataset!r}: give a map-style dataset, with __len__ and"
+                    " __getitem__"
+                )
         self._set_up: _SetUp | None = None
         self._printed: dict[str, tuple[DataTopology, SplitPlacement]] = {}
-        #: By split, the dataset that this data module has stored or recognised, and the content of
-        #: the store.
-        self._built: dict[str, tuple[Any, str]] = {}
+        #: By split, what this data module has stored or recognised: see `_source`.
+        self._built: dict[str, tuple[Any, ...]] = {}
         self._has_warned = False
         self._train_loader: SuperBatchLoader | DeviceLoader | None = None
         self._train_state: dict[str, Any] | None = None
@@ -268,10 +293,30 @@ class MemmapDataModule(L.LightningDataModule):
             TypeError: There is no such option, or a transform or the sampler cannot be called.
             ValueError: An option is out of range, or two of them exclude each other.
         """
+        for name in changes:
+            if name not in vars(self.options):
+                raise TypeError(
+                    f"{name}: it is no option of a data module{nearest(name, vars(self.options))}"
+                )
         other = copy.copy(self)
         other.options = replace(self.options, **changes)
         other.datasets, other._built = dict(self.datasets), dict(self._built)
         return other
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse class attributes that would silently take the place of arguments.
+
+        Raises:
+            TypeError: The class has such an attribute.
+        """
+        super().__init_subclass__(**kwargs)
+        for name, value in vars(cls).items():
+            hides = isinstance(getattr(MemmapDataModule, name, None), Option)
+            if hides and not isinstance(value, property):
+                raise TypeError(
+                    f"class {cls.__name__} has an attribute {name!r}, which is an argument of"
+                    f" MemmapDataModule: give it to super().__init__({name}=...) instead"
+                )
 
     @classmethod
     @override
@@ -391,7 +436,7 @@ class MemmapDataModule(L.LightningDataModule):
                 fingerprint=self.options.fingerprints.get(split),
                 check=self.check,
             )
-            self._built[split] = dataset, store.manifest.content
+            self._built[split] = self._source(split, store)
 
     def _finds_its_own(self, split: str) -> bool:
         """Whether the store of a split is there as this data module has last left it."""
@@ -401,8 +446,14 @@ class MemmapDataModule(L.LightningDataModule):
             return False
 
     def _is_its_own(self, split: str, store: Store) -> bool:
-        dataset, content = self._built.get(split, (None, ""))
-        return dataset is self.datasets[split] and content == store.manifest.content
+        built, source = self._built.get(split), self._source(split, store)
+        return built is not None and built[0] is source[0] and built[1:] == source[1:]
+
+    def _source(self, split: str, store: Store) -> tuple[Any, ...]:
+        """A dataset, the options that its store depends on, and the content of the store."""
+        options = self.options
+        given = options.num_shards, options.fingerprints.get(split), options.check
+        return self.datasets[split], *given, store.manifest.content
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, and make the shards resident.
@@ -540,13 +591,7 @@ class MemmapDataModule(L.LightningDataModule):
     def _order(self, size: SplitSize) -> Sampler:
         shards, seed = size.shards, self.seed
         if self.sampler is not None:
-            found = self.sampler(shards, seed)
-            if not isinstance(found, Sampler) or found.shards != shards:
-                raise ValueError(
-                    f"sampler: it returned {found!r}; return a lightning_memmap.sampling.Sampler"
-                    f" over the shards that it is given, {shards}"
-                )
-            return found
+            return check_sampler(self.sampler(shards, seed), shards)
         if not self.shuffle:
             return SequentialSampler(shards)
         if self.shuffle_window is None and self.residency != Residency.STREAM.value:
@@ -641,11 +686,12 @@ class MemmapDataModule(L.LightningDataModule):
         train = _check_state(state_dict)
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
             subset, saved = self._subset("train"), None if train is None else train.subset
-            if train is not None and saved != (None if subset is None else asdict(subset)):
+            now = None if subset is None else asdict(subset)
+            if train is not None and saved != now:
                 raise ValueError(
                     f"the checkpoint was trained on {_subset_text(saved)}, and this data module"
-                    f" trains on {subset or 'all rows'}: resume with the member, num_folds and"
-                    " num_parts of the checkpoint"
+                    f" trains on {_subset_text(now)}: resume with the member, num_folds"
+                    " and num_parts of the checkpoint"
                 )
             self._train_state = state_dict.get("train")
             self._num_trained = state_dict.get("num_trained")
@@ -863,17 +909,18 @@ def _check_state(state: object) -> LoaderState | None:
             f"the state of the data module has num_trained={num_trained!r}, which is no number of"
             " batches: resume from a checkpoint that this version has written"
         )
-    train = state.get("train")
-    return None if train is None else LoaderState.read(train)
+    return LoaderState.read(state["train"]) if "train" in state else None
 
 
 def _subset_text(saved: Mapping[str, Any] | None) -> str:
     if saved is None:
         return "all rows"
     try:
-        return str(RowSubset(**saved))
+        subset = RowSubset(**saved)
     except (TypeError, ValueError):
         return f"rows={dict(saved)!r}, which names no fold and no part"
+    option = "num_folds" if subset.excluded else "num_parts"
+    return f"{option}={subset.count}, member={subset.index}"
 
 
 @rank_zero_only

@@ -51,9 +51,16 @@ class DataOptions:
     sampler: Callable[[Shards, int], Sampler] | None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "store_dir", _directory(self.store_dir))
         for name in _COUNTS:
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None or name in ("batch_size", "seed"):
                 check_integer(name, value)
+        for name in ("shuffle", "drop_last", "overwrite"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name}={value!r}: give True or False")
+        if not isinstance(self.memory_fraction, (int, float)):
+            raise TypeError(f"memory_fraction={self.memory_fraction!r}: give a number")
         check_seed(self.seed)
         if self.batch_size < 1:
             raise ValueError(
@@ -68,21 +75,12 @@ class DataOptions:
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction={self.memory_fraction}: more than 0 and at most 1")
         self._check_subset()
-        for name in ("transform", "eval_transform", "sampler"):
+        for name in ("transform", "eval_transform"):
             if (given := getattr(self, name)) is not None:
                 check_callable(name, given)
-        if self.shuffle_window is not None:
-            if self.shuffle_window < 1:
-                raise ValueError(f"shuffle_window={self.shuffle_window}: at least 1 row of a shard")
-            if self.sampler is not None:
-                raise ValueError(
-                    f"shuffle_window={self.shuffle_window} with a sampler: leave one of them out;"
-                    " the sampler decides the order"
-                )
-        if self.sampler is not None and not self.shuffle:
-            raise ValueError(
-                "shuffle=False with a sampler: leave one of them out; the sampler decides the order"
-            )
+        self._check_sampler()
+        if self.shuffle_window is not None and self.shuffle_window < 1:
+            raise ValueError(f"shuffle_window={self.shuffle_window}: at least 1 row of a shard")
         check_choice(self.check)
         for split, given in self.fingerprints.items():
             if split not in SPLITS:
@@ -91,6 +89,25 @@ class DataOptions:
                     f" {', '.join(SPLITS)}"
                 )
             check_given(given)
+
+    def _check_sampler(self) -> None:
+        if self.sampler is None:
+            return
+        is_class = isinstance(self.sampler, type) and issubclass(self.sampler, Sampler)
+        if is_class or not callable(self.sampler):
+            raise TypeError(
+                f"sampler={self.sampler!r}: give a function of the shards and the seed that returns"
+                " a sampler, such as lambda shards, seed: MySampler(shards)"
+            )
+        if self.shuffle_window is not None and self.residency != "stream":
+            raise ValueError(
+                f"shuffle_window={self.shuffle_window} with a sampler: leave one of them out;"
+                " the sampler decides the order"
+            )
+        if not self.shuffle:
+            raise ValueError(
+                "shuffle=False with a sampler: leave one of them out; the sampler decides the order"
+            )
 
     def _check_subset(self) -> None:
         if self.num_folds is not None and self.num_parts is not None:
@@ -110,6 +127,12 @@ class DataOptions:
         if isinstance(self.fingerprint, Mapping):
             return dict(self.fingerprint)
         return dict.fromkeys(SPLITS, self.fingerprint)
+
+
+def _directory(given: object) -> Path:
+    if not isinstance(given, (str, Path)) or not str(given):
+        raise TypeError(f"store_dir={given!r}: give the path of a directory")
+    return Path(given)
 
 
 class Option(Generic[T]):
@@ -132,4 +155,8 @@ class Option(Generic[T]):
         return value
 
     def __set__(self, owner: Any, value: T) -> None:
+        if "options" not in vars(owner):
+            raise AttributeError(
+                f"{self._name}: call super().__init__() before you set an option of the data module"
+            )
         owner.options = replace(owner.options, **{self._name: value})

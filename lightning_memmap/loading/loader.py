@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_memmap._compat.loops import BatchIndices, TrainerProgress
+from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.fetch import Fetcher, Steps
 from lightning_memmap.loading.row_source import released_error
@@ -115,7 +116,14 @@ class SuperBatchLoader:
 
         Args:
             epoch: Epoch, counted from 0.
+
+        Raises:
+            TypeError: It is not an integer.
+            ValueError: It is negative.
         """
+        check_integer("epoch", epoch)
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch}: epochs are counted from 0")
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,14 +257,15 @@ class SuperBatchLoader:
         differing = _differences({"seed": saved.seed}, {"seed": now.seed})
         if differing := differing + _differences(saved.sampler, now.sampler):
             name, was, found = min(differing, key=_vagueness)
-            remedy = f"{name}={was}"
-            if name == "sampler":
-                remedy = "the shuffle, shuffle_window and sampler of the checkpoint"
+            remedy = {
+                "sampler": "the shuffle, shuffle_window and sampler of the checkpoint",
+                "num_rows": f"num_rows={was}, that is, the dataset of the checkpoint",
+                "num_shards": f"num_shards={was}: with a number of data devices that divides it",
+            }.get(name, f"{name}={was}")
             raise ValueError(
                 f"the checkpoint stands inside an epoch with {name}={was}, and this loader has"
-                f" {name}={found}, which is another row order: resume with {remedy} (for shards:"
-                " with a number of data devices that divides it), or from a checkpoint of the end"
-                " of an epoch"
+                f" {name}={found}, which is another row order: resume with {remedy}; or from a"
+                " checkpoint of the end of an epoch"
             )
         left = self.order.num_positions - saved.position
         num_devices = self._rows.topology.num_data_devices

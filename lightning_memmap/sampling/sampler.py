@@ -6,7 +6,7 @@ strategy and device count. A sampler says which row of the shard it is.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -193,3 +193,50 @@ def check_seed(seed: int) -> None:
     """
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed={seed}: choose a seed from 0 to 2**63 - 1")
+
+
+def check_sampler(sampler: object, shards: Shards) -> Sampler:
+    """Check a sampler that the package does not know.
+
+    Args:
+        sampler: What a user's function has returned.
+        shards: The shards that the function was given.
+
+    Returns:
+        The sampler.
+
+    Raises:
+        TypeError: It is no frozen dataclass of values that checkpoints can hold.
+        ValueError: It is over other shards, or its first rows are not rows of their shards.
+    """
+    name = type(sampler).__name__
+    if not isinstance(sampler, Sampler) or sampler.shards != shards:
+        raise ValueError(
+            f"sampler: it returned {sampler!r}; return a lightning_memmap.sampling.Sampler over the"
+            f" shards that it is given, {shards}"
+        )
+    if "__dataclass_fields__" not in vars(type(sampler)):
+        raise TypeError(
+            f"sampler: {name} is no dataclass, so that its order has no identity for checkpoints:"
+            " write @dataclass(frozen=True) above the class"
+        )
+    for field in fields(sampler):
+        value = getattr(sampler, field.name)
+        if field.name != "shards" and not isinstance(value, (int, str, type(None))):
+            raise TypeError(
+                f"sampler: {name}.{field.name}={value!r}; fields are ints, strings, bools or None,"
+                " which checkpoints hold"
+            )
+    first = range(min(sampler.num_positions, 2 * sampler.num_shards))
+    try:
+        homes, offsets = sampler.at(0, first)
+        is_right = len(offsets) == len(first) and offsets.dtype == np.int64
+        is_right = is_right and bool(((offsets >= 0) & (offsets < shards.sizes[homes])).all())
+    except (IndexError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"sampler: {name}.grid does not work: {error}") from error
+    if not is_right:
+        raise ValueError(
+            f"sampler: {name}.grid returned {offsets!r} for the first {len(first)} positions;"
+            " return int64 offsets within each shard, plus its start, row by row"
+        )
+    return sampler

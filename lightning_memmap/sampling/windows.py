@@ -51,7 +51,9 @@ class Windows:
         if not self.sampler.is_sequential and self.sampler.window_rows != self.rows:
             raise ValueError(
                 f"shuffle_window={self.sampler.window_rows}: the rows are read in windows of"
-                f" {self.rows} rows of a shard, and must be shuffled within these"
+                f" {self.rows} rows of a shard, and must be shuffled within these. A sampler of"
+                " your own says so with window_rows and window_runs; shuffle_window=... sets the"
+                " windows that are read"
             )
 
     def __len__(self) -> int:

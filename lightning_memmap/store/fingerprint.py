@@ -87,8 +87,9 @@ class Fingerprint:
         if other.given is not None:
             if self.given == other.given:
                 return None
-            was = "had none" if self.given is None else f"was {self.given!r}"
-            return f"its fingerprint {was} and is {other.given!r}"
+            if self.given is None:
+                return f"it was stored without a fingerprint, and now has {other.given!r}"
+            return f"its fingerprint was {self.given!r} and is {other.given!r}"
         changed = [
             name
             for name in dict.fromkeys((*self.parts, *other.parts))

@@ -483,3 +483,77 @@ class TestTeardown:
 def test_setup_of_an_unknown_stage_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="stage='training': choose one of fit, validate"):
         make_data(tmp_path).setup("training")
+
+
+class TestAttributes:
+    """Options and datasets that are set after the data module was made."""
+
+    def test_options_that_a_store_depends_on_take_effect_or_are_refused(
+        self, tmp_path: Path
+    ) -> None:
+        data = set_up(make_data(tmp_path), "fit")
+        data.num_shards = 12
+        with pytest.raises(StoreError, match=r"num_shards=12: the store .* has 24 shards"):
+            data.prepare_data()
+        data.num_shards = 24
+        data.fingerprint = "v2"
+        data.prepare_data()
+        assert open_store(tmp_path / "stores" / "train").manifest.fingerprint.given == "v2"
+
+    def test_dataset_that_is_set_is_the_one_that_is_stored(self, tmp_path: Path) -> None:
+        data = make_data(tmp_path)
+        data.train_dataset = Points(13)
+        assert data.train_dataset is data.datasets["train"]
+        set_up(data, "fit")
+        assert data.stores["train"].num_rows == 13
+
+    @pytest.mark.parametrize(
+        ("name", "value", "words"),
+        [
+            ("store_dir", None, "store_dir=None: give the path"),
+            ("store_dir", "", "store_dir='': give the path"),
+            ("overwrite", "no", "overwrite='no': give True or False"),
+            ("shuffle", 2, "shuffle=2: give True or False"),
+            ("drop_last", None, "drop_last=None: give True or False"),
+            ("seed", None, "seed=None"),
+            ("batch_size", None, "batch_size=None"),
+            ("memory_fraction", "a", "memory_fraction='a': give a number"),
+        ],
+    )
+    def test_value_of_a_wrong_type_is_refused(
+        self, tmp_path: Path, name: str, value: Any, words: str
+    ) -> None:
+        data = make_data(tmp_path)
+        with pytest.raises(TypeError, match=words):
+            setattr(data, name, value)
+        with pytest.raises(TypeError, match=words):
+            data.with_options(**{name: value})
+
+    def test_store_dir_that_is_set_as_text_is_a_path(self, tmp_path: Path) -> None:
+        data = make_data(tmp_path)
+        data.store_dir = str(tmp_path / "elsewhere")  # type: ignore[assignment]
+        assert set_up(data, "fit").stores["train"].path == tmp_path / "elsewhere" / "train"
+
+    def test_unknown_option_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(TypeError, match=r"batchsize: it is no option .*batch_size"):
+            make_data(tmp_path).with_options(batchsize=3)
+
+    def test_class_attribute_that_hides_an_option_is_refused(self) -> None:
+        with pytest.raises(TypeError, match="class Sub has an attribute 'batch_size'"):
+
+            class Sub(MemmapDataModule):
+                batch_size = 7
+
+    def test_option_before_the_constructor_is_refused(self, tmp_path: Path) -> None:
+        class Early(MemmapDataModule):
+            def __init__(self) -> None:
+                self.seed = 3
+                super().__init__(store_dir=tmp_path)
+
+        with pytest.raises(AttributeError, match=r"seed: call super\(\).__init__\(\) before"):
+            Early()
+
+    @pytest.mark.parametrize("dataset", [5, "abc"])
+    def test_dataset_that_is_none_is_refused(self, tmp_path: Path, dataset: Any) -> None:
+        with pytest.raises(TypeError, match=f"train_dataset={dataset!r}: give a map-style dataset"):
+            MemmapDataModule(dataset, store_dir=tmp_path)

@@ -101,7 +101,7 @@ def test_sampler_of_a_test_is_saved_and_resumed(numbered_store: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sampler": 3}, "sampler=3: a int cannot be called"),
+        ({"sampler": 3}, "sampler=3: give a function of the shards"),
         ({"sampler": twice, "shuffle_window": 2}, "shuffle_window=2 with a sampler"),
         ({"sampler": twice, "shuffle": False}, "shuffle=False with a sampler"),
     ],
@@ -125,6 +125,41 @@ def test_sampler_of_other_rows_is_refused(tmp_path: Path, sampler: Any) -> None:
     data.prepare_data()
     data.setup("fit")
     with pytest.raises(ValueError, match=r"sampler: it returned .* over the shards"):
+        data.train_dataloader()
+
+
+class Plain(TwiceSampler):
+    """No dataclass: its fields would not be its identity."""
+
+
+@dataclass(frozen=True)
+class Floats(TwiceSampler):
+    share: float = 0.5
+
+
+@dataclass(frozen=True)
+class Outside(TwiceSampler):
+    def grid(
+        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
+    ) -> Integers:
+        return super().grid(epoch, first, last, shards, starts) + 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Plain, "Plain is no dataclass"),
+        (Floats, r"Floats.share=0\.5; fields are ints"),
+        (Outside, "Outside.grid returned"),
+    ],
+)
+def test_sampler_that_cannot_work_is_refused(tmp_path: Path, kind: Any, words: str) -> None:
+    data = MemmapDataModule(
+        Points(NUM_ROWS), store_dir=tmp_path, sampler=lambda shards, seed: kind(shards)
+    )
+    data.prepare_data()
+    data.setup("fit")
+    with pytest.raises((TypeError, ValueError), match=words):
         data.train_dataloader()
 
 

@@ -141,7 +141,7 @@ class MicroBatchStreams(NoStreams):
                 and tensor.requires_grad
                 and tensor.device == self._device
             ):
-                tensor.register_hook(self._keep_gradient)
+                tensor.register_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
 
     def _keep_gradient(self, gradient: Tensor) -> None:
         _use(self._module.current_stream(self._device), gradient)
