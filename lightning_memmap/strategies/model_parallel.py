@@ -171,7 +171,7 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
         outputs = []
         with run.metrics.copies_in_place([]), run.streams.step():
             for own, self._log in zip(batch.batches, logs, strict=True):
-                with run.streams.microbatch():
+                with run.streams.microbatch(own):
                     outputs.append(step(own, *args, **kwargs))
         return outputs
 

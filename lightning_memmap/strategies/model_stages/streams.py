@@ -30,7 +30,7 @@ class NoStreams:
         yield
 
     @contextmanager
-    def microbatch(self) -> Iterator[None]:
+    def microbatch(self, batch: Any) -> Iterator[None]:
         """Around the call of the module's step with one micro-batch."""
         yield
 
@@ -79,13 +79,15 @@ class MicroBatchStreams(NoStreams):
 
     @contextmanager
     @override
-    def microbatch(self) -> Iterator[None]:
+    def microbatch(self, batch: Any) -> Iterator[None]:
         stream = kept_stream(self._device, f"micro-batch {len(self._rest)}")
         stream.wait_stream(self._module.current_stream(self._device))
         if self._called is not None:
             self._called.wait(stream)
         elif self._rest:
             stream.wait_stream(self._rest[-1])
+        # The backward pass reads it there, and drops it before the step's stream waits for that.
+        _use(stream, batch)
         self._rest.append(stream)
         self._entered, self._called = [], None
         with self._module.stream(stream):
@@ -99,9 +101,6 @@ class MicroBatchStreams(NoStreams):
     def connect(self, stages: Sequence[Stage]) -> list[RemovableHandle]:
         """Let layers run in their streams. Call it after the hooks that move their inputs.
 
-        Args:
-            stages: The stages of the module; the first is on the root device.
-
         Returns:
             The hooks that do this.
         """
@@ -114,12 +113,7 @@ class MicroBatchStreams(NoStreams):
                         layer.register_forward_hook(self._leave),
                     ]
                 else:
-                    handles += [
-                        layer.register_forward_pre_hook(
-                            self._keep_gradients, with_kwargs=True, prepend=True
-                        ),
-                        layer.register_forward_pre_hook(self._mark),
-                    ]
+                    handles.append(layer.register_forward_pre_hook(self._mark))
         last = stages[-1].layers[-1]
         return [*handles, last.register_forward_hook(lambda *call: self._follow())]
 
@@ -128,23 +122,6 @@ class MicroBatchStreams(NoStreams):
         if self._is_running:
             self._called = self._module.Event()
             self._called.record(self._rest[-1])
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _keep_gradients(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        """Called before inputs move to another device. Their gradients come back in memory of the
-        root device's default stream, and are used in the stream that the inputs came from."""
-        if not self._is_running or not torch.is_grad_enabled():
-            return
-        for tensor in tree_leaves((args, kwargs)):
-            if (
-                isinstance(tensor, Tensor)
-                and tensor.requires_grad
-                and tensor.device == self._device
-            ):
-                tensor.register_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
-
-    def _keep_gradient(self, gradient: Tensor) -> None:
-        _use(self._module.current_stream(self._device), gradient)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
