@@ -118,7 +118,7 @@ def test_checkpoint_of_another_fold_is_refused(tmp_path: Path, member: int) -> N
     trainer.fit(Regression(), make_data(tmp_path))
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     other = make_trainer(tmp_path, max_epochs=2)
-    words = "index=1, count=2, excluded=True), and this data module trains on RowSubset(index=0"
+    words = "num_folds=2, member=1, and this data module trains on num_folds=2, member=0"
     with pytest.raises(ValueError, match=re.escape(words)):
         other.fit(
             Regression(),
