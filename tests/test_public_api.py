@@ -55,6 +55,7 @@ NAMES = {
         "SequentialSampler",
         "Shards",
         "ShuffledSampler",
+        "WindowedSampler",
         "Windows",
         "default_window",
         "derive_seed",

@@ -25,5 +25,7 @@ def test_gpu_tests_pass_on_simulated_devices() -> None:
         check=False,
     )
     if done.returncode == UNAVAILABLE:
-        pytest.skip(f"no simulated GPUs: {done.stdout.strip()}")
+        # Without a compiler there is nothing to simulate with; on a torch with CUDA the same tests,
+        # marked gpu, run on the real device. Anything else that goes wrong fails this test.
+        pytest.skip(f"GPUs cannot be simulated here: {done.stdout.strip()}")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,17 +1,16 @@
 """Resident rows: copied to a device or to page-locked memory, or in the file mapping."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers, copy_rows
 from lightning_memmap.loading.device_streams import has_streams
-from lightning_memmap.loading.row_source import EpochRows, released_error
+from lightning_memmap.loading.row_source import RandomAccessRows
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.sampling import Integers, Sampler
@@ -20,7 +19,7 @@ from lightning_memmap.sampling import Integers, Sampler
 _READ_ROWS = 2**16
 
 
-class ResidentRows:
+class ResidentRows(RandomAccessRows):
     """Rows of some shards in one place in memory.
 
     Args:
@@ -34,86 +33,30 @@ class ResidentRows:
         self.device = tensors[0].device
         self.fields = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
         self._starts = starts
-        self._memory: Buffers | None = Buffers.of(tensors)
+        #: The rows; nothing once they are released.
+        self.memory = Buffers.of(tensors)
+        self.row_bytes = self.memory.row_bytes
 
-    @property
-    def memory(self) -> Buffers:
-        """The rows.
-
-        Raises:
-            RuntimeError: They were freed.
-        """
-        if self._memory is None:
-            raise released_error()
-        return self._memory
-
-    @property
-    def is_released(self) -> bool:
-        """Whether the rows were freed."""
-        return self._memory is None
-
+    @override
     def release(self) -> None:
-        """Free the rows."""
-        self._memory = None
+        super().release()
+        self.memory = Buffers([], [])
 
-    def check_sampler(self, sampler: Sampler) -> None:
-        """Accept any order; see `RowSource.check_sampler`."""
-
-    def epoch(
-        self, sampler: Sampler, epoch: int, position: int
-    ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch; see `RowSource.epoch`."""
-        return nullcontext(_ResidentEpoch(self, sampler, epoch))
-
+    @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        """Where the rows lie that supply positions; see `EpochRows.locate`.
-
-        Args:
-            sampler: The order.
-            epoch: Epoch, counted from 0.
-            positions: As for `lightning_memmap.sampling.Sampler.at`.
-
-        Returns:
-            Rows of the tensors, int64 of shape (len(positions),); undefined for rows of other
-            sources.
-        """
         if isinstance(self._starts, StoreOffsets):
             return self._starts.of(*sampler.at(epoch, positions))
         return sampler.row_offsets(epoch, positions, self._starts)
 
-
-@dataclass(frozen=True)
-class _ResidentEpoch:
-    """Resident rows in the order of one epoch."""
-
-    rows: ResidentRows
-    sampler: Sampler
-    number: int
-
-    @property
-    def device(self) -> torch.device:
-        return self.rows.device
-
-    @property
-    def fields(self) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
-        return self.rows.fields
-
-    @cached_property
-    def row_bytes(self) -> int:
-        return self.rows.memory.row_bytes
-
-    def locate(self, positions: range) -> Integers:
-        return self.rows.locate(self.sampler, self.number, positions)
-
+    @override
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> list[Tensor]:
-        memory = self.rows.memory
         if self.device.type != "cpu":
-            return [tensor.index_select(0, locations) for tensor in memory.tensors]
+            return [tensor.index_select(0, locations) for tensor in self.memory.tensors]
         if out is None:
             out = Buffers.empty(self.fields, len(locations), pin_memory=pin_memory)
-        copy_rows(memory, locations, out)
+        copy_rows(self.memory, locations, out)
         return out.tensors
 
 

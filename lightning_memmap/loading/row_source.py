@@ -5,8 +5,10 @@ or in files that are read window by window. For each epoch it gives `EpochRows`,
 order of a sampler.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -106,6 +108,90 @@ class RowSource(Protocol):
         A Trainer keeps loaders long after it has used them. Those over this source give no more
         batches.
         """
+
+
+class RandomAccessRows(ABC):
+    """A row source whose rows can be fetched in any order."""
+
+    #: Where rows are fetched.
+    device: torch.device
+    #: Shape of one row and dtype of each field.
+    fields: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    #: Bytes of one row over these fields.
+    row_bytes: int
+    is_released = False
+
+    def check_sampler(self, sampler: object) -> None:
+        """Check that a sampler is one; any order will do.
+
+        Args:
+            sampler: The order.
+
+        Raises:
+            TypeError: It is no `lightning_memmap.sampling.Sampler`, such as one of torch's.
+        """
+        if not isinstance(sampler, Sampler):
+            raise TypeError(f"sampler={sampler!r}: give a lightning_memmap.sampling.Sampler")
+
+    def epoch(
+        self, sampler: Sampler, epoch: int, position: int
+    ) -> AbstractContextManager[EpochRows]:
+        """The rows in the order of an epoch; see `RowSource.epoch`."""
+        return nullcontext(_RandomAccessEpoch(self, sampler, epoch))
+
+    def release(self) -> None:
+        """Free the rows; see `RowSource.release`."""
+        self.is_released = True
+
+    @abstractmethod
+    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
+        """Where the rows lie that supply positions; see `EpochRows.locate`.
+
+        Args:
+            sampler: The order.
+            epoch: Epoch, counted from 0.
+            positions: As for `lightning_memmap.sampling.Sampler.at`.
+
+        Returns:
+            What `fetch` takes, int64 of shape (len(positions),).
+        """
+
+    @abstractmethod
+    def fetch(
+        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+    ) -> list[Tensor]:
+        """Copy rows into a batch; see `EpochRows.fetch`."""
+
+
+@dataclass(frozen=True)
+class _RandomAccessEpoch:
+    """Rows in the order of one epoch."""
+
+    rows: RandomAccessRows
+    sampler: Sampler
+    number: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    @property
+    def fields(self) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+        return self.rows.fields
+
+    @property
+    def row_bytes(self) -> int:
+        return self.rows.row_bytes
+
+    def locate(self, positions: range) -> Integers:
+        return self.rows.locate(self.sampler, self.number, positions)
+
+    def fetch(
+        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+    ) -> list[Tensor]:
+        if self.rows.is_released:
+            raise released_error()
+        return self.rows.fetch(locations, out, pin_memory=pin_memory)
 
 
 def released_error() -> RuntimeError:

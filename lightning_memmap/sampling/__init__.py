@@ -14,7 +14,7 @@ Integers only: no file, no tensor, no device.
 """
 
 from lightning_memmap.sampling.block_shuffled import BlockShuffledSampler
-from lightning_memmap.sampling.sampler import Sampler, derive_seed
+from lightning_memmap.sampling.sampler import Sampler, WindowedSampler, derive_seed
 from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.sampling.sequential import SequentialSampler
 from lightning_memmap.sampling.shards import Integers, Shards, shard_rows, shard_starts, striping
@@ -31,6 +31,7 @@ __all__ = [
     "SequentialSampler",
     "Shards",
     "ShuffledSampler",
+    "WindowedSampler",
     "Windows",
     "default_window",
     "derive_seed",

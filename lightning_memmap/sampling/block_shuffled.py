@@ -5,13 +5,13 @@ from functools import lru_cache
 
 from typing_extensions import override
 
-from lightning_memmap.sampling.sampler import Sampler, check_seed
+from lightning_memmap.sampling.sampler import WindowedSampler, check_seed
 from lightning_memmap.sampling.shards import Integers
 from lightning_memmap.sampling.window_permutation import WindowPermutation
 
 
 @dataclass(frozen=True)
-class BlockShuffledSampler(Sampler):
+class BlockShuffledSampler(WindowedSampler):
     """Shuffles windows of rows that lie together, and the rows within each window.
 
     Position ``p`` is in window ``p // C // shuffle_window`` of the epoch, and a window is

@@ -79,32 +79,6 @@ class Sampler(ABC):
         return self.shards.num_shards
 
     @property
-    def window_rows(self) -> int | None:
-        """Rows of a shard that lie together and come together; None where any row may come next.
-
-        With a number ``w``, position ``p`` is in window ``p // C // w`` of the epoch, and
-        `window_runs` says which rows each window has.
-        """
-        return None
-
-    def window_runs(self, epoch: int, number: int) -> list[range]:
-        """The offsets of each shard that a window has, in runs of consecutive ones.
-
-        In the last window, a shard that is one row shorter than others lacks the last offset.
-
-        Args:
-            epoch: Epoch, counted from 0.
-            number: Window of the epoch, counted from 0.
-
-        Returns:
-            Ranges of offsets in the order in which they lie in the window, the same for each shard.
-
-        Raises:
-            NotImplementedError: The order has no windows: `window_rows` is None.
-        """
-        raise NotImplementedError
-
-    @property
     def identity(self) -> dict[str, Any]:
         """What decides the order, as JSON values."""
         return {"sampler": type(self).__name__, **asdict(self)}
@@ -180,6 +154,33 @@ class Sampler(ABC):
         skip = (positions[0] - first * num) // step
         kept = slice(skip, skip + len(positions))
         return shards, kept, self.grid(epoch, first, last, shards, starts)
+
+
+class WindowedSampler(Sampler):
+    """A sampler whose rows come in windows: rows that come together also lie together.
+
+    Position ``p`` is in window ``p // C // window_rows`` of the epoch. Rows that are read window by
+    window, under ``residency="stream"``, need such a sampler or dataset order.
+    """
+
+    @property
+    @abstractmethod
+    def window_rows(self) -> int:
+        """Rows of a shard in every window but the last."""
+
+    @abstractmethod
+    def window_runs(self, epoch: int, number: int) -> list[range]:
+        """The offsets of each shard that a window has, in runs of consecutive ones.
+
+        In the last window, a shard that is one row shorter than others lacks the last offset.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            number: Window of the epoch, counted from 0.
+
+        Returns:
+            Ranges of offsets in the order in which they lie in the window, the same for each shard.
+        """
 
 
 def check_seed(seed: int) -> None:

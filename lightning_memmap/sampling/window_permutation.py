@@ -38,7 +38,7 @@ class WindowPermutation:
         self._kept: dict[int, Permutation] = {}
 
     def runs(self, number: int) -> list[range]:
-        """The offsets of a window, in runs of consecutive ones; see `Sampler.window_runs`.
+        """The offsets of a window, in runs of consecutive ones; see `WindowedSampler.window_runs`.
 
         Args:
             number: Window of the epoch, counted from 0.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.sampler import Sampler, WindowedSampler
 from lightning_memmap.sampling.shards import Integers
 
 #: Bytes of a window over all shards if the user gives no number: 21 MiB of each of 24 shards.
@@ -48,12 +48,12 @@ class Windows:
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"rows={self.rows}: at least 1 row of a shard")
-        if not self.sampler.is_sequential and self.sampler.window_rows != self.rows:
+        rows = self.sampler.window_rows if isinstance(self.sampler, WindowedSampler) else None
+        if not self.sampler.is_sequential and rows != self.rows:
             raise ValueError(
-                f"shuffle_window={self.sampler.window_rows}: the rows are read in windows of"
-                f" {self.rows} rows of a shard, and must be shuffled within these. A sampler of"
-                " your own says so with window_rows and window_runs; shuffle_window=... sets the"
-                " windows that are read"
+                f"shuffle_window={rows}: the rows are read in windows of {self.rows} rows of a"
+                " shard, and must be shuffled within these. A sampler of your own says so as a"
+                " WindowedSampler; shuffle_window=... sets the windows that are read"
             )
 
     def __len__(self) -> int:
@@ -80,12 +80,13 @@ class Windows:
             number: Window of the epoch, counted from 0.
 
         Returns:
-            Ranges of offsets, as `Sampler.window_runs` returns them.
+            Ranges of offsets, as `WindowedSampler.window_runs` returns them.
         """
-        if self.sampler.is_sequential:
-            stop = min((number + 1) * self.rows, self.sampler.shards.longest)
-            return [range(number * self.rows, stop)]
-        return self.sampler.window_runs(epoch, number)
+        if isinstance(self.sampler, WindowedSampler) and not self.sampler.is_sequential:
+            return self.sampler.window_runs(epoch, number)
+        return [
+            range(number * self.rows, min((number + 1) * self.rows, self.sampler.shards.longest))
+        ]
 
     def row_offsets(
         self,

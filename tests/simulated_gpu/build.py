@@ -25,8 +25,8 @@ def build_library() -> Path:
     It is kept below ``$XDG_CACHE_HOME``, or ``~/.cache``.
 
     Raises:
-        UnavailableError: There is no compiler, torch has CUDA itself, or the source does not
-            compile against this version of torch.
+        UnavailableError: There is no compiler, or torch has CUDA itself.
+        RuntimeError: The source does not compile against this version of torch.
     """
     version = importlib.metadata.version("torch")
     torch = importlib.util.find_spec("torch")
@@ -55,7 +55,7 @@ def build_library() -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line][:5]
-            raise UnavailableError(
+            raise RuntimeError(
                 f"{_SOURCE.name} does not compile against torch {version}: " + "; ".join(errors)
             )
         # Others may build it at the same time: the last one wins, and all are alike.

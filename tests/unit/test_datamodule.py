@@ -14,7 +14,7 @@ import torch
 from lightning_memmap import MemmapDataModule, build_store, host_memory, open_store
 from lightning_memmap.errors import DatasetError, PlacementError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import SuperBatch
-from lightning_memmap.sampling import default_window
+from lightning_memmap.sampling import BlockShuffledSampler, default_window
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import CPU, joined, take_steps
@@ -185,7 +185,9 @@ class TestLargerThanMemory:
         manifest = data.stores["train"].manifest
         expected = default_window(24, manifest.row_bytes)
         assert data.train_dataloader().state_dict()["sampler"]["shuffle_window"] == expected
-        assert data.train_sampler(manifest).window_rows == expected
+        order = data.train_sampler(manifest)
+        assert isinstance(order, BlockShuffledSampler)
+        assert order.window_rows == expected
         data.teardown()
 
     def test_windows_that_do_not_fit_raise_in_setup(self, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Extensions: a sampler, a row source and a strategy that the package does not know."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import EpochRows, SplitRows
+from lightning_memmap.loading import SplitRows
 from lightning_memmap.loading.buffers import Buffers
+from lightning_memmap.loading.row_source import RandomAccessRows
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import Integers, Sampler, Shards
 from lightning_memmap.store import Store
@@ -166,56 +166,25 @@ def test_sampler_that_cannot_work_is_refused(tmp_path: Path, kind: Any, words: s
 # A row source: rows that are made when they are asked for, as a remote one would fetch them
 
 
-class MadeRows:
-    """Rows that a function makes from their number in the dataset."""
+class MadeRows(RandomAccessRows):
+    """Rows that are made from their number in the dataset."""
 
     device = CPU
-    is_released = False
 
-    def __init__(self, fields: list[tuple[tuple[int, ...], torch.dtype]], store: Store) -> None:
-        self.fields = fields
+    def __init__(self, store: Store) -> None:
+        self.fields = [(field.shape, field.dtype) for field in store.schema.fields]
         self.row_bytes = store.manifest.row_bytes
-        self._store = store
         self.fetched: list[int] = []
+        self._store = store
 
-    def check_sampler(self, sampler: Sampler) -> None:
-        """Any order will do."""
-
-    def release(self) -> None:
-        self.is_released = True
-
-    def epoch(
-        self, sampler: Sampler, epoch: int, position: int
-    ) -> AbstractContextManager[EpochRows]:
-        return nullcontext(_MadeEpoch(self, sampler, epoch))
-
-
-@dataclass(frozen=True)
-class _MadeEpoch:
-    rows: MadeRows
-    sampler: Sampler
-    number: int
-
-    @property
-    def device(self) -> torch.device:
-        return self.rows.device
-
-    @property
-    def fields(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return self.rows.fields
-
-    @property
-    def row_bytes(self) -> int:
-        return self.rows.row_bytes
-
-    def locate(self, positions: range) -> Integers:
-        return self.sampler.dataset_rows(self.number, positions)
+    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
+        return sampler.dataset_rows(epoch, positions)
 
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> list[Tensor]:
-        self.rows.fetched += locations.tolist()
-        samples = [self.rows._store[row] for row in locations.tolist()]
+        self.fetched += locations.tolist()
+        samples = [self._store[row] for row in locations.tolist()]
         return [torch.stack([sample[name] for sample in samples]) for name in ("row", "image")]
 
 
@@ -225,8 +194,7 @@ def test_row_source_of_a_test_serves_a_loader(
     numbered_store: Any, num_devices: int, transform: Any
 ) -> None:
     store = numbered_store(NUM_ROWS, 12)
-    fields = [(field.shape, field.dtype) for field in store.schema.fields]
-    source = MadeRows(fields, store)
+    source = MadeRows(store)
     topology = DataTopology((CPU,) * num_devices)
     rows = SplitRows(topology, Shards(NUM_ROWS, 12), (source,), np.zeros(12, np.int64))
     loader = loader_over(store, rows, 4, shuffle=True, seed=3, transform=transform)

@@ -1,6 +1,7 @@
 """Callbacks of the runs: one measures time and memory, the other looks at everything else."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import pairwise
@@ -49,7 +50,7 @@ _BYTES_STEP, _MOVEMENT_STEP, _FLOPS_STEP = 1, 2, 3
 _PROGRESS_S = 0.2
 
 
-class RunCallback(L.Callback):
+class RunCallback(L.Callback, ABC):
     """What all runs have in common: place of the process, losses, progress, the record at the end.
 
     Args:
@@ -129,6 +130,7 @@ class RunCallback(L.Callback):
         partial.write_bytes(msgspec.msgpack.encode(record))
         partial.replace(path)
 
+    @abstractmethod
     def record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Rank:
         """Make the record of this process. It is called on every rank, after the last step.
 
@@ -136,7 +138,6 @@ class RunCallback(L.Callback):
             trainer: The Trainer.
             pl_module: The model.
         """
-        raise NotImplementedError
 
     @property
     def _topology(self) -> DataTopology | None:
