@@ -85,6 +85,11 @@ class SuperBatchLoader:
 
     def _serve(self, rows: SplitRows) -> None:
         self._rows = rows
+        if self.order.num_positions < (count := rows.topology.num_data_devices):
+            raise ValueError(
+                f"an epoch of {self.order.num_positions} rows for {count} data devices, so that"
+                " some would have none: use fewer data devices, or a sampler of more rows"
+            )
         self._fetcher = Fetcher(rows, self.order, self._collate, self._transform, self.seed)
         if not self.num_steps:
             raise ValueError(

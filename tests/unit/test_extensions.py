@@ -101,7 +101,7 @@ def test_sampler_of_a_test_is_saved_and_resumed(numbered_store: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sampler": 3}, "sampler=3: give a function of the shards"),
+        ({"sampler": 3}, r"sampler=3: give Weighted\(\.\.\.\), or a function"),
         ({"sampler": twice, "shuffle_window": 2}, "shuffle_window=2 with a sampler"),
         ({"sampler": twice, "shuffle": False}, "shuffle=False with a sampler"),
     ],
