@@ -441,6 +441,11 @@ class MemmapDataModule(L.LightningDataModule):
         return None if self._set_up is None else self._set_up.placement
 
     @property
+    def order(self) -> Sampler | None:
+        """The order of the training rows; None before they are set up."""
+        return None if self._set_up is None else self._set_up.order
+
+    @property
     def _rows(self) -> Mapping[str, SplitRows]:
         """The rows of each split; none before `setup` and after `teardown`."""
         made = self._set_up
