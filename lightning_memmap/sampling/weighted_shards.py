@@ -160,7 +160,8 @@ class _Line:
         homes = np.repeat(np.arange(len(self.sizes)), self.sizes)
         rows = self.firsts[homes] + np.arange(len(homes)) - firsts[homes]
         ends = np.minimum(self.ends[rows], (self.cuts << self.unit_bits)[homes + 1])
-        return np.diff(ends, prepend=0)
+        pieces: Integers = np.diff(ends, prepend=0)
+        return pieces
 
 
 def _unit_bits(num_positions: int) -> int:

@@ -275,12 +275,12 @@ def test_config_names_several_and_samplers(tmp_path: Path) -> None:
             "max_epochs": 1,
         },
     }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(config))
     for command, lines in (
         ("fit", ["6/6", "val_loss/1"]),
         ("test", ["test_loss/clean", "test_loss/noisy"]),
     ):
-        program = [python(), "-m", "lightning_memmap", command, "--config", "config.yaml"]
+        program = [python(), "-m", "lightning_memmap", command, "--config", "given.yaml"]
         if command == "fit":
             program += ["--trainer.callbacks", "tests.unit.test_sets.Lengths"]
         done = subprocess.run(
