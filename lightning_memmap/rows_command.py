@@ -155,8 +155,12 @@ def rows(args: list[str]) -> int:
         return 0
     console = Console(markup=False)
     for step in steps:
-        shown = store if question.show is not None else None
-        console.print(_table(step, order, shown))
+        console.print(
+            f"epoch {step.epoch}, step {step.step}: positions {step.first} to {step.last - 1} of"
+            f" {order.num_positions}, {type(order).__name__}",
+            soft_wrap=True,
+        )
+        console.print(_table(step, store if question.show is not None else None))
     if has_sheet:
         console.print(f"images are in {question.show}, row by row in the order of the table")
     return 0
@@ -291,12 +295,8 @@ def _made(parser: BriefParser, config: dict[str, Any]) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _table(step: StepRows, order: Sampler, store: Store | None) -> Table:
-    title = (
-        f"epoch {step.epoch}, step {step.step}: positions {step.first} to {step.last - 1} of"
-        f" {order.num_positions}, {type(order).__name__}"
-    )
-    table = Table(title=title, title_justify="left")
+def _table(step: StepRows, store: Store | None) -> Table:
+    table = Table()
     if store is None:
         for name in ("data device", "rank", "rows"):
             table.add_column(name, overflow="fold")
