@@ -281,6 +281,7 @@ def test_config_names_several_and_samplers(tmp_path: Path) -> None:
         ("test", ["test_loss/clean", "test_loss/noisy"]),
     ):
         program = [python(), "-m", "lightning_memmap", command, "--config", "given.yaml"]
+        program += ["--trainer.default_root_dir", f"runs/{command}"]
         if command == "fit":
             program += ["--trainer.callbacks", "tests.unit.test_sets.Lengths"]
         done = subprocess.run(
