@@ -245,3 +245,20 @@ def sent_bytes(kind: str, size: int, payload: int) -> int:
         return payload
     factor = 2 if kind == "allreduce" else 1
     return factor * payload * (size - 1) // size
+
+
+def with_reduction_s(compute_s: float, reduce_s: float) -> float:
+    """Seconds of computing and of a reduction of gradients that runs beside it.
+
+    The gradients of one layer are reduced while those of the layers before it are computed: the
+    backward pass, two thirds of the computing, hides that much, as in Li et al., "PyTorch
+    Distributed" (2020).
+
+    Args:
+        compute_s: Seconds of forward and backward.
+        reduce_s: Seconds of the reduction alone.
+
+    Returns:
+        Seconds until both have ended.
+    """
+    return compute_s / 3 + max(compute_s * 2 / 3, reduce_s)

@@ -40,6 +40,7 @@ from tests.rows import (
     split_with,
     take_steps,
 )
+from tests.same import assert_same
 from tests.unit.loading.holder import keep_batches
 
 Stores = Callable[..., Store]
@@ -589,22 +590,6 @@ def make_builder_loader(
         collate=store.schema.builder(dataset[0]),
         transform=transform,
     )
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Same containers, same keys, same values, same dtypes."""
-    assert type(found) is type(expected)
-    if isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        for key in expected:
-            assert_same(found[key], expected[key])
-    else:
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
 
 
 class Weighted(torch.autograd.Function):
