@@ -216,12 +216,12 @@ class TestRows:
 
     def test_many_small_steps_cross_the_blocks_of_the_order(self, numbered_store: Stores) -> None:
         # More rows than are ordered at once, in steps of which many are taken together.
-        store = numbered_store(40_000, 24)
+        store = numbered_store(9_000, 24)
         loader = make_loader(store, 4, 1, shuffle=True)
-        sampler = make_sampler(40_000, 24, 0, True)
+        sampler = make_sampler(9_000, 24, 0, True)
         rows = epoch_rows(loader)
         assert {len(step) for step in rows} == {4}
-        assert joined(rows) == order_rows(sampler, 0, 0, 40_000)
+        assert joined(rows) == order_rows(sampler, 0, 0, 9_000)
 
     @pytest.mark.parametrize("num_devices", [1, 3])
     def test_residency_mixed_within_devices_is_the_stream(
