@@ -715,6 +715,9 @@ class MemmapDataModule(L.LightningDataModule):
     def test_dataloader(self) -> SuperBatchLoader | DeviceLoader:
         """The test rows in dataset order, in a loader as from `train_dataloader`.
 
+        Returns:
+            A loader as from `train_dataloader`.
+
         Raises:
             StoreNotFoundError: `setup` was not called for this split, or there is no store.
         """

@@ -28,7 +28,11 @@ class LoaderState:
     steps: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The state as plain values."""
+        """The state as plain values.
+
+        Returns:
+            A dict of numbers and of dicts, which `read` takes.
+        """
         return asdict(self)
 
     @classmethod

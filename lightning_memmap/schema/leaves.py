@@ -121,6 +121,9 @@ def array_dtype(name: str, array: Tensor | np.ndarray) -> torch.dtype:
         name: Name of the field, for messages.
         array: A dense tensor or numpy array, the latter in either byte order.
 
+    Returns:
+        The dtype, one of those in `DTYPES`.
+
     Raises:
         SchemaError: A store has no such dtype. The message names the field.
     """

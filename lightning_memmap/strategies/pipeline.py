@@ -527,6 +527,15 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         Stages have equal size. Every stage is idle for ``stages - 1`` micro-batches, as in GPipe
         (Huang et al., 2019), and 1F1B keeps the activations of at most as many micro-batches as
         there are stages (Narayanan et al., 2021).
+
+        Args:
+            work: Model and data.
+            cluster: The devices, all of which are used.
+            num_rows: Rows of a step over all devices.
+
+        Returns:
+            The costs on the fullest device; with an ``obstacle`` where there are more than 16
+            stages.
         """
         stages = cluster.size
         num_microbatches = 2 * stages

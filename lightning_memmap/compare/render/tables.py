@@ -160,6 +160,10 @@ def scaling_table(report: Report) -> Table:
 
     Args:
         report: The report of a comparison.
+
+    Returns:
+        The table: a row for each variant, a column for each number of devices; a dash where nothing
+        was measured.
     """
     counts = sorted({point.devices for point in report.scaling})
     rates = {(each.variant, each.devices): each.samples_per_s for each in report.scaling}
@@ -177,6 +181,9 @@ def missing_table(report: Report) -> Table:
 
     Args:
         report: The report of a comparison.
+
+    Returns:
+        The table: a row for each variant that is not ``ok``; without rows where all are.
     """
     words = {
         "unavailable": Cell("cannot run here", "unsure"),

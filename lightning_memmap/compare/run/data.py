@@ -38,6 +38,9 @@ def comparable(data: Any) -> MemmapDataModule:
     Args:
         data: The object that the config describes.
 
+    Returns:
+        The copy; the original stays as it is.
+
     Raises:
         ValueError: It is not a `MemmapDataModule`.
     """
@@ -59,6 +62,9 @@ def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
         trainer: The Trainer of a variant.
         global_batch: Rows of a step over all processes.
         devices: Devices of the comparison.
+
+    Returns:
+        Rows of a step for each data device, of which the comparison's global batch is made.
 
     Raises:
         ValueError: The number of data devices does not divide the global batch.

@@ -55,6 +55,9 @@ class VariantRuns:
 
         Args:
             global_batch: Rows of a step.
+
+        Returns:
+            The footprint of the first check run, or None.
         """
         found = [footprint_of(c.ranks, self.variant.loader, global_batch) for c in self.checks]
         return found[0] if found else None

@@ -80,6 +80,9 @@ class Variant:
 
         Args:
             devices: Devices of the comparison.
+
+        Returns:
+            1 for the single device, and all of them for any other strategy.
         """
         return 1 if self.strategy == "auto" else devices
 
@@ -147,6 +150,9 @@ def all_variants(num_workers: int = 2) -> tuple[Variant, ...]:
 
     Args:
         num_workers: Workers of the ``DataLoader`` that has some. Another one has none.
+
+    Returns:
+        The variants, the single device with the mapped store first.
     """
     return (
         Variant("auto"),

@@ -24,7 +24,14 @@ class Chain(nn.Module):
         self.chain = nn.ModuleList(children)
 
     def forward(self, *args: Any) -> Any:
-        """The output of the last module."""
+        """The output of the last module.
+
+        Args:
+            args: What the first module is called with.
+
+        Returns:
+            What the last module returns.
+        """
         for child in self.chain:
             output = child(*args)
             args = output if isinstance(output, tuple) else (output,)
@@ -80,6 +87,9 @@ class Stages:
 
         Args:
             stage: Index of the stage.
+
+        Returns:
+            The rank, below the number of processes of the pipeline.
         """
         return stage % self._num_processes
 
