@@ -22,7 +22,7 @@ from lightning_memmap._compat.loops import (
     validate_anew,
 )
 from lightning_memmap.arguments import nearest
-from lightning_memmap.errors import MemmapError, StoreNotFoundError
+from lightning_memmap.errors import MemmapError, StoreNotFoundError, with_article
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
@@ -903,8 +903,8 @@ def _check_state(state: object) -> LoaderState | None:
     """
     if not isinstance(state, Mapping):
         raise ValueError(
-            f"the state of the data module is a {type(state).__name__}: give load_state_dict the"
-            " dict that state_dict has returned"
+            f"the state of the data module is {with_article(type(state).__name__)}: give"
+            " load_state_dict the dict that state_dict has returned"
         )
     num_trained = state.get("num_trained")
     if num_trained is not None and not (type(num_trained) is int and num_trained >= 0):

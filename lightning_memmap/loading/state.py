@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from lightning_memmap.errors import with_article
+
 _NUMBERS = ("num_positions", "seed", "epoch", "position", "steps")
 
 
@@ -50,7 +52,7 @@ class LoaderState:
         """
         names = [field.name for field in fields(cls)]
         if not isinstance(state, Mapping):
-            raise _no_state(f"it is a {type(state).__name__}, not a dict")
+            raise _no_state(f"it is {with_article(type(state).__name__)}, not a dict")
         if missing := [name for name in names if name not in state]:
             raise _no_state(f"it lacks {', '.join(missing)}")
         if unknown := [str(name) for name in state if name not in names]:

@@ -62,6 +62,8 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
     """
 
     strategy_name = "memmap_independent"
+    #: Members have no common result that could be compared with that of another strategy.
+    trains_one_model = False
 
     def __init__(
         self,
@@ -276,7 +278,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
             num_rows=rows,
             step_s=work.fixed_s + cluster.compute_s(work, rows, busy=cluster.devices),
             num_row_devices=cluster.size,
-            trains_one_model=False,
+            trains_one_model=cls.trains_one_model,
             obstacle=cluster.one_node,
             note="a separate model on each device",
         )

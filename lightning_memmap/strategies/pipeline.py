@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import is_compiled
 from lightning_memmap._compat.processes import syncs_batch_norm
 from lightning_memmap.costs import Cluster, Costs, Workload
+from lightning_memmap.errors import with_article
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
@@ -616,8 +617,9 @@ def _num_rows(args: Sequence[Any]) -> int:
     for arg in args:
         if not isinstance(arg, Tensor) or not arg.ndim:
             raise TypeError(
-                f"memmap_pipeline: the module was called with a {type(arg).__name__}; call it with"
-                " tensors whose first dimension is the rows, as its first stage takes them"
+                f"memmap_pipeline: the module was called with {with_article(type(arg).__name__)};"
+                " call it with tensors whose first dimension is the rows, as its first stage takes"
+                " them"
             )
     rows = {len(arg) for arg in args}
     if len(rows) != 1 or not all(rows):

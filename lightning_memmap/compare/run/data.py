@@ -20,6 +20,7 @@ from lightning_memmap.compare.report.report import Data
 from lightning_memmap.compare.run.rows import MappedLoader, hash_batch, hash_rows
 from lightning_memmap.compare.run.variants import Variant
 from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.errors import with_article
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.placement import DataTopology, Placement, data_parallel_rank, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
@@ -46,8 +47,8 @@ def comparable(data: Any) -> MemmapDataModule:
     """
     if not isinstance(data, MemmapDataModule):
         raise ValueError(
-            f"config: data is a {type(data).__name__}; a comparison needs a MemmapDataModule, whose"
-            " datasets and stores supply the rows of all variants"
+            f"config: data is {with_article(type(data).__name__)}; a comparison needs a"
+            " MemmapDataModule, whose datasets and stores supply the rows of all variants"
         )
     # Steps of one size: in an uneven one, DDP weights processes equally, and not rows.
     copied = data.with_options(drop_last=True, overwrite=False)

@@ -19,7 +19,9 @@ LIGHTNING_STRATEGIES = {
 }
 _DESCRIPTIONS = LIGHTNING_STRATEGIES | {name: text for name, _, text in STRATEGIES}
 #: Each device trains a model of its own, so that there is no common result to compare.
-_SEPARATE_MODELS = {"memmap_independent"}
+_SEPARATE_MODELS = {
+    name for name, strategy, _ in STRATEGIES if not getattr(strategy, "trains_one_model", True)
+}
 _LOADER = re.compile(r"workers([0-9]+)|ideal|memmap")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap._compat.modules import materialize, set_device_attribute
-from lightning_memmap.errors import UnsuitableModuleError
+from lightning_memmap.errors import UnsuitableModuleError, with_article
 
 
 class Chain(nn.Module):
@@ -172,7 +172,8 @@ def _stages_of(module: L.LightningModule) -> list[nn.Module]:
     for stage in stages:
         if not isinstance(stage, nn.Module):
             raise UnsuitableModuleError(
-                f"{type(module).__name__}.stages() gave a {type(stage).__name__}: give modules"
+                f"{type(module).__name__}.stages() gave {with_article(type(stage).__name__)}:"
+                " give modules"
             )
     if not stages:
         raise ValueError(f"{type(module).__name__}.stages() gave no stage: give at least one")
