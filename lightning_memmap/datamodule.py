@@ -163,13 +163,15 @@ class MemmapDataModule(L.LightningDataModule):
         num_parts: Train on every ``num_parts``-th row of the training store alone: part ``m`` is
             the rows ``i`` with ``i % num_parts == m``.
         member: Which fold or part, counted from 0. By default that of the member that this process
-            trains under ``memmap_independent``, modulo the number of folds or parts.
+            trains under ``memmap_independent``, modulo the number of folds or parts. It is also
+            what stands for ``{member}``. Without any of these it is refused.
         shuffle_window: Rows of a shard that are shuffled together: ``shuffle_window * num_shards``
             rows are mixed with each other, and with no other rows of their epoch. By default all
             rows are mixed, except under ``residency="stream"``, which reads this number of rows of
             each shard at once: there it is what makes 512 MiB over all shards. The order of rows
             depends on this number, and not on the residency, the machine or the number of devices:
-            a run with one number is the same everywhere, and is resumed with that number.
+            a run with one number is the same everywhere, and is resumed with that number. It is
+            refused with ``shuffle=False``, except under ``stream``.
         sampler: Makes the order of the training rows, instead of ``shuffle``: a function of the
             `lightning_memmap.sampling.Shards` and the seed that returns a
             `lightning_memmap.sampling.Sampler`.
