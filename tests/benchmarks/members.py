@@ -73,7 +73,9 @@ def train(out: Path, members: int, epochs: int, processes: bool) -> None:
 def measure(members: int, epochs: int, mode: str) -> tuple[float, float, float]:
     """Wall seconds, CPU seconds and MiB of one program."""
     with TemporaryDirectory() as out:
-        options = json.dumps({"members": members, "epochs": epochs, "processes": mode == "processes"})
+        options = json.dumps(
+            {"members": members, "epochs": epochs, "processes": mode == "processes"}
+        )
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         began = perf_counter()
         subprocess.run(
@@ -102,7 +104,10 @@ def main() -> None:
     print(f"{machine()}, {os.cpu_count()} cores; {args.rounds} rounds")
     for members in args.members:
         for epochs in args.epochs:
-            measured: dict[str, list[tuple[float, float, float]]] = {"processes": [], "sequential": []}
+            measured: dict[str, list[tuple[float, float, float]]] = {
+                "processes": [],
+                "sequential": [],
+            }
             for round_ in range(args.rounds):
                 for mode in sorted(measured, reverse=bool(round_ % 2)):
                     measured[mode].append(measure(members, epochs, mode))
