@@ -51,7 +51,7 @@ from lightning_memmap.strategies.pipelining.schedules import (
 )
 from lightning_memmap.strategies.pipelining.stages import (
     Stages,
-    tensors_of,
+    module_tensors,
 )
 
 
@@ -266,7 +266,7 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         stages = Stages(module, options.num_processes, options.is_interleaved)
         self.precision_plugin.convert_module(module)
         local = stages.keep_local(self.layout.pipeline_rank, self.root_device)
-        tensors = [tensor for stage in local.values() for tensor in tensors_of(stage)]
+        tensors = [tensor for stage in local.values() for tensor in module_tensors(stage)]
         broadcast_tensors(tensors, groups.data_parallel)
         pipeline = Pipeline(
             local,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from textwrap import shorten
 from typing import Literal
 
 from lightning_memmap.compare.report.figures import FIGURES, TABLES, Figure, FigureTable
@@ -192,17 +193,12 @@ def missing_table(report: Report) -> Table:
         "pending": Cell("not finished", "unsure"),
     }
     rows = [
-        [Cell(each.variant), words[each.status], Cell(_shortened(each.reason))]
+        [Cell(each.variant), words[each.status], Cell(shorten(each.reason, 500, placeholder="…"))]
         for each in report.variants
         if each.status != "ok"
     ]
     columns = [_VARIANT, Column("", is_text=True), Column("reason", is_text=True)]
     return Table("Variants without a result", columns, rows)
-
-
-def _shortened(reason: str, length: int = 500) -> str:
-    line = " ".join(reason.split())
-    return line if len(line) <= length else line[:length] + "…"
 
 
 def regression_table(regression: Regression) -> Table:

@@ -133,7 +133,7 @@ class Stages:
         if before is None:
             for stage in local.values():
                 materialize(stage, device)
-        kept = {id(t) for stage in local.values() for t in tensors_of(stage)}
+        kept = {id(t) for stage in local.values() for t in module_tensors(stage)}
         meta: dict[int, Tensor] = {}
         for index, stage in enumerate(self.stages):
             if index not in local:
@@ -153,7 +153,7 @@ class Stages:
         """
         owners: dict[int, int] = {}
         for index, stage in enumerate(self.stages):
-            for tensor in tensors_of(stage):
+            for tensor in module_tensors(stage):
                 owners.setdefault(id(tensor), self.owner(index))
         return owners
 
@@ -207,7 +207,7 @@ def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) ->
         )
 
 
-def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+def module_tensors(module: nn.Module) -> Iterator[Tensor]:
     """The parameters and buffers of a module.
 
     Args:
@@ -237,7 +237,7 @@ def _drop(module: nn.Module, kept: Iterable[int], meta: dict[int, Tensor]) -> No
 
 def _move(module: nn.Module, device: torch.device) -> None:
     """`nn.Module.to` for all tensors that are not on the meta device, which it would refuse."""
-    if not any(tensor.is_meta for tensor in tensors_of(module)):
+    if not any(tensor.is_meta for tensor in module_tensors(module)):
         module.to(device)
         return
     for child in module.children():
