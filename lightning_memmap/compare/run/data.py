@@ -26,6 +26,7 @@ from lightning_memmap.placement import DataTopology, Placement, data_parallel_ra
 from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.schema import Schema
 from lightning_memmap.store import Store, open_store
+from lightning_memmap.store.recovery import is_store
 
 _CPU = torch.device("cpu")
 _PROBE_ROWS = 8
@@ -100,7 +101,7 @@ def prepare_store(
         ValueError: There are fewer rows than a step takes.
     """
     path = data.store_dir / "train"
-    was_built = (path / "manifest.json").exists()
+    was_built = is_store(path)
     started_s = perf_counter()
     data.prepare_data()
     built_s = perf_counter() - started_s
