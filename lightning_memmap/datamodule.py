@@ -399,6 +399,18 @@ class MemmapDataModule(L.LightningDataModule):
         return {} if self._set_up is None else self._set_up.stores
 
     @property
+    def directory(self) -> Path:
+        """The directory of the stores: ``store_dir``, with its number in place of ``{member}``.
+
+        Raises:
+            ValueError: The member is not known.
+        """
+        text = str(self.store_dir)
+        if "{member}" not in text:
+            return self.store_dir
+        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
+
+    @property
     def placement(self) -> Placement | None:
         """Where the shards live; None before `setup`."""
         return None if self._set_up is None else self._set_up.placement
@@ -430,7 +442,7 @@ class MemmapDataModule(L.LightningDataModule):
                 continue
             store = build_store(
                 dataset,
-                self._directory() / split,
+                self.directory / split,
                 num_shards=self.num_shards,
                 num_workers=self.num_workers,
                 # What this data module has built itself is not built again by the next stage.
@@ -443,7 +455,7 @@ class MemmapDataModule(L.LightningDataModule):
     def _finds_its_own(self, split: str) -> bool:
         """Whether the store of a split is there as this data module has last left it."""
         try:
-            return self._is_its_own(split, open_store(self._directory() / split))
+            return self._is_its_own(split, open_store(self.directory / split))
         except MemmapError:
             return False
 
@@ -815,16 +827,9 @@ class MemmapDataModule(L.LightningDataModule):
             )
         return member
 
-    def _directory(self) -> Path:
-        """Where the stores are."""
-        text = str(self.store_dir)
-        if "{member}" not in text:
-            return self.store_dir
-        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
-
     def _open(self, split: str) -> Store | None:
         split = self._stored_split(split)
-        dataset, path = self.datasets[split], self._directory() / split
+        dataset, path = self.datasets[split], self.directory / split
         try:
             store = open_store(path)
         except StoreNotFoundError:
@@ -878,7 +883,7 @@ class MemmapDataModule(L.LightningDataModule):
 
     def _missing(self, split: str) -> StoreNotFoundError:
         stored = self._stored_split(split)
-        path = self._directory() / stored
+        path = self.directory / stored
         if self.datasets[stored] is None and not is_store(path):
             return StoreNotFoundError(
                 f"{stored}_dataset=None and no store at {path}: give the dataset, or a store_dir"

@@ -100,18 +100,18 @@ def prepare_store(
     Raises:
         ValueError: There are fewer rows than a step takes.
     """
-    path = data.store_dir / "train"
+    path = data.directory / "train"
     was_built = is_store(path)
     started_s = perf_counter()
     data.prepare_data()
     built_s = perf_counter() - started_s
     store = open_store(path)
-    global_batch = data.batch_size * devices
-    schedule = BatchSchedule(store.num_rows, global_batch, store.num_shards, drop_last=True)
+    order, global_batch = data.train_sampler(store.manifest), data.batch_size * devices
+    schedule = BatchSchedule(order.num_positions, global_batch, order.num_shards, drop_last=True)
     if not len(schedule):
         raise ValueError(
             f"batch_size={data.batch_size} on {devices} devices makes steps of {global_batch} rows,"
-            f" and the training split has {store.num_rows}: choose smaller ones"
+            f" and an epoch has {order.num_positions}: choose smaller ones"
         )
     return Data(
         data_class=f"{type(data).__module__}.{type(data).__qualname__}",
@@ -128,7 +128,7 @@ def prepare_store(
         has_transform=data.transform is not None,
         transform_is_random=_is_random(data, store),
         has_eval_transform=data.eval_transform is not None,
-    ), expected_hashes(store, data.train_sampler(store.manifest), schedule, num_steps)
+    ), expected_hashes(store, order, schedule, num_steps)
 
 
 def _is_random(data: MemmapDataModule, store: Store) -> bool:
@@ -289,7 +289,7 @@ class PlainData(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
         rank, size = data_parallel_rank(self.trainer.strategy)
-        store = open_store(self._data.store_dir / "train")
+        store = open_store(self._data.directory / "train")
         order = self._data.train_sampler(store.manifest, DataTopology((_CPU,), rank, size))
         schedule = BatchSchedule(
             order.num_positions, self._global_batch, order.num_shards, drop_last=True
