@@ -399,7 +399,7 @@ class MemmapDataModule(L.LightningDataModule):
         return {} if self._set_up is None else self._set_up.stores
 
     @property
-    def directory(self) -> Path:
+    def store_directory(self) -> Path:
         """The directory of the stores: ``store_dir``, with its number in place of ``{member}``.
 
         Raises:
@@ -442,7 +442,7 @@ class MemmapDataModule(L.LightningDataModule):
                 continue
             store = build_store(
                 dataset,
-                self.directory / split,
+                self.store_directory / split,
                 num_shards=self.num_shards,
                 num_workers=self.num_workers,
                 # What this data module has built itself is not built again by the next stage.
@@ -455,7 +455,7 @@ class MemmapDataModule(L.LightningDataModule):
     def _finds_its_own(self, split: str) -> bool:
         """Whether the store of a split is there as this data module has last left it."""
         try:
-            return self._is_its_own(split, open_store(self.directory / split))
+            return self._is_its_own(split, open_store(self.store_directory / split))
         except MemmapError:
             return False
 
@@ -829,7 +829,7 @@ class MemmapDataModule(L.LightningDataModule):
 
     def _open(self, split: str) -> Store | None:
         split = self._stored_split(split)
-        dataset, path = self.datasets[split], self.directory / split
+        dataset, path = self.datasets[split], self.store_directory / split
         try:
             store = open_store(path)
         except StoreNotFoundError:
@@ -883,7 +883,7 @@ class MemmapDataModule(L.LightningDataModule):
 
     def _missing(self, split: str) -> StoreNotFoundError:
         stored = self._stored_split(split)
-        path = self.directory / stored
+        path = self.store_directory / stored
         if self.datasets[stored] is None and not is_store(path):
             return StoreNotFoundError(
                 f"{stored}_dataset=None and no store at {path}: give the dataset, or a store_dir"

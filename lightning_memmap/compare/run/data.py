@@ -100,7 +100,7 @@ def prepare_store(
     Raises:
         ValueError: There are fewer rows than a step takes.
     """
-    path = data.directory / "train"
+    path = data.store_directory / "train"
     was_built = is_store(path)
     started_s = perf_counter()
     data.prepare_data()
@@ -289,7 +289,7 @@ class PlainData(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
         rank, size = data_parallel_rank(self.trainer.strategy)
-        store = open_store(self._data.directory / "train")
+        store = open_store(self._data.store_directory / "train")
         order = self._data.train_sampler(store.manifest, DataTopology((_CPU,), rank, size))
         schedule = BatchSchedule(
             order.num_positions, self._global_batch, order.num_shards, drop_last=True
