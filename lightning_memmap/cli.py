@@ -367,7 +367,10 @@ def _plan(
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction={memory_fraction}: more than 0 and at most 1")
     total = sum(manifest.num_bytes for manifest in stores.values())
-    device_bytes = parse_bytes(memory)
+    try:
+        device_bytes = parse_bytes(memory)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"memory={memory!r:.50}: {error}") from error
     budget = int(device_bytes * memory_fraction)
     table = Table(
         title=f"{format_bytes(total)} of {_printable(', '.join(stores))} on devices of"

@@ -54,6 +54,9 @@ class Workload:
         Args:
             num_rows: Rows of the super-batch.
             num_devices: Data devices that serve it, the root device being one of them.
+
+        Returns:
+            Bytes that all other data devices send in a step.
         """
         return self.batch_bytes_per_row * num_rows * (num_devices - 1) / num_devices
 
@@ -122,6 +125,9 @@ class Cluster:
             work: Model and data.
             num_rows: Rows that each device computes.
             busy: Devices of a node that compute at the same time.
+
+        Returns:
+            Seconds of a step, in which all busy devices compute their rows.
         """
         return work.compute_s_per_row * num_rows * max(1.0, busy / self.parallel_devices)
 

@@ -22,7 +22,7 @@ from lightning_memmap._compat.loops import (
     validate_anew,
 )
 from lightning_memmap.arguments import nearest
-from lightning_memmap.errors import MemmapError, StoreNotFoundError
+from lightning_memmap.errors import MemmapError, StoreNotFoundError, with_article
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
@@ -163,13 +163,15 @@ class MemmapDataModule(L.LightningDataModule):
         num_parts: Train on every ``num_parts``-th row of the training store alone: part ``m`` is
             the rows ``i`` with ``i % num_parts == m``.
         member: Which fold or part, counted from 0. By default that of the member that this process
-            trains under ``memmap_independent``, modulo the number of folds or parts.
+            trains under ``memmap_independent``, modulo the number of folds or parts. It is also
+            what stands for ``{member}``. Without any of these it is refused.
         shuffle_window: Rows of a shard that are shuffled together: ``shuffle_window * num_shards``
             rows are mixed with each other, and with no other rows of their epoch. By default all
             rows are mixed, except under ``residency="stream"``, which reads this number of rows of
             each shard at once: there it is what makes 512 MiB over all shards. The order of rows
             depends on this number, and not on the residency, the machine or the number of devices:
-            a run with one number is the same everywhere, and is resumed with that number.
+            a run with one number is the same everywhere, and is resumed with that number. It is
+            refused with ``shuffle=False``, except under ``stream``.
         sampler: Makes the order of the training rows, instead of ``shuffle``: a function of the
             `lightning_memmap.sampling.Shards` and the seed that returns a
             `lightning_memmap.sampling.Sampler`.
@@ -397,6 +399,18 @@ class MemmapDataModule(L.LightningDataModule):
         return {} if self._set_up is None else self._set_up.stores
 
     @property
+    def store_directory(self) -> Path:
+        """The directory of the stores: ``store_dir``, with its number in place of ``{member}``.
+
+        Raises:
+            ValueError: The member is not known.
+        """
+        text = str(self.store_dir)
+        if "{member}" not in text:
+            return self.store_dir
+        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
+
+    @property
     def placement(self) -> Placement | None:
         """Where the shards live; None before `setup`."""
         return None if self._set_up is None else self._set_up.placement
@@ -428,7 +442,7 @@ class MemmapDataModule(L.LightningDataModule):
                 continue
             store = build_store(
                 dataset,
-                self._directory() / split,
+                self.store_directory / split,
                 num_shards=self.num_shards,
                 num_workers=self.num_workers,
                 # What this data module has built itself is not built again by the next stage.
@@ -441,7 +455,7 @@ class MemmapDataModule(L.LightningDataModule):
     def _finds_its_own(self, split: str) -> bool:
         """Whether the store of a split is there as this data module has last left it."""
         try:
-            return self._is_its_own(split, open_store(self._directory() / split))
+            return self._is_its_own(split, open_store(self.store_directory / split))
         except MemmapError:
             return False
 
@@ -715,6 +729,9 @@ class MemmapDataModule(L.LightningDataModule):
     def test_dataloader(self) -> SuperBatchLoader | DeviceLoader:
         """The test rows in dataset order, in a loader as from `train_dataloader`.
 
+        Returns:
+            A loader as from `train_dataloader`.
+
         Raises:
             StoreNotFoundError: `setup` was not called for this split, or there is no store.
         """
@@ -810,16 +827,9 @@ class MemmapDataModule(L.LightningDataModule):
             )
         return member
 
-    def _directory(self) -> Path:
-        """Where the stores are."""
-        text = str(self.store_dir)
-        if "{member}" not in text:
-            return self.store_dir
-        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
-
     def _open(self, split: str) -> Store | None:
         split = self._stored_split(split)
-        dataset, path = self.datasets[split], self._directory() / split
+        dataset, path = self.datasets[split], self.store_directory / split
         try:
             store = open_store(path)
         except StoreNotFoundError:
@@ -873,7 +883,7 @@ class MemmapDataModule(L.LightningDataModule):
 
     def _missing(self, split: str) -> StoreNotFoundError:
         stored = self._stored_split(split)
-        path = self._directory() / stored
+        path = self.store_directory / stored
         if self.datasets[stored] is None and not is_store(path):
             return StoreNotFoundError(
                 f"{stored}_dataset=None and no store at {path}: give the dataset, or a store_dir"
@@ -900,8 +910,8 @@ def _check_state(state: object) -> LoaderState | None:
     """
     if not isinstance(state, Mapping):
         raise ValueError(
-            f"the state of the data module is a {type(state).__name__}: give load_state_dict the"
-            " dict that state_dict has returned"
+            f"the state of the data module is {with_article(type(state).__name__)}: give"
+            " load_state_dict the dict that state_dict has returned"
         )
     num_trained = state.get("num_trained")
     if num_trained is not None and not (type(num_trained) is int and num_trained >= 0):

@@ -79,8 +79,7 @@ class DataOptions:
             if (given := getattr(self, name)) is not None:
                 check_callable(name, given)
         self._check_sampler()
-        if self.shuffle_window is not None and self.shuffle_window < 1:
-            raise ValueError(f"shuffle_window={self.shuffle_window}: at least 1 row of a shard")
+        self._check_window()
         check_choice(self.check)
         for split, given in self.fingerprints.items():
             if split not in SPLITS:
@@ -109,6 +108,18 @@ class DataOptions:
                 "shuffle=False with a sampler: leave one of them out; the sampler decides the order"
             )
 
+    def _check_window(self) -> None:
+        if self.shuffle_window is None:
+            return
+        if self.shuffle_window < 1:
+            raise ValueError(f"shuffle_window={self.shuffle_window}: at least 1 row of a shard")
+        # Under residency="stream" it also says how many rows are read at once.
+        if not self.shuffle and self.residency != "stream":
+            raise ValueError(
+                f"shuffle_window={self.shuffle_window} with shuffle=False: leave one of them out;"
+                " without residency='stream' it decides nothing but how rows are shuffled"
+            )
+
     def _check_subset(self) -> None:
         if self.num_folds is not None and self.num_parts is not None:
             raise ValueError(
@@ -120,6 +131,16 @@ class DataOptions:
             raise ValueError(f"num_parts={self.num_parts}: at least 1")
         if self.member is not None and self.member < 0:
             raise ValueError(f"member={self.member}: members are counted from 0")
+        if (
+            self.member is not None
+            and self.num_folds is None
+            and self.num_parts is None
+            and "{member}" not in str(self.store_dir)
+        ):
+            raise ValueError(
+                f"member={self.member}: it chooses nothing without num_folds, num_parts or a"
+                " store_dir with {member} in it; give one of them, or leave member out"
+            )
 
     @property
     def fingerprints(self) -> dict[str, str | None]:

@@ -297,6 +297,9 @@ class SuperBatchLoader:
 
         Args:
             position: The first position that was not delivered.
+
+        Returns:
+            True if the epoch ends at this position.
         """
         return not len(self._schedule(position))
 
@@ -305,6 +308,9 @@ class SuperBatchLoader:
 
         Args:
             step: The step, counted from 0.
+
+        Returns:
+            The two positions.
 
         Raises:
             IndexError: There is no such step.

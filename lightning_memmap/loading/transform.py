@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_memmap.errors import with_article
+
 BatchTransform = Callable[..., Any]
 
 
@@ -27,8 +29,8 @@ def check_callable(argument: str, given: object) -> None:
     """
     if not callable(given):
         raise TypeError(
-            f"{argument}={short_repr(given)}: a {type(given).__name__} cannot be called; give a"
-            " function, an nn.Module or an object with __call__"
+            f"{argument}={short_repr(given)}: {with_article(type(given).__name__)} cannot be"
+            " called; give a function, an nn.Module or an object with __call__"
         )
 
 

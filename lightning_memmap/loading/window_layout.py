@@ -130,7 +130,11 @@ class WindowLayout:
         return memory[skip : skip + num_bytes]
 
     def scratch(self) -> memoryview:
-        """Scratch memory for the reads of one thread, aligned for direct reads."""
+        """Scratch memory for the reads of one thread, aligned for direct reads.
+
+        Returns:
+            The memory, larger than the longest row and than the longest read.
+        """
         largest = max(_READ_BYTES, *(field.row_bytes for field in self.fields))
         return aligned_memory(largest + 2 * MAX_BLOCK_BYTES)
 

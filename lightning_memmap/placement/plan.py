@@ -219,7 +219,11 @@ class Placement:
     budget_bytes: Mapping[torch.device, int] = field(default_factory=dict)
 
     def held(self) -> Iterator[HeldShards]:
-        """What this process holds, by data device, then by split and residency."""
+        """What this process holds, by data device, then by split and residency.
+
+        Yields:
+            The shards of one data device that have one residency, with their rows and bytes.
+        """
         for index, device in enumerate(self.topology.data_devices):
             for name, split in self.splits.items():
                 groups: dict[Residency, list[int]] = defaultdict(list)

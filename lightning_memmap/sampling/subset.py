@@ -38,6 +38,9 @@ class RowSubset:
 
         Args:
             num_rows: Rows of the dataset.
+
+        Returns:
+            The number of rows.
         """
         part = -(-(num_rows - self.index) // self.count)
         return num_rows - part if self.excluded else part

@@ -66,6 +66,9 @@ class Fingerprint:
             dataset: The dataset.
             given: The fingerprint that the user has given for it.
 
+        Returns:
+            The identity: texts by what they describe, and what was given.
+
         Raises:
             TypeError: The dataset has no length.
         """
@@ -102,7 +105,11 @@ class Fingerprint:
         return f"{', '.join(changed[:3])}{more} changed"
 
     def to_json(self) -> dict[str, Any]:
-        """Convert this identity to JSON values, as `from_json` reads them."""
+        """Convert this identity to JSON values, as `from_json` reads them.
+
+        Returns:
+            A dict with the keys ``given`` and ``parts``.
+        """
         return {"given": self.given, "parts": dict(self.parts)}
 
     @classmethod
@@ -111,6 +118,9 @@ class Fingerprint:
 
         Args:
             value: A dict with the keys ``parts`` and ``given``.
+
+        Returns:
+            The identity.
 
         Raises:
             ValueError: The values describe no identity.

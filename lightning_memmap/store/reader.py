@@ -88,6 +88,9 @@ class Store:
         are the names of the fields. Only the checked manifest decides what is mapped, whereas
         ``TensorDict.load_memmap`` trusts what it finds in a directory.
 
+        Returns:
+            The TensorDict, on the CPU. It shares the memory of the mapping.
+
         Raises:
             StoreError: The rows of a field do not lie in one tensor.
         """

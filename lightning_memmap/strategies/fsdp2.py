@@ -541,6 +541,14 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
 
         As stage 3 of ZeRO (Rajbhandari et al., 2020): parameters are gathered for the forward and
         for the backward pass, and gradients reduced and scattered, while computing goes on.
+
+        Args:
+            work: Model and data.
+            cluster: The devices, all of which are used.
+            num_rows: Rows of a step over all devices.
+
+        Returns:
+            The costs on each device, all of which are alike.
         """
         rows, size = num_rows / cluster.size, cluster.size
         moved = 2 * sent_bytes("allgather", size, work.parameter_bytes)

@@ -126,6 +126,14 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
 
         As by default, a node is one process. DDP keeps a second copy of the gradients in buckets,
         and reduces them during the backward pass.
+
+        Args:
+            work: Model and data.
+            cluster: The devices, all of which are used.
+            num_rows: Rows of a step over all devices.
+
+        Returns:
+            The costs on the root device of a node.
         """
         rows = num_rows / cluster.nodes
         gathered = work.assembled_bytes(rows, cluster.devices)

@@ -14,6 +14,9 @@ def single_device(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
         work: Model and data.
         cluster: The devices, of which one is used.
         num_rows: Rows of a step.
+
+    Returns:
+        The costs on that device.
     """
     return Costs.of(
         work,
@@ -33,6 +36,9 @@ def ddp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
         work: Model and data.
         cluster: The devices, one for each process.
         num_rows: Rows of a step over all devices.
+
+    Returns:
+        The costs on each device, all of which are alike.
     """
     rows = num_rows / cluster.size
     moved = sent_bytes("allreduce", cluster.size, work.gradient_bytes)
@@ -57,6 +63,9 @@ def fsdp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
         work: Model and data.
         cluster: The devices, one for each process.
         num_rows: Rows of a step over all devices.
+
+    Returns:
+        The costs on each device; with an ``obstacle`` where there are no GPUs.
     """
     found = FSDP2Strategy.costs(work, cluster, num_rows)
     return replace(found, obstacle="" if cluster.has_gpus else "GPUs only")
@@ -71,6 +80,9 @@ def model_parallel(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
         work: Model and data. A model without ``configure_model`` would not be sharded: an obstacle.
         cluster: The devices, one for each process.
         num_rows: Rows of a step over all devices.
+
+    Returns:
+        The costs on each device; with an ``obstacle`` where the model would not be sharded.
     """
     return replace(
         FSDP2Strategy.costs(work, cluster, num_rows),

@@ -137,6 +137,9 @@ class RunCallback(L.Callback, ABC):
         Args:
             trainer: The Trainer.
             pl_module: The model.
+
+        Returns:
+            The record, which is written to a file of this rank.
         """
 
     @property
@@ -347,6 +350,9 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     Args:
         device: The device. For a CUDA device, all CUDA devices on which this process has memory
             are waited for; on a CPU there is nothing to wait for.
+
+    Returns:
+        The function. It returns when all work enqueued so far is done.
     """
 
     def wait() -> None:

@@ -213,8 +213,22 @@ def test_rebuild_of_another_identity_with_the_same_rows_compares_them_once(
     (line,) = caplog.messages
     assert "its class" in line
     assert "All 3,000 rows are compared" in line
-    assert "fingerprint=" in line
+    assert "give a fingerprint of your own" in line
     assert verify_store(tmp_path / "s") == []
+
+
+def test_fingerprint_for_a_store_without_one_is_recorded_after_one_comparison(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(OLD, tmp_path)
+    for num_read in (NUM_ROWS + 8, 0):
+        dataset = Counting(OLD)
+        build(dataset, tmp_path, fingerprint="v2")
+        assert len(dataset.rows) == num_read
+    (line,) = caplog.messages
+    assert "All 3,000 rows are compared" in line
+    assert "fingerprint='v2' is recorded" in line
+    assert "of your own" not in line
 
 
 def test_identity_whose_recording_was_killed_leaves_no_file_behind(tmp_path: Path) -> None:
