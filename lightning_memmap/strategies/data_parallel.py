@@ -194,7 +194,7 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
             for module, trainer in zip(modules, run.trainers, strict=False):
                 module.trainer = trainer
             copies = [replica.metrics for replica in run.replicas.others[: count - 1]]
-            with run.metrics.copies_in_place(copies):
+            with run.metrics.copies_in_place(copies), run.actions.sole_steps():
                 outputs = run.threads.run(
                     [
                         partial(getattr(module, name), own, *args, **kwargs)

@@ -48,6 +48,7 @@ from lightning_memmap.strategies._unsupported import (
     check_embeddings,
     check_loss,
     check_optimizers,
+    named_terms,
 )
 from lightning_memmap.strategies.sharding import units as sharding
 from lightning_memmap.strategies.sharding.precision import ShardedPrecision
@@ -322,6 +323,11 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.strategy_name)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with named_terms(self.strategy_name):
+            return super().training_step(*args, **kwargs)
 
     @override
     def backward(
