@@ -111,8 +111,9 @@ def guard_threads() -> Iterator[None]:
 
 
 def _threads() -> set[threading.Thread]:
-    # The monitor of tqdm serves every progress bar of the process and never ends.
-    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+    # The monitor of tqdm and the event loop of zarr serve the whole process and never end.
+    kept = ("tqdm_monitor", "zarr_io", "asyncio_")
+    return {thread for thread in threading.enumerate() if not thread.name.startswith(kept)}
 
 
 @pytest.fixture

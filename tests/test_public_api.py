@@ -25,6 +25,7 @@ from tests.preloaded import python
 
 NAMES = {
     "lightning_memmap": [
+        "ColumnDataset",
         "MemmapDataModule",
         "Store",
         "build_store",
@@ -63,7 +64,14 @@ NAMES = {
         "shard_starts",
         "striping",
     ],
-    "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
+    "lightning_memmap.store": [
+        "ColumnDataset",
+        "Damage",
+        "Store",
+        "build_store",
+        "open_store",
+        "verify_store",
+    ],
     "lightning_memmap.strategies": [
         "DataParallelStrategy",
         "FSDP2Strategy",

@@ -196,6 +196,8 @@ class _Reader:
                 self._add(f"source of {what} {used.__qualname__}", _digest(source))
         if isinstance(dataset, (list, tuple, dict, deque, array, Tensor, np.ndarray)):
             self._add("its items", self._encode(dataset))
+        elif (file := _file_of(dataset)) is not None:
+            self._add("its file", self._encode(file))
         for name, value in islice(_settled_attributes(dataset).items(), _MAX_PARTS):
             self._read_attribute(f"{prefix}{name}", value, depth)
 
@@ -255,6 +257,8 @@ class _Reader:
             return os.fsdecode(value)
         if isinstance(value, (np.generic, range, slice, complex, enum.Enum)):
             return repr(value)
+        if (file := _file_of(value)) is not None:
+            return file
         if isinstance(value, Dataset):
             within = _Reader()
             within.read(value, "", _MAX_DEPTH)
@@ -379,6 +383,14 @@ def _source(kind: type | types.FunctionType) -> str | None:
         return inspect.getsource(kind)
     except (OSError, TypeError, SyntaxError):  # Defined at a prompt, or in a compiled module.
         return None
+
+
+def _file_of(value: Any) -> list[Any] | None:
+    """An array of h5py by its name in its file, and the state of the file; else None."""
+    name = getattr(getattr(value, "file", None), "filename", None)
+    if type(value).__module__.partition(".")[0] != "h5py" or not isinstance(name, str):
+        return None
+    return [value.name, name, _file_state(name)]
 
 
 def _file_state(path: str | os.PathLike[Any]) -> str | None:

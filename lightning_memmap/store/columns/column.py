@@ -175,6 +175,22 @@ class Column(ABC):
             OSError: The files cannot be written.
         """
 
+    def write_range(self, files: OpenFiles, first: int, values: Tensor | np.ndarray) -> None:
+        """Write consecutive rows, as `write` does.
+
+        Args:
+            files: The files of the store that is being built.
+            first: The first row.
+            values: A tensor or numpy array of the field's dtype and shape (B, *field shape).
+
+        Raises:
+            OSError: The files cannot be written.
+        """
+        if not isinstance(values, Tensor):
+            # torch warns of memory that it may not write to, and knows only the native byte order.
+            values = torch.from_numpy(np.array(values, values.dtype.newbyteorder("=")))
+        self.write(files, np.arange(first, first + len(values)), values)
+
     def finish(self, directory: Path) -> "Column":
         """Finish the files of a build once all rows are written. By default there is nothing to do.
 
@@ -243,6 +259,18 @@ class Block:
         else:
             self._rows.numpy()[index] = leaf
 
+    def put_rows(self, index: int, leaves: Tensor | np.ndarray) -> None:
+        """Copy consecutive rows into the block.
+
+        Args:
+            index: Row of the block that the first of them becomes.
+            leaves: The rows, of the field's dtype and shape (n, *field shape), on the CPU.
+        """
+        if isinstance(leaves, Tensor):
+            self._rows[index : index + len(leaves)].copy_(leaves)
+        else:
+            self._rows.numpy()[index : index + len(leaves)] = leaves
+
     def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
         """Write the first rows of the block.
 
@@ -254,4 +282,4 @@ class Block:
         Raises:
             OSError: The files cannot be written.
         """
-        self._column.write(files, np.arange(first, first + num_rows), self._rows[:num_rows])
+        self._column.write_range(files, first, self._rows[:num_rows])

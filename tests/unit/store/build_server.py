@@ -17,7 +17,7 @@ from time import sleep
 from types import TracebackType
 from typing import Any
 
-from lightning_memmap.store import build_store, ranges, workers, writer
+from lightning_memmap.store import build_store, range_writer, ranges, workers, writer
 from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
 from tests.reliability.runner import fork_from_here, fork_server
 
@@ -190,7 +190,7 @@ def build_and_check(build: Build) -> None:
 def write_ranges_of(num_rows: int) -> None:
     """Let builds of this process write ranges of one size, and list each in the journal as soon as
     it is written, so that a short build has many of them."""
-    writer._MAX_RANGE_ROWS = num_rows
+    range_writer._MAX_RANGE_ROWS = num_rows
     ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
     writer._JOURNAL_INTERVAL_S = -1.0
 
