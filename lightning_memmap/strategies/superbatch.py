@@ -17,8 +17,9 @@ from lightning_memmap._compat.optimization import (
 )
 from lightning_memmap.costs import Cluster, Costs, Workload
 from lightning_memmap.strategies._assembly import SuperBatchAssembly
+from lightning_memmap.strategies._cuda_graph import make_graph
 from lightning_memmap.strategies._devices import LocalDevices
-from lightning_memmap.strategies._graph import GraphedStep, check_step, make_graph
+from lightning_memmap.strategies._graph import GraphedStep, check_step
 
 
 class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):

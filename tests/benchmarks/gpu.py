@@ -195,10 +195,9 @@ class Bench:
                 optimizer.step()
 
         per_device = max(1, batch // len(self.data_devices))
-        host = "pinned" if has_streams(self.device) else "mmap"
         loaders = {
             residency: self.loader(store, residency, per_device, transform=flip, drop_last=True)
-            for residency in ("device", host)
+            for residency in ("device", "host")
         }
         steps = loaders["device"].num_steps
         (ready, *_) = DeviceLoader(loaders["device"], self.device)
