@@ -129,6 +129,7 @@ def empty_caches(devices: Iterable[torch.device]) -> None:
     for module in modules:
         module.empty_cache()
     if modules:
-        # The public name came later than the private one.
-        empty = getattr(torch.accelerator, "empty_host_cache", torch._C._host_emptyCache)
+        # The public name came later than the private one, which the CPU build lacks.
+        public = hasattr(torch.accelerator, "empty_host_cache")
+        empty = torch.accelerator.empty_host_cache if public else torch._C._host_emptyCache
         empty()

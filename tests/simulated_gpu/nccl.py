@@ -337,7 +337,9 @@ class ProcessGroupNCCL(dist.ProcessGroup):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             self._inner.allreduce([real], options).wait()
         if is_mean:
-            tensor.div_(self.size())
+            # NCCL rounds means of integers towards zero.
+            is_exact = tensor.is_floating_point() or tensor.is_complex()
+            tensor.div_(self.size(), rounding_mode=None if is_exact else "trunc")
 
     def _gathered(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
         if tensor.numel():
@@ -359,13 +361,13 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     def _chunk(self, tensor: Tensor) -> Tensor:
         return tensor.chunk(self.size())[self.rank()]
 
-    # Collectives
+    # Collectives. torch names their arguments.
 
-    def allreduce(self, tensors: Any, options: Any = None) -> NCCLWork:
-        if isinstance(options, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-            op = options
+    def allreduce(self, tensors: Any, opts: Any = None) -> NCCLWork:
+        if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            op = opts
         else:
-            op = getattr(options, "reduceOp", dist.ReduceOp.SUM)
+            op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
         given = [tensors] if isinstance(tensors, Tensor) else tensors
 
         def move(inputs: list[Tensor], outputs: list[Tensor]) -> None:
@@ -373,122 +375,120 @@ class ProcessGroupNCCL(dist.ProcessGroup):
                 target.copy_(source)
                 self._reduced(target, op)
 
-        return self._run("allreduce", given, given, move, options)
+        return self._run("allreduce", given, given, move, opts)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Any, options: Any) -> NCCLWork:
-        is_root = options.rootRank == self.rank()
+    def reduce(self, tensors: Any, opts: Any) -> NCCLWork:
+        is_root = opts.rootRank == self.rank()
 
         def move(inputs: list[Tensor], outputs: list[Tensor]) -> None:
             for source, target in zip(inputs, outputs, strict=True):
                 total = source.clone()
-                self._reduced(total, options.reduceOp)
+                self._reduced(total, opts.reduceOp)
                 target.copy_(total if is_root else source)
 
-        return self._run("reduce", tensors, tensors, move, options)
+        return self._run("reduce", tensors, tensors, move, opts)
 
-    def broadcast(self, tensors: Any, options: Any = None, **_: Any) -> NCCLWork:
-        if options is None or isinstance(options, int):
-            root, options = options or 0, dist.BroadcastOptions()
-            options.rootRank = root
+    def broadcast(self, tensors: Any, opts: Any = None, **_: Any) -> NCCLWork:
+        if opts is None or isinstance(opts, int):
+            root, opts = opts or 0, dist.BroadcastOptions()
+            opts.rootRank = root
 
         def move(inputs: list[Tensor], outputs: list[Tensor]) -> None:
             for source, target in zip(inputs, outputs, strict=True):
                 target.copy_(source)
                 if target.numel():
-                    self._inner.broadcast([_bytes(target)], options).wait()
+                    self._inner.broadcast([_bytes(target)], opts).wait()
 
-        return self._run("broadcast", tensors, tensors, move, options)
+        return self._run("broadcast", tensors, tensors, move, opts)
 
-    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> NCCLWork:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             self._gathered(made, given[0])
 
-        return self._run("allgather", inputs, outputs[0], move, options, result=outputs)
+        return self._run("allgather", inputs, outputs[0], move, opts, result=outputs)
 
-    def all_gather_single_coalesced(
-        self, outputs: Any, inputs: Any, options: Any = None
-    ) -> NCCLWork:
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             for source, target in zip(given, made, strict=True):
                 if source.numel():
                     self._gathered(target.chunk(self.size()), source)
 
-        return self._run("allgather_base", inputs, outputs, move, options)
+        return self._run("allgather_base", inputs, outputs, move, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def all_gather_single(self, output: Tensor, given: Tensor, options: Any = None) -> NCCLWork:
-        return self.all_gather_single_coalesced([output], [given], options)
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> NCCLWork:  # noqa: A002
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> NCCLWork:
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             for index, source in enumerate(given):
                 parts = [made[rank * len(given) + index] for rank in range(self.size())]
                 self._gathered(parts, source)
 
         flat = [tensor for of_rank in outputs for tensor in of_rank]
-        return self._run("allgather_coalesced", inputs, flat, move, options, result=outputs)
+        return self._run("allgather_coalesced", inputs, flat, move, opts, result=outputs)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any) -> NCCLWork:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             whole = torch.cat(given)
-            self._reduced(whole, options.reduceOp)
+            self._reduced(whole, opts.reduceOp)
             made[0].copy_(whole.split_with_sizes([len(part) for part in given])[self.rank()])
 
-        return self._run("reduce_scatter", inputs[0], outputs, move, options)
+        return self._run("reduce_scatter", inputs[0], outputs, move, opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, options: Any) -> NCCLWork:
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             for source, target in zip(given, made, strict=True):
-                self._reduced(source, options.reduceOp)
+                self._reduced(source, opts.reduceOp)
                 if target.numel():
                     target.copy_(self._chunk(source))
 
-        return self._run("reduce_scatter_base", inputs, outputs, move, options)
+        return self._run("reduce_scatter_base", inputs, outputs, move, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any) -> NCCLWork:
-        return self.reduce_scatter_single_coalesced([output], [given], options)
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> NCCLWork:  # noqa: A002
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def gather(self, outputs: Any, inputs: Any, options: Any) -> NCCLWork:
-        is_root = options.rootRank == self.rank()
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
+        is_root = opts.rootRank == self.rank()
 
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             others = made or [torch.empty_like(given[0]) for _ in range(self.size())]
             self._gathered(others, given[0])
 
         targets = outputs[0] if is_root else []
-        return self._run("gather", inputs, targets, move, options, result=outputs)
+        return self._run("gather", inputs, targets, move, opts, result=outputs)
 
-    def scatter(self, outputs: Any, inputs: Any, options: Any) -> NCCLWork:
-        is_root = options.rootRank == self.rank()
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
+        is_root = opts.rootRank == self.rank()
 
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             parts = [[_bytes(part) for part in given]] if is_root else []
-            self._inner.scatter([_bytes(made[0])], parts, options).wait()
+            self._inner.scatter([_bytes(made[0])], parts, opts).wait()
 
-        return self._run("scatter", inputs[0] if is_root else [], outputs, move, options)
+        return self._run("scatter", inputs[0] if is_root else [], outputs, move, opts)
 
-    def alltoall(self, outputs: Any, inputs: Any, options: Any = None) -> NCCLWork:
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             self._exchanged(made, given)
 
-        return self._run("alltoall", inputs, outputs, move, options)
+        return self._run("alltoall", inputs, outputs, move, opts)
 
     def all_to_all_single(
         self,
         output: Tensor,
-        given: Tensor,
+        input: Tensor,  # noqa: A002
         output_sizes: Any = None,
         input_sizes: Any = None,
-        options: Any = None,
+        opts: Any = None,
     ) -> NCCLWork:
         def parts(flat: Tensor, tensor: Tensor, rows: Any) -> list[Tensor]:
             if not rows:
@@ -498,15 +498,15 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         def move(inputs: list[Tensor], made: list[Tensor]) -> None:
             self._exchanged(
-                parts(made[0], output, output_sizes), parts(inputs[0], given, input_sizes)
+                parts(made[0], output, output_sizes), parts(inputs[0], input, input_sizes)
             )
 
-        return self._run("alltoall_base", [given], [output], move, options)
+        return self._run("alltoall_base", [input], [output], move, opts)
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, options: Any = None) -> NCCLWork:
-        device = getattr(options, "device", None) or self._device
+    def barrier(self, opts: Any = None) -> NCCLWork:
+        device = getattr(opts, "device", None) or self._device
         if device is None or device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         work = self.allreduce([torch.zeros(1, device=device)])

@@ -145,6 +145,10 @@ def test_weights_of_a_recurrent_replica_are_laid_out_once(
         weights: Any = module._flat_weights
         if all(weight.device == OTHER for weight in weights):
             made.append(id(module))
+            flat = torch.cat([weight.detach().flatten() for weight in weights])
+            parts = flat.split([weight.numel() for weight in weights])
+            for weight, part in zip(weights, parts, strict=True):
+                weight.data = part.view(weight.shape)
 
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flatten_parameters)
     data = MemmapDataModule(Wide(), store_dir=tmp_path / "stores", batch_size=8)

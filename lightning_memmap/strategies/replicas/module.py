@@ -19,7 +19,7 @@ from lightning_memmap._compat.modules import (
     lightning_attributes,
     module_dicts,
 )
-from lightning_memmap._compat.tensors import add_tensors, copy_tensors
+from lightning_memmap._compat.tensors import add_tensors, copy_tensors, storage_key
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.strategies._buckets import buckets
@@ -266,6 +266,8 @@ class ModuleReplica:
                 if module not in self._compiled:
                     self._compiled[module] = compiled_steps(module, replica)
                 vars(replica).update(self._compiled[module])
+            if isinstance(replica, nn.RNNBase):
+                _lay_out(replica)
 
     @property
     def has_gradients(self) -> bool:
@@ -447,6 +449,16 @@ def _brought(grads: dict[nn.Parameter, Tensor], device: torch.device) -> dict[nn
         flat = send(_flattened(tensors), device)
         found.update(zip(dense[group], _split_like(flat, tensors), strict=True))
     return found
+
+
+def _lay_out(layer: nn.RNNBase) -> None:
+    """Let the weights of a recurrent layer have one memory on a GPU, where they do not yet.
+
+    Otherwise cuDNN copies all of them in each step, and warns.
+    """
+    weights = [weight for weight in layer.parameters() if weight.is_cuda]
+    if len({storage_key(weight) for weight in weights}) > 1:
+        layer.flatten_parameters()
 
 
 def _flattened(tensors: list[Tensor]) -> Tensor:
