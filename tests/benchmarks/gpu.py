@@ -64,7 +64,9 @@ def measured(args: argparse.Namespace, bench: Bench, directory: Path) -> Iterato
         "load": lambda: bench.loads(store),
         "wait": lambda: bench.waits(store, args.batch, args.width),
         "graph": lambda: bench.graphs(store, args.batch),
-        "scale": lambda: bench.scales(directory, num_rows, args.batch, args.width),
+        "scale": lambda: bench.scales(
+            args.strategies.split(","), directory, num_rows, args.batch, args.width
+        ),
         "show": lambda: bench.showcase(args.cifar10, args.accuracy, args.epochs),
     }
     for name in FIGURES:
@@ -180,6 +182,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512, help="rows of a training step")
     parser.add_argument("--width", type=int, default=64, help="channels of the network")
     parser.add_argument("--rounds", type=int, default=5)
+    strategies = "memmap_superbatch,memmap_dp,memmap_superbatch_ddp,ddp"
+    parser.add_argument("--strategies", default=strategies, help="that are scaled")
     parser.add_argument("--cifar10", help="folder of CIFAR-10; by default, digits of its size")
     parser.add_argument("--accuracy", type=float, default=0.93, help="of the showcase")
     parser.add_argument("--epochs", type=int, default=40, help="of the showcase, at most")

@@ -239,7 +239,9 @@ class Bench:
 
     # Scaling
 
-    def scales(self, directory: Path, num_rows: int, batch: int, width: int) -> Iterator[Row]:
+    def scales(
+        self, strategies: list[str], directory: Path, num_rows: int, batch: int, width: int
+    ) -> Iterator[Row]:
         """A row for each strategy and number of devices of this machine, with as many rows a step.
 
         Each run is a program of its own: `scale_worker`.
@@ -247,7 +249,7 @@ class Bench:
         most = torch.accelerator.device_count() if self.device.type != "cpu" else 2
         counts = [count for count in (1, 2, 4, 8) if count <= most]
         alone: list[float] = []
-        for strategy in ("memmap_superbatch", "memmap_dp", "memmap_superbatch_ddp", "ddp"):
+        for strategy in strategies:
             for count in counts:
                 rates = []
                 for _ in range(min(self.rounds, _SCALE_ROUNDS)):

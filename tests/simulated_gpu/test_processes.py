@@ -137,9 +137,11 @@ def test_offloading_needs_a_process_group_for_host_memory(tmp_path: Path) -> Non
 
 def test_pipelines_wait_for_nothing_and_gather_tensor_by_tensor(tmp_path: Path) -> None:
     ranks = launch("on_gpus.pipelines", tmp_path, processes=2, accelerator="gpu")
-    saved = torch.load(tmp_path / "staged.ckpt")["optimizer_states"][0]["state"]
-    assert {int(number) for number in saved} == set(range(6))
-    assert all(state["exp_avg"].device.type == "cpu" for state in saved.values() if state)
+    checkpoint = torch.load(tmp_path / "staged.ckpt", map_location="cpu")
+    # Of both stages.
+    saved = checkpoint["optimizer_states"][0]["state"]
+    assert set(saved) == set(range(6))
+    assert all(state["exp_avg"].any() for state in saved.values())
     for rank in ranks:
         assert rank["reports"] == []
         assert rank["waits"]

@@ -196,18 +196,21 @@ def _average_bucket(
     parameters: Sequence[nn.Parameter], size: int, group: dist.ProcessGroup
 ) -> None:
     grads = [parameter.grad for parameter in parameters]
-    # One number per parameter: on how many processes it has a gradient.
-    counts = parameters[0].new_tensor([float(grad is not None) for grad in grads])
+    # One number per parameter: on how many processes it has a gradient. The program waits for the
+    # device only where that is in question.
+    is_known = all(grad is not None for grad in grads)
+    counts = (
+        parameters[0].new_ones(len(grads))
+        if is_known
+        else parameters[0].new_tensor([float(grad is not None) for grad in grads])
+    )
     flattened = [
         torch.zeros_like(parameter).flatten() if grad is None else grad.flatten()
         for parameter, grad in zip(parameters, grads, strict=True)
     ]
     flat = torch.cat([counts, *flattened]).detach()
     dist.all_reduce(flat, group=group)
-    found = [1.0] * len(parameters)
-    if any(grad is None for grad in grads):
-        # Only then is it not known who has gradients: the program waits for the device.
-        found = flat[: len(parameters)].tolist()
+    found = [True] * len(grads) if is_known else flat[: len(grads)].bool().tolist()
     flat = flat[len(parameters) :].div_(size)
     for parameter, count, mean in zip(
         parameters, found, flat.split_with_sizes([p.numel() for p in parameters]), strict=True

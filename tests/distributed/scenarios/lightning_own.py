@@ -33,7 +33,7 @@ def fit_and_resume(out: Path, name: str, num_processes: int) -> dict[str, Any]:
         data = MemmapDataModule(
             Points(ROWS), store_dir=out / "stores", batch_size=GLOBAL_BATCH // num_processes
         )
-        options |= {"devices": num_processes, "max_epochs": 2}
+        options |= {"devices": num_processes, "max_epochs": 2, "limit_val_batches": 0}
         return make_trainer(out, strategy=strategy, **options), data
 
     saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=RESUMED)
