@@ -415,7 +415,7 @@ def _plan_windows(
         table.add_column(name, justify="left" if name == "store" else "right")
     for count in counts:
         topology = DataTopology((torch.device("cpu"),) * count)
-        for name, split in _placed(stores, topology, "stream", 0, window).splits.items():
+        for name, split in _placed(stores, topology, "stream", 2**63, window).splits.items():
             num_rows, num_shards = split.shards.num_rows, split.shards.num_shards
             anew = num_shards != stores[name].num_shards
             table.add_row(
@@ -449,8 +449,7 @@ def _placed(
             sizes,
             topology,
             residency,
-            budget_bytes=dict.fromkeys(topology.data_devices, budget),
-            pinned_budget_bytes=0,
+            budget_bytes=dict.fromkeys((*topology.data_devices, torch.device("cpu")), budget),
         )
 
 

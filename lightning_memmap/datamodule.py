@@ -21,6 +21,7 @@ from lightning_memmap._compat.loops import (
     renew_train_loader_after_epoch,
     validate_anew,
 )
+from lightning_memmap._compat.tensors import empty_caches
 from lightning_memmap.arguments import nearest
 from lightning_memmap.errors import MemmapError, StoreNotFoundError, with_article
 from lightning_memmap.loading import (
@@ -48,7 +49,7 @@ from lightning_memmap.placement import (
     plan_placement,
     topology_of,
 )
-from lightning_memmap.process_group import leave_gloo_at_exit
+from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.sampling import (
     BlockShuffledSampler,
@@ -76,8 +77,6 @@ _SPLITS_OF_STAGE = {
     "test": ("test",),
     "predict": ("predict",),
 }
-#: Share of the free host memory that may be page-locked.
-_PINNED_FRACTION = 0.5
 
 
 @dataclass(frozen=True)
@@ -144,11 +143,11 @@ class MemmapDataModule(L.LightningDataModule):
         seed: Seed of the row order and of random transforms.
         num_shards: Shards that the rows are divided into. Any number of data devices that divides
             this number gives the same global batches.
-        residency: Where shards live: ``auto``, ``device``, ``pinned``, ``mmap`` or, for data larger
+        residency: Where shards live: ``auto``, ``device``, ``host``, ``mmap`` or, for data larger
             than memory, ``stream``; see `lightning_memmap.placement`.
         memory_fraction: Share of a device's free memory at set-up that shards may take, and of the
-            host's for the windows of ``stream``. The model, its gradients and its activations need
-            the rest.
+            host's, divided by the processes of the machine, for those of ``host`` and the windows
+            of ``stream``. The model, its gradients and its activations need the rest.
         num_workers: Processes that read the datasets, to store them or to compare them with their
             stores; with 0, this one does. None are used for reading stores.
         overwrite: Replace stores of other datasets.
@@ -490,7 +489,7 @@ class MemmapDataModule(L.LightningDataModule):
             RankMismatchError: Another rank failed, or has other stores, another seed, batch size,
                 shuffle, shuffle_window, drop_last or number of data devices.
         """
-        leave_gloo_at_exit()
+        leave_group_at_exit()
         error = None
         try:
             self._make(stage)
@@ -512,7 +511,7 @@ class MemmapDataModule(L.LightningDataModule):
         for split in _SPLITS_OF_STAGE[stage] if stage is not None else self._splits():
             if (store := self._open(split)) is not None:
                 stores[split] = store
-        topology, host = topology_of(self._strategy), torch.device("cpu")
+        topology = topology_of(self._strategy)
         if "train" in stores:
             self._check_train_fields(topology, stores["train"])
         sizes = {
@@ -525,12 +524,12 @@ class MemmapDataModule(L.LightningDataModule):
             sizes,
             topology,
             self.residency,
-            budget_bytes=device_budgets(topology.data_devices, self.memory_fraction),
-            pinned_budget_bytes=int(free_bytes(host) * _PINNED_FRACTION),
-            window_budget_bytes=int(free_bytes(host) * self.memory_fraction),
+            budget_bytes=device_budgets(
+                topology.data_devices, self.memory_fraction, topology.num_local_processes
+            ),
         )
         self._print_placement(placement)
-        self._warn_of_random_reads(placement, free_bytes(host))
+        self._warn_of_random_reads(placement, free_bytes(torch.device("cpu")))
         rows = {
             split: load_split(store, topology, placement.splits[split])
             for split, store in stores.items()
@@ -615,10 +614,15 @@ class MemmapDataModule(L.LightningDataModule):
     def teardown(self, stage: str | None = None) -> None:
         """Free the shards of all splits. Loaders over them give no more batches.
 
+        The memory goes back to the devices and to the host, beyond what torch's allocators keep
+        for later: Lightning empties their caches before it calls this.
+
         Args:
             stage: Not used.
         """
         self._release()
+        if self._set_up is not None:
+            empty_caches(self._set_up.placement.topology.data_devices)
 
     def _release(self) -> None:
         if self._set_up is not None:

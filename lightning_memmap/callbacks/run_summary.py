@@ -175,8 +175,8 @@ def _held_text(held: Sequence[HeldShards]) -> str:
 
 def _now_s(trainer: L.Trainer) -> float:
     """The time in seconds, once the root device has finished its work."""
-    if trainer.strategy.root_device.type == "cuda":
-        torch.cuda.synchronize(trainer.strategy.root_device)
+    if trainer.strategy.root_device.type != "cpu":
+        torch.accelerator.synchronize(trainer.strategy.root_device)
     return perf_counter()
 
 

@@ -60,6 +60,20 @@ def has_streams(device: torch.device) -> bool:
     return stream_module(device) is not torch.cpu
 
 
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """A context in which a device is the one that is meant where none is named.
+
+    Its current stream there is the one that it has now.
+
+    Args:
+        device: The device; nothing changes for one without streams.
+    """
+    module = stream_module(device)
+    with module.stream(module.current_stream(device)):
+        yield
+
+
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device. Only a copy to the CPU is waited for.
 

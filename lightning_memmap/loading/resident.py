@@ -1,4 +1,4 @@
-"""Resident rows: copied to a device or to page-locked memory, or in the file mapping."""
+"""Resident rows: copied to a device or to memory of the host, or in the file mapping."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -79,8 +79,6 @@ def copied_rows(
     offsets: StoreOffsets,
     shards: list[int],
     device: torch.device,
-    *,
-    pin_memory: bool,
 ) -> ResidentRows:
     """Rows of a store that are copied to a device, in long reads, each shard once.
 
@@ -89,7 +87,6 @@ def copied_rows(
         offsets: Where the rows of the split lie in them.
         shards: The shards of the split to copy.
         device: Where to.
-        pin_memory: Copy into page-locked memory of the host; ``device`` is the CPU then.
 
     Returns:
         The rows of these shards, on ``device``. All copies are done.
@@ -105,7 +102,7 @@ def copied_rows(
         uploader = stack.enter_context(Uploader(device)) if has_streams(device) else None
         for stored in mapped:
             shape = (total, *stored.shape[1:])
-            target = torch.empty(shape, dtype=stored.dtype, device=device, pin_memory=pin_memory)
+            target = torch.empty(shape, dtype=stored.dtype, device=device)
             for shard, count in zip(shards, rows.tolist(), strict=True):
                 shard_rows = target[starts[shard] : starts[shard] + count]
                 read = _shard_reader(stored.as_subclass(Tensor), offsets, shard)

@@ -1,6 +1,6 @@
 """Row sources: rows of some shards in one place, and how they come into a batch.
 
-A source knows where the rows are: resident on a device, in page-locked memory, in the file mapping,
+A source knows where the rows are: resident on a device, in host memory, in the file mapping,
 or in files that are read window by window. For each epoch it gives `EpochRows`, which follow the
 order of a sampler.
 """

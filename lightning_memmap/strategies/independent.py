@@ -118,6 +118,11 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
         return member_of_this_process() or 0
 
     @property
+    def num_processes(self) -> int:
+        """Processes of the run on this machine."""
+        return self.num_members if self._processes else 1
+
+    @property
     def num_members(self) -> int:
         """Members of the run: as given, or else the Trainer's devices."""
         return self._count or len(self._devices) or 1

@@ -10,12 +10,12 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -41,6 +41,8 @@ from lightning_memmap.strategies.pipelining.groups import (
     broadcast_tensors,
     clip_by_norm,
     groups_of,
+    receive_tensor,
+    send_tensor,
 )
 from lightning_memmap.strategies.pipelining.microbatches import MicroBatches, slice_rows
 from lightning_memmap.strategies.pipelining.schedules import (
@@ -468,11 +470,11 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
             if not isinstance(tensor, Tensor) or not (owner := owners.get(id(tensor), 0)):
                 continue
             if rank == owner:
-                dist.send(found[name].to(self.root_device).contiguous(), 0, group=group)
+                send_tensor(found[name], group, self.root_device)
             elif rank == 0:
-                received = torch.empty_like(tensor, device=self.root_device, requires_grad=False)
-                dist.recv(received, dist.get_global_rank(group, owner), group=group)
-                found[name] = received.cpu()
+                found[name] = receive_tensor(
+                    tensor.shape, tensor.dtype, owner, group, self.root_device
+                )
         return found if rank == 0 else {}
 
     @override
@@ -499,13 +501,27 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         }
         whole["state"] = own
         if self.layout.data_parallel_rank == 0:
-            is_zero = self.layout.pipeline_rank == 0
-            gathered: list[Any] | None = [None] * self.layout.pipeline_size if is_zero else None
-            sent = None if is_zero else move_data_to_device(own, torch.device("cpu"))
-            dist.gather_object(sent, gathered, 0, self.run.groups.pipeline)
-            for remote in (gathered or [])[1:]:
-                own.update(remote)
+            own.update(self._gathered(own))
         return whole
+
+    def _gathered(self, state: dict[int, Any]) -> dict[int, Any]:
+        """The state of all other stages on rank 0, tensor by tensor; nothing on other ranks."""
+        group, device = self.run.groups.pipeline, self.root_device
+        if self.layout.pipeline_rank != 0:
+            without_tensors = apply_to_collection(state, Tensor, _Absent.of)
+            dist.gather_object(without_tensors, None, 0, group)
+            apply_to_collection(state, Tensor, send_tensor, group, device)
+            return {}
+        every: list[Any] = [None] * self.layout.pipeline_size
+        dist.gather_object(None, every, 0, group)
+        found: dict[int, Any] = {}
+        for sender, other in enumerate(every[1:], 1):
+
+            def receive(absent: _Absent, sender: int = sender) -> Tensor:
+                return receive_tensor(absent.shape, absent.dtype, sender, group, device)
+
+            found.update(apply_to_collection(other, _Absent, receive))
+        return found
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -554,6 +570,18 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
             note=f"equal stages, {num_microbatches} micro-batches; activations between stages not"
             " counted",
         )
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """Stands for a tensor that comes by itself."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Absent":
+        return cls(tuple(tensor.shape), tensor.dtype)
 
 
 class PendingOutput:
