@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,9 +62,9 @@ def distributions(store: Store, column: OpenColumn, name: str) -> Iterator[Distr
         return
     rows, note = _spaced(store.num_rows, _MAX_ARRAYS)
     values = [column.row(int(row)).reshape(-1) for row in rows]
-    lengths = torch.tensor([len(each) for each in values])
-    if len(lengths.unique()) > 1:
-        yield _distribution(f"{name}: values in a row", lengths, note)
+    lengths = [len(each) for each in values]
+    if len(set(lengths)) > 1:
+        yield _distribution(f"{name}: values in a row", torch.tensor(lengths), note)
     yield _distribution(name, torch.cat(values)[:_MAX_VALUES], note)
 
 
@@ -78,27 +79,24 @@ def _distribution(title: str, values: Tensor, note: str) -> Distribution:
     if values.is_complex():
         title, values = f"{title} (absolute)", values.abs()
     is_whole = not values.is_floating_point()
-    # numpy and torch lack some operations for bfloat16 and unsigned types.
-    numbers = values.double()
-    finite = numbers[numbers.isfinite()]
+    # numpy has no bfloat16.
+    numbers = values.double().numpy()
+    finite = numbers[np.isfinite(numbers)]
     notes = [note] if note else []
     if len(finite) < len(numbers):
         notes.append(f"{len(numbers) - len(finite):,} not finite")
     if not len(finite):
         return Distribution(title, (), ", ".join(["no values", *notes]))
-    low, high = float(finite.min()), float(finite.max())
-    notes.insert(0, f"{low:g} to {high:g}, mean {float(finite.mean()):.4g}")
-    known, counts = finite.unique(return_counts=True)
-    if len(known) > _NUM_BARS or not is_whole:
-        # Ranges of whole numbers begin at whole numbers.
-        width = (high - low + is_whole) / _NUM_BARS or 1.0
-        bins = ((finite - low) / width).long().clamp(max=_NUM_BARS - 1)
-        counts = torch.bincount(bins, minlength=_NUM_BARS)
-        known = low + width * torch.arange(_NUM_BARS)
-        known = known.ceil() if is_whole else known
-    largest = int(counts.max())
+    low, high = finite.min(), finite.max()
+    notes.insert(0, f"{low:g} to {high:g}, mean {finite.mean():.4g}")
+    starts, counts = np.unique(finite, return_counts=True)
+    if len(starts) > _NUM_BARS or not is_whole:
+        # Ranges of whole numbers have whole numbers in them: the last one ends after the largest.
+        counts, edges = np.histogram(finite, _NUM_BARS, (low, high + is_whole))
+        starts = np.ceil(edges[:-1]) if is_whole else edges[:-1]
+    largest = counts.max()
     bars = tuple(
-        Bar(f"{value:.6g}", count, count / largest)
-        for value, count in zip(known.tolist(), counts.tolist(), strict=True)
+        Bar(f"{start:.6g}", int(count), float(count / largest))
+        for start, count in zip(starts, counts, strict=True)
     )
     return Distribution(title, bars, ", ".join(notes))
