@@ -1,8 +1,9 @@
 """The command ``lightning-memmap``.
 
 ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI with the strategy names of this
-pack registered. ``store`` works on stores: ``build``, ``info``, ``verify``, ``plan``. ``compare``
-trains under several strategies and reports what each one costs; ``advise`` predicts it.
+pack registered. ``store`` works on stores: ``build``, ``info``, ``verify``, ``plan``, ``show``.
+``compare`` trains under several strategies and reports what each one costs; ``advise`` predicts it.
+``doctor`` says what will work on this machine.
 """
 
 import os
@@ -25,6 +26,7 @@ from typing_extensions import override
 
 from lightning_memmap.arguments import BriefParser, TrainingParser, nearest
 from lightning_memmap.compare import advise, compare
+from lightning_memmap.doctor import doctor
 from lightning_memmap.errors import DatasetError, MemmapError, StoreNotFoundError
 from lightning_memmap.placement import (
     DataTopology,
@@ -43,8 +45,9 @@ from lightning_memmap.strategies import STRATEGIES
 
 _DESCRIPTION = """Train with data that stays resident on every device.
 Further commands: "lightning-memmap store --help" works on stores,
-"lightning-memmap compare --help" compares strategies, and
-"lightning-memmap advise --help" tells which strategy is right."""
+"lightning-memmap compare --help" compares strategies,
+"lightning-memmap advise --help" tells which strategy is right, and
+"lightning-memmap doctor" says what will work on this machine."""
 
 #: The most devices that ``store plan`` tries in search of the fewest that hold the data.
 _MAX_DEVICES = 4096
@@ -96,7 +99,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: With code 1 or 2 after a user's mistake, 130 after Ctrl-C, and the code of
-            ``store``, ``compare`` or ``advise``.
+            ``store``, ``compare``, ``advise`` or ``doctor``.
     """
     try:
         try:
@@ -124,7 +127,7 @@ def _run(args: Sequence[str] | None) -> None:
     # A class_path may name a module in the working directory, as with `python -m`.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    commands = {"store": _store_command, "compare": compare, "advise": advise}
+    commands = {"store": _store_command, "compare": compare, "advise": advise, "doctor": doctor}
     if given and given[0] in commands:
         sys.exit(commands[given[0]](given[1:]))
     if given and not given[0].startswith("-") and given[0] not in TrainingCLI.subcommands():
@@ -175,6 +178,7 @@ def _store_command(args: list[str]) -> int:
         "info": _info,
         "verify": _verify,
         "plan": _plan,
+        "show": _show,
     }
     for name, function in functions.items():
         summary = str(function.__doc__).partition("\n")[0]
@@ -470,6 +474,26 @@ def _fewest_devices(stores: dict[str, Manifest], budget: int) -> int | None:
         if sum(_held_bytes(stores, count, budget)) == total:
             return count
     return None
+
+
+def _show(path: str, *, out: str = "store.html") -> int:
+    """Write a page with samples, distributions and sizes.
+
+    Args:
+        path: Directory of a store, or of one store per split.
+        out: The HTML file.
+    """
+    try:
+        from lightning_memmap.store_page import render_stores
+    except ModuleNotFoundError as error:
+        if error.name not in ("jinja2", "PIL"):
+            raise
+        raise ValueError(
+            f"the page needs {error.name}: pip install 'lightning_memmap[compare]'"
+        ) from error
+    Path(out).write_text(render_stores(_stores(path)), encoding="utf-8")
+    _make_console().print(out, soft_wrap=True)
+    return 0
 
 
 def _counts(text: str) -> range:

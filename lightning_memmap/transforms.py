@@ -48,7 +48,7 @@ class PerSample:
     Raises:
         TypeError: The function is not callable.
 
-    Example:
+    Examples:
         >>> halve = PerSample(lambda sample: [sample[0] / 2, sample[1]])
         >>> halve([torch.tensor([2.0, 4.0]), torch.tensor([0, 1])])
         [tensor([1., 2.]), tensor([0, 1])]

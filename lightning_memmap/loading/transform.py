@@ -51,7 +51,7 @@ class OnSuperBatch:
     Raises:
         TypeError: The transform cannot be called.
 
-    Example:
+    Examples:
         >>> def trim(batch):
         ...     return {**batch, "tokens": batch["tokens"][:, : int(batch["length"].max())]}
         >>> batch = {"tokens": torch.arange(6).view(2, 3), "length": torch.tensor([1, 2])}
