@@ -219,7 +219,7 @@ def _print_error(error: Exception) -> None:
 
 
 def _stores(path: str) -> dict[str, Store]:
-    """The store at a path or the stores one level below it, by name.
+    """The store at a path or the stores below it, by name.
 
     Raises:
         MemmapError: There is no store, or one cannot be read.
@@ -241,19 +241,37 @@ def _stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
     except StoreNotFoundError:
         found: dict[str, Store | MemmapError | OSError] = {}
         others = []
-        for child in sorted(directory.iterdir()) if directory.is_dir() else []:
-            if child.is_dir() and not child.name.startswith("."):
-                try:
-                    found[child.name] = open_store(child)
-                except StoreNotFoundError:
-                    others.append(child)
-                except (MemmapError, OSError) as error:
-                    found[child.name] = error
+        for child in _folders(directory):
+            # The stores of several datasets of a split lie one level further down.
+            opened = {path: _opened(path) for path in (child, *_folders(child))}
+            stores = {path: store for path, store in opened.items() if store is not None}
+            found |= {path.relative_to(directory).as_posix(): stores[path] for path in stores}
+            if not stores:
+                others.append(child)
         if not found:
             raise
         for other in others:
             print(f"skipped {_printable(other)}: it is not a store", file=sys.stderr)
         return found
+
+
+def _opened(path: Path) -> Store | MemmapError | OSError | None:
+    """The store at a path, why it cannot be opened, or None where there is none."""
+    try:
+        return open_store(path)
+    except StoreNotFoundError:
+        return None
+    except (MemmapError, OSError) as error:
+        return error
+
+
+def _folders(directory: Path) -> list[Path]:
+    """The folders in a directory, without hidden ones and what may not be looked into."""
+    try:
+        children = sorted(directory.iterdir()) if directory.is_dir() else []
+    except PermissionError:
+        return []
+    return [child for child in children if child.is_dir() and not child.name.startswith(".")]
 
 
 def _printable(value: object) -> str:

@@ -42,7 +42,7 @@ class RunSummary(L.Callback):
         self._splits: dict[str, _Split] = {}
         self._held: list[HeldShards] = []
         self._rates: list[float] = []
-        self._rows = 0
+        self._rows = self._num_positions = 0
         self._epoch_start_s = self._validation_start_s = 0.0
 
     @override
@@ -61,6 +61,8 @@ class RunSummary(L.Callback):
             )
         if stage == "fit":
             self._splits, self._held, self._rates = {}, [], []
+        if data.order is not None:
+            self._num_positions = data.order.num_positions
         for name, store in data.stores.items():
             self._splits[name] = _Split(store.manifest, data.placement.topology)
         held = [shards for shards in self._held if shards.split not in data.stores]
@@ -93,9 +95,8 @@ class RunSummary(L.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        train = self._splits["train"]
         # Rank 0 of R has the positions p with p % R == 0: at most R - 1 rows more than others.
-        rows = min(self._rows * train.topology.size, train.manifest.num_rows)
+        rows = min(self._rows * self._splits["train"].topology.size, self._num_positions)
         self._rates.append(rows / (_now_s(trainer) - self._epoch_start_s))
 
     @override

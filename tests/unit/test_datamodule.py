@@ -213,7 +213,7 @@ class TestLargerThanMemory:
         manifest = data.stores["train"].manifest
         expected = default_window(24, manifest.row_bytes)
         assert data.train_dataloader().state_dict()["sampler"]["shuffle_window"] == expected
-        order = data.train_sampler(manifest)
+        order = data.train_sampler(data.stores["train"])
         assert isinstance(order, BlockShuffledSampler)
         assert order.window_rows == expected
         data.teardown()

@@ -106,12 +106,13 @@ def prepare_store(
     data.prepare_data()
     built_s = perf_counter() - started_s
     store = open_store(path)
-    order, global_batch = data.train_sampler(store.manifest), data.batch_size * devices
+    global_batch = data.batch_size * devices
+    order = data.train_sampler(store)
     schedule = BatchSchedule(order.num_positions, global_batch, order.num_shards, drop_last=True)
     if not len(schedule):
         raise ValueError(
             f"batch_size={data.batch_size} on {devices} devices makes steps of {global_batch} rows,"
-            f" and an epoch has {order.num_positions}: choose smaller ones"
+            f" and an epoch of the training split has {order.num_positions}: choose smaller ones"
         )
     return Data(
         data_class=f"{type(data).__module__}.{type(data).__qualname__}",
@@ -135,7 +136,8 @@ def _is_random(data: MemmapDataModule, store: Store) -> bool:
     """Whether two seeds make the training transform give two results for the same rows."""
     if data.transform is None:
         return False
-    sample = data.datasets["train"][0] if data.datasets["train"] is not None else None
+    dataset: Any = data.train_dataset
+    sample = None if dataset is None else dataset[0]
     build = store.schema.builder(sample if store.schema.has_classes else None)
     rows = min(_PROBE_ROWS, store.num_rows)
     results = []
@@ -290,11 +292,11 @@ class PlainData(L.LightningDataModule):
         assert self.trainer is not None
         rank, size = data_parallel_rank(self.trainer.strategy)
         store = open_store(self._data.store_directory / "train")
-        order = self._data.train_sampler(store.manifest, DataTopology((_CPU,), rank, size))
+        order = self._data.train_sampler(store, DataTopology((_CPU,), rank, size))
         schedule = BatchSchedule(
             order.num_positions, self._global_batch, order.num_shards, drop_last=True
         )
-        dataset: Dataset[Any] | None = self._data.datasets["train"]
+        dataset: Dataset[Any] | None = self._data.train_dataset
         transform = self._data.transform
         loader: DataLoader[Any] = DataLoader(
             dataset if dataset is not None else store,  # type: ignore[arg-type]  # is map-style
