@@ -171,8 +171,8 @@ class TestArguments:
     ) -> None:
         data = make_data(tmp_path, residency="host", memory_fraction=1.0)
         data.prepare_data()
-        num_bytes = open_store(tmp_path / "train").manifest.num_bytes
-        num_bytes += open_store(tmp_path / "val").manifest.num_bytes
+        num_bytes = open_store(data.store_directory / "train").manifest.num_bytes
+        num_bytes += open_store(data.store_directory / "val").manifest.num_bytes
         monkeypatch.setattr(budgets, "available_bytes", lambda: 3 * num_bytes)
         for num_processes, fits in ((3, True), (4, False)):
             strategy = SingleDeviceStrategy("cpu")
