@@ -26,6 +26,7 @@ from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
+    FormedCollate,
     SplitRows,
     SuperBatchLoader,
     load_split,
@@ -59,6 +60,7 @@ from lightning_memmap.sampling import (
     ShuffledSampler,
 )
 from lightning_memmap.sampling.sampler import check_sampler
+from lightning_memmap.schema import read_forms
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.probes import first_sample
 from lightning_memmap.store.recovery import is_store
@@ -173,6 +175,11 @@ class MemmapDataModule(L.LightningDataModule):
         sampler: Makes the order of the training rows, instead of ``shuffle``: a function of the
             `lightning_memmap.sampling.Shards` and the seed that returns a
             `lightning_memmap.sampling.Sampler`.
+        variable: How batches give fields whose rows differ in length, by field name: ``"pad"``, the
+            default, ``"jagged"``, ``"list"``, or a `lightning_memmap.schema.Form` such as
+            ``Pad(value=-1, multiple=8)``; in a config ``{form: pad, value: -1, multiple: 8}``.
+            Fields must be named here where the first rows that are read do not show that they
+            differ. The form is no part of the store.
 
     The arguments except the datasets are attributes too. Setting one takes effect at the next
     `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
@@ -202,6 +209,7 @@ class MemmapDataModule(L.LightningDataModule):
     member = Option[int | None]()
     shuffle_window = Option[int | None]()
     sampler = Option[Callable[[Shards, int], Sampler] | None]()
+    variable = Option[Mapping[str, Any] | None]()
     train_dataset = _SplitDataset("train")
     val_dataset = _SplitDataset("val")
     test_dataset = _SplitDataset("test")
@@ -233,6 +241,7 @@ class MemmapDataModule(L.LightningDataModule):
         member: int | None = None,
         shuffle_window: int | None = None,
         sampler: Callable[[Shards, int], Sampler] | None = None,
+        variable: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.options = DataOptions(
@@ -255,6 +264,7 @@ class MemmapDataModule(L.LightningDataModule):
             member,
             shuffle_window,
             sampler,
+            variable,
         )
         if num_folds is not None and val_dataset is not None:
             raise ValueError(
@@ -435,6 +445,7 @@ class MemmapDataModule(L.LightningDataModule):
                 overwrite=self.overwrite and split not in self._built,
                 fingerprint=self.options.fingerprints.get(split),
                 check=self.check,
+                variable=self.variable,
             )
             self._built[split] = self._source(split, store)
 
@@ -537,6 +548,12 @@ class MemmapDataModule(L.LightningDataModule):
                 f"the strategy asks for the fields {unknown}, and the train store has {names}: name"
                 " fields of the store (memmap_pipeline takes them from input_fields and loss_fields"
                 " of the module)"
+            )
+        others = [field for field in store.schema.fields if field.name not in topology.train_fields]
+        if variable := [field.name for field in others if field.num_variable]:
+            raise ValueError(
+                f"the rows of field {variable[0]!r} differ in length, and this process would not"
+                " hold it, since the module has input_fields and loss_fields: leave both out"
             )
         if self.transform is not None:
             raise ValueError(
@@ -886,7 +903,7 @@ class MemmapDataModule(L.LightningDataModule):
         sample = None
         if dataset is not None and schema.has_classes:
             sample = first_sample(dataset, self.num_workers)
-        return schema.builder(sample)
+        return FormedCollate(schema, read_forms(self.variable), sample)
 
 
 def _check_state(state: object) -> LoaderState | None:

@@ -10,6 +10,7 @@ from lightning_memmap.loading.transform import check_callable
 from lightning_memmap.placement import RESIDENCIES
 from lightning_memmap.sampling import Sampler, Shards
 from lightning_memmap.sampling.sampler import check_seed
+from lightning_memmap.schema import read_forms
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.recognition import check_choice
@@ -26,7 +27,7 @@ class DataOptions:
 
     Raises:
         TypeError: A transform or the sampler cannot be called, a count or the seed is not an
-            integer, or a fingerprint is not a string.
+            integer, a fingerprint is not a string, or a form has arguments that it cannot have.
         ValueError: An option is out of range, or two of them exclude each other.
     """
 
@@ -49,6 +50,7 @@ class DataOptions:
     member: int | None
     shuffle_window: int | None
     sampler: Callable[[Shards, int], Sampler] | None
+    variable: Mapping[str, Any] | None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "store_dir", _directory(self.store_dir))
@@ -82,6 +84,7 @@ class DataOptions:
         if self.shuffle_window is not None and self.shuffle_window < 1:
             raise ValueError(f"shuffle_window={self.shuffle_window}: at least 1 row of a shard")
         check_choice(self.check)
+        read_forms(self.variable)
         for split, given in self.fingerprints.items():
             if split not in SPLITS:
                 raise ValueError(

@@ -111,7 +111,7 @@ class WindowLayout:
         buffers = []
         for field in self.fields:
             memory = self._allocate(self.num_slots * field.row_bytes)
-            shape = (self.num_slots, *field.shape)
+            shape = (self.num_slots, *field.item_shape)
             is_empty = not field.row_bytes
             buffers.append(
                 torch.empty(shape, dtype=field.dtype)

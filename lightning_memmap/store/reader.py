@@ -19,8 +19,9 @@ from lightning_memmap.store.recovery import finish_interrupted, is_interrupted
 class Store:
     """An open store. Use `open_store` or `build_store` to get one.
 
-    It is a map-style dataset as well: ``store[i]`` is row ``i`` in dataset order, with tensors as
-    leaves. Processes on one machine that open the same store share its pages in memory.
+    It is a map-style dataset as well: ``store[i]`` is row ``i`` in dataset order, with tensors, and
+    for text str and bytes, as leaves. Processes on one machine that open the same store share its
+    pages in memory.
 
     Attributes:
         path: The directory.
@@ -32,7 +33,7 @@ class Store:
         self.path = path
         self.manifest = manifest
         self.columns = [column.open(path) for column in manifest.columns]
-        self._build: Callable[[Sequence[Tensor]], Any] = self.schema.builder()
+        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder()
 
     @property
     def num_rows(self) -> int:
@@ -129,7 +130,9 @@ class Store:
         if not -self.num_rows <= index < self.num_rows:
             raise IndexError(f"row {row}: the store has {self.num_rows} rows")
         index %= self.num_rows
-        return self._build([column.row(index) for column in self.columns])
+        fields = self.schema.fields
+        rows = zip(fields, self.columns, strict=True)
+        return self._build([field.value(column.row(index)) for field, column in rows])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_store, (str(self.path),)

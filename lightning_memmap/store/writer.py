@@ -8,6 +8,7 @@ written; the next build does not read them again.
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.schema import read_forms
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Block, Column
 from lightning_memmap.store.files import OpenFiles
@@ -60,6 +62,7 @@ def build_store(
     fingerprint: str | None = None,
     check: str = "probes",
     fresh: bool = False,
+    variable: Mapping[str, Any] | None = None,
 ) -> Store:
     """Store a dataset, or open the store where it was built before from the same dataset.
 
@@ -87,6 +90,10 @@ def build_store(
             ``"probes"``: eight rows, and all rows once where its identity has changed. ``"full"``:
             all rows, each time. ``"off"``: length and schema alone.
         fresh: Do not resume an interrupted build.
+        variable: The fields whose rows may differ in length, each with a form, such as
+            ``{"audio": "pad"}``. Those that differ among the first rows that are read need not be
+            named. Of the form only the number of dimensions matters here; see
+            `lightning_memmap.schema.forms`.
 
     Returns:
         The open store.
@@ -108,6 +115,7 @@ def build_store(
     check_num_workers(num_workers)
     check_given(fingerprint)
     check_choice(check)
+    dims = {name: form.dims for name, form in read_forms(variable).items()}
     show = partial(show_progress, hidden=not progress)
     directory = _directory(path)
 
@@ -142,7 +150,7 @@ def build_store(
         _check_length(dataset)
         # Before a row is read: a dataset may cache rows, which would change its identity.
         identity = Fingerprint.of(dataset, fingerprint)
-        build = _Build.prepare(dataset, directory, num_shards, num_workers, identity)
+        build = _Build.prepare(dataset, directory, num_shards, num_workers, identity, dims)
         build.run(num_workers, show, resume=not (overwrite or fresh))
     return open_store(directory)
 
@@ -207,10 +215,17 @@ class _Build:
     probes: tuple[tuple[int, str], ...]
     fingerprint: Fingerprint
     row_s: float
+    row_bytes: int
 
     @classmethod
     def prepare(
-        cls, dataset: Any, path: Path, num_shards: int, num_workers: int, fingerprint: Fingerprint
+        cls,
+        dataset: Any,
+        path: Path,
+        num_shards: int,
+        num_workers: int,
+        fingerprint: Fingerprint,
+        variable: Mapping[str, int],
     ) -> "_Build":
         """Read the probe rows, and check that a store can be made of the dataset.
 
@@ -220,20 +235,21 @@ class _Build:
             num_shards: Shards that the rows are divided into.
             num_workers: Processes that read the probe rows; with 0, this one.
             fingerprint: The identity of the dataset.
+            variable: Leading dimensions that may differ from row to row, by field name.
         """
         num_rows = len(dataset)
-        probes = take_probes(dataset, num_rows, num_workers)
+        probes = take_probes(dataset, num_rows, num_workers, variable)
         plan = StorePlan(path, num_rows, num_shards, probes[0].schema)
         plan.check()
         digests = tuple((probe.row, probe.digest) for probe in probes)
         row_s = median(probe.duration_s for probe in probes)
-        return cls(dataset, plan, digests, fingerprint, row_s)
+        row_bytes = max(probe.num_bytes for probe in probes)
+        return cls(dataset, plan, digests, fingerprint, row_s, row_bytes)
 
     @property
     def max_range_rows(self) -> int:
         """Rows that a worker reads, checks and writes at once, at most."""
-        by_size = _RANGE_BYTES * self.plan.num_rows // max(1, self.plan.num_bytes)
-        return max(1, min(_MAX_RANGE_ROWS, by_size))
+        return max(1, min(_MAX_RANGE_ROWS, _RANGE_BYTES // max(1, self.row_bytes)))
 
     def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
         """Write all rows that are not yet written, then commit.
@@ -245,8 +261,7 @@ class _Build:
         """
         plan, journal = self.plan, self._open_journal(resume)
         try:
-            row_bytes = plan.num_bytes // plan.num_rows
-            with progress("storing", plan.num_rows, row_bytes, journal.num_done) as advance:
+            with progress("storing", plan.num_rows, self.row_bytes, journal.num_done) as advance:
                 self._write_rows(journal, num_workers, advance)
             columns = plan.finish_columns()
             num_bytes = sum(size for column in columns for size in column.file_bytes.values())
