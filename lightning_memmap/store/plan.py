@@ -15,7 +15,7 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.columns import Column, columns_to_json, grow_columns
-from lightning_memmap.store.files import sync_path
+from lightning_memmap.store.files import TEMPORARY, sync_path
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.manifest import Manifest, rows_bytes
 from lightning_memmap.store.probes import hash_row
@@ -138,12 +138,13 @@ class StorePlan:
         )
 
     def sync(self) -> None:
-        """Bring the files of `file_bytes` to the disk.
+        """Bring the files of `file_bytes`, and the temporary ones of columns, to the disk.
 
         Raises:
             OSError: The disk reports an error.
         """
-        for name in self.file_bytes:
+        temporary = (name for name in os.listdir(self.building) if name.endswith(TEMPORARY))
+        for name in {*self.file_bytes, *temporary}:
             sync_path(self.building / name)
 
     def finish_columns(self) -> tuple[Column, ...]:

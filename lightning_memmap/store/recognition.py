@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
+from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store.columns import OpenColumn
@@ -180,9 +181,9 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
     assert num_compared == store.manifest.num_rows
 
 
-def _read_bytes(dataset: Any, row: int, store: StoredRows) -> list[np.ndarray]:
+def _read_row(dataset: Any, row: int, store: StoredRows) -> list[Tensor | np.ndarray]:
     try:
-        return [leaf_bytes(leaf) for leaf in read_row(dataset, row, store.manifest.schema)]
+        return read_row(dataset, row, store.manifest.schema)
     except SchemaError as error:
         raise _other_dataset(store, str(error)) from error
 
@@ -204,7 +205,7 @@ class _ProbeCheck:
     digests: Mapping[int, str | None]
 
     def __call__(self, row: int) -> None:
-        found, expected = hash_row(_read_bytes(self.dataset, row, self.store)), self.digests[row]
+        found, expected = hash_row(_read_row(self.dataset, row, self.store)), self.digests[row]
         if expected is not None and found != expected:
             raise _other_dataset(
                 self.store, f"row {row} of the dataset differs from the stored row"
@@ -222,11 +223,15 @@ class _RowCheck:
         start = perf_counter()
         store, (first, count) = self.store, task
         for row in range(first, first + count):
-            found = _read_bytes(self.dataset, row, store)
+            found = _read_row(self.dataset, row, store)
             for field, column, leaf in zip(
                 store.manifest.schema.fields, store.columns, found, strict=True
             ):
-                if not np.array_equal(leaf, leaf_bytes(column.row(row))):
+                stored = column.row(row)
+                is_equal = leaf.shape == stored.shape and np.array_equal(
+                    leaf_bytes(leaf), leaf_bytes(stored)
+                )
+                if not is_equal:
                     raise _other_dataset(
                         store,
                         f"row {row} of the dataset differs from the stored row, in field"

@@ -8,6 +8,7 @@ written; the next build does not read them again.
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from time import monotonic
 from typing import Any
 
 from lightning_memmap.errors import StoreError, with_article
+from lightning_memmap.schema import read_forms
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
@@ -58,6 +60,7 @@ def build_store(
     fingerprint: str | None = None,
     check: str = "probes",
     fresh: bool = False,
+    variable: Mapping[str, Any] | None = None,
 ) -> Store:
     """Store a dataset, or open the store where it was built before from the same dataset.
 
@@ -85,6 +88,10 @@ def build_store(
             ``"probes"``: eight rows, and all rows once where its identity has changed. ``"full"``:
             all rows, each time. ``"off"``: length and schema alone.
         fresh: Do not resume an interrupted build.
+        variable: The fields whose rows may differ in length, each with a form, such as
+            ``{"audio": "pad"}``. Those that differ among the first rows that are read need not be
+            named. Of the form only the number of dimensions matters here; see
+            `lightning_memmap.schema.forms`.
 
     Returns:
         The open store.
@@ -106,6 +113,7 @@ def build_store(
     check_num_workers(num_workers)
     check_given(fingerprint)
     check_choice(check)
+    dims = {name: form.dims for name, form in read_forms(variable).items()}
     show = partial(show_progress, hidden=not progress)
     directory = _directory(path)
 
@@ -140,7 +148,7 @@ def build_store(
         _check_length(dataset)
         # Before a row is read: a dataset may cache rows, which would change its identity.
         identity = Fingerprint.of(dataset, fingerprint)
-        build = _Build.prepare(dataset, directory, num_shards, num_workers, identity)
+        build = _Build.prepare(dataset, directory, num_shards, num_workers, identity, dims)
         build.run(num_workers, show, resume=not (overwrite or fresh))
     return open_store(directory)
 
@@ -210,10 +218,17 @@ class _Build:
     probes: tuple[tuple[int, str], ...]
     fingerprint: Fingerprint
     row_s: float
+    row_bytes: int
 
     @classmethod
     def prepare(
-        cls, dataset: Any, path: Path, num_shards: int, num_workers: int, fingerprint: Fingerprint
+        cls,
+        dataset: Any,
+        path: Path,
+        num_shards: int,
+        num_workers: int,
+        fingerprint: Fingerprint,
+        variable: Mapping[str, int],
     ) -> "_Build":
         """Read the probe rows, and check that a store can be made of the dataset.
 
@@ -223,14 +238,16 @@ class _Build:
             num_shards: Shards that the rows are divided into.
             num_workers: Processes that read the probe rows; with 0, this one.
             fingerprint: The identity of the dataset.
+            variable: Leading dimensions that may differ from row to row, by field name.
         """
         num_rows = len(dataset)
-        probes = take_probes(dataset, num_rows, num_workers)
+        probes = take_probes(dataset, num_rows, num_workers, variable)
         plan = StorePlan(path, num_rows, num_shards, probes[0].schema)
         plan.check()
         digests = tuple((probe.row, probe.digest) for probe in probes)
         row_s = median(probe.duration_s for probe in probes)
-        return cls(dataset, plan, digests, fingerprint, row_s)
+        row_bytes = max(probe.num_bytes for probe in probes)
+        return cls(dataset, plan, digests, fingerprint, row_s, row_bytes)
 
     def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
         """Write all rows that are not yet written, then commit.
@@ -242,8 +259,7 @@ class _Build:
         """
         plan, journal = self.plan, self._open_journal(resume)
         try:
-            row_bytes = plan.num_bytes // plan.num_rows
-            with progress("storing", plan.num_rows, row_bytes, journal.num_done) as advance:
+            with progress("storing", plan.num_rows, self.row_bytes, journal.num_done) as advance:
                 self._write_rows(journal, num_workers, advance)
             columns = plan.finish_columns()
             num_bytes = sum(size for column in columns for size in column.file_bytes.values())
@@ -286,7 +302,7 @@ class _Build:
         return Journal.create(plan.building, build)
 
     def _write_rows(self, journal: Journal, num_workers: int, advance: Advance) -> None:
-        writer = RangeWriter(self.dataset, self.plan, journal.descriptor)
+        writer = RangeWriter(self.dataset, self.plan, journal.descriptor, self.row_bytes)
         ranges = RowRanges(
             missing_ranges(journal.done, self.plan.num_rows),
             max_rows=writer.max_rows,
