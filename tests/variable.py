@@ -1,10 +1,12 @@
-"""Rows that differ in length, known row by row, and plain Python that makes batches of them."""
+"""Rows that differ in length, known row by row, plain Python that makes batches of them, and a
+module that learns from them."""
 
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_memmap.loading import Padded
@@ -72,3 +74,48 @@ def assert_is_batch(
             assert found.layout is torch.jagged
             found = found.unbind()
         assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, rows, strict=True)), name
+
+
+class Sounds(L.LightningModule):
+    """Learns a number of each row from its sound, whose padding must not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+        with torch.no_grad():
+            self.net.weight.copy_(torch.tensor([[0.3, -0.2, 0.1]]))
+            self.net.bias.zero_()
+        self.seen: list[list[int]] = []
+        self.texts: list[str] = []
+        self.losses: list[Tensor] = []
+
+    def features(self, sound: Any) -> Tensor:
+        """Three numbers of each row, of shape (B, 3)."""
+        if isinstance(sound, Padded):
+            is_row = torch.arange(sound.values.shape[1]) < sound.lengths[:, None]
+            values, lengths = sound.values * is_row, sound.lengths.clamp(min=1)
+            sums = torch.stack([values.sum(1), values.square().sum(1)], 1)
+            return torch.cat([sums / lengths[:, None], sound.lengths[:, None] / 40], 1)
+        rows = sound.unbind() if isinstance(sound, Tensor) else sound
+        return torch.stack(
+            [
+                torch.stack([row.sum(), row.square().sum(), torch.tensor(len(row) ** 2 / 40)])
+                / max(len(row), 1)
+                for row in rows
+            ]
+        )
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.seen.append(batch["row"].tolist())
+        self.texts += batch["text"]
+        target = batch["row"][:, None] % 7 / 7
+        loss = nn.functional.mse_loss(self.net(self.features(batch["sound"])), target)
+        self.losses.append(loss.detach())
+        self.log("loss", loss, batch_size=len(target))
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log("val", self.net(self.features(batch["sound"])).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)

@@ -17,6 +17,11 @@ from lightning_memmap.schema import Field
 from lightning_memmap.store.columns.segments import copy_segments, fill_segments
 from lightning_memmap.store.columns.variable import ItemRows, pack_rows
 
+#: Rows that are padded to more than this are copied one by one.
+_WINDOW_BYTES = 2**15
+#: At most this many times the bytes of the rows are copied to spare calls.
+_MOST_PADDED = 2.5
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Gives memory on the CPU for a number of bytes, uint8 of shape (bytes,).
 Allocate = Callable[[int], Tensor]
 
@@ -67,6 +72,8 @@ class VariableRows:
     @property
     def lengths(self) -> Integers:
         """Items of each row, int64 of shape (B,)."""
+        if self.sizes.shape[1] == 1:
+            return self.sizes[:, 0]
         lengths: Integers = self.sizes.prod(axis=1)
         return lengths
 
@@ -152,15 +159,53 @@ class VariableRows:
             return self._padded_on_device(widths, value).view(shape)
         size = self.field.item_bytes
         memory = allocate(int(np.prod(shape)) * self.field.dtype.itemsize)
+        out = memory.view(self.field.dtype).view(shape)
+        item = torch.tensor([value], dtype=self.field.dtype)
+        if self._are_short(shape):
+            self._copy_windows(out, item)
+            return out
         # What lies in one piece: a row, or where several dimensions differ, a part along the last.
         starts, places, lengths = self._runs(widths)
         _copy(self.items, starts * size, memory, places * size, lengths * size)
-        item = torch.tensor([value], dtype=self.field.dtype).view(torch.uint8).numpy()
         # From the end of each piece to the start of the next one.
         ends = np.append(0, places + lengths) * size
         gaps = np.append(places * size, memory.numel()) - ends
-        fill_segments(memory.numpy(), ends, gaps, item)
-        return memory.view(self.field.dtype).view(shape)
+        fill_segments(memory.numpy(), ends, gaps, item.view(torch.uint8).numpy())
+        return out
+
+    def _are_short(self, shape: tuple[int, ...]) -> bool:
+        """Whether rows of a padded shape can be copied together with what follows them."""
+        width, row_bytes = shape[1], shape[1] * self.field.item_bytes
+        return (
+            self.sizes.shape[1] == 1
+            and 0 < width <= len(self.items)
+            and row_bytes <= _WINDOW_BYTES
+            and len(self) * width <= _MOST_PADDED * self.sizes.sum()
+            and self.field.dtype.itemsize in _INTEGERS
+        )
+
+    def _copy_windows(self, out: Tensor, item: Tensor) -> None:
+        """Copy rows and what follows them in memory, in one call, and then overwrite the latter.
+
+        Args:
+            out: The padded rows.
+            item: What they are padded with, of shape (1,).
+        """
+        width, stride = out.shape[1], self.items.stride()
+        last = len(self.items) - width
+        windows = self.items.as_strided((last + 1, *out.shape[1:]), (stride[0], *stride))
+        torch.index_select(windows, 0, torch.from_numpy(np.minimum(self.starts, last)), out=out)
+        # Too close to the end of the memory.
+        for row in np.flatnonzero(self.starts > last).tolist():
+            start, length = int(self.starts[row]), int(self.sizes[row, 0])
+            out[row, :length] = self.items[start : start + length]
+        # Not all dtypes can be filled by a mask, but integers of the same size can.
+        integer = _INTEGERS[item.element_size()]
+        # Half the bytes of int64 are compared in less than half the time.
+        lengths = torch.from_numpy(self.sizes.astype(np.int32))
+        is_padding = torch.arange(width, dtype=torch.int32) >= lengths
+        is_padding = is_padding.view(*out.shape[:2], *(1 for _ in self.field.item_shape))
+        out.view(integer).masked_fill_(is_padding, item.view(integer).item())
 
     def _runs(self, widths: tuple[int, ...]) -> tuple[Integers, Integers, Integers]:
         """Pieces without gaps: first item, first item in the padded rows, and length in items."""

@@ -1,6 +1,6 @@
 """Copies of many pieces of memory, each of its own length, without a Python loop over them."""
 
-from itertools import pairwise
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +10,7 @@ from lightning_memmap.sampling import Integers
 Bytes = NDArray[np.uint8]
 
 #: From this length on, one call for each piece costs less than dividing it into blocks.
-_LONG_BYTES = 2**14
-#: Pieces are copied in blocks of the largest of these sizes that fits into them. The last block of
-#: a piece ends where the piece does, and so overlaps the one before.
-_BLOCK_BYTES = (_LONG_BYTES, 2048, 256, 32, 4, 1)
+LONG_BYTES = 2**13
 #: Blocks are copied through a buffer of this size, which stays in the processor's cache.
 _PASS_BYTES = 2**17
 
@@ -38,21 +35,20 @@ def copy_segments(
     for memory, firsts in ((source, starts), (target, places)):
         if firsts.min() < 0 or (firsts + lengths).max() > len(memory) or lengths.min() < 0:
             raise IndexError("a piece is outside the memory that it is copied from or to")
-    long = np.flatnonzero(lengths >= _LONG_BYTES)
+    long = np.flatnonzero(lengths >= LONG_BYTES)
     for start, place, length in zip(
         starts[long].tolist(), places[long].tolist(), lengths[long].tolist(), strict=True
     ):
         target[place : place + length] = source[start : start + length]
-    for above, block in pairwise(_BLOCK_BYTES):
-        found = np.flatnonzero((lengths >= block) & (lengths < above))
-        if not len(found):
-            continue
-        pieces, offsets = _blocks(lengths[found], block)
+    for block, found in _by_block(lengths, LONG_BYTES):
         taken, put = _windows(source, block), _windows(target, block)
-        begins, ends = starts[found][pieces] + offsets, places[found][pieces] + offsets
+        begins, ends, rests = starts[found], places[found], lengths[found] - block
         step = _PASS_BYTES // block
-        for first in range(0, len(begins), step):
-            put[ends[first : first + step]] = taken[begins[first : first + step]]
+        for first in range(0, len(found), step):
+            begin, end = begins[first : first + step], ends[first : first + step]
+            rest = rests[first : first + step]
+            put[end] = taken[begin]
+            put[end + rest] = taken[begin + rest]
 
 
 def fill_segments(target: Bytes, places: Integers, lengths: Integers, item: Bytes) -> None:
@@ -64,20 +60,25 @@ def fill_segments(target: Bytes, places: Integers, lengths: Integers, item: Byte
         lengths: Bytes of each piece, multiples of those of the item, int64 of shape (n,).
         item: The bytes of the item: 1, 2, 4, 8 or 16.
     """
-    for above, block in pairwise((2**62, 2048, 128, len(item))):
-        found = np.flatnonzero((lengths >= block) & (lengths < above))
-        if len(found):
-            pieces, offsets = _blocks(lengths[found], block)
-            filled = np.tile(item, block // len(item)).view(np.dtype((np.void, block)))
-            _windows(target, block)[places[found][pieces] + offsets] = filled[0]
+    number = np.dtype(f"u{len(item)}" if len(item) <= 8 else np.complex128)
+    long = np.flatnonzero(lengths >= LONG_BYTES)
+    for place, length in zip(places[long].tolist(), lengths[long].tolist(), strict=True):
+        target[place : place + length].view(number)[:] = item.view(number)
+    for block, found in _by_block(lengths, LONG_BYTES):
+        filled = np.tile(item, block // len(item)).view(np.dtype((np.void, block)))[0]
+        put = _windows(target, block)
+        put[places[found]] = filled
+        put[places[found] + lengths[found] - block] = filled
 
 
-def _blocks(lengths: Integers, block: int) -> tuple[Integers, Integers]:
-    """Divide pieces into blocks: of which piece each block is, and where it begins in it."""
-    counts = -(-lengths // block)
-    pieces = np.repeat(np.arange(len(lengths)), counts)
-    numbers = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return pieces, np.minimum(numbers * block, (lengths - block)[pieces])
+def _by_block(lengths: Integers, below: int) -> Iterator[tuple[int, Integers]]:
+    """Which pieces are covered by two blocks of the same size, of which the second ends where the
+    piece does: the size, a power of two, and the pieces."""
+    # The exponent of the largest power of two that is not larger; -1 for empty pieces.
+    powers = np.frexp(lengths.astype(np.float64))[1] - 1
+    powers[lengths >= below] = -1
+    for power in np.flatnonzero(np.bincount(powers + 1)[1:]).tolist():
+        yield 1 << power, np.flatnonzero(powers == power)
 
 
 def _windows(memory: Bytes, block: int) -> NDArray[np.void]:
