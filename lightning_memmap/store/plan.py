@@ -11,6 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import tensordict
+import torch
+
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Schema
@@ -185,7 +188,10 @@ class StorePlan:
         source = {
             **source,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **{name: version(name) for name in ("lightning_memmap", "torch", "tensordict")},
+            "lightning_memmap": version("lightning_memmap"),
+            # Looking up the version of an installed package takes milliseconds.
+            "torch": str(torch.__version__),
+            "tensordict": str(tensordict.__version__),
         }
         manifest = Manifest(
             self.shards, self.schema, columns, probes, checksums, source, fingerprint
