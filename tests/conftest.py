@@ -40,9 +40,20 @@ _FOREIGN_WARNINGS = (
 _SETTLE_S = 5.0
 
 
+#: One test that takes as long as many others.
+_LONGEST = "test_simulated_gpu.py"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for line in _FOREIGN_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
+    # pytest-xdist would begin with the modules that have the most tests: the longest test, alone in
+    # its module, would come last, and all other processes would wait for it.
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name != _LONGEST)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Resident rows: copied to a device or to page-locked memory, or in the file mapping."""
+"""Resident rows: copied to a device or to memory of the host, or in the file mapping."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -71,7 +71,7 @@ def mapped_rows(mapped: Sequence[Tensor], offsets: StoreOffsets) -> ResidentRows
         The rows of all shards, on the CPU.
     """
     tensors = [tensor.as_subclass(Tensor) for tensor in mapped]
-    return ResidentRows(tensors, offsets.stored.starts if offsets.is_as_stored else offsets)
+    return ResidentRows(tensors, offsets if offsets.starts is None else offsets.starts)
 
 
 def copied_rows(
@@ -79,8 +79,6 @@ def copied_rows(
     offsets: StoreOffsets,
     shards: list[int],
     device: torch.device,
-    *,
-    pin_memory: bool,
 ) -> ResidentRows:
     """Rows of a store that are copied to a device, in long reads, each shard once.
 
@@ -89,7 +87,6 @@ def copied_rows(
         offsets: Where the rows of the split lie in them.
         shards: The shards of the split to copy.
         device: Where to.
-        pin_memory: Copy into page-locked memory of the host; ``device`` is the CPU then.
 
     Returns:
         The rows of these shards, on ``device``. All copies are done.
@@ -105,7 +102,7 @@ def copied_rows(
         uploader = stack.enter_context(Uploader(device)) if has_streams(device) else None
         for stored in mapped:
             shape = (total, *stored.shape[1:])
-            target = torch.empty(shape, dtype=stored.dtype, device=device, pin_memory=pin_memory)
+            target = torch.empty(shape, dtype=stored.dtype, device=device)
             for shard, count in zip(shards, rows.tolist(), strict=True):
                 shard_rows = target[starts[shard] : starts[shard] + count]
                 read = _shard_reader(stored.as_subclass(Tensor), offsets, shard)
@@ -123,11 +120,12 @@ def _shard_reader(
     """A function that fills a CPU tensor with the rows of a shard, from a given row on."""
 
     def read(first: int, out: Tensor) -> None:
-        start = int(offsets.stored.starts[shard]) + first
+        assert offsets.starts is not None
+        start = int(offsets.starts[shard]) + first
         out.copy_(mapped[start : start + len(out)])
 
     def read_apart(first: int, out: Tensor) -> None:
-        # The rows of a re-striped shard lie apart.
+        # The rows of a re-striped shard and of an index view lie apart.
         for begin in range(0, len(out), _READ_ROWS):
             piece = out[begin : begin + _READ_ROWS]
             rows = np.arange(len(piece), dtype=np.int64) + (first + begin)
@@ -137,4 +135,4 @@ def _shard_reader(
             else:
                 piece.copy_(mapped.index_select(0, torch.from_numpy(found)))
 
-    return read if offsets.is_as_stored else read_apart
+    return read_apart if offsets.starts is None else read

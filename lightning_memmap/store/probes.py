@@ -40,6 +40,9 @@ def read_sample(dataset: Any, row: int) -> Any:
         dataset: The dataset.
         row: The row.
 
+    Returns:
+        The sample as the dataset returns it.
+
     Raises:
         DatasetError: The dataset raised an error at this row.
     """
@@ -193,6 +196,9 @@ def first_sample(dataset: Any, num_workers: int) -> Any:
         dataset: The dataset.
         num_workers: With 0, this process reads; otherwise a worker process does.
 
+    Returns:
+        The sample of row 0, as a value of this process.
+
     Raises:
         DatasetError: The dataset raised an error, or the worker process died.
     """
@@ -283,6 +289,9 @@ def random_dataset_error(row: int, field: str) -> DatasetError:
     Args:
         row: The first row that was seen to differ.
         field: The field that differs.
+
+    Returns:
+        The error, to be raised by the caller.
     """
     return DatasetError(
         f"row {row}, field {field!r}: two reads of the same row differ, so the dataset is"

@@ -16,7 +16,7 @@ from statistics import median
 from time import monotonic
 from typing import Any
 
-from lightning_memmap.errors import StoreError
+from lightning_memmap.errors import StoreError, with_article
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
@@ -192,7 +192,7 @@ def _check_length(dataset: Any) -> None:
         num_rows = len(dataset)
     except TypeError as error:
         raise TypeError(
-            f"the dataset, a {type(dataset).__name__}, has no length: a store needs a"
+            f"the dataset, {with_article(type(dataset).__name__)}, has no length: a store needs a"
             " map-style dataset with __len__ and __getitem__, or one that can be iterated over"
         ) from error
     if num_rows < 1:

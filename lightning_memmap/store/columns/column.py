@@ -93,6 +93,9 @@ class Column(ABC):
 
         Args:
             field: A field of the schema.
+
+        Returns:
+            True if it is to be kept so.
         """
 
     @classmethod
@@ -104,13 +107,20 @@ class Column(ABC):
             shards: The rows of the store, and the shards that they are divided into.
             entry: The entry, which has not been checked except for its kind.
 
+        Returns:
+            The column; no file has been opened.
+
         Raises:
             ValueError: No such column can exist.
         """
         return cls(field, shards)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values what the manifest needs beside the kind: by default, nothing."""
+        """Convert to JSON values what the manifest needs beside the kind: by default, nothing.
+
+        Returns:
+            The values by key, which `from_json` finds in the entry.
+        """
         return {}
 
     @abstractmethod
@@ -121,6 +131,9 @@ class Column(ABC):
 
         Args:
             rows: Rows in dataset order.
+
+        Returns:
+            Bytes of all these rows together.
         """
 
     @abstractmethod
@@ -139,6 +152,9 @@ class Column(ABC):
 
         Args:
             max_rows: Rows that fit into the block.
+
+        Returns:
+            The block, whose contents are undefined.
         """
         return Block(self, max_rows)
 
@@ -193,6 +209,9 @@ class Column(ABC):
 
         Args:
             directory: Directory of the store. The sizes of its files have been checked.
+
+        Returns:
+            The open column, which reads rows and never writes.
 
         Raises:
             StoreError: A file cannot be mapped.

@@ -46,6 +46,7 @@ class Build:
         times: Builds, each with one shard more than the one before.
         outlived: The workers do not end with the builder, as where the system has no such signal
             and they are busy with a row.
+        unsignalled: The same, but they look whether it is there before they write.
     """
 
     path: str
@@ -64,6 +65,7 @@ class Build:
     kill_at_row: int = -1
     times: int = 1
     outlived: bool = False
+    unsignalled: bool = False
 
 
 class BuildServer:
@@ -155,6 +157,8 @@ def build_and_check(build: Build) -> None:
     write_ranges_of(build.range_rows)
     if build.outlived:
         workers.end_with_starter = let_go
+    if build.unsignalled:
+        workers.end_with_starter = note_starter
     numbered = Numbered(build.num_rows, build.version)
     dataset: Any = numbered
     if build.delay_s:
@@ -193,6 +197,11 @@ def write_ranges_of(num_rows: int) -> None:
 
 def let_go(worker_id: int) -> None:
     """A worker that ends only when its work is done."""
+
+
+def note_starter(worker_id: int) -> None:
+    """A worker that learns of the end of its builder only by looking."""
+    workers._starter = os.getppid()
 
 
 class Deadly(Wrapped):
