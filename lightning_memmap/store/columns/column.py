@@ -169,7 +169,7 @@ class Column(ABC):
         return Block(self, max_rows)
 
     @abstractmethod
-    def write(self, files: OpenFiles, rows: Integers, values: Tensor | PackedRows) -> None:
+    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor | PackedRows) -> None:
         """Write rows in any order. Several processes may do this at once, each with other rows.
 
         When this returns, the rows survive a kill of the process. Once ``file_bytes`` and all
@@ -177,29 +177,13 @@ class Column(ABC):
 
         Args:
             files: The files of the store that is being built.
-            rows: The rows in dataset order, int64 of shape (B,).
+            rows: The rows in dataset order, a range of step 1 or int64 of shape (B,).
             values: A tensor of shape (B, *field shape), on any device; where rows differ in shape,
                 all of them packed.
 
         Raises:
             OSError: The files cannot be written.
         """
-
-    def write_range(self, files: OpenFiles, first: int, values: Tensor | np.ndarray) -> None:
-        """Write consecutive rows, as `write` does.
-
-        Args:
-            files: The files of the store that is being built.
-            first: The first row.
-            values: A tensor or numpy array of the field's dtype and shape (B, *field shape).
-
-        Raises:
-            OSError: The files cannot be written.
-        """
-        if not isinstance(values, Tensor):
-            # torch warns of memory that it may not write to, and knows only the native byte order.
-            values = torch.from_numpy(np.array(values, values.dtype.newbyteorder("=")))
-        self.write(files, np.arange(first, first + len(values)), values)
 
     def finish(self, directory: Path) -> "Column":
         """Finish the files of a build once all rows are written. By default there is nothing to do.
@@ -292,4 +276,4 @@ class Block:
         Raises:
             OSError: The files cannot be written.
         """
-        self._column.write_range(files, first, self._rows[:num_rows])
+        self._column.write(files, range(first, first + num_rows), self._rows[:num_rows])
