@@ -944,9 +944,21 @@ class MemmapDataModule(L.LightningDataModule):
                 " that directory: choose another store_dir, or delete this store"
             )
 
+    def store_path(self, split: str) -> Path:
+        """Where the store is that has the rows of a split.
+
+        Args:
+            split: Its name, such as ``train`` or ``val/clean``.
+
+        Raises:
+            ValueError: ``store_dir`` has ``{member}`` in it, and the member is not known.
+        """
+        return self.store_directory / self._stored_split(split)
+
     def _open(self, split: str) -> Store | None:
+        path = self.store_path(split)
         split = self._stored_split(split)
-        dataset, path = self._datasets[split], self.store_directory / split
+        dataset = self._datasets[split]
         try:
             store = open_store(path)
         except StoreNotFoundError:
