@@ -22,11 +22,13 @@ from lightning_memmap._compat.loops import (
     renew_train_loader_after_epoch,
     validate_anew,
 )
+from lightning_memmap._compat.tensors import empty_caches
 from lightning_memmap.arguments import nearest
-from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
+from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError, with_article
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
+    FormedCollate,
     SplitRows,
     SuperBatchLoader,
     load_split,
@@ -48,7 +50,7 @@ from lightning_memmap.placement import (
     plan_placement,
     topology_of,
 )
-from lightning_memmap.process_group import leave_gloo_at_exit
+from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.sampling import (
     BlockShuffledSampler,
@@ -64,6 +66,7 @@ from lightning_memmap.sampling import (
     Subset,
 )
 from lightning_memmap.sampling.sampler import check_sampler
+from lightning_memmap.schema import read_forms
 from lightning_memmap.splits import (
     SPLITS,
     argument_of,
@@ -94,8 +97,6 @@ _SPLITS_OF_STAGE = {
     "test": ("test",),
     "predict": ("predict",),
 }
-#: Share of the free host memory that may be page-locked.
-_PINNED_FRACTION = 0.5
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,11 @@ class MemmapDataModule(L.LightningDataModule):
         seed: Seed of the row order and of random transforms.
         num_shards: Shards that the rows are divided into. Any number of data devices that divides
             this number gives the same global batches.
-        residency: Where shards live: ``auto``, ``device``, ``pinned``, ``mmap`` or, for data larger
+        residency: Where shards live: ``auto``, ``device``, ``host``, ``mmap`` or, for data larger
             than memory, ``stream``; see `lightning_memmap.placement`.
         memory_fraction: Share of a device's free memory at set-up that shards may take, and of the
-            host's for the windows of ``stream``. The model, its gradients and its activations need
-            the rest.
+            host's, divided by the processes of the machine, for those of ``host`` and the windows
+            of ``stream``. The model, its gradients and its activations need the rest.
         num_workers: Processes that read the datasets, to store them or to compare them with their
             stores; with 0, this one does. None are used for reading stores.
         overwrite: Replace stores of other datasets.
@@ -189,17 +190,24 @@ class MemmapDataModule(L.LightningDataModule):
             sampling`, a `Subset` of the training rows, or a dict of such by split; or `RandomSplit`
             or `KFold`, which hold rows of the training store out to validate on.
         member: Which fold or part, counted from 0. By default that of the member that this process
-            trains under ``memmap_independent``, modulo the number of folds or parts.
+            trains under ``memmap_independent``, modulo the number of folds or parts. It is also
+            what stands for ``{member}``. Without any of these it is refused.
         shuffle_window: Rows of a shard that are shuffled together: ``shuffle_window * num_shards``
             rows are mixed with each other, and with no other rows of their epoch. By default all
             rows are mixed, except under ``residency="stream"``, which reads this number of rows of
             each shard at once: there it is what makes 512 MiB over all shards. The order of rows
             depends on this number, and not on the residency, the machine or the number of devices:
-            a run with one number is the same everywhere, and is resumed with that number.
+            a run with one number is the same everywhere, and is resumed with that number. It is
+            refused with ``shuffle=False``, except under ``stream``.
         sampler: Makes the order of the training rows, instead of ``shuffle``, such as
             `lightning_memmap.sampling.Weighted`: a `lightning_memmap.sampling.SamplerFactory`, or a
             function of the `lightning_memmap.sampling.Shards` and the seed that returns a
             `lightning_memmap.sampling.Sampler`.
+        variable: How batches give fields whose rows differ in length, by field name: ``"pad"``, the
+            default, ``"jagged"``, ``"list"``, or a `lightning_memmap.schema.Form` such as
+            ``Pad(value=-1, multiple=8)``; in a config ``{form: pad, value: -1, multiple: 8}``.
+            Fields must be named here where the first rows that are read do not show that they
+            differ. The form is no part of the store.
 
     The arguments except the datasets are attributes too. Setting one takes effect at the next
     `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
@@ -230,6 +238,7 @@ class MemmapDataModule(L.LightningDataModule):
     member = Option[int | None]()
     shuffle_window = Option[int | None]()
     sampler = Option[SamplerFactory | Callable[[Shards, int], Sampler] | None]()
+    variable = Option[Mapping[str, Any] | None]()
     train_dataset = _SplitDataset("train")
     val_dataset = _SplitDataset("val")
     test_dataset = _SplitDataset("test")
@@ -262,6 +271,7 @@ class MemmapDataModule(L.LightningDataModule):
         member: int | None = None,
         shuffle_window: int | None = None,
         sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None = None,
+        variable: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.options = DataOptions(
@@ -285,6 +295,7 @@ class MemmapDataModule(L.LightningDataModule):
             member,
             shuffle_window,
             sampler,
+            variable,
         )
         selection = self.options.selection("val")
         if (
@@ -436,6 +447,18 @@ class MemmapDataModule(L.LightningDataModule):
         return {} if self._set_up is None else self._set_up.stores
 
     @property
+    def store_directory(self) -> Path:
+        """The directory of the stores: ``store_dir``, with its number in place of ``{member}``.
+
+        Raises:
+            ValueError: The member is not known.
+        """
+        text = str(self.store_dir)
+        if "{member}" not in text:
+            return self.store_dir
+        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
+
+    @property
     def placement(self) -> Placement | None:
         """Where the shards live; None before `setup`."""
         return None if self._set_up is None else self._set_up.placement
@@ -474,20 +497,21 @@ class MemmapDataModule(L.LightningDataModule):
             self._check_place(split)
             store = build_store(
                 dataset,
-                self._directory() / split,
+                self.store_directory / split,
                 num_shards=self.num_shards,
                 num_workers=self.num_workers,
                 # What this data module has built itself is not built again by the next stage.
                 overwrite=self.overwrite and split not in self._built,
                 fingerprint=self.options.fingerprint_of(split),
                 check=self.check,
+                variable=self.variable,
             )
             self._built[split] = self._source(split, store)
 
     def _finds_its_own(self, split: str) -> bool:
         """Whether the store of a split is there as this data module has last left it."""
         try:
-            return self._is_its_own(split, open_store(self._directory() / split))
+            return self._is_its_own(split, open_store(self.store_directory / split))
         except MemmapError:
             return False
 
@@ -522,7 +546,7 @@ class MemmapDataModule(L.LightningDataModule):
             RankMismatchError: Another rank failed, or has other stores, another seed, batch size,
                 shuffle, shuffle_window, drop_last or number of data devices.
         """
-        leave_gloo_at_exit()
+        leave_group_at_exit()
         error = None
         try:
             self._make(stage)
@@ -544,7 +568,7 @@ class MemmapDataModule(L.LightningDataModule):
         for split in self._splits(stage):
             if (store := self._open(split)) is not None:
                 stores[split] = store
-        topology, host = topology_of(self._strategy), torch.device("cpu")
+        topology = topology_of(self._strategy)
         if "train" in stores:
             self._check_train_fields(topology, stores["train"])
         sizes = {split: self._size(split, store, topology) for split, store in stores.items()}
@@ -552,12 +576,12 @@ class MemmapDataModule(L.LightningDataModule):
             sizes,
             topology,
             self.residency,
-            budget_bytes=device_budgets(topology.data_devices, self.memory_fraction),
-            pinned_budget_bytes=int(free_bytes(host) * _PINNED_FRACTION),
-            window_budget_bytes=int(free_bytes(host) * self.memory_fraction),
+            budget_bytes=device_budgets(
+                topology.data_devices, self.memory_fraction, topology.num_local_processes
+            ),
         )
         self._print_placement(placement)
-        self._warn_of_random_reads(placement, free_bytes(host))
+        self._warn_of_random_reads(placement, free_bytes(torch.device("cpu")))
         rows = {
             split: load_split(store, topology, placement.splits[split])
             for split, store in stores.items()
@@ -579,6 +603,12 @@ class MemmapDataModule(L.LightningDataModule):
                 f"the strategy asks for the fields {unknown}, and the train store has {names}: name"
                 " fields of the store (memmap_pipeline takes them from input_fields and loss_fields"
                 " of the module)"
+            )
+        others = [field for field in store.schema.fields if field.name not in topology.train_fields]
+        if variable := [field.name for field in others if field.num_variable]:
+            raise ValueError(
+                f"the rows of field {variable[0]!r} differ in length, and this process would not"
+                " hold it, since the module has input_fields and loss_fields: leave both out"
             )
         if self.transform is not None:
             raise ValueError(
@@ -665,10 +695,15 @@ class MemmapDataModule(L.LightningDataModule):
     def teardown(self, stage: str | None = None) -> None:
         """Free the shards of all splits. Loaders over them give no more batches.
 
+        The memory goes back to the devices and to the host, beyond what torch's allocators keep
+        for later: Lightning empties their caches before it calls this.
+
         Args:
             stage: Not used.
         """
         self._release()
+        if self._set_up is not None:
+            empty_caches(self._set_up.placement.topology.data_devices)
 
     def _release(self) -> None:
         if self._set_up is not None:
@@ -777,6 +812,9 @@ class MemmapDataModule(L.LightningDataModule):
 
     def test_dataloader(self) -> Loaders:
         """The test rows in dataset order, in loaders as from `val_dataloader`.
+
+        Returns:
+            A loader as from `train_dataloader`.
 
         Raises:
             StoreNotFoundError: `setup` was not called for this split, or there is no store.
@@ -893,13 +931,6 @@ class MemmapDataModule(L.LightningDataModule):
             )
         return member
 
-    def _directory(self) -> Path:
-        """Where the stores are."""
-        text = str(self.store_dir)
-        if "{member}" not in text:
-            return self.store_dir
-        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
-
     def _check_place(self, split: str) -> None:
         """Check that the stores of several datasets do not go into the store of one.
 
@@ -907,7 +938,7 @@ class MemmapDataModule(L.LightningDataModule):
             StoreError: They would.
         """
         kind, _, name = split.partition("/")
-        if name and is_store(path := self._directory() / kind):
+        if name and is_store(path := self.store_directory / kind):
             raise StoreError(
                 f"{path} is the store of one {kind}_dataset, and the stores of several would lie in"
                 " that directory: choose another store_dir, or delete this store"
@@ -922,7 +953,7 @@ class MemmapDataModule(L.LightningDataModule):
         Raises:
             ValueError: ``store_dir`` has ``{member}`` in it, and the member is not known.
         """
-        return self._directory() / self._stored_split(split)
+        return self.store_directory / self._stored_split(split)
 
     def _open(self, split: str) -> Store | None:
         path = self.store_path(split)
@@ -957,7 +988,7 @@ class MemmapDataModule(L.LightningDataModule):
         Raises:
             ValueError: There are several, and which of them has which index is not known.
         """
-        path = self._directory() / split
+        path = self.store_directory / split
         found = sorted(child.name for child in path.iterdir()) if path.is_dir() else []
         if names := [name for name in found if is_store(path / name)]:
             raise ValueError(
@@ -998,7 +1029,7 @@ class MemmapDataModule(L.LightningDataModule):
 
     def _missing(self, split: str) -> StoreNotFoundError:
         stored = self._stored_split(split)
-        path = self._directory() / stored
+        path = self.store_directory / stored
         if self._datasets[stored] is None and not is_store(path):
             return StoreNotFoundError(
                 f"{argument_of(stored)}=None and no store at {path}: give the dataset, or a"
@@ -1011,7 +1042,7 @@ class MemmapDataModule(L.LightningDataModule):
         sample = None
         if dataset is not None and schema.has_classes:
             sample = first_sample(dataset, self.num_workers)
-        return schema.builder(sample)
+        return FormedCollate(schema, read_forms(self.variable), sample)
 
 
 def _check_state(state: object) -> LoaderState | None:
@@ -1025,8 +1056,8 @@ def _check_state(state: object) -> LoaderState | None:
     """
     if not isinstance(state, Mapping):
         raise ValueError(
-            f"the state of the data module is a {type(state).__name__}: give load_state_dict the"
-            " dict that state_dict has returned"
+            f"the state of the data module is {with_article(type(state).__name__)}: give"
+            " load_state_dict the dict that state_dict has returned"
         )
     num_trained = state.get("num_trained")
     if num_trained is not None and not (type(num_trained) is int and num_trained >= 0):

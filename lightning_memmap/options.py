@@ -18,6 +18,7 @@ from lightning_memmap.sampling import (
     Subset,
 )
 from lightning_memmap.sampling.sampler import check_seed
+from lightning_memmap.schema import read_forms
 from lightning_memmap.splits import SPLITS
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
@@ -34,7 +35,7 @@ class DataOptions:
 
     Raises:
         TypeError: A transform or the sampler cannot be called, a count or the seed is not an
-            integer, or a fingerprint is not a string.
+            integer, a fingerprint is not a string, or a form has arguments that it cannot have.
         ValueError: An option is out of range, or two of them exclude each other.
     """
 
@@ -58,6 +59,7 @@ class DataOptions:
     member: int | None
     shuffle_window: int | None
     sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None
+    variable: Mapping[str, Any] | None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "store_dir", _directory(self.store_dir))
@@ -88,9 +90,9 @@ class DataOptions:
             if (given := getattr(self, name)) is not None:
                 check_callable(name, given)
         self._check_sampler()
-        if self.shuffle_window is not None and self.shuffle_window < 1:
-            raise ValueError(f"shuffle_window={self.shuffle_window}: at least 1 row of a shard")
+        self._check_window()
         check_choice(self.check)
+        read_forms(self.variable)
         given = self.fingerprint
         for split, each in (given if isinstance(given, Mapping) else {"train": given}).items():
             if split.partition("/")[0] not in SPLITS:
@@ -116,6 +118,18 @@ class DataOptions:
                 "shuffle=False with a sampler: leave one of them out; the sampler decides the order"
             )
 
+    def _check_window(self) -> None:
+        if self.shuffle_window is None:
+            return
+        if self.shuffle_window < 1:
+            raise ValueError(f"shuffle_window={self.shuffle_window}: at least 1 row of a shard")
+        # Under residency="stream" it also says how many rows are read at once.
+        if not self.shuffle and self.residency != "stream":
+            raise ValueError(
+                f"shuffle_window={self.shuffle_window} with shuffle=False: leave one of them out;"
+                " without residency='stream' it decides nothing but how rows are shuffled"
+            )
+
     def _check_subset(self) -> None:
         given = {name: getattr(self, name) for name in ("num_folds", "num_parts", "subset")}
         given = {name: value for name, value in given.items() if value is not None}
@@ -136,6 +150,16 @@ class DataOptions:
         self.selection("train")
         if self.member is not None and self.member < 0:
             raise ValueError(f"member={self.member}: members are counted from 0")
+        if (
+            self.member is not None
+            and self.num_folds is None
+            and self.num_parts is None
+            and "{member}" not in str(self.store_dir)
+        ):
+            raise ValueError(
+                f"member={self.member}: it chooses nothing without num_folds, num_parts or a"
+                " store_dir with {member} in it; give one of them, or leave member out"
+            )
 
     def selection(self, split: str) -> Selection | None:
         """What selects the rows of a split; None where it has all of its store.

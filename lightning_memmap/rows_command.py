@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import lightning as L
@@ -26,6 +27,7 @@ from lightning_memmap.errors import MemmapError
 from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
+from lightning_memmap.schema import Field
 from lightning_memmap.splits import SPLITS
 from lightning_memmap.store import Store, open_store
 
@@ -35,6 +37,8 @@ the last and the next step of a checkpoint. The order of rows is computed: no da
 _LEFT_OUT = ("callbacks", "logger", "plugins", "profiler", "barebones", "fast_dev_run")
 #: Rows of a contact sheet at most, and pixels between images.
 _SHEET_ROWS, _MARGIN = 1024, 2
+#: The most characters of a field.
+_MAX_TEXT = 80
 
 
 @dataclass(frozen=True)
@@ -305,22 +309,26 @@ def _table(step: StepRows, store: Store | None) -> Table:
             table.add_row(str(device.device), str(device.rank), rows)
         return table
     names = [field.name for field in store.schema.fields]
-    shown = [index for index, field in enumerate(store.schema.fields) if _is_short(field.shape)]
+    shown = [index for index, field in enumerate(store.schema.fields) if _is_short(field)]
     for name in ("row", "data device", *(names[index] for index in shown)):
         table.add_column(name)
     for position, row in enumerate(step.rows, step.first):
-        values = [_text(store.columns[index].row(row)) for index in shown]
+        values = [
+            _text(store.schema.fields[index].value(store.columns[index].row(row)))
+            for index in shown
+        ]
         table.add_row(str(row), str(position % len(step.devices)), *values)
     return table
 
 
-def _is_short(shape: Sequence[int]) -> bool:
-    return math.prod(shape) <= 8
+def _is_short(field: Field) -> bool:
+    return field.is_text or (not field.num_variable and math.prod(field.item_shape) <= 8)
 
 
 def _text(value: Any) -> str:
     found = value.flatten().tolist() if isinstance(value, Tensor) else [value]
     text = " ".join(f"{one:.4g}" if isinstance(one, float) else str(one) for one in found)
+    text = shorten(text, _MAX_TEXT)
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -331,7 +339,11 @@ def _write_sheet(store: Store, steps: Sequence[StepRows], path: Path) -> bool:
         ValueError: Nothing is installed that writes images.
     """
     columns = zip(store.schema.fields, store.columns, strict=True)
-    images = [column for field, column in columns if _layout(field.shape) is not None]
+    images = [
+        column
+        for field, column in columns
+        if not field.num_variable and _layout(field.item_shape) is not None
+    ]
     rows = [row for step in steps for row in step.rows][:_SHEET_ROWS]
     if not images:
         return False

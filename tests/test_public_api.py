@@ -25,6 +25,7 @@ from tests.preloaded import python
 
 NAMES = {
     "lightning_memmap": [
+        "ColumnDataset",
         "MemmapDataModule",
         "Store",
         "build_store",
@@ -37,7 +38,10 @@ NAMES = {
         "BatchLoader",
         "DeviceLoader",
         "EpochRows",
+        "FormedCollate",
         "OnSuperBatch",
+        "Padded",
+        "RowList",
         "RowSource",
         "SplitRows",
         "SuperBatch",
@@ -74,7 +78,14 @@ NAMES = {
         "shard_starts",
         "striping",
     ],
-    "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
+    "lightning_memmap.store": [
+        "ColumnDataset",
+        "Damage",
+        "Store",
+        "build_store",
+        "open_store",
+        "verify_store",
+    ],
     "lightning_memmap.strategies": [
         "DataParallelStrategy",
         "FSDP2Strategy",
@@ -117,6 +128,7 @@ DATA_MODULE = {
     "member": None,
     "shuffle_window": None,
     "sampler": None,
+    "variable": None,
 }
 
 STRATEGY = {
@@ -213,8 +225,8 @@ def test_package_is_marked_as_typed() -> None:
     assert (Path(lightning_memmap.__file__).parent / "py.typed").is_file()
 
 
-#: Run by a new interpreter. It imports the dependencies first, so that all that is seen afterwards
-#: to be opened, started or changed is the work of the package itself.
+#: It imports the dependencies first, so that all that is seen afterwards to be opened, started or
+#: changed is the work of the package itself.
 WATCH = """
 import importlib, os, sys, threading
 
@@ -247,8 +259,9 @@ def test_import_opens_nothing_and_starts_nothing(tmp_path: Path) -> None:
     program = WATCH.replace("NAMES", repr([*NAMES, "lightning_memmap.cli"]))
     places = {str(package), sys.prefix, sys.base_prefix, *(str(Path(p)) for p in sys.path if p)}
     done = subprocess.run(
-        [sys.executable, "-c", program, *sorted(places)],
+        [python(), "-c", program, *sorted(places)],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_memmap._compat.tensors import (
-    TorchDispatchMode,
+from lightning_memmap._compat.snapshots import (
     dump_cuda_memory_snapshot,
     record_cuda_memory_history,
-    tree_leaves,
 )
+from lightning_memmap._compat.tensors import TorchDispatchMode, tree_leaves
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.loading.collate import named_leaves
+from lightning_memmap.loading.variable_batch import dense_tensors
 from lightning_memmap.strategies.scattering.batch import ScatteredBatch
 
 #: The kinds of memory, from the bottom of a picture to its top.
@@ -53,9 +53,10 @@ def tensors_of(batch: Any) -> list[Tensor]:
         batch: Any nesting of mappings, sequences and dataclasses.
 
     Returns:
-        The tensors themselves, on their devices; other values are left out.
+        The tensors themselves, on their devices, and those that nested ones consist of; other
+        values are left out.
     """
-    return [leaf for _, leaf in named_leaves(batch) if isinstance(leaf, Tensor)]
+    return [tensor for _, leaf in named_leaves(batch) for tensor in dense_tensors(leaf)]
 
 
 def batches_of(batch: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.errors import with_article
 from lightning_memmap.placement import DataTopology, HeldShards, Residency, format_bytes
 from lightning_memmap.store.manifest import Manifest
 
@@ -54,9 +55,9 @@ class RunSummary(L.Callback):
         data = getattr(trainer, "datamodule", None)
         if not isinstance(data, MemmapDataModule) or data.placement is None:
             raise TypeError(
-                f"RunSummary: the Trainer's data module is a {type(data).__name__}, and the"
-                " summary is about stores and shards: pass datamodule=MemmapDataModule(...), or"
-                " leave the callback out"
+                f"RunSummary: the Trainer's data module is {with_article(type(data).__name__)}, and"
+                " the summary is about stores and shards: pass datamodule=MemmapDataModule(...),"
+                " or leave the callback out"
             )
         if stage == "fit":
             self._splits, self._held, self._rates = {}, [], []
@@ -175,8 +176,8 @@ def _held_text(held: Sequence[HeldShards]) -> str:
 
 def _now_s(trainer: L.Trainer) -> float:
     """The time in seconds, once the root device has finished its work."""
-    if trainer.strategy.root_device.type == "cuda":
-        torch.cuda.synchronize(trainer.strategy.root_device)
+    if trainer.strategy.root_device.type != "cpu":
+        torch.accelerator.synchronize(trainer.strategy.root_device)
     return perf_counter()
 
 

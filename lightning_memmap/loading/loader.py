@@ -303,6 +303,9 @@ class SuperBatchLoader:
 
         Args:
             position: The first position that was not delivered.
+
+        Returns:
+            True if the epoch ends at this position.
         """
         return not len(self._schedule(position))
 
@@ -311,6 +314,9 @@ class SuperBatchLoader:
 
         Args:
             step: The step, counted from 0.
+
+        Returns:
+            The two positions.
 
         Raises:
             IndexError: There is no such step.

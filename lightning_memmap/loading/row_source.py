@@ -1,6 +1,6 @@
 """Row sources: rows of some shards in one place, and how they come into a batch.
 
-A source knows where the rows are: resident on a device, in page-locked memory, in the file mapping,
+A source knows where the rows are: resident on a device, in host memory, in the file mapping,
 or in files that are read window by window. For each epoch it gives `EpochRows`, which follow the
 order of a sampler.
 """
@@ -9,13 +9,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import Buffers
+from lightning_memmap.loading.buffers import Buffers, Fields
+from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling import Integers, Sampler
+
+#: One tensor per row, or rows that are not copied yet.
+Leaf: TypeAlias = Tensor | VariableRows
+#: The shape of one row and the dtype of a field. None stands for dimensions that differ.
+FieldRows: TypeAlias = tuple[tuple[int | None, ...], torch.dtype]
+
+
+def has_variable(fields: Sequence[FieldRows]) -> bool:
+    """Whether the rows of a field differ in shape.
+
+    Args:
+        fields: Shape of one row and dtype of each field.
+    """
+    return any(None in shape for shape, _ in fields)
+
+
+def fixed_fields(fields: Sequence[FieldRows]) -> Fields:
+    """The fields whose rows have one shape.
+
+    Args:
+        fields: Shape of one row and dtype of each field.
+    """
+    return [(shape, dtype) for shape, dtype in fields if None not in shape]  # type: ignore[misc]
 
 
 class EpochRows(Protocol):
@@ -26,8 +50,9 @@ class EpochRows(Protocol):
         """Where rows are fetched."""
 
     @property
-    def fields(self) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape of one row and dtype of each field that this process needs."""
+    def fields(self) -> Sequence[FieldRows]:
+        """Shape of one row and dtype of each field that this process needs. None stands for
+        dimensions that differ from row to row."""
 
     @property
     def row_bytes(self) -> int:
@@ -45,19 +70,21 @@ class EpochRows(Protocol):
 
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> list[Tensor]:
+    ) -> Sequence[Leaf]:
         """Copy rows into a batch.
 
         Args:
-            locations: Of `locate`, int64 of shape (B,), on this device. Epochs that are read
-                window by window must be fetched in their order.
-            out: Buffers to copy into, where the rows are on a CPU. New ones are made where it is
-                None.
+            locations: Of `locate`, int64 of shape (B,), on this device, or on the CPU where a field
+                has dimensions that differ. Epochs that are read window by window must be fetched in
+                their order.
+            out: Buffers to copy into, for the fields whose rows have one shape, where the rows are
+                on a CPU. New ones are made where it is None.
             pin_memory: Whether new buffers are page-locked, for copies to a device. torch's host
                 allocator uses their memory again once they are freed and the copies are done.
 
         Returns:
-            One tensor of shape (B, *field shape) for each of these fields, on this device.
+            One tensor of shape (B, *field shape) for each of these fields, on this device, or
+            `VariableRows`, which are not copied yet.
 
         Raises:
             IndexError: A location is outside the rows of this source.
@@ -115,8 +142,8 @@ class RandomAccessRows(ABC):
 
     #: Where rows are fetched.
     device: torch.device
-    #: Shape of one row and dtype of each field.
-    fields: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    #: Shape of one row and dtype of each field; see `EpochRows.fields`.
+    fields: Sequence[FieldRows]
     #: Bytes of one row over these fields.
     row_bytes: int
     is_released = False
@@ -136,7 +163,16 @@ class RandomAccessRows(ABC):
     def epoch(
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch; see `RowSource.epoch`."""
+        """The rows in the order of an epoch; see `RowSource.epoch`.
+
+        Args:
+            sampler: The order.
+            epoch: Epoch, counted from 0.
+            position: Not needed here: positions may come in any order.
+
+        Returns:
+            A context manager that gives the rows, and does nothing at its end.
+        """
         return nullcontext(_RandomAccessEpoch(self, sampler, epoch))
 
     def release(self) -> None:
@@ -159,8 +195,18 @@ class RandomAccessRows(ABC):
     @abstractmethod
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> list[Tensor]:
-        """Copy rows into a batch; see `EpochRows.fetch`."""
+    ) -> Sequence[Leaf]:
+        """Copy rows into a batch; see `EpochRows.fetch`.
+
+        Args:
+            locations: Of `locate`, int64 of shape (B,), on this device.
+            out: Buffers to copy into, where the rows are on a CPU. New ones are made where it is
+                None.
+            pin_memory: Whether new buffers are page-locked.
+
+        Returns:
+            What `EpochRows.fetch` returns.
+        """
 
 
 @dataclass(frozen=True)
@@ -176,7 +222,7 @@ class _RandomAccessEpoch:
         return self.rows.device
 
     @property
-    def fields(self) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+    def fields(self) -> Sequence[FieldRows]:
         return self.rows.fields
 
     @property
@@ -188,14 +234,18 @@ class _RandomAccessEpoch:
 
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> list[Tensor]:
+    ) -> Sequence[Leaf]:
         if self.rows.is_released:
             raise released_error()
         return self.rows.fetch(locations, out, pin_memory=pin_memory)
 
 
 def released_error() -> RuntimeError:
-    """The error of a loader that outlived its shards."""
+    """The error of a loader that outlived its shards.
+
+    Returns:
+        The error, to be raised by the caller.
+    """
     return RuntimeError(
         "the shards of this loader were freed by teardown(): call setup(), and ask for a new loader"
     )

@@ -48,7 +48,6 @@ class WindowLayout:
         offsets: Where the rows of the split lie in the files.
         shards: The shards of the split that this process holds.
         window: Rows of a shard in a window.
-        pin: Read into page-locked memory.
     """
 
     def __init__(
@@ -59,14 +58,12 @@ class WindowLayout:
         *,
         shards: Sequence[int],
         window: int,
-        pin: bool,
     ) -> None:
         self.fields = fields
         self._files = files
         self._offsets = offsets
         self._shards = np.array(shards, np.int64)
         self._sizes = offsets.shards.sizes
-        self._pin = pin
         num_shards = offsets.shards.num_shards
         #: A run's first slot is, modulo this, its first row's number in the file.
         self._multiple = 1
@@ -110,27 +107,21 @@ class WindowLayout:
         """
         buffers = []
         for field in self.fields:
-            memory = self._allocate(self.num_slots * field.row_bytes)
-            shape = (self.num_slots, *field.shape)
-            is_empty = not field.row_bytes
-            buffers.append(
-                torch.empty(shape, dtype=field.dtype)
-                if is_empty
-                else memory.view(field.dtype).view(shape)
-            )
+            shape = (self.num_slots, *field.item_shape)
+            if not field.row_bytes:
+                buffers.append(torch.empty(shape, dtype=field.dtype))
+                continue
+            memory = aligned_memory(self.num_slots * field.row_bytes)
+            flat = torch.frombuffer(memory, dtype=torch.uint8)
+            buffers.append(flat.view(field.dtype).view(shape))
         return Buffers.of(buffers)
 
-    def _allocate(self, num_bytes: int) -> Tensor:
-        if not num_bytes:
-            return torch.empty(0, dtype=torch.uint8)
-        if not self._pin:
-            return torch.frombuffer(aligned_memory(num_bytes), dtype=torch.uint8)
-        memory = torch.empty(num_bytes + MAX_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
-        skip = -memory.data_ptr() % MAX_BLOCK_BYTES
-        return memory[skip : skip + num_bytes]
-
     def scratch(self) -> memoryview:
-        """Scratch memory for the reads of one thread, aligned for direct reads."""
+        """Scratch memory for the reads of one thread, aligned for direct reads.
+
+        Returns:
+            The memory, larger than the longest row and than the longest read.
+        """
         largest = max(_READ_BYTES, *(field.row_bytes for field in self.fields))
         return aligned_memory(largest + 2 * MAX_BLOCK_BYTES)
 

@@ -4,11 +4,16 @@ import errno
 import os
 import stat
 import sys
+from itertools import pairwise
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_memmap.errors import StoreError
+from lightning_memmap.sampling import Integers
 
 #: Suffix of files that a build needs only until its store is in place.
 TEMPORARY = ".tmp"
@@ -71,6 +76,9 @@ def unreadable(path: Path, error: OSError) -> StoreError:
     Args:
         path: The file.
         error: What the system said.
+
+    Returns:
+        The error, to be raised by the caller.
     """
     return StoreError(
         f"{path} cannot be read: {error.strerror}: see that you have the right to read it and all"
@@ -93,6 +101,27 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+
+
+def write_rows(descriptor: int, locations: Integers, rows: NDArray[np.uint8]) -> None:
+    """Write rows of one size into a file.
+
+    Args:
+        descriptor: A file that is open for writing.
+        locations: Where they go, in rows from the start of the file, each once: int64 of shape
+            (B,).
+        rows: Their bytes, uint8 of shape (B, bytes of a row).
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    order = np.argsort(locations)
+    locations, size = locations[order], rows.shape[1]
+    data = rows.take(order, axis=0).reshape(-1).data
+    # One call for all rows whose locations follow one another.
+    bounds = [0, *(np.flatnonzero(np.diff(locations) != 1) + 1).tolist(), len(rows)]
+    for first, end in pairwise(bounds):
+        write_all(descriptor, data[first * size : end * size], int(locations[first]) * size)
 
 
 def sync_path(path: Path) -> None:
@@ -138,6 +167,9 @@ class OpenFiles:
         Args:
             name: Name of the file in the directory. A link is not followed.
             flags: Flags of ``os.open`` beside those for writing, such as ``os.O_CREAT``.
+
+        Returns:
+            The descriptor, open for writing.
 
         Raises:
             OSError: The file cannot be opened.

@@ -12,12 +12,14 @@ from typing_extensions import override
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
+    Padded,
+    RowList,
     SuperBatch,
     SuperBatchLoader,
     has_streams,
     loader_for,
 )
-from lightning_memmap.placement import DataTopology, data_parallel_rank
+from lightning_memmap.placement import DataTopology, data_parallel_rank, local_processes
 
 #: Steps that are prepared ahead on a device that works asynchronously.
 _PREFETCH = 2
@@ -61,7 +63,12 @@ class SuperBatchAssembly(Strategy):
         """Which devices hold the data; batches are assembled on the root device."""
         rank, size = data_parallel_rank(self)
         return DataTopology(
-            self.data_devices, rank, size, assemble_on=self.root_device, prefetch=self.prefetch
+            self.data_devices,
+            rank,
+            size,
+            assemble_on=self.root_device,
+            prefetch=self.prefetch,
+            num_local_processes=local_processes(self),
         )
 
     @override
@@ -118,12 +125,15 @@ class SuperBatchAssembly(Strategy):
 
 
 def _is_on(batch: Any, device: torch.device) -> bool:
-    """Whether a batch of plain containers has nothing but tensors on a device."""
+    """Whether a batch of plain containers has nothing but tensors on a device, and text."""
     if isinstance(batch, Tensor):
         return batch.device == device
     if type(batch) is dict:
         return all(_is_on(child, device) for child in batch.values())
-    return type(batch) in (list, tuple) and all(_is_on(child, device) for child in batch)
+    if isinstance(batch, (str, bytes)):
+        return True
+    is_plain = type(batch) in (list, tuple, Padded, RowList)
+    return is_plain and all(_is_on(child, device) for child in batch)
 
 
 class RowWeighting(SuperBatchAssembly, ParallelStrategy):

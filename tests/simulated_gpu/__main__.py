@@ -1,6 +1,10 @@
-"""``python -m tests.simulated_gpu [arguments]``: pytest on simulated GPUs."""
+"""``python -m tests.simulated_gpu [arguments]``: pytest on simulated GPUs.
+
+With ``--program FILE [arguments]``, another program on them.
+"""
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +23,11 @@ def main(arguments: list[str]) -> int:
     except UnavailableError as error:
         print(error)
         return UNAVAILABLE
+    if arguments[:1] == ["--program"]:
+        from tests.preloaded import python
+
+        # The processes that it starts have the devices, too.
+        return subprocess.call([python(), *arguments[1:]])
     import pytest
 
     # The first of these imports torch.

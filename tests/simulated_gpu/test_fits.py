@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.placement import budgets
 from lightning_memmap.strategies import (
     DataParallelStrategy,
     LocalModelParallelStrategy,
@@ -132,7 +133,7 @@ def check(
     runs = []
     for accelerator in ("gpu", "cpu"):
         given = dict(options)
-        if accelerator == "cpu" and options.get("residency") in ("device", "pinned"):
+        if accelerator == "cpu" and options.get("residency") in ("device", "host"):
             given["residency"] = "mmap"
         if names is None:
             runs.append(run(path, accelerator, make, 2, **given))
@@ -154,7 +155,7 @@ def check(
 
 @pytest.mark.parametrize(
     ("residency", "prefetch"),
-    [("device", 0), ("device", 2), ("pinned", 4), ("mmap", 2), ("stream", 0), ("stream", 2)],
+    [("device", 0), ("device", 2), ("host", 4), ("mmap", 2), ("stream", 0), ("stream", 2)],
 )
 def test_superbatch_has_the_bits_of_the_cpu(tmp_path: Path, residency: str, prefetch: int) -> None:
     options: dict[str, Any] = {"residency": residency, "transform": noisy}
@@ -180,12 +181,12 @@ def test_superbatch_on_named_devices_has_the_bits_of_the_cpu(
     check(tmp_path, SuperBatchStrategy, options, names)
 
 
-@pytest.mark.parametrize("pinned", [0.5, 1e-9])
+@pytest.mark.parametrize("host_bytes", [2**40, 0])
 def test_shards_of_a_device_in_several_places_have_the_bits_of_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_bytes: int
 ) -> None:
-    """A budget of some shards: the others stay in page-locked memory, or in the mapping."""
-    monkeypatch.setattr("lightning_memmap.datamodule._PINNED_FRACTION", pinned)
+    """A budget of some shards: the others stay in host memory, or in the mapping."""
+    monkeypatch.setattr(budgets, "available_bytes", lambda: host_bytes)
     options = {"residency": "auto", "memory_fraction": 2e-6, "transform": noisy}
     check(tmp_path, SuperBatchStrategy, options)
 

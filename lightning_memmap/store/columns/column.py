@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,15 @@ from lightning_memmap.store.files import OpenFiles
 
 #: A piece of a file: its name, the first byte, and one past the last byte.
 FileRange = tuple[str, int, int]
+
+
+class PackedRows(NamedTuple):
+    """Rows that differ in length, one after the other."""
+
+    items: Tensor
+    """Of shape (items of all rows, *item shape), on any device."""
+    sizes: Integers
+    """Sizes of each row in the dimensions that differ, int64 of shape (B, number of these)."""
 
 
 class OpenColumn(Protocol):
@@ -44,15 +53,15 @@ class OpenColumn(Protocol):
             A tensor of the field's dtype and shape on the CPU.
         """
 
-    def fetch(self, rows: Integers) -> Tensor:
+    def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
         """Copy rows into one batch.
 
         Args:
             rows: Rows in dataset order, int64 of shape (B,).
 
         Returns:
-            A tensor of shape (B, *field shape) on the CPU; where rows differ in shape, a jagged
-            one.
+            A tensor of shape (B, *field shape) on the CPU; where rows differ in shape, a tensor for
+            each.
         """
 
 
@@ -62,11 +71,12 @@ class Column(ABC):
 
     A column is made when a build begins, and `finish` makes the one that the manifest records.
     Where all rows have one size, the two are equal. Otherwise the location of a row is not known
-    while other rows are still being written: each `write` then makes a file of its own, whose name
-    ends in `files.TEMPORARY`, and records in an index of fixed size where each row is; `finish`
+    while other rows are still being written: each process then writes files of its own, whose names
+    end in `files.TEMPORARY`, and records in an index of fixed size where each row is; `finish`
     joins these files.
 
-    File names begin with the field's name and a dot, and have up to seven more characters.
+    File names begin with the field's name and a dot. A column that needs more than seven characters
+    for the rest checks that they fit.
 
     Args:
         field: The field.
@@ -93,6 +103,9 @@ class Column(ABC):
 
         Args:
             field: A field of the schema.
+
+        Returns:
+            True if it is to be kept so.
         """
 
     @classmethod
@@ -104,23 +117,33 @@ class Column(ABC):
             shards: The rows of the store, and the shards that they are divided into.
             entry: The entry, which has not been checked except for its kind.
 
+        Returns:
+            The column; no file has been opened.
+
         Raises:
             ValueError: No such column can exist.
         """
         return cls(field, shards)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values what the manifest needs beside the kind: by default, nothing."""
+        """Convert to JSON values what the manifest needs beside the kind: by default, nothing.
+
+        Returns:
+            The values by key, which `from_json` finds in the entry.
+        """
         return {}
 
     @abstractmethod
     def num_bytes(self, rows: range | Integers) -> int:
         """Return the bytes that rows take where they are resident.
 
-        A column that does not know the size of each row rounds up.
+        A column that does not know the size of each row estimates it.
 
         Args:
             rows: Rows in dataset order.
+
+        Returns:
+            Bytes of all these rows together.
         """
 
     @abstractmethod
@@ -139,21 +162,24 @@ class Column(ABC):
 
         Args:
             max_rows: Rows that fit into the block.
+
+        Returns:
+            The block, whose contents are undefined.
         """
         return Block(self, max_rows)
 
     @abstractmethod
-    def write(self, files: OpenFiles, rows: Integers, values: Tensor) -> None:
+    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor | PackedRows) -> None:
         """Write rows in any order. Several processes may do this at once, each with other rows.
 
-        When this returns, the rows survive a kill of the process. Once ``file_bytes`` have been
-        brought to the disk, they survive a power cut.
+        When this returns, the rows survive a kill of the process. Once ``file_bytes`` and all
+        temporary files have been brought to the disk, they survive a power cut.
 
         Args:
             files: The files of the store that is being built.
-            rows: The rows in dataset order, int64 of shape (B,).
+            rows: The rows in dataset order, a range of step 1 or int64 of shape (B,).
             values: A tensor of shape (B, *field shape), on any device; where rows differ in shape,
-                a jagged one.
+                all of them packed.
 
         Raises:
             OSError: The files cannot be written.
@@ -194,6 +220,9 @@ class Column(ABC):
         Args:
             directory: Directory of the store. The sizes of its files have been checked.
 
+        Returns:
+            The open column, which reads rows and never writes.
+
         Raises:
             StoreError: A file cannot be mapped.
         """
@@ -209,7 +238,7 @@ class Block:
 
     def __init__(self, column: Column, max_rows: int) -> None:
         self._column = column
-        shape, dtype = (max_rows, *column.field.shape), column.field.dtype
+        shape, dtype = (max_rows, *column.field.item_shape), column.field.dtype
         self._rows = torch.empty(shape, dtype=dtype, device="cpu")
 
     def put(self, index: int, leaf: Tensor | np.ndarray) -> None:
@@ -224,6 +253,18 @@ class Block:
         else:
             self._rows.numpy()[index] = leaf
 
+    def put_rows(self, index: int, leaves: Tensor | np.ndarray) -> None:
+        """Copy consecutive rows into the block.
+
+        Args:
+            index: Row of the block that the first of them becomes.
+            leaves: The rows, of the field's dtype and shape (n, *field shape), on the CPU.
+        """
+        if isinstance(leaves, Tensor):
+            self._rows[index : index + len(leaves)].copy_(leaves)
+        else:
+            self._rows.numpy()[index : index + len(leaves)] = leaves
+
     def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
         """Write the first rows of the block.
 
@@ -235,4 +276,4 @@ class Block:
         Raises:
             OSError: The files cannot be written.
         """
-        self._column.write(files, np.arange(first, first + num_rows), self._rows[:num_rows])
+        self._column.write(files, range(first, first + num_rows), self._rows[:num_rows])

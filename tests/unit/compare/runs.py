@@ -49,6 +49,13 @@ class Double(torch.nn.Module):
         return {**batch, "x": batch["x"] * 2}
 
 
+class OfItsDevice(torch.nn.Module):
+    """A transform that sees the rows of one data device, and does what depends on all of them."""
+
+    def forward(self, batch: Any) -> Any:
+        return {**batch, "x": batch["x"] - batch["x"].mean(0)}
+
+
 class WithDropout(Regression):
     """A network that draws random numbers in each step."""
 

@@ -79,7 +79,6 @@ def test_resident_bytes_are_those_of_the_plan(numbered_store: Callable[..., Stor
         {"train": SplitSize.of("train", manifest, topology)},
         topology,
         budget_bytes={CPU: 2**40},
-        pinned_budget_bytes=0,
     )
     found = resident_bytes(placement)
     assert list(found) == ["0: cpu", "1: cpu"]

@@ -530,8 +530,7 @@ class TestFailures:
             {"train": SplitSize.of("train", store.manifest, topology, subset)},
             topology,
             "stream",
-            budget_bytes={CPU: 0},
-            pinned_budget_bytes=0,
+            budget_bytes={CPU: 2**40},
         ).splits["train"]
         with pytest.warns(UserWarning, match=r"residency='stream': 3 bytes of the store at"):
             load_split(store, topology, plan)
