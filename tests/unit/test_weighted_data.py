@@ -52,9 +52,7 @@ def make_loader(
 
     topology = DataTopology((CPU,) * num_devices, rank, size)
     sized = SplitSize.of("train", store.manifest, topology, subset, None, order)
-    placement = plan_placement(
-        {"train": sized}, topology, residency, budget_bytes={CPU: 2**40}, pinned_budget_bytes=0
-    )
+    placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: 2**40})
     rows = load_split(store, topology, placement.splits["train"])
     sampler = order(sized.shards.base, sized.window)
     return SuperBatchLoader(rows, sampler, batch_size, collate=store.schema.builder(), seed=5)
@@ -226,7 +224,7 @@ def test_factory_of_a_user_may_look_up_fields(tmp_path: Path) -> None:
     ("sampler", "options", "words"),
     [
         (Weighted("labels"), {}, r"field 'labels': the store at .* has \['row', 'x', 'y', 'label'"),
-        (Weighted("x"), {}, r"field 'x': its rows have shape \(8,\)"),
+        (Weighted("x"), {}, r"field 'x': its rows are float32 \(8,\)"),
         (Weighted([1.0]), {}, r"weights of shape \(1,\), and the dataset has 90 rows"),
         (Weighted("label"), {"residency": "stream"}, "must be shuffled within these"),
         (Weighted("label", num_samples=1), {}, "an epoch of 1 rows for 2 data devices"),
