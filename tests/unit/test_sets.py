@@ -3,7 +3,7 @@
 import copy
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,15 @@ import yaml
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_memmap import MemmapDataModule, build_store, open_store
+from lightning_memmap import MemmapDataModule, Store, build_store, open_store
 from lightning_memmap.cli import main
 from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import KFold, Parts, RandomSplit, Subset
 from tests.models import Points, Regression, make_trainer
 from tests.preloaded import python
-from tests.rows import joined
+from tests.rows import check_save_and_resume, epoch_rows, joined, make_loader
 
 CLEAN, NOISY = Points(20, 100), Points(13, 200)
 
@@ -403,6 +404,26 @@ def test_subset_is_the_same_on_any_number_of_devices(tmp_path: Path) -> None:
         found.append(module.seen["train"])
     assert all(steps == found[0] for steps in found)
     assert sorted(joined(found[0])) == sorted(chosen)
+
+
+@pytest.mark.parametrize("residency", ["mmap", "device", "stream"])
+def test_loader_of_listed_rows_is_saved_and_resumed(
+    numbered_store: Callable[..., Store], residency: str
+) -> None:
+    store = numbered_store(101, 12)
+    chosen = np.random.default_rng(1).permutation(101)[:61].tolist()
+    subset = Subset(chosen).subset("train", 0, store)
+
+    def make(num_devices: int) -> SuperBatchLoader:
+        window = 2 if residency == "stream" else None
+        return make_loader(
+            store, num_devices, 12 // num_devices, residency=residency, subset=subset,
+            window=window, shuffle=True, seed=5,
+        )  # fmt: skip
+
+    assert sorted(joined(epoch_rows(make(2)))) == sorted(chosen)
+    check_save_and_resume(lambda: make(2), 1)
+    check_save_and_resume(lambda: make(2), 1, lambda: make(4))
 
 
 def test_checkpoint_of_another_subset_is_refused(tmp_path: Path) -> None:

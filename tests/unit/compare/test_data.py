@@ -9,6 +9,7 @@ import pytest
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.run.data import batch_size_of, comparable, prepare_store
 from lightning_memmap.compare.run.variants import parse_variants
+from lightning_memmap.sampling import Weighted
 from lightning_memmap.strategies import STRATEGIES
 from tests.models import Points
 from tests.unit.compare.runs import (
@@ -71,6 +72,24 @@ def test_variants_have_the_rows_of_a_fold_of_a_member(tmp_path: Path) -> None:
     assert found.store_path == str(tmp_path / "site1" / "train")
     # The fold that is held out has 25 rows.
     assert found.steps_per_epoch == (ROWS - 25) // (BATCH_SIZE * DEVICES) < STEPS
+    checks = {
+        variant: check_run(tmp_path, variant, **options)
+        for variant in ("auto", "memmap_superbatch", "auto+workers0")
+    }
+    assert all(parity.holds for parity in check_all_parity(checks, expected).values())
+
+
+def test_variants_have_rows_drawn_by_weight(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "store_dir": tmp_path / "stores",
+        "batch_size": BATCH_SIZE,
+        "val_dataset": [Points(9), Points(5)],
+        "sampler": Weighted([float(row % 3) for row in range(ROWS)], num_samples=2 * ROWS),
+    }
+    found, expected = prepare_store(
+        comparable(MemmapDataModule(Points(ROWS), **options)), DEVICES, STEPS
+    )
+    assert found.steps_per_epoch == 2 * ROWS // (BATCH_SIZE * DEVICES)
     checks = {
         variant: check_run(tmp_path, variant, **options)
         for variant in ("auto", "memmap_superbatch", "auto+workers0")
