@@ -20,6 +20,7 @@ from lightning_memmap.compare.report.report import Data
 from lightning_memmap.compare.run.rows import MappedLoader, hash_batch, hash_rows
 from lightning_memmap.compare.run.variants import Variant
 from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.loading import has_streams
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.placement import DataTopology, Placement, data_parallel_rank, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
@@ -294,7 +295,7 @@ class PlainData(L.LightningDataModule):
             num_workers=self._num_workers,
             collate_fn=_Collate(store.schema, None if self._transform_here else transform),
             persistent_workers=self._num_workers > 0,
-            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+            pin_memory=has_streams(self.trainer.strategy.root_device),
         )
         if self._transform_here and transform is not None:
             here = DeviceTransform(transform, _CPU)
