@@ -40,9 +40,20 @@ _FOREIGN_WARNINGS = (
 _SETTLE_S = 5.0
 
 
+#: One test that takes as long as many others.
+_LONGEST = "test_simulated_gpu.py"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for line in _FOREIGN_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
+    # pytest-xdist would begin with the modules that have the most tests: the longest test, alone in
+    # its module, would come last, and all other processes would wait for it.
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name != _LONGEST)
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +111,9 @@ def guard_threads() -> Iterator[None]:
 
 
 def _threads() -> set[threading.Thread]:
-    # The monitor of tqdm serves every progress bar of the process and never ends.
-    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+    # The monitor of tqdm and the event loop of zarr serve the whole process and never end.
+    kept = ("tqdm_monitor", "zarr_io", "asyncio_")
+    return {thread for thread in threading.enumerate() if not thread.name.startswith(kept)}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ there without being shown, such as an assertion about the block above. After a c
 ``<!-- test: new program -->`` another program begins.
 """
 
+import ast
 import os
 import re
 import subprocess
@@ -148,3 +149,24 @@ def anchors(path: Path) -> set[str]:
     text = FENCED.sub("", path.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    texts = [
+        text
+        for path in (ROOT / "lightning_memmap").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (text := written_text(node))
+    ]
+    messages = re.findall(r"^### `(.+)`$", PAGES["docs/troubleshooting.md"], re.MULTILINE)
+    assert len(messages) > 20
+    for message in messages:
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("...")))
+        assert any(pattern.search(text) for text in texts), message
+
+
+def written_text(node: ast.AST) -> str:
+    """A string of a program, with one sign in place of each value in it; empty for other nodes."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(written_text(value) or "?" for value in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""

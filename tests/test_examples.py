@@ -18,9 +18,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from examples import cifar, digits, gpt, kfold, segmentation
+from examples import cifar, digits, gpt, kfold, photos, segmentation
 from examples.cifar import CropAndFlip, SmallImages
 from examples.digits import Digits, FashionMNIST, Normalize, ShiftAndNormalize, read_idx
+from examples.folders import made_at_once
+from examples.photos import CropAndNormalize, Photos, RandomCropAndFlip
 from examples.segmentation import MirrorAndTurn, Shapes, ToTraining
 from lightning_memmap import MemmapDataModule, open_store
 from lightning_memmap.loading.transform import DeviceTransform
@@ -305,7 +307,7 @@ def test_digits_splits_are_disjoint_and_repeat() -> None:
     assert Digits("train")[0]["image"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize("dataset", [Digits, FashionMNIST, Shapes, gpt.Text])
+@pytest.mark.parametrize("dataset", [Digits, FashionMNIST, Photos, Shapes, gpt.Text])
 def test_datasets_unknown_split_is_refused(dataset: Any) -> None:
     with pytest.raises(ValueError, match="split='dev': choose one of train, val, test"):
         dataset("dev")
@@ -846,3 +848,95 @@ def test_crop_and_flip_same_seed_repeats_and_other_seeds_differ() -> None:
     assert not torch.equal(first, other)
     unchanged = CropAndFlip(padding=0, flip=False)(batch, seeded(0))
     assert torch.equal(unchanged["image"], batch["image"])
+
+
+# Photographs
+
+
+@pytest.fixture
+def few_photos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(photos, "_NUM_ROWS", {"train": 16, "val": 8, "test": 8})
+
+
+@pytest.mark.usefixtures("few_photos")
+def test_photos_are_patches_of_the_photographs(tmp_path: Path) -> None:
+    dataset = Photos("train", tmp_path)
+    temple, flower = (torch.from_numpy(image) for image in photos.load_sample_images().images)
+    assert len(dataset) == 16
+    labels = []
+    for row in range(len(dataset)):
+        image, label = dataset[row]["image"], dataset[row]["label"]
+        assert image.shape == (3, 128, 128)
+        assert image.dtype == torch.uint8
+        labels.append(label)
+        name = photos.CLASSES[label]
+        photo = temple if name.startswith("temple") else flower
+        upright = image.flip(1) if name.endswith("turned") else image
+        assert is_part_of(upright, photo.movedim(-1, 0))
+    assert np.bincount(labels).tolist() == [4] * 4
+
+
+def is_part_of(patch: Tensor, photo: Tensor) -> bool:
+    """Whether a patch is somewhere in a photograph; both of shape (3, H, W)."""
+    size = patch.shape[-1]
+    corners = photo.unfold(1, size, 1).unfold(2, size, 1)[..., 0, 0]
+    places = (corners == patch[:, :1, :1]).all(dim=0).nonzero().tolist()
+    return any(torch.equal(photo[:, y : y + size, x : x + size], patch) for y, x in places)
+
+
+@pytest.mark.usefixtures("few_photos")
+def test_photos_are_made_once_and_are_the_same_each_time(tmp_path: Path) -> None:
+    first, elsewhere = Photos("val", tmp_path / "one"), Photos("val", tmp_path / "two")
+    times = [path.stat().st_mtime_ns for path in first.files]
+    again = Photos("val", tmp_path / "one")
+    assert [path.stat().st_mtime_ns for path in again.files] == times
+    for row in range(8):
+        assert torch.equal(first[row]["image"], elsewhere[row]["image"])
+        assert first[row]["label"] == elsewhere[row]["label"]
+    other = Photos("test", tmp_path / "one")
+    assert not any(torch.equal(first[row]["image"], other[row]["image"]) for row in range(8))
+
+
+def test_folder_that_another_process_has_made_is_kept(tmp_path: Path) -> None:
+    with made_at_once(tmp_path / "made") as mine:
+        (mine / "mine").touch()
+        (tmp_path / "made").mkdir()
+        (tmp_path / "made" / "theirs").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["made", "theirs"]
+
+
+def test_random_crop_and_flip_gives_a_crop_of_each_image() -> None:
+    rows, size = 200, 3
+    image = torch.randint(256, (rows, 3, 5, 4), dtype=torch.uint8, generator=seeded(1))
+    moved = RandomCropAndFlip(size)({"image": image, "label": torch.arange(rows)}, seeded(0))
+    normalize = CropAndNormalize(size).normalize
+    seen = set()
+    for row in range(rows):
+        matches = [
+            (y, x, mirrored)
+            for y in range(3)
+            for x in range(2)
+            for mirrored in (False, True)
+            for crop in [normalize(image[row, :, y : y + size, x : x + size])]
+            if torch.equal(moved["image"][row], crop.flip(-1) if mirrored else crop)
+        ]
+        assert len(matches) == 1
+        seen |= set(matches)
+    # Every crop, and its mirror image.
+    assert len(seen) == 3 * 2 * 2
+    assert torch.equal(moved["label"], torch.arange(rows))
+
+
+def test_crop_and_normalize_takes_the_middle() -> None:
+    image = torch.zeros(2, 3, 6, 8, dtype=torch.uint8)
+    image[:, :, 1:5, 2:6] = 255
+    cropped = CropAndNormalize(4)({"image": image})["image"]
+    assert cropped.shape == (2, 3, 4, 4)
+    assert (cropped == (255 - 127.5) / 64).all()
+
+
+def test_photos_config_learns(tmp_path: Path) -> None:
+    printed = run_cli(tmp_path, "fit", "photos.yaml", "--trainer.max_epochs", "2")
+    # By chance: 0.25.
+    assert metric(printed, "val_accuracy") > 0.5
+    assert "2,000 rows" in printed

@@ -56,6 +56,9 @@ def has_streams(device: torch.device) -> bool:
 
     Args:
         device: The device.
+
+    Returns:
+        True for CUDA and other accelerators, False for the CPU.
     """
     return stream_module(device) is not torch.cpu
 
@@ -139,14 +142,22 @@ class SideStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """A context in which the side streams are the current ones."""
+        """A context in which the side streams are the current ones.
+
+        Yields:
+            Nothing; inside, work goes to the side streams.
+        """
         with ExitStack() as stack:
             for _, module, stream in self._streams:
                 stack.enter_context(module.stream(stream))
             yield
 
     def mark(self) -> Any:
-        """An event for all work enqueued on the device's current stream so far."""
+        """An event for all work enqueued on the device's current stream so far.
+
+        Returns:
+            The event, of the device's stream module; another stream can wait for it.
+        """
         event = self._module.Event()
         event.record(self._module.current_stream(self._device))
         return event

@@ -71,7 +71,7 @@ def mapped_rows(mapped: Sequence[Tensor], offsets: StoreOffsets) -> ResidentRows
         The rows of all shards, on the CPU.
     """
     tensors = [tensor.as_subclass(Tensor) for tensor in mapped]
-    return ResidentRows(tensors, offsets.stored.starts if offsets.is_as_stored else offsets)
+    return ResidentRows(tensors, offsets if offsets.starts is None else offsets.starts)
 
 
 def copied_rows(
@@ -120,11 +120,12 @@ def _shard_reader(
     """A function that fills a CPU tensor with the rows of a shard, from a given row on."""
 
     def read(first: int, out: Tensor) -> None:
-        start = int(offsets.stored.starts[shard]) + first
+        assert offsets.starts is not None
+        start = int(offsets.starts[shard]) + first
         out.copy_(mapped[start : start + len(out)])
 
     def read_apart(first: int, out: Tensor) -> None:
-        # The rows of a re-striped shard lie apart.
+        # The rows of a re-striped shard and of an index view lie apart.
         for begin in range(0, len(out), _READ_ROWS):
             piece = out[begin : begin + _READ_ROWS]
             rows = np.arange(len(piece), dtype=np.int64) + (first + begin)
@@ -134,4 +135,4 @@ def _shard_reader(
             else:
                 piece.copy_(mapped.index_select(0, torch.from_numpy(found)))
 
-    return read if offsets.is_as_stored else read_apart
+    return read_apart if offsets.starts is None else read

@@ -136,7 +136,16 @@ class RandomAccessRows(ABC):
     def epoch(
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch; see `RowSource.epoch`."""
+        """The rows in the order of an epoch; see `RowSource.epoch`.
+
+        Args:
+            sampler: The order.
+            epoch: Epoch, counted from 0.
+            position: Not needed here: positions may come in any order.
+
+        Returns:
+            A context manager that gives the rows, and does nothing at its end.
+        """
         return nullcontext(_RandomAccessEpoch(self, sampler, epoch))
 
     def release(self) -> None:
@@ -160,7 +169,17 @@ class RandomAccessRows(ABC):
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> list[Tensor]:
-        """Copy rows into a batch; see `EpochRows.fetch`."""
+        """Copy rows into a batch; see `EpochRows.fetch`.
+
+        Args:
+            locations: Of `locate`, int64 of shape (B,), on this device.
+            out: Buffers to copy into, where the rows are on a CPU. New ones are made where it is
+                None.
+            pin_memory: Whether new buffers are page-locked.
+
+        Returns:
+            One tensor of shape (B, *field shape) for each field, on this device.
+        """
 
 
 @dataclass(frozen=True)
@@ -195,7 +214,11 @@ class _RandomAccessEpoch:
 
 
 def released_error() -> RuntimeError:
-    """The error of a loader that outlived its shards."""
+    """The error of a loader that outlived its shards.
+
+    Returns:
+        The error, to be raised by the caller.
+    """
     return RuntimeError(
         "the shards of this loader were freed by teardown(): call setup(), and ask for a new loader"
     )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_memmap.errors import with_article
 from lightning_memmap.loading.device_streams import current, stream_module
 
 BatchTransform = Callable[..., Any]
@@ -29,8 +30,8 @@ def check_callable(argument: str, given: object) -> None:
     """
     if not callable(given):
         raise TypeError(
-            f"{argument}={short_repr(given)}: a {type(given).__name__} cannot be called; give a"
-            " function, an nn.Module or an object with __call__"
+            f"{argument}={short_repr(given)}: {with_article(type(given).__name__)} cannot be"
+            " called; give a function, an nn.Module or an object with __call__"
         )
 
 
@@ -50,7 +51,7 @@ class OnSuperBatch:
     Raises:
         TypeError: The transform cannot be called.
 
-    Example:
+    Examples:
         >>> def trim(batch):
         ...     return {**batch, "tokens": batch["tokens"][:, : int(batch["length"].max())]}
         >>> batch = {"tokens": torch.arange(6).view(2, 3), "length": torch.tensor([1, 2])}

@@ -67,13 +67,13 @@ class WindowLayout:
         num_shards = offsets.shards.num_shards
         #: A run's first slot is, modulo this, its first row's number in the file.
         self._multiple = 1
-        if offsets.is_as_stored:
+        if offsets.starts is not None:
             multiples = [_multiple(file) for file in files if file is not None]
             limit = max(1, window * _MAX_FREE / (2 * _MAX_RUNS))
             self._multiple = max((each for each in multiples if each <= limit), default=1)
         free = 2 * _MAX_RUNS * (self._multiple - 1)
         self._slots_per_shard = _round_up(window + free, self._multiple)
-        self._starts = offsets.shards.starts
+        self._starts = offsets.shards.starts if offsets.starts is None else offsets.starts
         #: By shard of the split, the first of its slots; -1 for shards of other processes.
         self._first_slots = np.full(num_shards, -1, np.int64)
         self._first_slots[self._shards] = np.arange(len(shards)) * self._slots_per_shard
@@ -117,7 +117,11 @@ class WindowLayout:
         return Buffers.of(buffers)
 
     def scratch(self) -> memoryview:
-        """Scratch memory for the reads of one thread, aligned for direct reads."""
+        """Scratch memory for the reads of one thread, aligned for direct reads.
+
+        Returns:
+            The memory, larger than the longest row and than the longest read.
+        """
         largest = max(_READ_BYTES, *(field.row_bytes for field in self.fields))
         return aligned_memory(largest + 2 * MAX_BLOCK_BYTES)
 
@@ -140,7 +144,7 @@ class WindowLayout:
             if file is None:
                 continue
             target = buffer.view(-1).view(torch.uint8).view(self.num_slots, file.row_bytes)
-            if not self._offsets.is_as_stored:
+            if self._offsets.starts is None:
                 yield from self._scattered_reads(file, runs, target)
                 continue
             in_place = self._multiple % _multiple(file) == 0
@@ -157,7 +161,7 @@ class WindowLayout:
         Returns:
             Between 0 and 1; always 1 where the shards are those of the store.
         """
-        if self._offsets.is_as_stored:
+        if self._offsets.starts is not None:
             return 1.0
         offsets = np.concatenate([np.arange(run.start, run.stop) for run in runs])
         read = used = 0

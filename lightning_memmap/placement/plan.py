@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -12,7 +12,14 @@ import torch
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.placement.sizes import format_bytes
 from lightning_memmap.placement.topology import DataTopology
-from lightning_memmap.sampling import Integers, RowSubset, Shards, default_window, striping
+from lightning_memmap.sampling import (
+    Integers,
+    RowSubset,
+    Sampler,
+    Shards,
+    default_window,
+    striping,
+)
 
 
 class Residency(str, Enum):
@@ -86,6 +93,7 @@ class SplitSize:
         topology: DataTopology,
         subset: RowSubset | None = None,
         window: int | None = None,
+        order: Callable[[Shards, int], Sampler] | None = None,
     ) -> "SplitSize":
         """Divide a split into shards for a topology, and find its size.
 
@@ -96,6 +104,8 @@ class SplitSize:
                 do not divide the store's shards, its rows are re-striped, with a warning.
             subset: The rows of the store that the split has; all of them where it is None.
             window: Rows of a shard in a window; `default_window` by default.
+            order: Makes the sampler of the rows, from their shards and the window. Where it has
+                shards of its own, they are those that are held.
 
         Returns:
             The split. No row is read.
@@ -119,11 +129,13 @@ class SplitSize:
                 f" num_shards={num_shards} to avoid this",
                 stacklevel=2,
             )
-        shards = Shards(num_rows, num_shards, subset)
-        fields = topology.fields_of(split)
-        shard_bytes = tuple(store.shard_bytes(shards, fields).tolist())
         # The order of rows depends on the window, so all processes compute it from all fields.
         window = window or default_window(num_shards, store.row_bytes)
+        shards = Shards(num_rows, num_shards, subset)
+        if order is not None:
+            shards = order(shards, window).shards
+        fields = topology.fields_of(split)
+        shard_bytes = tuple(store.shard_bytes(shards, fields).tolist())
         return cls(shards, shard_bytes, window, fields)
 
     @property
@@ -221,7 +233,11 @@ class Placement:
     budget_bytes: Mapping[torch.device, int] = field(default_factory=dict)
 
     def held(self) -> Iterator[HeldShards]:
-        """What this process holds, by data device, then by split and residency."""
+        """What this process holds, by data device, then by split and residency.
+
+        Yields:
+            The shards of one data device that have one residency, with their rows and bytes.
+        """
         for index, device in enumerate(self.topology.data_devices):
             for name, split in self.splits.items():
                 groups: dict[Residency, list[int]] = defaultdict(list)

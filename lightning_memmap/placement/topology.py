@@ -81,7 +81,14 @@ class DataTopology:
         return shard // self.size % len(self.data_devices)
 
     def fields_of(self, split: str) -> frozenset[str] | None:
-        """Names of the fields of a split that this process holds; None for all."""
+        """Names of the fields of a split that this process holds; None for all.
+
+        Args:
+            split: Name of the split, such as ``train``.
+
+        Returns:
+            The names, or None.
+        """
         return self.train_fields if split == "train" else None
 
 

@@ -74,7 +74,11 @@ class StorePlan:
         return rows_bytes(self.columns, range(self.num_rows))
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values what must be the same in a build that resumes this one."""
+        """Convert to JSON values what must be the same in a build that resumes this one.
+
+        Returns:
+            A dict of JSON values.
+        """
         return {
             "num_rows": self.num_rows,
             "num_shards": self.num_shards,
@@ -156,6 +160,9 @@ class StorePlan:
         Args:
             columns: The finished columns.
             row: The row in dataset order.
+
+        Returns:
+            The hash in hexadecimal digits.
         """
         return hash_row([column.read(self.building, row) for column in columns])
 

@@ -148,10 +148,13 @@ def recognise(
             return None
         _log.warning(
             "the store at %s may be of another dataset: %s. All %s rows are compared with it, once;"
-            " give a fingerprint of your own (fingerprint=, --fingerprint) to avoid that",
+            " %s",
             store.path,
             changed,
             f"{store.manifest.num_rows:,}",
+            "give a fingerprint of your own (fingerprint=, --fingerprint) to avoid that"
+            if given is None
+            else f"if they are equal, fingerprint={given!r} is recorded, and decides from then on",
         )
     _compare_all(store, dataset, num_workers, progress)
     return None if fingerprint == stored else fingerprint

@@ -11,22 +11,21 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.reduction import DupFd
 from pathlib import Path
 from statistics import median
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
-from lightning_memmap.errors import StoreError
+from lightning_memmap.errors import StoreError, with_article
 from lightning_memmap.store.checksums import compute_checksums
-from lightning_memmap.store.columns import Block, Column
-from lightning_memmap.store.files import OpenFiles
+from lightning_memmap.store.columns import Column
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
 from lightning_memmap.store.journal import BuildPlan, Journal
 from lightning_memmap.store.manifest import Manifest, check_num_shards
 from lightning_memmap.store.plan import StorePlan
-from lightning_memmap.store.probes import random_dataset_error, read_row, take_probes
+from lightning_memmap.store.probes import random_dataset_error, take_probes
 from lightning_memmap.store.progress import Advance, ShowProgress, show_progress
+from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.reader import Store, open_store
 from lightning_memmap.store.recognition import check_choice, recognise
@@ -39,13 +38,12 @@ from lightning_memmap.store.recovery import (
     recover,
     remove_tree,
 )
-from lightning_memmap.store.workers import check_num_workers, exit_if_orphaned, run_tasks
+from lightning_memmap.store.sources.column_dataset import is_table
+from lightning_memmap.store.workers import check_num_workers, run_tasks
 
-_RANGE_BYTES = 32 * 2**20
-_MAX_RANGE_ROWS = 1024
+#: By how much slices are faster than items, as a first guess.
+_SLICE_SPEED = 32
 _JOURNAL_INTERVAL_S = 5.0
-#: Files that a worker keeps open. With more fields than that, it opens them again when needed.
-_MAX_OPEN_FILES = 64
 _log = logging.getLogger(__name__)
 
 
@@ -164,11 +162,16 @@ def _directory(path: str | Path) -> Path:
 
 
 def _check_length(dataset: Any) -> None:
+    if is_table(dataset):
+        raise TypeError(
+            f"the dataset is a {type(dataset).__name__}, which has columns and no rows: give"
+            " lightning_memmap.ColumnDataset(...) of it"
+        )
     try:
         num_rows = len(dataset)
     except TypeError as error:
         raise TypeError(
-            f"the dataset, a {type(dataset).__name__}, has no length: a store needs a"
+            f"the dataset, {with_article(type(dataset).__name__)}, has no length: a store needs a"
             " map-style dataset with __len__ and __getitem__"
         ) from error
     if num_rows < 1:
@@ -229,12 +232,6 @@ class _Build:
         row_s = median(probe.duration_s for probe in probes)
         return cls(dataset, plan, digests, fingerprint, row_s)
 
-    @property
-    def max_range_rows(self) -> int:
-        """Rows that a worker reads, checks and writes at once, at most."""
-        by_size = _RANGE_BYTES * self.plan.num_rows // max(1, self.plan.num_bytes)
-        return max(1, min(_MAX_RANGE_ROWS, by_size))
-
     def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
         """Write all rows that are not yet written, then commit.
 
@@ -289,11 +286,12 @@ class _Build:
         return Journal.create(plan.building, build)
 
     def _write_rows(self, journal: Journal, num_workers: int, advance: Advance) -> None:
+        writer = RangeWriter(self.dataset, self.plan, journal.descriptor)
         ranges = RowRanges(
             missing_ranges(journal.done, self.plan.num_rows),
-            max_rows=self.max_range_rows,
+            max_rows=writer.max_rows,
             num_workers=num_workers,
-            row_s=self.row_s,
+            row_s=self.row_s / _SLICE_SPEED if writer.has_arrays else self.row_s,
         )
         written: list[range] = []
         last_sync = monotonic()
@@ -308,7 +306,6 @@ class _Build:
                 self._note(journal, written)
                 last_sync = monotonic()
 
-        writer = _RangeWriter(self, journal)
         try:
             run_tasks(writer, ranges, num_workers, receive)
         finally:
@@ -330,41 +327,3 @@ class _Build:
                 names = ", ".join(field.name for field in self.plan.schema.fields)
                 remove_tree(self.plan.building)
                 raise random_dataset_error(row, names)
-
-
-class _RangeWriter:
-    """Reads the rows of a range, checks and writes them. Returns the rows, and the seconds.
-
-    It holds the lock of the journal, which tells the next build that this worker is alive.
-    """
-
-    def __init__(self, build: _Build, journal: Journal) -> None:
-        self._build = build
-        self._files = OpenFiles(build.plan.building, _MAX_OPEN_FILES)
-        self._journal = journal.descriptor
-        self._blocks: list[Block] = []
-
-    def __call__(self, task: tuple[int, int]) -> tuple[range, float]:
-        start = perf_counter()
-        build, (first, num_rows) = self._build, task
-        if not self._blocks:
-            self._blocks = [column.block(build.max_range_rows) for column in build.plan.columns]
-        for index in range(num_rows):
-            leaves = read_row(build.dataset, first + index, build.plan.schema)
-            for block, leaf in zip(self._blocks, leaves, strict=True):
-                block.put(index, leaf)
-        exit_if_orphaned()
-        for block in self._blocks:
-            block.write(self._files, first, num_rows)
-        return range(first, first + num_rows), perf_counter() - start
-
-    def close(self) -> None:
-        """Close the directory and the files."""
-        self._files.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # For a worker that is not forked.
-        return {**self.__dict__, "_journal": DupFd(self._journal), "_blocks": []}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _journal=state["_journal"].detach())

@@ -49,6 +49,7 @@ from lightning_memmap.strategies._unsupported import (
     check_embeddings,
     check_loss,
     check_optimizers,
+    named_terms,
 )
 from lightning_memmap.strategies.sharding import units as sharding
 from lightning_memmap.strategies.sharding.precision import ShardedPrecision
@@ -339,6 +340,11 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
         check_optimizers(self.optimizers, self.strategy_name)
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with named_terms(self.strategy_name):
+            return super().training_step(*args, **kwargs)
+
+    @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
@@ -556,6 +562,14 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
 
         As stage 3 of ZeRO (Rajbhandari et al., 2020): parameters are gathered for the forward and
         for the backward pass, and gradients reduced and scattered, while computing goes on.
+
+        Args:
+            work: Model and data.
+            cluster: The devices, all of which are used.
+            num_rows: Rows of a step over all devices.
+
+        Returns:
+            The costs on each device, all of which are alike.
         """
         rows, size = num_rows / cluster.size, cluster.size
         moved = 2 * sent_bytes("allgather", size, work.parameter_bytes)

@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import is_compiled
 from lightning_memmap._compat.processes import syncs_batch_norm
 from lightning_memmap.costs import Cluster, Costs, Workload
+from lightning_memmap.errors import with_article
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
@@ -52,7 +53,7 @@ from lightning_memmap.strategies.pipelining.schedules import (
 )
 from lightning_memmap.strategies.pipelining.stages import (
     Stages,
-    tensors_of,
+    module_tensors,
 )
 
 
@@ -267,7 +268,7 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         stages = Stages(module, options.num_processes, options.is_interleaved)
         self.precision_plugin.convert_module(module)
         local = stages.keep_local(self.layout.pipeline_rank, self.root_device)
-        tensors = [tensor for stage in local.values() for tensor in tensors_of(stage)]
+        tensors = [tensor for stage in local.values() for tensor in module_tensors(stage)]
         broadcast_tensors(tensors, groups.data_parallel)
         pipeline = Pipeline(
             local,
@@ -543,6 +544,15 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         Stages have equal size. Every stage is idle for ``stages - 1`` micro-batches, as in GPipe
         (Huang et al., 2019), and 1F1B keeps the activations of at most as many micro-batches as
         there are stages (Narayanan et al., 2021).
+
+        Args:
+            work: Model and data.
+            cluster: The devices, all of which are used.
+            num_rows: Rows of a step over all devices.
+
+        Returns:
+            The costs on the fullest device; with an ``obstacle`` where there are more than 16
+            stages.
         """
         stages = cluster.size
         num_microbatches = 2 * stages
@@ -635,8 +645,9 @@ def _num_rows(args: Sequence[Any]) -> int:
     for arg in args:
         if not isinstance(arg, Tensor) or not arg.ndim:
             raise TypeError(
-                f"memmap_pipeline: the module was called with a {type(arg).__name__}; call it with"
-                " tensors whose first dimension is the rows, as its first stage takes them"
+                f"memmap_pipeline: the module was called with {with_article(type(arg).__name__)};"
+                " call it with tensors whose first dimension is the rows, as its first stage takes"
+                " them"
             )
     rows = {len(arg) for arg in args}
     if len(rows) != 1 or not all(rows):

@@ -1,5 +1,5 @@
-"""A checkpoint from inside an epoch goes on with the next unseen row: on its own arm bit for bit,
-and on other arms and other numbers of processes with the same sampler."""
+"""A checkpoint from inside an epoch goes on with the next unseen row: on its own variant bit for
+bit, and on other variants and other numbers of processes with the same sampler."""
 
 from itertools import chain
 from pathlib import Path
@@ -61,11 +61,11 @@ def assert_goes_on(runs: list[dict[str, Any]], num_done: int) -> None:
 
 # The resumed runs save nothing.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.parametrize(("arm", "other"), [(DDP, SUPERBATCH_DDP), (SUPERBATCH_DDP, DDP)])
+@pytest.mark.parametrize(("variant", "other"), [(DDP, SUPERBATCH_DDP), (SUPERBATCH_DDP, DDP)])
 def test_resume_is_bitwise_on_one_arm_and_goes_on_with_the_rows_on_others(
-    tmp_path: Path, arm: dict[str, Any], other: dict[str, Any]
+    tmp_path: Path, variant: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    options = {"rows": ROWS, "arm": arm, "steps": STEPS, "others": [other]}
+    options = {"rows": ROWS, "variant": variant, "steps": STEPS, "others": [other]}
     ranks = launch("resume.save_and_resume", tmp_path, processes=2, **options)
     assert_goes_on([rank["whole"] for rank in ranks], 0)
     # An error inside of a step, which is done again.
@@ -80,7 +80,7 @@ def test_resume_is_bitwise_on_one_arm_and_goes_on_with_the_rows_on_others(
         # On one process, in this one.
         alone = resume.fit(tmp_path, ROWS, **SUPERBATCH, checkpoint=f"step={step}.ckpt")
         assert_goes_on([alone], step)
-        if arm is SUPERBATCH_DDP:
+        if variant is SUPERBATCH_DDP:
             # Stock ddp weighs processes, not rows, in the two short steps of an epoch.
             whole = ranks[0]["whole"]["weights"]
             torch.testing.assert_close(alone["weights"], whole, rtol=0, atol=2e-6)
@@ -92,7 +92,7 @@ def test_stream_of_several_processes_trains_as_the_mapping_and_resumes_bitwise(
     tmp_path: Path,
 ) -> None:
     window, step = 2, 13
-    options = {"rows": ROWS, "arm": DDP, "window": window, "step": step}
+    options = {"rows": ROWS, "variant": DDP, "window": window, "step": step}
     ranks = launch("resume.stream_and_mapping", tmp_path, processes=2, **options)
     whole = epochs(window)
     for run in ("mapping", "stream"):
@@ -117,8 +117,8 @@ def test_stream_of_several_processes_trains_as_the_mapping_and_resumes_bitwise(
 
 
 def test_resume_between_accumulated_steps_is_bitwise(tmp_path: Path) -> None:
-    arm = {**SUPERBATCH_DDP, "accumulate": 3}
-    options = {"rows": ROWS, "arm": arm, "steps": [2, 5], "others": []}
+    variant = {**SUPERBATCH_DDP, "accumulate": 3}
+    options = {"rows": ROWS, "variant": variant, "steps": [2, 5], "others": []}
     ranks = launch("resume.save_and_resume", tmp_path, processes=2, **options)
     # Of the ten steps of an epoch, the last one makes a group of its own.
     for step, num_done in ((2, 6), (5, 13)):

@@ -129,6 +129,10 @@ class TestArguments:
             ({"num_shards": 2**20 + 1}, r"num_shards=1048577: .* at most 65536"),
             ({"seed": -1}, "seed=-1: choose a seed from 0"),
             ({"shuffle_window": 0}, "shuffle_window=0: at least 1 row of a shard"),
+            (
+                {"shuffle_window": 2, "shuffle": False},
+                "shuffle_window=2 with shuffle=False: leave one of them out",
+            ),
             ({"residency": "gpu"}, r"residency='gpu': choose one of auto, device, host, mmap"),
             ({"memory_fraction": 0}, r"memory_fraction=0"),
             ({"memory_fraction": 1.5}, r"memory_fraction=1\.5"),
@@ -167,8 +171,8 @@ class TestArguments:
     ) -> None:
         data = make_data(tmp_path, residency="host", memory_fraction=1.0)
         data.prepare_data()
-        num_bytes = open_store(tmp_path / "train").manifest.num_bytes
-        num_bytes += open_store(tmp_path / "val").manifest.num_bytes
+        num_bytes = open_store(data.store_directory / "train").manifest.num_bytes
+        num_bytes += open_store(data.store_directory / "val").manifest.num_bytes
         monkeypatch.setattr(budgets, "available_bytes", lambda: 3 * num_bytes)
         for num_processes, fits in ((3, True), (4, False)):
             strategy = SingleDeviceStrategy("cpu")
@@ -185,12 +189,17 @@ class TestArguments:
 
 class TestLargerThanMemory:
     def test_stream_gives_the_rows_of_the_mapping_with_its_window(self, tmp_path: Path) -> None:
-        for window, options in ((2, {}), (1, {"shuffle": False}), (None, {})):
+        cases: list[tuple[dict[str, Any], dict[str, int | None]]] = [
+            ({}, {"stream": 2, "mmap": 2}),
+            # Without shuffling, only a stream has windows.
+            ({"shuffle": False}, {"stream": 1, "mmap": None}),
+            # Without a number, the window of a small store is all of it.
+            ({}, {"stream": None, "mmap": default_window(24, 56)}),
+        ]
+        for options, windows in cases:
             found = []
-            for residency in ("stream", "mmap"):
-                # Without a number, the window of a small store is all of it.
-                given = default_window(24, 56) if (window, residency) == (None, "mmap") else window
-                data = make_data(tmp_path, residency=residency, shuffle_window=given, **options)
+            for residency, window in windows.items():
+                data = make_data(tmp_path, residency=residency, shuffle_window=window, **options)
                 set_up(data)
                 loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
                 found.append([rows(loader) for loader in loaders])
@@ -204,7 +213,7 @@ class TestLargerThanMemory:
         manifest = data.stores["train"].manifest
         expected = default_window(24, manifest.row_bytes)
         assert data.train_dataloader().state_dict()["sampler"]["shuffle_window"] == expected
-        order = data.train_sampler(manifest)
+        order = data.train_sampler(data.stores["train"])
         assert isinstance(order, BlockShuffledSampler)
         assert order.window_rows == expected
         data.teardown()

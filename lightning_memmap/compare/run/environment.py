@@ -16,7 +16,11 @@ _PACKAGES = (
 
 
 def describe_environment() -> Environment:
-    """Describe this machine, and the versions of what is installed."""
+    """Describe this machine, and the versions of what is installed.
+
+    Returns:
+        The description. Memory is in bytes; the load is the average of the last minute.
+    """
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),

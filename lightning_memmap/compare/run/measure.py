@@ -138,6 +138,9 @@ class RunCallback(L.Callback, ABC):
         Args:
             trainer: The Trainer.
             pl_module: The model.
+
+        Returns:
+            The record, which is written to a file of this rank.
         """
 
     @property
@@ -348,6 +351,9 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     Args:
         device: The device. For an accelerator, all of its kind on which this process has memory
             are waited for; on a CPU there is nothing to wait for.
+
+    Returns:
+        The function. It returns when all work enqueued so far is done.
     """
 
     def wait() -> None:

@@ -48,6 +48,9 @@ def leaves_of(batch: Any) -> list[Tensor]:
 
     Args:
         batch: Any nesting of tensors; those without dimensions are left out.
+
+    Returns:
+        The tensors, each of shape (B, ...), on the device that they were on.
     """
     return [leaf for leaf in tensors_of(batch) if leaf.ndim]
 
@@ -57,6 +60,9 @@ def hash_batch(batch: Any) -> int:
 
     Args:
         batch: What a loader yields or a model is given.
+
+    Returns:
+        The sum of the hashes of all rows, modulo `MODULUS`.
     """
     return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % MODULUS
 

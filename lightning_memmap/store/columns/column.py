@@ -93,6 +93,9 @@ class Column(ABC):
 
         Args:
             field: A field of the schema.
+
+        Returns:
+            True if it is to be kept so.
         """
 
     @classmethod
@@ -104,13 +107,20 @@ class Column(ABC):
             shards: The rows of the store, and the shards that they are divided into.
             entry: The entry, which has not been checked except for its kind.
 
+        Returns:
+            The column; no file has been opened.
+
         Raises:
             ValueError: No such column can exist.
         """
         return cls(field, shards)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values what the manifest needs beside the kind: by default, nothing."""
+        """Convert to JSON values what the manifest needs beside the kind: by default, nothing.
+
+        Returns:
+            The values by key, which `from_json` finds in the entry.
+        """
         return {}
 
     @abstractmethod
@@ -121,6 +131,9 @@ class Column(ABC):
 
         Args:
             rows: Rows in dataset order.
+
+        Returns:
+            Bytes of all these rows together.
         """
 
     @abstractmethod
@@ -139,6 +152,9 @@ class Column(ABC):
 
         Args:
             max_rows: Rows that fit into the block.
+
+        Returns:
+            The block, whose contents are undefined.
         """
         return Block(self, max_rows)
 
@@ -158,6 +174,22 @@ class Column(ABC):
         Raises:
             OSError: The files cannot be written.
         """
+
+    def write_range(self, files: OpenFiles, first: int, values: Tensor | np.ndarray) -> None:
+        """Write consecutive rows, as `write` does.
+
+        Args:
+            files: The files of the store that is being built.
+            first: The first row.
+            values: A tensor or numpy array of the field's dtype and shape (B, *field shape).
+
+        Raises:
+            OSError: The files cannot be written.
+        """
+        if not isinstance(values, Tensor):
+            # torch warns of memory that it may not write to, and knows only the native byte order.
+            values = torch.from_numpy(np.array(values, values.dtype.newbyteorder("=")))
+        self.write(files, np.arange(first, first + len(values)), values)
 
     def finish(self, directory: Path) -> "Column":
         """Finish the files of a build once all rows are written. By default there is nothing to do.
@@ -194,6 +226,9 @@ class Column(ABC):
         Args:
             directory: Directory of the store. The sizes of its files have been checked.
 
+        Returns:
+            The open column, which reads rows and never writes.
+
         Raises:
             StoreError: A file cannot be mapped.
         """
@@ -224,6 +259,18 @@ class Block:
         else:
             self._rows.numpy()[index] = leaf
 
+    def put_rows(self, index: int, leaves: Tensor | np.ndarray) -> None:
+        """Copy consecutive rows into the block.
+
+        Args:
+            index: Row of the block that the first of them becomes.
+            leaves: The rows, of the field's dtype and shape (n, *field shape), on the CPU.
+        """
+        if isinstance(leaves, Tensor):
+            self._rows[index : index + len(leaves)].copy_(leaves)
+        else:
+            self._rows.numpy()[index : index + len(leaves)] = leaves
+
     def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
         """Write the first rows of the block.
 
@@ -235,4 +282,4 @@ class Block:
         Raises:
             OSError: The files cannot be written.
         """
-        self._column.write(files, np.arange(first, first + num_rows), self._rows[:num_rows])
+        self._column.write_range(files, first, self._rows[:num_rows])

@@ -23,6 +23,7 @@ from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns.column import Column, FileRange, OpenColumn
 from lightning_memmap.store.files import OpenFiles, write_all
+from lightning_memmap.store.probes import leaf_bytes
 
 _MAX_FILE_BYTES = 2**62
 
@@ -86,6 +87,19 @@ class FixedColumn(Column):
         bounds = [0, *(np.flatnonzero(np.diff(locations) != 1) + 1).tolist(), len(rows)]
         for first, end in pairwise(bounds):
             write_all(file, data[first * size : end * size], int(locations[first]) * size)
+
+    @override
+    def write_range(self, files: OpenFiles, first: int, values: Tensor | np.ndarray) -> None:
+        size, step = self.field.row_bytes, self.shards.num_shards
+        if not size or not len(values):
+            return
+        rows = leaf_bytes(values).view(f"V{size}")
+        file = files.open(self.file_name)
+        # Every `step`-th row is of the same shard, in which these rows follow one another.
+        starts = self.shards.locate(np.arange(first, first + min(step, len(rows))))
+        for index, location in enumerate(starts.tolist()):
+            part = np.ascontiguousarray(rows[index::step])
+            write_all(file, part.view(np.uint8).data, location * size)
 
     @override
     def read(self, directory: Path, row: int) -> NDArray[np.uint8]:

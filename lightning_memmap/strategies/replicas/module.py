@@ -75,6 +75,9 @@ class Replicas:
         Args:
             index: The replica, from 0, which is the module itself. All others exist after
                 `refresh`.
+
+        Returns:
+            The module, with its parameters on the device of that replica.
         """
         return self.module if index == 0 else self.others[index - 1].modules[self.module]  # type: ignore[return-value]
 

@@ -80,39 +80,6 @@ def count(placement: Placement, split: str = "train") -> dict[Residency | None, 
     return {residency: found.count(residency) for residency in set(found)}
 
 
-class TestTopology:
-    @given(
-        num_devices=st.integers(1, 8),
-        size=st.integers(1, 6),
-        num_shards=st.integers(1, 60),
-    )
-    @settings(deadline=None, max_examples=50)
-    def test_owner_over_all_ranks_is_one(
-        self, num_devices: int, size: int, num_shards: int
-    ) -> None:
-        ranks = [DataTopology((CPU,) * num_devices, rank, size) for rank in range(size)]
-        for shard in range(num_shards):
-            owners = [
-                rank + size * index
-                for rank, topology in enumerate(ranks)
-                if (index := topology.owner(shard)) is not None
-            ]
-            # Consumer w owns the shards c with c % W == w.
-            assert owners == [shard % (size * num_devices)]
-
-    def test_num_consumers_of_several_processes_counts_all_devices(self) -> None:
-        assert DataTopology((CPU,) * 3, rank=1, size=4).num_data_devices == 12
-
-    def test_consumers_without_device_raises(self) -> None:
-        with pytest.raises(ValueError, match=r"data_devices=\(\): at least one device"):
-            DataTopology(())
-
-    @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
-    def test_consumers_with_rank_outside_processes_raises(self, rank: int, size: int) -> None:
-        with pytest.raises(ValueError, match=f"rank={rank}: outside the {size} processes"):
-            DataTopology((CPU,), rank, size)
-
-
 class TestAuto:
     def test_plan_on_gpus_with_room_is_all_on_devices(self) -> None:
         assert count(plan({"train": Size(240)}, GPUS[:4])) == {DEVICE: 24}
