@@ -317,15 +317,17 @@ def _print_info(store: Store, console: Console) -> None:
         table.add_column(name)
     for name in ("bytes per row", "bytes", "bytes per shard"):
         table.add_column(name, justify="right")
-    for field in store.schema.fields:
+    for field, column in zip(store.schema.fields, manifest.columns, strict=True):
+        num_bytes = column.num_bytes(range(store.num_rows))
+        row_bytes = -(-num_bytes // store.num_rows)
         table.add_row(
             _printable(field.name),
             str(field.dtype).removeprefix("torch."),
-            str(tuple(field.shape)),
+            str(field.shape),
             field.kind,
-            str(field.row_bytes),
-            format_bytes(field.row_bytes * store.num_rows),
-            format_bytes(field.row_bytes * -(-store.num_rows // store.num_shards)),
+            str(row_bytes) if not field.num_variable else f"{row_bytes} on average",
+            format_bytes(num_bytes),
+            format_bytes(row_bytes * -(-store.num_rows // store.num_shards)),
         )
     console.print(table)
 
