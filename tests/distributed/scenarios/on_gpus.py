@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.compare.run.movement import MovementRecorder
 from lightning_memmap.strategies import FSDP2Strategy, PipelineStrategy
 from lightning_memmap.strategies.pipelining import groups
 from tests.models import Points, Regression, make_trainer
@@ -93,7 +94,7 @@ class Largest:
 
 def pipelines(out: Path) -> dict[str, Any]:
     """Average gradients of two pipelines, and gather the state of two stages."""
-    found: dict[str, Any] = {"waits": [], "pickled": []}
+    found: dict[str, Any] = {"waits": [], "pickled": [], "moved": []}
     average, gather = groups.average_gradients, dist.gather_object
 
     def averaging(*args: Any) -> None:
@@ -101,7 +102,9 @@ def pipelines(out: Path) -> dict[str, Any]:
 
         before = len(devices.reports)
         devices.noted.add("wait")
-        average(*args)
+        with MovementRecorder() as recorder:
+            average(*args)
+        found["moved"].append({movement.kind for movement in recorder.movements})
         devices.noted.discard("wait")
         found["waits"].append([str(report) for report in devices.reports[before:]])
         del devices.reports[before:]
