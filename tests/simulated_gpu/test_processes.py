@@ -146,8 +146,6 @@ def test_pipelines_wait_for_nothing_and_gather_tensor_by_tensor(tmp_path: Path) 
         assert rank["reports"] == []
         assert rank["waits"]
         assert not any(rank["waits"])
-        # What goes by NCCL is counted as any collective is.
-        assert rank["moved"] == [{"allreduce"}] * len(rank["waits"])
         # A layer has 4 MiB.
         assert rank["pickled"]
         assert max(rank["pickled"]) < 2**14

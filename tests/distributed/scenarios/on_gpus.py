@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.compare.run.movement import MovementRecorder
 from lightning_memmap.strategies import FSDP2Strategy, PipelineStrategy
 from lightning_memmap.strategies.pipelining import groups
 from tests.models import Points, Regression, make_trainer
@@ -94,7 +93,7 @@ class Largest:
 
 def pipelines(out: Path) -> dict[str, Any]:
     """Average gradients of two pipelines, and gather the state of two stages."""
-    found: dict[str, Any] = {"waits": [], "pickled": [], "moved": []}
+    found: dict[str, Any] = {"waits": [], "pickled": []}
     average, gather = groups.average_gradients, dist.gather_object
 
     def averaging(*args: Any) -> None:
@@ -102,9 +101,7 @@ def pipelines(out: Path) -> dict[str, Any]:
 
         before = len(devices.reports)
         devices.noted.add("wait")
-        with MovementRecorder() as recorder:
-            average(*args)
-        found["moved"].append({movement.kind for movement in recorder.movements})
+        average(*args)
         devices.noted.discard("wait")
         found["waits"].append([str(report) for report in devices.reports[before:]])
         del devices.reports[before:]
