@@ -38,7 +38,10 @@ NAMES = {
         "BatchLoader",
         "DeviceLoader",
         "EpochRows",
+        "FormedCollate",
         "OnSuperBatch",
+        "Padded",
+        "RowList",
         "RowSource",
         "SplitRows",
         "SuperBatch",
@@ -125,6 +128,7 @@ DATA_MODULE = {
     "member": None,
     "shuffle_window": None,
     "sampler": None,
+    "variable": None,
 }
 
 STRATEGY = {

@@ -157,15 +157,18 @@ class Shards:
         """
         return stored.locate(self.dataset_rows(shards, offsets))
 
-    def locate(self, rows: Integers) -> Integers:
+    def locate(self, rows: range | Integers) -> Integers:
         """Where rows lie, counted in rows from the start of a file.
 
         Args:
-            rows: Rows in ``[0, num_rows)``, counted in dataset order, int64 of any shape.
+            rows: Rows in ``[0, num_rows)``, counted in dataset order, a range or int64 of any
+                shape.
 
         Returns:
             Their locations, int64 of the same shape.
         """
+        if isinstance(rows, range):
+            rows = np.arange(rows.start, rows.stop, rows.step)
         return self.starts[rows % self.num_shards] + rows // self.num_shards
 
     def rows_at(self, locations: Integers) -> Integers:

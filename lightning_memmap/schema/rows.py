@@ -24,6 +24,8 @@ _NUMBERS: dict[type, torch.dtype] = {
     bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128
 }  # fmt: skip
 
+_dtype = attrgetter("dtype")
+
 
 def fitting_rows(field: Field, rows: Any) -> Tensor | np.ndarray | None:
     """Check the rows of a field that lie in one array.
@@ -40,6 +42,10 @@ def fitting_rows(field: Field, rows: Any) -> Tensor | np.ndarray | None:
         return (
             stack_leaves(field, rows.tolist()) if rows.ndim == 1 and rows.dtype == object else None
         )
+    return _fitting(field, rows)
+
+
+def _fitting(field: Field, rows: Any) -> Any:
     try:
         array, _ = to_array(field.name, rows)
         dtype = array_dtype(field.name, array)
@@ -141,26 +147,26 @@ def stack_leaves(field: Field, leaves: Sequence[Any]) -> Tensor | np.ndarray | N
 
 
 def _stack_tensors(field: Field, leaves: Sequence[Tensor]) -> Tensor | None:
-    dtype, shape, layout = field.dtype, field.shape, torch.strided
-    for leaf in leaves:
-        if leaf.dtype is not dtype or leaf.layout is not layout or leaf.is_nested:
-            return None
-        if leaf.shape != shape or leaf.device.type != "cpu":
-            return None
-    with torch.no_grad():
-        stacked = torch.stack(list(leaves))
-        return stacked.resolve_conj().resolve_neg()
+    # Of mixed dtypes, torch would make another one.
+    if set(map(_dtype, leaves)) != {field.dtype}:
+        return None
+    try:
+        with torch.no_grad():
+            stacked = torch.stack(tuple(leaves)).resolve_conj().resolve_neg()
+    except RuntimeError:
+        return None
+    if stacked.is_nested or stacked.layout is not torch.strided or stacked.device.type != "cpu":
+        return None
+    return stacked if stacked.shape[1:] == field.shape else None
 
 
 def _stack_arrays(field: Field, leaves: Sequence[Any]) -> np.ndarray | None:
-    first = leaves[0].dtype
-    if first.hasobject or any(leaf.dtype != first or leaf.shape != field.shape for leaf in leaves):
+    if len(set(map(_dtype, leaves))) != 1 or leaves[0].dtype.hasobject:
         return None
     try:
-        fits = array_dtype(field.name, np.asarray(leaves[0])) is field.dtype
-    except SchemaError:
+        return _fitting(field, np.array(leaves, leaves[0].dtype))
+    except ValueError:
         return None
-    return np.array(leaves, first) if fits else None
 
 
 def _stack_lists(lists: Sequence[Any]) -> np.ndarray | None:

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_memmap.store.sources.stream import is_stream
+
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
 #: Classes of these modules are identified by their name: they change with a release, not with a
 #: dataset.
@@ -73,10 +75,11 @@ class Fingerprint:
             The identity: texts by what they describe, and what was given.
 
         Raises:
-            TypeError: The dataset has no length.
+            TypeError: The dataset has no length, and is none that is iterated over.
         """
         reader = _Reader()
-        reader.parts["its length"] = str(len(dataset))
+        if not is_stream(dataset):
+            reader.parts["its length"] = str(len(dataset))
         reader.read(dataset, "", 0)
         return cls(reader.parts, given)
 

@@ -1,9 +1,14 @@
 """Writes the rows of a dataset, a range at a time: slices of its arrays, or item by item."""
 
+import warnings
 from collections.abc import Sequence
 from multiprocessing.reduction import DupFd
 from time import perf_counter
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.schema.rows import fitting_rows, stack_samples
@@ -16,7 +21,7 @@ from lightning_memmap.store.workers import describe_error, exit_if_orphaned
 
 _RANGE_BYTES = 32 * 2**20
 #: Of rows that are read item by item: such a range should take little time, whatever its size.
-_MAX_RANGE_ROWS = 2**14
+_MAX_RANGE_ROWS = 2048
 #: Items that are held as Python objects, before they are copied.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 #: Files that a worker keeps open. With more fields than that, it opens them again when needed.
@@ -32,16 +37,18 @@ class RangeWriter:
         dataset: The dataset.
         plan: The store that is being built.
         journal: The descriptor of its journal.
+        row_bytes: Bytes of a row, estimated where rows differ in length.
 
     Attributes:
         has_arrays: Whether the rows lie in arrays, which are read by slices.
         max_rows: The most rows of a range.
     """
 
-    def __init__(self, dataset: Any, plan: StorePlan, journal: int) -> None:
+    def __init__(self, dataset: Any, plan: StorePlan, journal: int, row_bytes: int) -> None:
         self._dataset = dataset
         self._plan = plan
         self._journal = journal
+        self._row_bytes = max(1, row_bytes)
         self._arrays: Sequence[FieldArray] = field_arrays(dataset, plan.schema) or ()
         self._blocks: list[Block] = []
         self.has_arrays = bool(self._arrays)
@@ -53,7 +60,7 @@ class RangeWriter:
 
     def _rows_of(self, num_bytes: int) -> int:
         """The rows that take so many bytes, at least one."""
-        return max(1, num_bytes * self._plan.num_rows // max(1, self._plan.num_bytes))
+        return max(1, num_bytes // self._row_bytes)
 
     def __call__(self, task: tuple[int, int]) -> tuple[range, float]:
         """Write a range.
@@ -93,7 +100,7 @@ class RangeWriter:
             if values is None or len(values) != len(rows):
                 return False
             exit_if_orphaned()
-            column.write_range(self._files, rows.start, values)
+            column.write(self._files, rows, _tensor(values))
         return True
 
     def _write_items(self, rows: range) -> None:
@@ -130,3 +137,16 @@ class RangeWriter:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _journal=state["_journal"].detach())
+
+
+def _tensor(values: Tensor | np.ndarray) -> Tensor:
+    """The values as a tensor, in the memory of an array where torch can use it."""
+    if isinstance(values, Tensor):
+        return values
+    array = values.astype(values.dtype.newbyteorder("="), copy=False)
+    if min(array.strides) < 0:
+        array = np.ascontiguousarray(array)
+    with warnings.catch_warnings():
+        # Of memory that torch must not write to, such as a file that is mapped: it is only read.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)

@@ -8,7 +8,8 @@ written; the next build does not read them again.
 
 import logging
 import os
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,19 @@ from time import monotonic
 from typing import Any
 
 from lightning_memmap.errors import StoreError, with_article
+from lightning_memmap.schema import read_forms
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
 from lightning_memmap.store.journal import BuildPlan, Journal
 from lightning_memmap.store.manifest import Manifest, check_num_shards
 from lightning_memmap.store.plan import StorePlan
-from lightning_memmap.store.probes import random_dataset_error, take_probes
+from lightning_memmap.store.probes import (
+    hash_row,
+    probe_rows,
+    random_dataset_error,
+    take_probes,
+)
 from lightning_memmap.store.progress import Advance, ShowProgress, show_progress
 from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
@@ -39,6 +46,7 @@ from lightning_memmap.store.recovery import (
     remove_tree,
 )
 from lightning_memmap.store.sources.column_dataset import is_table
+from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.workers import check_num_workers, run_tasks
 
 #: By how much slices are faster than items, as a first guess.
@@ -58,6 +66,7 @@ def build_store(
     fingerprint: str | None = None,
     check: str = "probes",
     fresh: bool = False,
+    variable: Mapping[str, Any] | None = None,
 ) -> Store:
     """Store a dataset, or open the store where it was built before from the same dataset.
 
@@ -69,7 +78,9 @@ def build_store(
     directory that it reads, choose a ``fingerprint`` of your own.
 
     Args:
-        dataset: Map-style: ``dataset[i]`` for ``i`` in ``range(len(dataset))``.
+        dataset: Map-style: ``dataset[i]`` for ``i`` in ``range(len(dataset))``. Or one that is
+            iterated over, such as an ``IterableDataset`` or a generator: its rows are stored in the
+            order in which they arrive, and its build cannot be resumed.
         path: Directory of the store. Its parent is made where it is missing.
         num_shards: Shards that the rows are divided into. A number with many divisors serves many
             device counts; 24 serves 1, 2, 3, 4, 6, 8, 12 and 24. At most 65,536.
@@ -85,6 +96,10 @@ def build_store(
             ``"probes"``: eight rows, and all rows once where its identity has changed. ``"full"``:
             all rows, each time. ``"off"``: length and schema alone.
         fresh: Do not resume an interrupted build.
+        variable: The fields whose rows may differ in length, each with a form, such as
+            ``{"audio": "pad"}``. Those that differ among the first rows that are read need not be
+            named. Of the form only the number of dimensions matters here; see
+            `lightning_memmap.schema.forms`.
 
     Returns:
         The open store.
@@ -106,6 +121,12 @@ def build_store(
     check_num_workers(num_workers)
     check_given(fingerprint)
     check_choice(check)
+    dims = {name: form.dims for name, form in read_forms(variable).items()}
+    if num_workers and is_stream(dataset):
+        raise ValueError(
+            f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
+            " order in which they arrive, and this process reads them; give num_workers=0"
+        )
     show = partial(show_progress, hidden=not progress)
     directory = _directory(path)
 
@@ -137,11 +158,19 @@ def build_store(
             discard_build(directory)
             return store
         make_room(directory)
-        _check_length(dataset)
+        if not is_stream(dataset):
+            _check_length(dataset)
         # Before a row is read: a dataset may cache rows, which would change its identity.
         identity = Fingerprint.of(dataset, fingerprint)
-        build = _Build.prepare(dataset, directory, num_shards, num_workers, identity)
-        build.run(num_workers, show, resume=not (overwrite or fresh))
+        if is_stream(dataset):
+            with show("reading", None, 0) as advance:
+                spool = Spool(dataset, directory.parent, advance)
+            with closing(spool):
+                build = _Build.of_stream(dataset, spool, directory, num_shards, identity)
+                build.run(num_workers, show, resume=False)
+        else:
+            build = _Build.prepare(dataset, directory, num_shards, num_workers, identity, dims)
+            build.run(num_workers, show, resume=not (overwrite or fresh))
     return open_store(directory)
 
 
@@ -172,7 +201,7 @@ def _check_length(dataset: Any) -> None:
     except TypeError as error:
         raise TypeError(
             f"the dataset, {with_article(type(dataset).__name__)}, has no length: a store needs a"
-            " map-style dataset with __len__ and __getitem__"
+            " map-style dataset with __len__ and __getitem__, or one that can be iterated over"
         ) from error
     if num_rows < 1:
         raise ValueError("the dataset is empty: there is nothing to store")
@@ -201,19 +230,32 @@ def _record(store: Store, fingerprint: Fingerprint) -> None:
             replace(store.manifest, fingerprint=fingerprint).write(store.path)
 
 
+def _class_name(dataset: Any) -> str:
+    kind = type(dataset)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 @dataclass(frozen=True)
 class _Build:
     """One build of one dataset, as planned before the first row is written."""
 
     dataset: Any
+    dataset_name: str
     plan: StorePlan
     probes: tuple[tuple[int, str], ...]
     fingerprint: Fingerprint
     row_s: float
+    row_bytes: int
 
     @classmethod
     def prepare(
-        cls, dataset: Any, path: Path, num_shards: int, num_workers: int, fingerprint: Fingerprint
+        cls,
+        dataset: Any,
+        path: Path,
+        num_shards: int,
+        num_workers: int,
+        fingerprint: Fingerprint,
+        variable: Mapping[str, int],
     ) -> "_Build":
         """Read the probe rows, and check that a store can be made of the dataset.
 
@@ -223,14 +265,35 @@ class _Build:
             num_shards: Shards that the rows are divided into.
             num_workers: Processes that read the probe rows; with 0, this one.
             fingerprint: The identity of the dataset.
+            variable: Leading dimensions that may differ from row to row, by field name.
         """
         num_rows = len(dataset)
-        probes = take_probes(dataset, num_rows, num_workers)
+        probes = take_probes(dataset, num_rows, num_workers, variable)
         plan = StorePlan(path, num_rows, num_shards, probes[0].schema)
         plan.check()
         digests = tuple((probe.row, probe.digest) for probe in probes)
         row_s = median(probe.duration_s for probe in probes)
-        return cls(dataset, plan, digests, fingerprint, row_s)
+        row_bytes = max(probe.num_bytes for probe in probes)
+        return cls(dataset, _class_name(dataset), plan, digests, fingerprint, row_s, row_bytes)
+
+    @classmethod
+    def of_stream(
+        cls, stream: Any, spool: Spool, path: Path, num_shards: int, fingerprint: Fingerprint
+    ) -> "_Build":
+        """Plan to store the rows of a stream.
+
+        Args:
+            stream: The stream.
+            spool: Its rows.
+            path: Directory of the store.
+            num_shards: Shards that the rows are divided into.
+            fingerprint: The identity of the stream.
+        """
+        plan = StorePlan(path, len(spool), num_shards, spool.schema)
+        plan.check()
+        row_bytes = plan.num_bytes // plan.num_rows
+        probes = tuple((row, hash_row(spool.leaves(row))) for row in probe_rows(len(spool)))
+        return cls(spool, _class_name(stream), plan, probes, fingerprint, 0.0, row_bytes)
 
     def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
         """Write all rows that are not yet written, then commit.
@@ -242,8 +305,7 @@ class _Build:
         """
         plan, journal = self.plan, self._open_journal(resume)
         try:
-            row_bytes = plan.num_bytes // plan.num_rows
-            with progress("storing", plan.num_rows, row_bytes, journal.num_done) as advance:
+            with progress("storing", plan.num_rows, self.row_bytes, journal.num_done) as advance:
                 self._write_rows(journal, num_workers, advance)
             columns = plan.finish_columns()
             num_bytes = sum(size for column in columns for size in column.file_bytes.values())
@@ -257,12 +319,14 @@ class _Build:
         finally:
             journal.close()
         self._check_written_probes(columns)
-        kind = type(self.dataset)
-        source = {"dataset": f"{kind.__module__}.{kind.__qualname__}"}
+        source = {"dataset": self.dataset_name}
         plan.commit(columns, self.probes, checksums, source, self.fingerprint)
 
     def _log_what_is_kept(self, journal: Journal, resume: bool) -> None:
         path = self.plan.path
+        if isinstance(self.dataset, Spool):
+            _log.warning("interrupted: nothing is kept of a stream; build the store again")
+            return
         kept = f"{journal.num_done:,} of {self.plan.num_rows:,} rows are kept beside {path}"
         then = "the same build goes on with them"
         if not resume:
@@ -286,7 +350,7 @@ class _Build:
         return Journal.create(plan.building, build)
 
     def _write_rows(self, journal: Journal, num_workers: int, advance: Advance) -> None:
-        writer = RangeWriter(self.dataset, self.plan, journal.descriptor)
+        writer = RangeWriter(self.dataset, self.plan, journal.descriptor, self.row_bytes)
         ranges = RowRanges(
             missing_ranges(journal.done, self.plan.num_rows),
             max_rows=writer.max_rows,

@@ -30,6 +30,7 @@ from lightning_memmap.store.sources.field_array import (
     MemoryArray,
     PickedRows,
 )
+from lightning_memmap.store.sources.stream import Spool
 
 __all__ = ["ColumnDataset", "FieldArray", "field_arrays"]
 
@@ -48,6 +49,8 @@ def field_arrays(dataset: Any, schema: Schema) -> list[FieldArray] | None:
         One array for each field, in the order of the fields; None where the dataset must be read
         item by item.
     """
+    if isinstance(dataset, Spool):
+        return list(dataset.arrays)
     if any(field.kind.startswith("image") for field in schema.fields):
         return None
     try:
