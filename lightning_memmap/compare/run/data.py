@@ -22,7 +22,7 @@ from lightning_memmap.compare.run.rows import MappedLoader, hash_batch, hash_row
 from lightning_memmap.compare.run.variants import Variant
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import with_article
-from lightning_memmap.loading import FormedCollate
+from lightning_memmap.loading import FormedCollate, has_streams
 from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.column_rows import ColumnRows
 from lightning_memmap.loading.transform import DeviceTransform
@@ -322,7 +322,7 @@ class PlainData(L.LightningDataModule):
                 None if self._transform_here else transform,
             ),
             persistent_workers=self._num_workers > 0,
-            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+            pin_memory=has_streams(self.trainer.strategy.root_device),
         )
         if self._transform_here and transform is not None:
             here = DeviceTransform(transform, _CPU)

@@ -357,8 +357,10 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     """
 
     def wait() -> None:
-        if device.type != "cpu":
-            for index in used_devices():
-                torch.accelerator.synchronize(index)
+        # Waiting for a device of another process would take memory on it.
+        for index in used_devices():
+            torch.accelerator.synchronize(index)
+        if device.type == "mps":  # Its memory is not counted.
+            torch.accelerator.synchronize()
 
     return wait
