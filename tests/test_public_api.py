@@ -37,7 +37,10 @@ NAMES = {
         "BatchLoader",
         "DeviceLoader",
         "EpochRows",
+        "FormedCollate",
         "OnSuperBatch",
+        "Padded",
+        "RowList",
         "RowSource",
         "SplitRows",
         "SuperBatch",
@@ -62,6 +65,17 @@ NAMES = {
         "shard_rows",
         "shard_starts",
         "striping",
+    ],
+    "lightning_memmap.schema": [
+        "DTYPES",
+        "Field",
+        "Form",
+        "Jagged",
+        "Node",
+        "Pad",
+        "Rows",
+        "Schema",
+        "read_forms",
     ],
     "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
     "lightning_memmap.strategies": [
@@ -105,6 +119,7 @@ DATA_MODULE = {
     "member": None,
     "shuffle_window": None,
     "sampler": None,
+    "variable": None,
 }
 
 STRATEGY = {
