@@ -246,15 +246,18 @@ class ShiftAndNormalize(nn.Module):
 
 
 class ImageClassifier(L.LightningModule):
-    """The steps of a classifier of images with 10 classes.
+    """The steps of a classifier of images.
 
     Subclasses define ``forward`` and ``configure_optimizers``.
+
+    Args:
+        num_classes: Number of classes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
-        self.val_accuracy = MulticlassAccuracy(10, average="micro")
-        self.test_accuracy = MulticlassAccuracy(10, average="micro")
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The cross-entropy of a batch, logged as ``train_loss``."""

@@ -22,8 +22,6 @@ Albumentations works per sample and on numpy arrays. It would be used like this,
 
 import csv
 import math
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from torch.utils.data import Dataset
 from torchmetrics import JaccardIndex, Metric
 from torchmetrics.classification import BinaryAccuracy, MultilabelAccuracy
 
+from examples.folders import made_at_once
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import RunSummary
 
@@ -100,33 +99,25 @@ def make_shapes(directory: Path, *, num_rows: int, seed: int) -> None:
     """Make synthetic images with masks and labels. The same seed gives the same images.
 
     Args:
-        directory: The folder of one split, with the layout that `Shapes` reads. It is complete or
-            absent, even when several processes make it at once.
+        directory: The folder of one split, with the layout that `Shapes` reads.
         num_rows: Number of images.
         seed: Seed of all random numbers.
     """
     rng = np.random.default_rng(seed)
-    partial = directory.with_name(f".{directory.name}.{os.getpid()}")
-    for kind in ("images", "masks"):
-        (partial / kind).mkdir(parents=True)
-    with open(partial / "labels.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["name", "striped", *KINDS])
-        for row in range(num_rows):
-            striped = bool(rng.random() < 0.5)
-            image, mask = _draw(rng, striped)
-            image.save(partial / "images" / f"{row:04}.png")
-            mask.save(partial / "masks" / f"{row:04}.png")
-            visible = set(np.unique(np.array(mask)).tolist())
-            present = [int(index in visible) for index in range(1, len(KINDS) + 1)]
-            writer.writerow([f"{row:04}", int(striped), *present])
-    try:
-        partial.rename(directory)
-    except OSError:
-        # Another process was faster and has made the same images.
-        shutil.rmtree(partial)
-        if not directory.exists():
-            raise
+    with made_at_once(directory) as made:
+        for kind in ("images", "masks"):
+            (made / kind).mkdir()
+        with open(made / "labels.csv", "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["name", "striped", *KINDS])
+            for row in range(num_rows):
+                striped = bool(rng.random() < 0.5)
+                image, mask = _draw(rng, striped)
+                image.save(made / "images" / f"{row:04}.png")
+                mask.save(made / "masks" / f"{row:04}.png")
+                visible = set(np.unique(np.array(mask)).tolist())
+                present = [int(index in visible) for index in range(1, len(KINDS) + 1)]
+                writer.writerow([f"{row:04}", int(striped), *present])
 
 
 def _draw(rng: np.random.Generator, striped: bool) -> tuple[Image.Image, Image.Image]:

@@ -1,8 +1,9 @@
 """The command ``lightning-memmap``.
 
 ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI with the strategy names of this
-pack registered. ``store`` works on stores: ``build``, ``info``, ``verify``, ``plan``. ``compare``
-trains under several strategies and reports what each one costs; ``advise`` predicts it.
+pack registered. ``store`` works on stores: ``build``, ``info``, ``verify``, ``plan``, ``show``.
+``compare`` trains under several strategies and reports what each one costs; ``advise`` predicts it.
+``rows`` lists the rows of any step, and ``doctor`` says what will work on this machine.
 """
 
 import os
@@ -25,6 +26,7 @@ from typing_extensions import override
 
 from lightning_memmap.arguments import BriefParser, TrainingParser, nearest
 from lightning_memmap.compare import advise, compare
+from lightning_memmap.doctor import doctor
 from lightning_memmap.errors import DatasetError, MemmapError, StoreNotFoundError
 from lightning_memmap.placement import (
     DataTopology,
@@ -35,6 +37,7 @@ from lightning_memmap.placement import (
     parse_bytes,
     plan_placement,
 )
+from lightning_memmap.rows_command import rows
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
@@ -43,8 +46,10 @@ from lightning_memmap.strategies import STRATEGIES
 
 _DESCRIPTION = """Train with data that stays resident on every device.
 Further commands: "lightning-memmap store --help" works on stores,
-"lightning-memmap compare --help" compares strategies, and
-"lightning-memmap advise --help" tells which strategy is right."""
+"lightning-memmap compare --help" compares strategies,
+"lightning-memmap advise --help" tells which strategy is right,
+"lightning-memmap rows --help" lists the rows of any step, and
+"lightning-memmap doctor" says what will work on this machine."""
 
 #: The most devices that ``store plan`` tries in search of the fewest that hold the data.
 _MAX_DEVICES = 4096
@@ -96,7 +101,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: With code 1 or 2 after a user's mistake, 130 after Ctrl-C, and the code of
-            ``store``, ``compare`` or ``advise``.
+            ``store``, ``compare``, ``advise``, ``rows`` or
+            ``doctor``.
     """
     try:
         try:
@@ -124,7 +130,13 @@ def _run(args: Sequence[str] | None) -> None:
     # A class_path may name a module in the working directory, as with `python -m`.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    commands = {"store": _store_command, "compare": compare, "advise": advise}
+    commands = {
+        "store": _store_command,
+        "compare": compare,
+        "advise": advise,
+        "rows": rows,
+        "doctor": doctor,
+    }
     if given and given[0] in commands:
         sys.exit(commands[given[0]](given[1:]))
     if given and not given[0].startswith("-") and given[0] not in TrainingCLI.subcommands():
@@ -175,6 +187,7 @@ def _store_command(args: list[str]) -> int:
         "info": _info,
         "verify": _verify,
         "plan": _plan,
+        "show": _show,
     }
     for name, function in functions.items():
         summary = str(function.__doc__).partition("\n")[0]
@@ -215,7 +228,7 @@ def _print_error(error: Exception) -> None:
 
 
 def _stores(path: str) -> dict[str, Store]:
-    """The store at a path or the stores one level below it, by name.
+    """The store at a path or the stores below it, by name.
 
     Raises:
         MemmapError: There is no store, or one cannot be read.
@@ -237,19 +250,37 @@ def _stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
     except StoreNotFoundError:
         found: dict[str, Store | MemmapError | OSError] = {}
         others = []
-        for child in sorted(directory.iterdir()) if directory.is_dir() else []:
-            if child.is_dir() and not child.name.startswith("."):
-                try:
-                    found[child.name] = open_store(child)
-                except StoreNotFoundError:
-                    others.append(child)
-                except (MemmapError, OSError) as error:
-                    found[child.name] = error
+        for child in _folders(directory):
+            # The stores of several datasets of a split lie one level further down.
+            opened = {path: _opened(path) for path in (child, *_folders(child))}
+            stores = {path: store for path, store in opened.items() if store is not None}
+            found |= {path.relative_to(directory).as_posix(): stores[path] for path in stores}
+            if not stores:
+                others.append(child)
         if not found:
             raise
         for other in others:
             print(f"skipped {_printable(other)}: it is not a store", file=sys.stderr)
         return found
+
+
+def _opened(path: Path) -> Store | MemmapError | OSError | None:
+    """The store at a path, why it cannot be opened, or None where there is none."""
+    try:
+        return open_store(path)
+    except StoreNotFoundError:
+        return None
+    except (MemmapError, OSError) as error:
+        return error
+
+
+def _folders(directory: Path) -> list[Path]:
+    """The folders in a directory, without hidden ones and what may not be looked into."""
+    try:
+        children = sorted(directory.iterdir()) if directory.is_dir() else []
+    except PermissionError:
+        return []
+    return [child for child in children if child.is_dir() and not child.name.startswith(".")]
 
 
 def _printable(value: object) -> str:
@@ -369,7 +400,10 @@ def _plan(
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction={memory_fraction}: more than 0 and at most 1")
     total = sum(manifest.num_bytes for manifest in stores.values())
-    device_bytes = parse_bytes(memory)
+    try:
+        device_bytes = parse_bytes(memory)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"memory={memory!r:.50}: {error}") from error
     budget = int(device_bytes * memory_fraction)
     table = Table(
         title=f"{format_bytes(total)} of {_printable(', '.join(stores))} on devices of"
@@ -414,7 +448,7 @@ def _plan_windows(
         table.add_column(name, justify="left" if name == "store" else "right")
     for count in counts:
         topology = DataTopology((torch.device("cpu"),) * count)
-        for name, split in _placed(stores, topology, "stream", 0, window).splits.items():
+        for name, split in _placed(stores, topology, "stream", 2**63, window).splits.items():
             num_rows, num_shards = split.shards.num_rows, split.shards.num_shards
             anew = num_shards != stores[name].num_shards
             table.add_row(
@@ -448,8 +482,7 @@ def _placed(
             sizes,
             topology,
             residency,
-            budget_bytes=dict.fromkeys(topology.data_devices, budget),
-            pinned_budget_bytes=0,
+            budget_bytes=dict.fromkeys((*topology.data_devices, torch.device("cpu")), budget),
         )
 
 
@@ -470,6 +503,26 @@ def _fewest_devices(stores: dict[str, Manifest], budget: int) -> int | None:
         if sum(_held_bytes(stores, count, budget)) == total:
             return count
     return None
+
+
+def _show(path: str, *, out: str = "store.html") -> int:
+    """Write a page with samples, distributions and sizes.
+
+    Args:
+        path: Directory of a store, or of one store per split.
+        out: The HTML file.
+    """
+    try:
+        from lightning_memmap.store_page import render_stores
+    except ModuleNotFoundError as error:
+        if error.name not in ("jinja2", "PIL"):
+            raise
+        raise ValueError(
+            f"the page needs {error.name}: pip install 'lightning_memmap[compare]'"
+        ) from error
+    Path(out).write_text(render_stores(_stores(path)), encoding="utf-8")
+    _make_console().print(out, soft_wrap=True)
+    return 0
 
 
 def _counts(text: str) -> range:

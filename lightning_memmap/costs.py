@@ -54,6 +54,9 @@ class Workload:
         Args:
             num_rows: Rows of the super-batch.
             num_devices: Data devices that serve it, the root device being one of them.
+
+        Returns:
+            Bytes that all other data devices send in a step.
         """
         return self.batch_bytes_per_row * num_rows * (num_devices - 1) / num_devices
 
@@ -122,6 +125,9 @@ class Cluster:
             work: Model and data.
             num_rows: Rows that each device computes.
             busy: Devices of a node that compute at the same time.
+
+        Returns:
+            Seconds of a step, in which all busy devices compute their rows.
         """
         return work.compute_s_per_row * num_rows * max(1.0, busy / self.parallel_devices)
 
@@ -245,3 +251,20 @@ def sent_bytes(kind: str, size: int, payload: int) -> int:
         return payload
     factor = 2 if kind == "allreduce" else 1
     return factor * payload * (size - 1) // size
+
+
+def with_reduction_s(compute_s: float, reduce_s: float) -> float:
+    """Seconds of computing and of a reduction of gradients that runs beside it.
+
+    The gradients of one layer are reduced while those of the layers before it are computed: the
+    backward pass, two thirds of the computing, hides that much, as in Li et al., "PyTorch
+    Distributed" (2020).
+
+    Args:
+        compute_s: Seconds of forward and backward.
+        reduce_s: Seconds of the reduction alone.
+
+    Returns:
+        Seconds until both have ended.
+    """
+    return compute_s / 3 + max(compute_s * 2 / 3, reduce_s)

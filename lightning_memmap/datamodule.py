@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,8 +22,9 @@ from lightning_memmap._compat.loops import (
     renew_train_loader_after_epoch,
     validate_anew,
 )
+from lightning_memmap._compat.tensors import empty_caches
 from lightning_memmap.arguments import nearest
-from lightning_memmap.errors import MemmapError, StoreNotFoundError
+from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError, with_article
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
@@ -34,12 +36,11 @@ from lightning_memmap.loading import (
 )
 from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.state import LoaderState
-from lightning_memmap.options import SPLITS, DataOptions, Option
+from lightning_memmap.options import DataOptions, Option
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
     Residency,
-    Sized,
     SplitPlacement,
     SplitSize,
     device_budgets,
@@ -49,18 +50,30 @@ from lightning_memmap.placement import (
     plan_placement,
     topology_of,
 )
-from lightning_memmap.process_group import leave_gloo_at_exit
+from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.sampling import (
     BlockShuffledSampler,
+    Parts,
     RowSubset,
     Sampler,
+    SamplerFactory,
+    Selection,
     SequentialSampler,
     Shards,
     ShuffledSampler,
+    StridedRows,
+    Subset,
 )
 from lightning_memmap.sampling.sampler import check_sampler
 from lightning_memmap.schema import read_forms
+from lightning_memmap.splits import (
+    SPLITS,
+    argument_of,
+    check_datasets,
+    has_several,
+    named_datasets,
+)
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.probes import first_sample
 from lightning_memmap.store.recovery import is_store
@@ -72,14 +85,18 @@ else:
     # against that class, whatever subclass of it the config names.
     MapDataset = Dataset
 
+#: One dataset or several, in a list or by name; None for one that is stored already.
+Datasets: TypeAlias = MapDataset | list[MapDataset | None] | dict[str, MapDataset | None] | None
+#: A loader, or one for each of several datasets.
+Loader: TypeAlias = SuperBatchLoader | DeviceLoader
+Loaders: TypeAlias = Loader | list[Loader] | dict[str, Loader]
+
 _SPLITS_OF_STAGE = {
     "fit": ("train", "val"),
     "validate": ("val",),
     "test": ("test",),
     "predict": ("predict",),
 }
-#: Share of the free host memory that may be page-locked.
-_PINNED_FRACTION = 0.5
 
 
 @dataclass(frozen=True)
@@ -90,11 +107,13 @@ class _SetUp:
         stores: The open stores by split.
         placement: Where the shards live.
         rows: The rows of each split.
+        order: The order of the training rows; None where they are not set up.
     """
 
     stores: Mapping[str, Store]
     placement: Placement
     rows: Mapping[str, SplitRows]
+    order: Sampler | None
 
     @property
     def is_released(self) -> bool:
@@ -108,7 +127,7 @@ class _SetUp:
 
 
 class _SplitDataset:
-    """The dataset of a split as an attribute of a data module."""
+    """The dataset of a split, or several of them, as an attribute of a data module."""
 
     def __init__(self, split: str) -> None:
         self._split = split
@@ -117,6 +136,7 @@ class _SplitDataset:
         return self if owner is None else owner.datasets[self._split]
 
     def __set__(self, owner: Any, dataset: Any) -> None:
+        check_datasets(self._split, dataset)
         owner.datasets[self._split] = dataset
 
 
@@ -131,11 +151,13 @@ class MemmapDataModule(L.LightningDataModule):
     Args:
         train_dataset: Map-style dataset to train on. Where a dataset is None, the store of its
             split is used as it is.
-        val_dataset: To validate on. May be missing, as may its store.
-        test_dataset: To test on.
-        predict_dataset: To predict on.
-        store_dir: Directory with one store per split in it. ``{member}`` in it stands for the
-            number of the member.
+        val_dataset: To validate on. May be missing, as may its store. A list of datasets, or a dict
+            of them by name, makes a loader of each, whose index is the ``dataloader_idx``.
+        test_dataset: To test on, one or several.
+        predict_dataset: To predict on, one or several.
+        store_dir: Directory with one store per split in it: ``train``, and ``val`` or, of several
+            datasets, ``val/0`` or ``val/NAME``. ``{member}`` in it stands for the number of the
+            member.
         batch_size: Rows per data device and step, as under DDP.
         transform: Batch transform for training: a callable or module, run on each data device
             without gradients. With a parameter named ``generator`` it is given a seeded one.
@@ -146,11 +168,11 @@ class MemmapDataModule(L.LightningDataModule):
         seed: Seed of the row order and of random transforms.
         num_shards: Shards that the rows are divided into. Any number of data devices that divides
             this number gives the same global batches.
-        residency: Where shards live: ``auto``, ``device``, ``pinned``, ``mmap`` or, for data larger
+        residency: Where shards live: ``auto``, ``device``, ``host``, ``mmap`` or, for data larger
             than memory, ``stream``; see `lightning_memmap.placement`.
         memory_fraction: Share of a device's free memory at set-up that shards may take, and of the
-            host's for the windows of ``stream``. The model, its gradients and its activations need
-            the rest.
+            host's, divided by the processes of the machine, for those of ``host`` and the windows
+            of ``stream``. The model, its gradients and its activations need the rest.
         num_workers: Processes that read the datasets, to store them or to compare them with their
             stores; with 0, this one does. None are used for reading stores.
         overwrite: Replace stores of other datasets.
@@ -161,19 +183,25 @@ class MemmapDataModule(L.LightningDataModule):
             ``"full"`` or ``"off"``; see there.
         num_folds: Train on all rows of the training store but every ``num_folds``-th, and validate
             on those: fold ``f`` is the rows ``i`` with ``i % num_folds == f``. One store serves all
-            folds.
+            folds. It is ``subset=KFold(num_folds, shuffle=False)``.
         num_parts: Train on every ``num_parts``-th row of the training store alone: part ``m`` is
-            the rows ``i`` with ``i % num_parts == m``.
+            the rows ``i`` with ``i % num_parts == m``. It is ``subset=Parts(num_parts)``.
+        subset: Which rows of the stores are used, without copying any: of `lightning_memmap.
+            sampling`, a `Subset` of the training rows, or a dict of such by split; or `RandomSplit`
+            or `KFold`, which hold rows of the training store out to validate on.
         member: Which fold or part, counted from 0. By default that of the member that this process
-            trains under ``memmap_independent``, modulo the number of folds or parts.
+            trains under ``memmap_independent``, modulo the number of folds or parts. It is also
+            what stands for ``{member}``. Without any of these it is refused.
         shuffle_window: Rows of a shard that are shuffled together: ``shuffle_window * num_shards``
             rows are mixed with each other, and with no other rows of their epoch. By default all
             rows are mixed, except under ``residency="stream"``, which reads this number of rows of
             each shard at once: there it is what makes 512 MiB over all shards. The order of rows
             depends on this number, and not on the residency, the machine or the number of devices:
-            a run with one number is the same everywhere, and is resumed with that number.
-        sampler: Makes the order of the training rows, instead of ``shuffle``: a function of the
-            `lightning_memmap.sampling.Shards` and the seed that returns a
+            a run with one number is the same everywhere, and is resumed with that number. It is
+            refused with ``shuffle=False``, except under ``stream``.
+        sampler: Makes the order of the training rows, instead of ``shuffle``, such as
+            `lightning_memmap.sampling.Weighted`: a `lightning_memmap.sampling.SamplerFactory`, or a
+            function of the `lightning_memmap.sampling.Shards` and the seed that returns a
             `lightning_memmap.sampling.Sampler`.
         variable: How batches give fields whose rows differ in length, by field name: ``"pad"``, the
             default, ``"jagged"``, ``"list"``, or a `lightning_memmap.schema.Form` such as
@@ -206,9 +234,10 @@ class MemmapDataModule(L.LightningDataModule):
     check = Option[str]()
     num_folds = Option[int | None]()
     num_parts = Option[int | None]()
+    subset = Option[Selection | Mapping[str, Subset] | None]()
     member = Option[int | None]()
     shuffle_window = Option[int | None]()
-    sampler = Option[Callable[[Shards, int], Sampler] | None]()
+    sampler = Option[SamplerFactory | Callable[[Shards, int], Sampler] | None]()
     variable = Option[Mapping[str, Any] | None]()
     train_dataset = _SplitDataset("train")
     val_dataset = _SplitDataset("val")
@@ -218,9 +247,9 @@ class MemmapDataModule(L.LightningDataModule):
     def __init__(
         self,
         train_dataset: MapDataset | None = None,
-        val_dataset: MapDataset | None = None,
-        test_dataset: MapDataset | None = None,
-        predict_dataset: MapDataset | None = None,
+        val_dataset: Datasets = None,
+        test_dataset: Datasets = None,
+        predict_dataset: Datasets = None,
         *,
         store_dir: str | Path,
         batch_size: int = 32,
@@ -238,9 +267,10 @@ class MemmapDataModule(L.LightningDataModule):
         check: str = "probes",
         num_folds: int | None = None,
         num_parts: int | None = None,
+        subset: Selection | dict[str, Subset] | None = None,
         member: int | None = None,
         shuffle_window: int | None = None,
-        sampler: Callable[[Shards, int], Sampler] | None = None,
+        sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None = None,
         variable: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -261,26 +291,28 @@ class MemmapDataModule(L.LightningDataModule):
             check,
             num_folds,
             num_parts,
+            subset,
             member,
             shuffle_window,
             sampler,
             variable,
         )
-        if num_folds is not None and val_dataset is not None:
+        selection = self.options.selection("val")
+        if (
+            selection is not None
+            and selection.stored_split("val") != "val"
+            and val_dataset is not None
+        ):
+            name = "subset" if num_folds is None else f"num_folds={num_folds}"
             raise ValueError(
-                f"num_folds={num_folds} with a val_dataset: the fold that is held out is what is"
-                " validated on; leave val_dataset out, or give it as test_dataset"
+                f"{name} with a val_dataset: the rows that are held out are what is validated on;"
+                " leave val_dataset out, or give it as test_dataset"
             )
-        self.datasets = dict(
+        self.datasets: dict[str, Any] = dict(
             zip(SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
         )
-        for split, dataset in self.datasets.items():
-            is_no_dataset = isinstance(dataset, str) or not hasattr(dataset, "__getitem__")
-            if dataset is not None and is_no_dataset:
-                raise TypeError(
-                    f"{split}_dataset={dataset!r}: give a map-style dataset, with __len__ and"
-                    " __getitem__"
-                )
+        for kind, given in self.datasets.items():
+            check_datasets(kind, given)
         self._set_up: _SetUp | None = None
         self._printed: dict[str, tuple[DataTopology, SplitPlacement]] = {}
         #: By split, what this data module has stored or recognised: see `_source`.
@@ -344,16 +376,16 @@ class MemmapDataModule(L.LightningDataModule):
 
         Args:
             train_dataset: Map-style dataset to train on.
-            val_dataset: To validate on.
-            test_dataset: To test on.
-            predict_dataset: To predict on.
+            val_dataset: To validate on, one or several.
+            test_dataset: To test on, one or several.
+            predict_dataset: To predict on, one or several.
             batch_size: Rows per data device and step.
             num_workers: Processes that write a store.
             datamodule_kwargs: The other arguments of this class, of which ``store_dir`` must be
                 given.
 
         Raises:
-            TypeError: ``store_dir`` is missing, or several datasets are given for one split.
+            TypeError: ``store_dir`` is missing, or several datasets are given to train on.
         """
         if "store_dir" not in datamodule_kwargs:
             raise TypeError(
@@ -361,14 +393,9 @@ class MemmapDataModule(L.LightningDataModule):
                 " datasets are stored in"
             )
         given = (train_dataset, val_dataset, test_dataset, predict_dataset)
-        datasets: dict[str, Any] = {}
-        for split, dataset in zip(SPLITS, given, strict=True):
-            if isinstance(dataset, (list, tuple)) and any(isinstance(d, Dataset) for d in dataset):
-                raise TypeError(
-                    f"{split}_dataset: found {len(dataset)} datasets, and a split has one: join"
-                    " them with torch.utils.data.ConcatDataset"
-                )
-            datasets[f"{split}_dataset"] = dataset
+        datasets: dict[str, Any] = {
+            f"{kind}_dataset": dataset for kind, dataset in zip(SPLITS, given, strict=True)
+        }
         return cls(**datasets, batch_size=batch_size, num_workers=num_workers, **datamodule_kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -385,7 +412,7 @@ class MemmapDataModule(L.LightningDataModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MemmapDataModule":
         """A data module of the same arguments, which shares the datasets: they are only read."""
-        memo.update((id(dataset), dataset) for dataset in self.datasets.values())
+        memo.update((id(dataset), dataset) for dataset in self._datasets.values())
         copied = copy.copy(self)
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(copied), memo))
@@ -395,11 +422,24 @@ class MemmapDataModule(L.LightningDataModule):
     def __str__(self) -> str:
         """The rows of each split that is set up, in the form of Lightning's own data modules."""
         lines = []
-        for split, name in zip(SPLITS, ("Train", "Validation", "Test", "Predict"), strict=True):
-            rows = self._rows.get(split)
-            size = "None" if rows is None else f"size={rows.shards.num_rows}"
-            lines.append(f"{{{name} dataloader: {size}}}")
+        for kind, name in zip(SPLITS, ("Train", "Validation", "Test", "Predict"), strict=True):
+            sizes = []
+            for split in named_datasets(kind, self.datasets[kind]):
+                rows = self._rows.get(split)
+                sizes.append("None" if rows is None else f"size={rows.shards.num_rows}")
+            if has_several(self.datasets[kind]):
+                sizes = [f"{number}. {size}" for number, size in enumerate(sizes, 1)]
+            lines.append(f"{{{name} dataloader: {' ; '.join(sizes)}}}")
         return "\n".join(lines)
+
+    @property
+    def _datasets(self) -> dict[str, Any]:
+        """The datasets by split, each of several under a name of its own."""
+        return {
+            split: dataset
+            for kind, given in self.datasets.items()
+            for split, dataset in named_datasets(kind, given).items()
+        }
 
     @property
     def stores(self) -> Mapping[str, Store]:
@@ -407,9 +447,26 @@ class MemmapDataModule(L.LightningDataModule):
         return {} if self._set_up is None else self._set_up.stores
 
     @property
+    def store_directory(self) -> Path:
+        """The directory of the stores: ``store_dir``, with its number in place of ``{member}``.
+
+        Raises:
+            ValueError: The member is not known.
+        """
+        text = str(self.store_dir)
+        if "{member}" not in text:
+            return self.store_dir
+        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
+
+    @property
     def placement(self) -> Placement | None:
         """Where the shards live; None before `setup`."""
         return None if self._set_up is None else self._set_up.placement
+
+    @property
+    def order(self) -> Sampler | None:
+        """The order of the training rows; None before they are set up."""
+        return None if self._set_up is None else self._set_up.order
 
     @property
     def _rows(self) -> Mapping[str, SplitRows]:
@@ -432,18 +489,20 @@ class MemmapDataModule(L.LightningDataModule):
                 else.
             OSError: The disk is full, or the files cannot be written.
         """
+        self.options.check_splits(self._datasets)
         for split in dict.fromkeys(map(self._stored_split, self._splits())):
-            dataset = self.datasets[split]
+            dataset = self._datasets[split]
             if dataset is None or self._finds_its_own(split):
                 continue
+            self._check_place(split)
             store = build_store(
                 dataset,
-                self._directory() / split,
+                self.store_directory / split,
                 num_shards=self.num_shards,
                 num_workers=self.num_workers,
                 # What this data module has built itself is not built again by the next stage.
                 overwrite=self.overwrite and split not in self._built,
-                fingerprint=self.options.fingerprints.get(split),
+                fingerprint=self.options.fingerprint_of(split),
                 check=self.check,
                 variable=self.variable,
             )
@@ -452,7 +511,7 @@ class MemmapDataModule(L.LightningDataModule):
     def _finds_its_own(self, split: str) -> bool:
         """Whether the store of a split is there as this data module has last left it."""
         try:
-            return self._is_its_own(split, open_store(self._directory() / split))
+            return self._is_its_own(split, open_store(self.store_directory / split))
         except MemmapError:
             return False
 
@@ -463,8 +522,8 @@ class MemmapDataModule(L.LightningDataModule):
     def _source(self, split: str, store: Store) -> tuple[Any, ...]:
         """A dataset, the options that its store depends on, and the content of the store."""
         options = self.options
-        given = options.num_shards, options.fingerprints.get(split), options.check
-        return self.datasets[split], *given, store.manifest.content
+        given = options.num_shards, options.fingerprint_of(split), options.check
+        return self._datasets[split], *given, store.manifest.content
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, and make the shards resident.
@@ -487,7 +546,7 @@ class MemmapDataModule(L.LightningDataModule):
             RankMismatchError: Another rank failed, or has other stores, another seed, batch size,
                 shuffle, shuffle_window, drop_last or number of data devices.
         """
-        leave_gloo_at_exit()
+        leave_group_at_exit()
         error = None
         try:
             self._make(stage)
@@ -506,33 +565,29 @@ class MemmapDataModule(L.LightningDataModule):
             raise ValueError(
                 f"stage={stage!r}: choose one of {', '.join(_SPLITS_OF_STAGE)}, or None"
             )
-        for split in _SPLITS_OF_STAGE[stage] if stage is not None else self._splits():
+        for split in self._splits(stage):
             if (store := self._open(split)) is not None:
                 stores[split] = store
-        topology, host = topology_of(self._strategy), torch.device("cpu")
+        topology = topology_of(self._strategy)
         if "train" in stores:
             self._check_train_fields(topology, stores["train"])
-        sizes = {
-            split: SplitSize.of(
-                split, store.manifest, topology, self._subset(split), self.shuffle_window
-            )
-            for split, store in stores.items()
-        }
+        sizes = {split: self._size(split, store, topology) for split, store in stores.items()}
         placement = plan_placement(
             sizes,
             topology,
             self.residency,
-            budget_bytes=device_budgets(topology.data_devices, self.memory_fraction),
-            pinned_budget_bytes=int(free_bytes(host) * _PINNED_FRACTION),
-            window_budget_bytes=int(free_bytes(host) * self.memory_fraction),
+            budget_bytes=device_budgets(
+                topology.data_devices, self.memory_fraction, topology.num_local_processes
+            ),
         )
         self._print_placement(placement)
-        self._warn_of_random_reads(placement, free_bytes(host))
+        self._warn_of_random_reads(placement, free_bytes(torch.device("cpu")))
         rows = {
             split: load_split(store, topology, placement.splits[split])
             for split, store in stores.items()
         }
-        self._set_up = _SetUp(stores, placement, rows)
+        order = self._order(stores["train"], sizes["train"]) if "train" in stores else None
+        self._set_up = _SetUp(stores, placement, rows, order)
 
     def _check_train_fields(self, topology: DataTopology, store: Store) -> None:
         """Check that training can do with the fields that the strategy names.
@@ -572,19 +627,20 @@ class MemmapDataModule(L.LightningDataModule):
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
             "data devices per process": len(placement.topology.data_devices),
+            "splits": ", ".join(self._set_up.stores),
         }
-        if train := placement.splits.get("train"):
-            values |= self._order(train.size).identity
+        if self._set_up.order is not None:
+            values |= self._set_up.order.identity
         for split, store in self._set_up.stores.items():
             values[f"the {split} store"] = store.manifest.content
-            values[f"rows of the {split} store"] = self._subset(split) or "all"
+            values[f"rows of the {split} store"] = placement.splits[split].shards.identity
         return values
 
-    def train_sampler(self, store: Sized, topology: DataTopology | None = None) -> Sampler:
+    def train_sampler(self, store: Store, topology: DataTopology | None = None) -> Sampler:
         """The order of the training rows, except under ``overfit_batches``.
 
         Args:
-            store: Their store.
+            store: Their store, of which at most the fields are read that decide the order.
             topology: Where they are trained on; by default one device.
 
         Returns:
@@ -596,32 +652,58 @@ class MemmapDataModule(L.LightningDataModule):
             ValueError: The member, which ``num_folds`` or ``num_parts`` needs, is not known or out
                 of range.
         """
-        size = SplitSize.of(
-            "train",
-            store,
-            topology or topology_of(None),
-            self._subset("train"),
-            self.shuffle_window,
-        )
-        return self._order(size)
+        return self._order(store, self._size("train", store, topology or topology_of(None)))
 
-    def _order(self, size: SplitSize) -> Sampler:
-        shards, seed = size.shards, self.seed
-        if self.sampler is not None:
-            return check_sampler(self.sampler(shards, seed), shards)
+    def _size(self, split: str, store: Store, topology: DataTopology) -> SplitSize:
+        # Under overfit_batches, the rows come in the order of their dataset.
+        order = self._make_order if split == "train" and not self._is_overfitting else None
+        return SplitSize.of(
+            split,
+            store.manifest,
+            topology,
+            self._subset(split, store),
+            self.shuffle_window,
+            None if order is None else partial(order, store),
+        )
+
+    def _order(self, store: Store, size: SplitSize) -> Sampler:
+        order = self._make_order(store, size.shards.base, size.window)
+        if order.shards != size.shards and not self._is_overfitting:
+            raise ValueError(
+                f"sampler={self.sampler!r}: it needs other rows than those that are set up: call"
+                " setup() after you set it"
+            )
+        return order
+
+    def _make_order(self, store: Store, shards: Shards, window: int) -> Sampler:
+        given, seed = self.sampler, self.seed
+        if given is not None:
+            if isinstance(given, SamplerFactory):
+                return check_sampler(given.make(shards, seed, store), shards)
+            return check_sampler(given(shards, seed), shards)
         if not self.shuffle:
             return SequentialSampler(shards)
         if self.shuffle_window is None and self.residency != Residency.STREAM.value:
             return ShuffledSampler(shards, seed)
-        return BlockShuffledSampler(shards, seed, size.window)
+        return BlockShuffledSampler(shards, seed, window)
+
+    @property
+    def _is_overfitting(self) -> bool:
+        """Whether a Trainer turns shuffling off, which Lightning does in a ``DataLoader`` alone."""
+        return getattr(self.trainer, "overfit_batches", 0) > 0
 
     def teardown(self, stage: str | None = None) -> None:
         """Free the shards of all splits. Loaders over them give no more batches.
+
+        The memory goes back to the devices and to the host, beyond what torch's allocators keep
+        for later: Lightning empties their caches before it calls this.
 
         Args:
             stage: Not used.
         """
         self._release()
+        if self._set_up is not None:
+            empty_caches(self._set_up.placement.topology.data_devices)
 
     def _release(self) -> None:
         if self._set_up is not None:
@@ -641,17 +723,13 @@ class MemmapDataModule(L.LightningDataModule):
             ValueError: No step would have its full size under ``drop_last``, the rows cannot be
                 read in the sampler's order, or the checkpoint cannot be resumed in this order.
         """
-        # Lightning turns shuffling off for overfit_batches, but only in torch's own DataLoader.
-        overfitting = getattr(self.trainer, "overfit_batches", 0) > 0
-        made = self._set_up
+        made, order = self._set_up, None
+        if not self._is_overfitting and made is not None and "train" in self._rows:
+            order = self._order(made.stores["train"], made.placement.splits["train"].size)
         loader = self._loader(
             "train",
             self.transform,
-            order=(
-                None
-                if overfitting or made is None or "train" not in self._rows
-                else self._order(made.placement.splits["train"].size)
-            ),
+            order=order,
             drop_last=self.drop_last,
             progress=None if self.trainer is None else TrainerProgress(self.trainer),
         )
@@ -702,43 +780,38 @@ class MemmapDataModule(L.LightningDataModule):
         """
         train = _check_state(state_dict)
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
-            subset, saved = self._subset("train"), None if train is None else train.subset
-            now = None if subset is None else asdict(subset)
+            assert self._set_up is not None
+            saved = None if train is None else train.subset
+            now = self._set_up.placement.splits["train"].shards.identity["subset"]
             if train is not None and saved != now:
                 raise ValueError(
                     f"the checkpoint was trained on {_subset_text(saved)}, and this data module"
-                    f" trains on {_subset_text(now)}: resume with the member, num_folds"
-                    " and num_parts of the checkpoint"
+                    f" trains on {_subset_text(now)}: resume with the member, num_folds,"
+                    " num_parts and subset of the checkpoint"
                 )
             self._train_state = state_dict.get("train")
             self._num_trained = state_dict.get("num_trained")
 
-    def val_dataloader(self) -> SuperBatchLoader | DeviceLoader | list[Any]:
+    def val_dataloader(self) -> Loaders:
         """The validation rows in dataset order.
 
         Returns:
-            A loader as from `train_dataloader`. An empty list where there is no such split, unless
-            the Trainer validates.
+            A loader as from `train_dataloader`; of several datasets, one each, in a list or by name
+            as the datasets are given. An empty list where there is no such split, unless the
+            Trainer validates.
 
         Raises:
             StoreNotFoundError: The Trainer validates, and there is no such split.
         """
-        if "val" not in self._rows and self._running is not TrainerFn.VALIDATING:
+        is_missing = not any(split.partition("/")[0] == "val" for split in self._rows)
+        if is_missing and self._running is not TrainerFn.VALIDATING:
             return []
         if self.trainer is not None and self._running is TrainerFn.FITTING:
             validate_anew(self.trainer)
-        return self._loader("val", self.eval_transform)
+        return self._loaders("val")
 
-    def test_dataloader(self) -> SuperBatchLoader | DeviceLoader:
-        """The test rows in dataset order, in a loader as from `train_dataloader`.
-
-        Raises:
-            StoreNotFoundError: `setup` was not called for this split, or there is no store.
-        """
-        return self._loader("test", self.eval_transform)
-
-    def predict_dataloader(self) -> SuperBatchLoader | DeviceLoader:
-        """The rows to predict on in dataset order, in which the predictions come back.
+    def test_dataloader(self) -> Loaders:
+        """The test rows in dataset order, in loaders as from `val_dataloader`.
 
         Returns:
             A loader as from `train_dataloader`.
@@ -746,7 +819,30 @@ class MemmapDataModule(L.LightningDataModule):
         Raises:
             StoreNotFoundError: `setup` was not called for this split, or there is no store.
         """
-        return self._loader("predict", self.eval_transform)
+        return self._loaders("test")
+
+    def predict_dataloader(self) -> Loaders:
+        """The rows to predict on in dataset order, in which the predictions come back.
+
+        Returns:
+            Loaders as from `val_dataloader`.
+
+        Raises:
+            StoreNotFoundError: `setup` was not called for this split, or there is no store.
+        """
+        return self._loaders("predict")
+
+    def _loaders(self, kind: str) -> Loaders:
+        """A loader for each dataset to evaluate on, in the form in which they are given."""
+        given = self.datasets[kind]
+        loaders = {
+            split: self._loader(split, self.eval_transform) for split in named_datasets(kind, given)
+        }
+        if not has_several(given):
+            return loaders[kind]
+        if isinstance(given, Mapping):
+            return {split.partition("/")[2]: loader for split, loader in loaders.items()}
+        return list(loaders.values())
 
     def _print_placement(self, placement: Placement) -> None:
         found = {split: (placement.topology, plan) for split, plan in placement.splits.items()}
@@ -777,27 +873,35 @@ class MemmapDataModule(L.LightningDataModule):
             return None
         return self.trainer.state.fn
 
-    def _splits(self) -> tuple[str, ...]:
-        """The splits of what the Trainer runs; all of them where it runs nothing."""
-        return SPLITS if self._running is None else _SPLITS_OF_STAGE[self._running.value]
+    def _splits(self, stage: str | None = None) -> list[str]:
+        """The splits of a stage; by default what the Trainer runs, or all if it runs nothing."""
+        if stage is None and self._running is not None:
+            stage = self._running.value
+        kinds = SPLITS if stage is None else _SPLITS_OF_STAGE[stage]
+        return [split for kind in kinds for split in named_datasets(kind, self.datasets[kind])]
 
     def _stored_split(self, split: str) -> str:
         """The split whose store has the rows of a split."""
-        return "train" if split == "val" and self.num_folds is not None else split
+        selection = self.options.selection(split)
+        return split if selection is None else selection.stored_split(split)
 
-    def _subset(self, split: str) -> RowSubset | None:
+    def _subset(self, split: str, store: Store) -> RowSubset | None:
         """The rows of its store that a split is; None where it is all of them."""
-        if self.num_folds is not None and split in ("train", "val"):
-            return self._row_subset("num_folds", self.num_folds, split == "train")
-        if self.num_parts is not None and split == "train":
-            return self._row_subset("num_parts", self.num_parts)
-        return None
+        selection = self.options.selection(split)
+        if selection is None:
+            return None
+        return selection.subset(split, self._index(selection), store)
 
     @property
     def _strategy(self) -> Any:
         return None if self.trainer is None else self.trainer.strategy
 
-    def _row_subset(self, name: str, count: int, excluded: bool = False) -> RowSubset:
+    def _index(self, selection: Selection) -> int:
+        """Which of the folds or parts of a selection are this process's."""
+        count = selection.num_members
+        if count is None:
+            return 0
+        name = "num_parts" if isinstance(selection, Parts) else "num_folds"
         given = f"{name}={count}"
         member = self._member(given)
         if self.member is not None:
@@ -809,7 +913,7 @@ class MemmapDataModule(L.LightningDataModule):
                 f" others; use {count} members or a multiple of it, with devices=... or"
                 f" IndependentStrategy(num_members={count})"
             )
-        return RowSubset(member % count, count, excluded)
+        return member % count
 
     def _member(self, given: str) -> int:
         """The member that this process trains.
@@ -827,35 +931,70 @@ class MemmapDataModule(L.LightningDataModule):
             )
         return member
 
-    def _directory(self) -> Path:
-        """Where the stores are."""
-        text = str(self.store_dir)
-        if "{member}" not in text:
-            return self.store_dir
-        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
+    def _check_place(self, split: str) -> None:
+        """Check that the stores of several datasets do not go into the store of one.
+
+        Raises:
+            StoreError: They would.
+        """
+        kind, _, name = split.partition("/")
+        if name and is_store(path := self.store_directory / kind):
+            raise StoreError(
+                f"{path} is the store of one {kind}_dataset, and the stores of several would lie in"
+                " that directory: choose another store_dir, or delete this store"
+            )
+
+    def store_path(self, split: str) -> Path:
+        """Where the store is that has the rows of a split.
+
+        Args:
+            split: Its name, such as ``train`` or ``val/clean``.
+
+        Raises:
+            ValueError: ``store_dir`` has ``{member}`` in it, and the member is not known.
+        """
+        return self.store_directory / self._stored_split(split)
 
     def _open(self, split: str) -> Store | None:
+        path = self.store_path(split)
         split = self._stored_split(split)
-        dataset, path = self.datasets[split], self._directory() / split
+        dataset = self._datasets[split]
         try:
             store = open_store(path)
         except StoreNotFoundError:
+            if dataset is None and "/" in split:
+                raise self._missing(split) from None
             if dataset is None:
+                self._check_no_several(split)
                 # An error only where its loader is asked for: a Trainer keeps a data module, and
                 # sets it up for stages that have other loaders.
                 return None
             raise StoreNotFoundError(
                 f"no store at {path}: call prepare_data() before setup(), which builds it from"
-                f" {split}_dataset; a subclass that overrides it calls super().prepare_data()"
+                f" {argument_of(split)}; a subclass that overrides it calls super().prepare_data()"
             ) from None
         if dataset is not None and not self._is_its_own(split, store):
             store.check_dataset(
                 dataset,
-                fingerprint=self.options.fingerprints.get(split),
+                fingerprint=self.options.fingerprint_of(split),
                 check=self.check,
                 num_workers=self.num_workers,
             )
         return store
+
+    def _check_no_several(self, split: str) -> None:
+        """Check that the stores of several datasets are not taken for no store.
+
+        Raises:
+            ValueError: There are several, and which of them has which index is not known.
+        """
+        path = self.store_directory / split
+        found = sorted(child.name for child in path.iterdir()) if path.is_dir() else []
+        if names := [name for name in found if is_store(path / name)]:
+            raise ValueError(
+                f"{split}_dataset=None, and {path} holds the stores of several datasets: name them"
+                f" in their order with {split}_dataset={dict.fromkeys(names)}"
+            )
 
     def _loader(
         self,
@@ -890,16 +1029,16 @@ class MemmapDataModule(L.LightningDataModule):
 
     def _missing(self, split: str) -> StoreNotFoundError:
         stored = self._stored_split(split)
-        path = self._directory() / stored
-        if self.datasets[stored] is None and not is_store(path):
+        path = self.store_directory / stored
+        if self._datasets[stored] is None and not is_store(path):
             return StoreNotFoundError(
-                f"{stored}_dataset=None and no store at {path}: give the dataset, or a store_dir"
-                f" that holds a store named {stored!r}"
+                f"{argument_of(stored)}=None and no store at {path}: give the dataset, or a"
+                f" store_dir that holds a store named {stored!r}"
             )
         return StoreNotFoundError(f"the {split} split is not set up: call setup() first")
 
     def _collate(self, split: str) -> Collate:
-        schema, dataset = self.stores[split].schema, self.datasets[self._stored_split(split)]
+        schema, dataset = self.stores[split].schema, self._datasets[self._stored_split(split)]
         sample = None
         if dataset is not None and schema.has_classes:
             sample = first_sample(dataset, self.num_workers)
@@ -917,8 +1056,8 @@ def _check_state(state: object) -> LoaderState | None:
     """
     if not isinstance(state, Mapping):
         raise ValueError(
-            f"the state of the data module is a {type(state).__name__}: give load_state_dict the"
-            " dict that state_dict has returned"
+            f"the state of the data module is {with_article(type(state).__name__)}: give"
+            " load_state_dict the dict that state_dict has returned"
         )
     num_trained = state.get("num_trained")
     if num_trained is not None and not (type(num_trained) is int and num_trained >= 0):
@@ -932,8 +1071,10 @@ def _check_state(state: object) -> LoaderState | None:
 def _subset_text(saved: Mapping[str, Any] | None) -> str:
     if saved is None:
         return "all rows"
+    if isinstance(rows := saved.get("rows"), Mapping):
+        return f"{rows.get('length')} rows of digest {rows.get('digest')}"
     try:
-        subset = RowSubset(**saved)
+        subset = StridedRows(**saved)
     except (TypeError, ValueError):
         return f"rows={dict(saved)!r}, which names no fold and no part"
     option = "num_folds" if subset.excluded else "num_parts"

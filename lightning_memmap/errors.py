@@ -21,6 +21,18 @@ def check_integer(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r}: give an integer")
 
 
+def with_article(name: str) -> str:
+    """Put "a" or "an" before the name of a type, for a message.
+
+    Args:
+        name: The name, such as ``int`` or ``uint8``.
+
+    Returns:
+        ``an int``, ``a uint8``: a first letter ``u`` is taken to be spoken as in "unit".
+    """
+    return f"an {name}" if name[:1].lower() in {"a", "e", "i", "o"} else f"a {name}"
+
+
 class MemmapError(Exception):
     """Base of all errors of this package."""
 

@@ -1,6 +1,6 @@
 """The options of a data module: one frozen value, checked when it is made."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
@@ -8,15 +8,23 @@ from typing import Any, Generic, TypeVar, overload
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.transform import check_callable
 from lightning_memmap.placement import RESIDENCIES
-from lightning_memmap.sampling import Sampler, Shards
+from lightning_memmap.sampling import (
+    KFold,
+    Parts,
+    Sampler,
+    SamplerFactory,
+    Selection,
+    Shards,
+    Subset,
+)
 from lightning_memmap.sampling.sampler import check_seed
 from lightning_memmap.schema import read_forms
+from lightning_memmap.splits import SPLITS
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.recognition import check_choice
 from lightning_memmap.store.workers import check_num_workers
 
-SPLITS = ("train", "val", "test", "predict")
 _COUNTS = ("batch_size", "seed", "num_folds", "num_parts", "member", "shuffle_window")
 T = TypeVar("T")
 
@@ -47,9 +55,10 @@ class DataOptions:
     check: str
     num_folds: int | None
     num_parts: int | None
+    subset: Selection | Mapping[str, Subset] | None
     member: int | None
     shuffle_window: int | None
-    sampler: Callable[[Shards, int], Sampler] | None
+    sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None
     variable: Mapping[str, Any] | None
 
     def __post_init__(self) -> None:
@@ -81,26 +90,23 @@ class DataOptions:
             if (given := getattr(self, name)) is not None:
                 check_callable(name, given)
         self._check_sampler()
-        if self.shuffle_window is not None and self.shuffle_window < 1:
-            raise ValueError(f"shuffle_window={self.shuffle_window}: at least 1 row of a shard")
+        self._check_window()
         check_choice(self.check)
         read_forms(self.variable)
-        for split, given in self.fingerprints.items():
-            if split not in SPLITS:
-                raise ValueError(
-                    f"fingerprint for {split!r}: there is no such split, choose among"
-                    f" {', '.join(SPLITS)}"
-                )
-            check_given(given)
+        given = self.fingerprint
+        for split, each in (given if isinstance(given, Mapping) else {"train": given}).items():
+            if split.partition("/")[0] not in SPLITS:
+                raise _no_split("fingerprint", split, SPLITS)
+            check_given(each)
 
     def _check_sampler(self) -> None:
         if self.sampler is None:
             return
-        is_class = isinstance(self.sampler, type) and issubclass(self.sampler, Sampler)
-        if is_class or not callable(self.sampler):
+        is_class = isinstance(self.sampler, type)
+        if is_class or not (callable(self.sampler) or isinstance(self.sampler, SamplerFactory)):
             raise TypeError(
-                f"sampler={self.sampler!r}: give a function of the shards and the seed that returns"
-                " a sampler, such as lambda shards, seed: MySampler(shards)"
+                f"sampler={self.sampler!r}: give Weighted(...), or a function of the shards and the"
+                " seed that returns a sampler, such as lambda shards, seed: MySampler(shards)"
             )
         if self.shuffle_window is not None and self.residency != "stream":
             raise ValueError(
@@ -112,24 +118,94 @@ class DataOptions:
                 "shuffle=False with a sampler: leave one of them out; the sampler decides the order"
             )
 
-    def _check_subset(self) -> None:
-        if self.num_folds is not None and self.num_parts is not None:
+    def _check_window(self) -> None:
+        if self.shuffle_window is None:
+            return
+        if self.shuffle_window < 1:
+            raise ValueError(f"shuffle_window={self.shuffle_window}: at least 1 row of a shard")
+        # Under residency="stream" it also says how many rows are read at once.
+        if not self.shuffle and self.residency != "stream":
             raise ValueError(
-                f"num_folds={self.num_folds} and num_parts={self.num_parts}: leave one of them out"
+                f"shuffle_window={self.shuffle_window} with shuffle=False: leave one of them out;"
+                " without residency='stream' it decides nothing but how rows are shuffled"
             )
-        if self.num_folds is not None and self.num_folds < 2:
-            raise ValueError(f"num_folds={self.num_folds}: at least 2, one of which is held out")
-        if self.num_parts is not None and self.num_parts < 1:
-            raise ValueError(f"num_parts={self.num_parts}: at least 1")
+
+    def _check_subset(self) -> None:
+        given = {name: getattr(self, name) for name in ("num_folds", "num_parts", "subset")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(given) > 1:
+            texts = " and ".join(f"{name}={value!r}" for name, value in given.items())
+            raise ValueError(f"{texts}: leave one of them out")
+        if isinstance(self.subset, Mapping):
+            for split, subset in self.subset.items():
+                if split.partition("/")[0] not in SPLITS:
+                    raise _no_split("subset", split, SPLITS)
+                if not isinstance(subset, Subset):
+                    raise TypeError(f"subset[{split!r}]={subset!r}: give a Subset")
+        elif not isinstance(self.subset, (Selection, type(None))):
+            raise TypeError(
+                f"subset={self.subset!r}: give Subset(...), RandomSplit(...), KFold(...) or"
+                " Parts(...), or Subsets by split"
+            )
+        selection = self.selection("train")
         if self.member is not None and self.member < 0:
             raise ValueError(f"member={self.member}: members are counted from 0")
+        if (
+            self.member is not None
+            and (selection is None or selection.num_members is None)
+            and "{member}" not in str(self.store_dir)
+        ):
+            raise ValueError(
+                f"member={self.member}: it chooses nothing without num_folds, num_parts, a subset"
+                " of folds or parts, or a store_dir with {member} in it; give one of them, or leave"
+                " member out"
+            )
 
-    @property
-    def fingerprints(self) -> dict[str, str | None]:
-        """The fingerprint of each split's dataset."""
+    def selection(self, split: str) -> Selection | None:
+        """What selects the rows of a split; None where it has all of its store.
+
+        Args:
+            split: Its name.
+        """
+        if isinstance(self.subset, Mapping):
+            return self.subset.get(split)
+        selection = self.subset
+        if self.num_folds is not None:
+            selection = KFold(self.num_folds, shuffle=False)
+        if self.num_parts is not None:
+            selection = Parts(self.num_parts)
+        return None if selection is None or split not in selection.splits else selection
+
+    def fingerprint_of(self, split: str) -> str | None:
+        """The fingerprint of a split's dataset; None where none is given.
+
+        Args:
+            split: Its name.
+        """
         if isinstance(self.fingerprint, Mapping):
-            return dict(self.fingerprint)
-        return dict.fromkeys(SPLITS, self.fingerprint)
+            return self.fingerprint.get(split)
+        return self.fingerprint
+
+    def check_splits(self, splits: Iterable[str]) -> None:
+        """Check that fingerprints and subsets are given for splits that there are.
+
+        Args:
+            splits: The names of all splits.
+
+        Raises:
+            ValueError: One is given for another split.
+        """
+        names = {*splits, *SPLITS}
+        for argument in ("fingerprint", "subset"):
+            given = getattr(self, argument)
+            for split in given.keys() - names if isinstance(given, Mapping) else ():
+                raise _no_split(argument, split, sorted(names))
+
+
+def _no_split(argument: str, split: str, splits: Iterable[str]) -> ValueError:
+    return ValueError(
+        f"{argument} for {split!r}: there is no such split, choose among {', '.join(splits)}"
+    )
 
 
 def _directory(given: object) -> Path:

@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from lightning_memmap.errors import with_article
 from lightning_memmap.loading import OnSuperBatch
 from lightning_memmap.loading.collate import named_leaves
 from lightning_memmap.loading.transform import check_callable
@@ -48,7 +49,7 @@ class PerSample:
     Raises:
         TypeError: The function is not callable.
 
-    Example:
+    Examples:
         >>> halve = PerSample(lambda sample: [sample[0] / 2, sample[1]])
         >>> halve([torch.tensor([2.0, 4.0]), torch.tensor([0, 1])])
         [tensor([1., 2.]), tensor([0, 1])]
@@ -163,8 +164,8 @@ def _description(leaf: Any) -> str:
     if isinstance(leaf, (Tensor, np.ndarray, np.generic)):
         kind = "tensor" if isinstance(leaf, Tensor) else "array"
         dtype = str(leaf.dtype).removeprefix("torch.")
-        return f"a {dtype} {kind} of shape {tuple(leaf.shape)}"
-    return f"a {type(leaf).__name__}"
+        return f"{with_article(dtype)} {kind} of shape {tuple(leaf.shape)}"
+    return with_article(type(leaf).__name__)
 
 
 def _tensor_or_array(value: Any) -> Tensor | np.ndarray | None:
@@ -191,7 +192,7 @@ def _find(batch: Any, name: str) -> Tensor:
         except (KeyError, IndexError, TypeError, ValueError):
             raise KeyError(f"keywords: the batch has no field {name!r}") from None
     if not isinstance(found, Tensor):
-        raise KeyError(f"keywords: {name!r} is a {type(found).__name__}, not a field")
+        raise KeyError(f"keywords: {name!r} is {with_article(type(found).__name__)}, not a field")
     return found
 
 

@@ -40,9 +40,46 @@ _FOREIGN_WARNINGS = (
 _SETTLE_S = 5.0
 
 
+#: One test that takes as long as many others.
+_LONGEST = "test_simulated_gpu.py"
+#: What starts programs or trains for long, by the beginning of its name: all but the fast tier.
+_SLOW = (
+    "benchmarks/",
+    "distributed/",
+    "parity/",
+    "reliability/",
+    "strategies/",
+    "test_benchmarks.py",
+    "test_compare.py",
+    "test_docs.py::test_python_of_a_page_runs",
+    "test_simulated_gpu.py",
+    "unit/compare/test_faults.py",
+    "unit/compare/test_html.py",
+    "unit/compare/test_worker.py",
+    "unit/loading/test_streamed.py",
+    "unit/sampling/test_weighted.py",
+    "unit/store/test_build.py::test_build_on_full_disk",
+    "unit/store/test_concurrency.py",
+    "unit/store/test_crash.py",
+    "unit/store/test_shared_directory.py",
+    "unit/store/test_table.py",
+    "unit/test_process_group.py",
+)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for line in _FOREIGN_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
+    # pytest-xdist would begin with the modules that have the most tests: the longest test, alone in
+    # its module, would come last, and all other processes would wait for it.
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name != _LONGEST)
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(_SLOW):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +137,9 @@ def guard_threads() -> Iterator[None]:
 
 
 def _threads() -> set[threading.Thread]:
-    # The monitor of tqdm serves every progress bar of the process and never ends.
-    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+    # The monitor of tqdm and the event loop of zarr serve the whole process and never end.
+    kept = ("tqdm_monitor", "zarr_io", "asyncio_")
+    return {thread for thread in threading.enumerate() if not thread.name.startswith(kept)}
 
 
 @pytest.fixture

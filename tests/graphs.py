@@ -4,7 +4,7 @@ As with a CUDA graph nothing of the program itself runs in a replay: Python numb
 were, and an operator that would wait for the device cannot be captured.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memmap.strategies._graph import CUDAGraph
+from lightning_memmap.strategies._cuda_graph import CUDAGraph
 
 
 class RecordedGraph(CUDAGraph):
-    """Takes the place of `lightning_memmap.strategies._graph.CUDAGraph`.
+    """Takes the place of `lightning_memmap.strategies._cuda_graph.CUDAGraph`.
 
     Attributes:
         counts: How often each method was called.
+        generators: Those that the captured step was said to draw from.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,8 @@ class RecordedGraph(CUDAGraph):
         self.counts["warm_up"] += 1
         return run()
 
-    def capture(self, run: Callable[[], Any]) -> Any:
+    def capture(self, run: Callable[[], Any], generators: Iterable[torch.Generator] = ()) -> Any:
+        self.generators = list(generators)
         with self.capturing():
             return run()
 

@@ -1,5 +1,6 @@
 """Small modules to train, and the dataset that they learn from."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,9 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+#: Names the accelerator of `make_trainer` in programs of tests.
+ACCELERATOR_VARIABLE = "LIGHTNING_MEMMAP_TEST_ACCELERATOR"
 
 
 class Points(Dataset[dict[str, Any]]):
@@ -157,9 +161,12 @@ class Plateau(Regression):
 
 
 def make_trainer(path: Path, **options: Any) -> L.Trainer:
-    """A Trainer on the CPU that writes nothing but what it is asked to, below ``path``."""
+    """A Trainer on the CPU that writes nothing but what it is asked to, below ``path``.
+
+    A program that `tests.distributed.harness.launch` has started may be told another accelerator.
+    """
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": os.environ.get(ACCELERATOR_VARIABLE, "cpu"),
         "devices": 1,
         "max_epochs": 1,
         "logger": False,

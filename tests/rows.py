@@ -90,7 +90,6 @@ def make_split(
             topology,
             residency,
             budget_bytes={CPU: 2**40},
-            pinned_budget_bytes=0,
         )
         return load_split(store, topology, placement.splits["train"])
 

@@ -4,14 +4,17 @@ somewhere, and the options in their commands exist.
 The Python blocks of a page run in one program, from top to bottom. `tests.docs_prelude` defines
 what pages leave to their reader. A comment ``<!-- test: ... -->`` in a page has lines that run
 there without being shown, such as an assertion about the block above. After a comment
-``<!-- test: new program -->`` another program begins.
+``<!-- test: new program -->`` another program begins. A program that imports what is not installed
+is skipped.
 """
 
+import ast
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +53,12 @@ def pages_with(pattern: re.Pattern[str]) -> Any:
 @pages_with(CODE)
 def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
     environment = {f"PL_TRAINER_{name}": value for name, value in TRAINER.items()}
+    missing = set()
     for number, lines in enumerate(programs(PAGES[page])):
+        imported = re.findall(r"^(?:import|from) (\w+)", "\n".join(lines), re.MULTILINE)
+        if not_installed := {name for name in imported if find_spec(name) is None}:
+            missing |= not_installed
+            continue
         # On the lines that it has in the page, for the sake of tracebacks.
         program = tmp_path / f"{Path(page).stem}_{number}.py"
         program.write_text("\n".join(lines), encoding="utf-8")
@@ -64,6 +72,8 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
+    if missing:
+        pytest.skip(f"some programs of the page need {', '.join(sorted(missing))}")
 
 
 def programs(page: str) -> Iterator[list[str]]:
@@ -148,3 +158,24 @@ def anchors(path: Path) -> set[str]:
     text = FENCED.sub("", path.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    texts = [
+        text
+        for path in (ROOT / "lightning_memmap").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (text := written_text(node))
+    ]
+    messages = re.findall(r"^### `(.+)`$", PAGES["docs/troubleshooting.md"], re.MULTILINE)
+    assert len(messages) > 20
+    for message in messages:
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("...")))
+        assert any(pattern.search(text) for text in texts), message
+
+
+def written_text(node: ast.AST) -> str:
+    """A string of a program, with one sign in place of each value in it; empty for other nodes."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(written_text(value) or "?" for value in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""

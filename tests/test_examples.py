@@ -18,9 +18,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from examples import cifar, digits, gpt, kfold, segmentation
+from examples import cifar, digits, gpt, kfold, photos, segmentation
 from examples.cifar import CropAndFlip, SmallImages
 from examples.digits import Digits, FashionMNIST, Normalize, ShiftAndNormalize, read_idx
+from examples.folders import made_at_once
+from examples.photos import CropAndNormalize, Photos, RandomCropAndFlip
 from examples.segmentation import MirrorAndTurn, Shapes, ToTraining
 from lightning_memmap import MemmapDataModule, open_store
 from lightning_memmap.loading.transform import DeviceTransform
@@ -69,6 +71,7 @@ def metric(printed: str, name: str) -> float:
 # Scripts
 
 
+@pytest.mark.slow
 def test_digits_script_learns_and_summarises(tmp_path: Path) -> None:
     printed = run(tmp_path, str(ROOT / "examples" / "digits.py"), "--max_epochs", "5")
     assert metric(printed, "test_accuracy") > 0.95
@@ -81,7 +84,24 @@ def test_digits_script_learns_and_summarises(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["stores"]
 
 
-def test_segmentation_script_learns_and_summarises(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The PNG files of the segmentation example: most of the time of its short runs makes them."""
+    folder = tmp_path_factory.mktemp("shapes")
+    for split in ("train", "val", "test"):
+        Shapes(split, folder)
+    return folder
+
+
+def has_files(directory: Path, folder: Path, name: str) -> None:
+    """Put files that were made before where a program would make them."""
+    (directory / "stores").mkdir()
+    (directory / "stores" / name).symlink_to(folder)
+
+
+@pytest.mark.slow
+def test_segmentation_script_learns_and_summarises(tmp_path: Path, shapes: Path) -> None:
+    has_files(tmp_path, shapes, "segmentation-png")
     printed = run(tmp_path, str(ROOT / "examples" / "segmentation.py"), "--max_epochs", "4")
     # An untrained model has about 0.2 (all background), 0.5 and 0.6.
     assert metric(printed, "test_mask_iou") > 0.45
@@ -91,6 +111,7 @@ def test_segmentation_script_learns_and_summarises(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["stores"]
 
 
+@pytest.mark.slow
 def test_gpt_script_learns_and_summarises(tmp_path: Path) -> None:
     printed = run(tmp_path, str(ROOT / "examples" / "gpt.py"), "--max_steps", "40")
     # The uniform distribution over bytes has ln(256) = 5.5.
@@ -99,6 +120,7 @@ def test_gpt_script_learns_and_summarises(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["stores"]
 
 
+@pytest.mark.slow
 def test_kfold_script_trains_all_folds_and_their_ensemble(tmp_path: Path) -> None:
     printed = run(
         tmp_path, str(ROOT / "examples" / "kfold.py"), "--num_folds", "3", "--max_epochs", "6"
@@ -143,6 +165,7 @@ def test_kfold_script_trains_all_folds_and_their_ensemble(tmp_path: Path) -> Non
         ("segmentation", 1, ("test",), "striped_accuracy", 0.8),
     ],
 )
+@pytest.mark.slow
 def test_config_serves_subcommands(
     tmp_path: Path,
     name: str,
@@ -150,7 +173,9 @@ def test_config_serves_subcommands(
     subcommands: tuple[str, ...],
     measure: str,
     at_least: float,
+    shapes: Path,
 ) -> None:
+    has_files(tmp_path, shapes, "segmentation-png")
     config, checkpoint = f"{name}.yaml", f"checkpoints/{name}/best.ckpt"
     run_cli(tmp_path, "fit", config, "--trainer.max_epochs", str(max_epochs))
     manifest = tmp_path / "stores" / name / "val" / "manifest.json"
@@ -193,6 +218,7 @@ def gpt_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     ("strategy", "processes"),
     [("memmap_pipeline", 2), ("tensor_parallel", 2), ("memmap_model_parallel", 1)],
 )
+@pytest.mark.slow
 def test_gpt_learns_the_same_when_it_is_divided(
     tmp_path: Path, strategy: str, processes: int, gpt_losses: dict[str, float]
 ) -> None:
@@ -233,6 +259,7 @@ def test_gpt_windows_cover_the_text(tmp_path: Path) -> None:
         ("memmap_model_parallel", 1),
     ],
 )
+@pytest.mark.slow
 def test_config_of_a_strategy_is_laid_over_another(
     tmp_path: Path, strategy: str, processes: int
 ) -> None:
@@ -276,11 +303,13 @@ def kfold_weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], l
     return fit_and_test
 
 
+@pytest.mark.slow
 def test_kfold_config_serves_fit_and_test(kfold_weights: Callable[[str], list[Tensor]]) -> None:
     one, other = kfold_weights("")
     assert not torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_kfold_config_trains_the_same_sequentially_and_in_processes(
     kfold_weights: Callable[[str], list[Tensor]],
 ) -> None:
@@ -305,7 +334,7 @@ def test_digits_splits_are_disjoint_and_repeat() -> None:
     assert Digits("train")[0]["image"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize("dataset", [Digits, FashionMNIST, Shapes, gpt.Text])
+@pytest.mark.parametrize("dataset", [Digits, FashionMNIST, Photos, Shapes, gpt.Text])
 def test_datasets_unknown_split_is_refused(dataset: Any) -> None:
     with pytest.raises(ValueError, match="split='dev': choose one of train, val, test"):
         dataset("dev")
@@ -333,6 +362,7 @@ def test_fashion_mnist_files_give_all_rows() -> None:
 
 
 @needs_fashion_mnist
+@pytest.mark.slow
 def test_fashion_mnist_config_learns(tmp_path: Path) -> None:
     limits = {"limit_train_batches": "60", "limit_val_batches": "5", "max_epochs": "1"}
     options = [word for name, limit in limits.items() for word in (f"--trainer.{name}", limit)]
@@ -341,6 +371,7 @@ def test_fashion_mnist_config_learns(tmp_path: Path) -> None:
     assert "55,000 rows" in fitted
 
 
+@pytest.mark.slow
 def test_fashion_mnist_script_without_files_says_how_to_get_them(tmp_path: Path) -> None:
     command = [str(ROOT / "examples" / "digits.py"), "--data", "fashion-mnist"]
     with pytest.raises(AssertionError, match="apt-get install dataset-fashion-mnist"):
@@ -689,6 +720,7 @@ def test_shapes_mask_of_colors_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 # CIFAR-10
 
 
+@pytest.mark.slow
 def test_cifar_script_learns_and_summarises(tmp_path: Path) -> None:
     printed = run(tmp_path, str(ROOT / "examples" / "cifar.py"), "--max_epochs", "2")
     assert metric(printed, "test_accuracy") > 0.7
@@ -741,6 +773,7 @@ def test_cifar10_files_give_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(found[1][3]["image"], images[93])
 
 
+@pytest.mark.slow
 def test_cifar10_configs_train_on_a_folder(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_cifar10(tmp_path / "data" / "cifar-10-batches-bin", 40)
@@ -846,3 +879,103 @@ def test_crop_and_flip_same_seed_repeats_and_other_seeds_differ() -> None:
     assert not torch.equal(first, other)
     unchanged = CropAndFlip(padding=0, flip=False)(batch, seeded(0))
     assert torch.equal(unchanged["image"], batch["image"])
+
+
+# Photographs
+
+
+@pytest.fixture
+def few_photos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(photos, "_NUM_ROWS", {"train": 16, "val": 8, "test": 8})
+
+
+@pytest.mark.usefixtures("few_photos")
+def test_photos_are_patches_of_the_photographs(tmp_path: Path) -> None:
+    dataset = Photos("train", tmp_path)
+    temple, flower = (torch.from_numpy(image) for image in photos.load_sample_images().images)
+    assert len(dataset) == 16
+    labels = []
+    for row in range(len(dataset)):
+        image, label = dataset[row]["image"], dataset[row]["label"]
+        assert image.shape == (3, 128, 128)
+        assert image.dtype == torch.uint8
+        labels.append(label)
+        name = photos.CLASSES[label]
+        photo = temple if name.startswith("temple") else flower
+        upright = image.flip(1) if name.endswith("turned") else image
+        assert is_part_of(upright, photo.movedim(-1, 0))
+    assert np.bincount(labels).tolist() == [4] * 4
+
+
+def is_part_of(patch: Tensor, photo: Tensor) -> bool:
+    """Whether a patch is somewhere in a photograph; both of shape (3, H, W)."""
+    size = patch.shape[-1]
+    corners = photo.unfold(1, size, 1).unfold(2, size, 1)[..., 0, 0]
+    places = (corners == patch[:, :1, :1]).all(dim=0).nonzero().tolist()
+    return any(torch.equal(photo[:, y : y + size, x : x + size], patch) for y, x in places)
+
+
+@pytest.mark.usefixtures("few_photos")
+def test_photos_are_made_once_and_are_the_same_each_time(tmp_path: Path) -> None:
+    first, elsewhere = Photos("val", tmp_path / "one"), Photos("val", tmp_path / "two")
+    times = [path.stat().st_mtime_ns for path in first.files]
+    again = Photos("val", tmp_path / "one")
+    assert [path.stat().st_mtime_ns for path in again.files] == times
+    for row in range(8):
+        assert torch.equal(first[row]["image"], elsewhere[row]["image"])
+        assert first[row]["label"] == elsewhere[row]["label"]
+    other = Photos("test", tmp_path / "one")
+    assert not any(torch.equal(first[row]["image"], other[row]["image"]) for row in range(8))
+
+
+def test_folder_that_another_process_has_made_is_kept(tmp_path: Path) -> None:
+    with made_at_once(tmp_path / "made") as mine:
+        (mine / "mine").touch()
+        (tmp_path / "made").mkdir()
+        (tmp_path / "made" / "theirs").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["made", "theirs"]
+
+
+def test_random_crop_and_flip_gives_a_crop_of_each_image() -> None:
+    rows, size = 200, 3
+    image = torch.randint(256, (rows, 3, 5, 4), dtype=torch.uint8, generator=seeded(1))
+    moved = RandomCropAndFlip(size)({"image": image, "label": torch.arange(rows)}, seeded(0))
+    normalize = CropAndNormalize(size).normalize
+    seen = set()
+    for row in range(rows):
+        matches = [
+            (y, x, mirrored)
+            for y in range(3)
+            for x in range(2)
+            for mirrored in (False, True)
+            for crop in [normalize(image[row, :, y : y + size, x : x + size])]
+            if torch.equal(moved["image"][row], crop.flip(-1) if mirrored else crop)
+        ]
+        assert len(matches) == 1
+        seen |= set(matches)
+    # Every crop, and its mirror image.
+    assert len(seen) == 3 * 2 * 2
+    assert torch.equal(moved["label"], torch.arange(rows))
+
+
+def test_crop_and_normalize_takes_the_middle() -> None:
+    image = torch.zeros(2, 3, 6, 8, dtype=torch.uint8)
+    image[:, :, 1:5, 2:6] = 255
+    cropped = CropAndNormalize(4)({"image": image})["image"]
+    assert cropped.shape == (2, 3, 4, 4)
+    assert (cropped == (255 - 127.5) / 64).all()
+
+
+@pytest.mark.slow
+def test_photos_config_learns(tmp_path: Path) -> None:
+    # Fewer files than the example has: most of its time makes them.
+    program = (
+        "import examples.photos; examples.photos._NUM_ROWS = dict(train=320, val=64, test=64)\n"
+        "from lightning_memmap.cli import main; main()"
+    )
+    config = str(ROOT / "examples" / "configs" / "photos.yaml")
+    printed = run(tmp_path, "-c", program, "fit", "--config", config, "--trainer.max_epochs", "4")
+    # By chance: 0.25.
+    assert metric(printed, "val_accuracy") > 0.45
+    assert "320 rows" in printed
+    assert len(list(tmp_path.glob("stores/photos-png/train/*/*.png"))) == 320

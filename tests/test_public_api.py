@@ -25,6 +25,7 @@ from tests.preloaded import python
 
 NAMES = {
     "lightning_memmap": [
+        "ColumnDataset",
         "MemmapDataModule",
         "Store",
         "build_store",
@@ -52,12 +53,23 @@ NAMES = {
     "lightning_memmap.sampling": [
         "BatchSchedule",
         "BlockShuffledSampler",
+        "ChosenRows",
+        "Fields",
         "Integers",
+        "KFold",
+        "Parts",
+        "RandomSplit",
         "RowSubset",
         "Sampler",
+        "SamplerFactory",
+        "Selection",
         "SequentialSampler",
         "Shards",
         "ShuffledSampler",
+        "StridedRows",
+        "Subset",
+        "Weighted",
+        "WeightedSampler",
         "WindowedSampler",
         "Windows",
         "default_window",
@@ -77,7 +89,14 @@ NAMES = {
         "Schema",
         "read_forms",
     ],
-    "lightning_memmap.store": ["Damage", "Store", "build_store", "open_store", "verify_store"],
+    "lightning_memmap.store": [
+        "ColumnDataset",
+        "Damage",
+        "Store",
+        "build_store",
+        "open_store",
+        "verify_store",
+    ],
     "lightning_memmap.strategies": [
         "DataParallelStrategy",
         "FSDP2Strategy",
@@ -116,6 +135,7 @@ DATA_MODULE = {
     "check": "probes",
     "num_folds": None,
     "num_parts": None,
+    "subset": None,
     "member": None,
     "shuffle_window": None,
     "sampler": None,
@@ -216,8 +236,8 @@ def test_package_is_marked_as_typed() -> None:
     assert (Path(lightning_memmap.__file__).parent / "py.typed").is_file()
 
 
-#: Run by a new interpreter. It imports the dependencies first, so that all that is seen afterwards
-#: to be opened, started or changed is the work of the package itself.
+#: It imports the dependencies first, so that all that is seen afterwards to be opened, started or
+#: changed is the work of the package itself.
 WATCH = """
 import importlib, os, sys, threading
 
@@ -250,8 +270,9 @@ def test_import_opens_nothing_and_starts_nothing(tmp_path: Path) -> None:
     program = WATCH.replace("NAMES", repr([*NAMES, "lightning_memmap.cli"]))
     places = {str(package), sys.prefix, sys.base_prefix, *(str(Path(p)) for p in sys.path if p)}
     done = subprocess.run(
-        [sys.executable, "-c", program, *sorted(places)],
+        [python(), "-c", program, *sorted(places)],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -164,6 +164,9 @@ def uncompiled(module: L.LightningModule) -> Iterator[None]:
 
     Args:
         module: The LightningModule; one that is not compiled stays as it is.
+
+    Yields:
+        Nothing; inside, the module is as before ``torch.compile``.
     """
     compiled = {}
     if is_compiled(module):
@@ -196,6 +199,9 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
     Args:
         module: A module or submodule; what its children are does not count.
+
+    Returns:
+        True if the module's own call is compiled.
     """
     return module._compiled_call_impl is not None
 
@@ -220,5 +226,8 @@ def is_compiled(module: nn.Module) -> bool:
     Args:
         module: The module without its wrapper; any other module than a LightningModule is not
             compiled in this sense.
+
+    Returns:
+        True if it is a LightningModule that was compiled so.
     """
     return getattr(module, "_compiler_ctx", None) is not None

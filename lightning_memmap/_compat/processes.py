@@ -94,7 +94,11 @@ class LaunchedStrategy(Strategy):
 
 
 def is_interactive() -> bool:
-    """Whether this is a notebook or a prompt, whose program cannot be run again."""
+    """Whether this is a notebook or a prompt, whose program cannot be run again.
+
+    Returns:
+        True in a notebook, at a prompt, and in other interactive programs.
+    """
     return _IS_INTERACTIVE
 
 
@@ -133,5 +137,8 @@ def syncs_batch_norm(strategy: ParallelStrategy) -> bool:
 
     Args:
         strategy: The Trainer's strategy.
+
+    Returns:
+        True if batch norm layers are synchronized over processes.
     """
     return strategy._layer_sync is not None

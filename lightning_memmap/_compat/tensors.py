@@ -1,8 +1,8 @@
 """Private names of torch: memory, process groups, operations on many tensors."""
 
 import sys
+from collections.abc import Iterable
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,19 +119,17 @@ def process_group_size(argument: Any) -> int | None:
         return None
 
 
-def record_cuda_memory_history(is_on: bool) -> None:
-    """Start or stop the history of CUDA's allocator, for all devices of the process.
+def empty_caches(devices: Iterable[torch.device]) -> None:
+    """Give back memory that torch's allocators keep without using it, page-locked memory included.
 
     Args:
-        is_on: Whether to start.
+        devices: The devices whose memory it is. Nothing happens for CPUs.
     """
-    torch.cuda.memory._record_memory_history(enabled="all" if is_on else None)
-
-
-def dump_cuda_memory_snapshot(path: Path) -> None:
-    """Write the allocator's history for the viewer at https://pytorch.org/memory_viz.
-
-    Args:
-        path: The file to write, in an existing directory.
-    """
-    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+    modules = {torch.get_device_module(device) for device in devices if device.type != "cpu"}
+    for module in modules:
+        module.empty_cache()
+    if modules:
+        # The public name came later than the private one, which the CPU build lacks.
+        public = hasattr(torch.accelerator, "empty_host_cache")
+        empty = torch.accelerator.empty_host_cache if public else torch._C._host_emptyCache
+        empty()

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_memmap._compat.tensors import (
-    TorchDispatchMode,
+from lightning_memmap._compat.snapshots import (
     dump_cuda_memory_snapshot,
     record_cuda_memory_history,
-    tree_leaves,
 )
+from lightning_memmap._compat.tensors import TorchDispatchMode, tree_leaves
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.loading.collate import named_leaves
 from lightning_memmap.loading.variable_batch import dense_tensors

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_memmap.errors import MemmapError, SchemaError
+from lightning_memmap.errors import MemmapError, SchemaError, with_article
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match
@@ -203,8 +203,9 @@ def _rows_and_shards(loader: Any) -> tuple[int, int]:
 
 def _unknown_rows(loader: Any) -> ValueError:
     return ValueError(
-        f"PredictionTable: the rows in the batches of a {type(loader).__name__} are unknown:"
-        " predict with a MemmapDataModule, or with torch's DataLoader over a map-style dataset"
+        f"PredictionTable: the rows in the batches of {with_article(type(loader).__name__)} are"
+        " unknown: predict with a MemmapDataModule, or with torch's DataLoader over a map-style"
+        " dataset"
     )
 
 

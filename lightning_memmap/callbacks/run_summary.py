@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.errors import with_article
 from lightning_memmap.placement import DataTopology, HeldShards, Residency, format_bytes
 from lightning_memmap.store.manifest import Manifest
 
@@ -41,7 +42,7 @@ class RunSummary(L.Callback):
         self._splits: dict[str, _Split] = {}
         self._held: list[HeldShards] = []
         self._rates: list[float] = []
-        self._rows = 0
+        self._rows = self._num_positions = 0
         self._epoch_start_s = self._validation_start_s = 0.0
 
     @override
@@ -54,12 +55,14 @@ class RunSummary(L.Callback):
         data = getattr(trainer, "datamodule", None)
         if not isinstance(data, MemmapDataModule) or data.placement is None:
             raise TypeError(
-                f"RunSummary: the Trainer's data module is a {type(data).__name__}, and the"
-                " summary is about stores and shards: pass datamodule=MemmapDataModule(...), or"
-                " leave the callback out"
+                f"RunSummary: the Trainer's data module is {with_article(type(data).__name__)}, and"
+                " the summary is about stores and shards: pass datamodule=MemmapDataModule(...),"
+                " or leave the callback out"
             )
         if stage == "fit":
             self._splits, self._held, self._rates = {}, [], []
+        if data.order is not None:
+            self._num_positions = data.order.num_positions
         for name, store in data.stores.items():
             self._splits[name] = _Split(store.manifest, data.placement.topology)
         held = [shards for shards in self._held if shards.split not in data.stores]
@@ -92,9 +95,8 @@ class RunSummary(L.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        train = self._splits["train"]
         # Rank 0 of R has the positions p with p % R == 0: at most R - 1 rows more than others.
-        rows = min(self._rows * train.topology.size, train.manifest.num_rows)
+        rows = min(self._rows * self._splits["train"].topology.size, self._num_positions)
         self._rates.append(rows / (_now_s(trainer) - self._epoch_start_s))
 
     @override
@@ -174,8 +176,8 @@ def _held_text(held: Sequence[HeldShards]) -> str:
 
 def _now_s(trainer: L.Trainer) -> float:
     """The time in seconds, once the root device has finished its work."""
-    if trainer.strategy.root_device.type == "cuda":
-        torch.cuda.synchronize(trainer.strategy.root_device)
+    if trainer.strategy.root_device.type != "cpu":
+        torch.accelerator.synchronize(trainer.strategy.root_device)
     return perf_counter()
 
 

@@ -1,7 +1,7 @@
 """From row sources to batches: fetch, transform, collate, assemble.
 
 row_source       rows in one place, and how they come into a batch
-resident         on a device, page-locked, or in the file mapping
+resident         on a device, on the host, or in the file mapping
 streamed         in the files, read window by window (window_layout, window_reader)
 split            all sources of a split (store_offsets, upload)
 fetch            the rows of coming steps (buffers, device_streams)

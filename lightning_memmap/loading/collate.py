@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from lightning_memmap.errors import with_article
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.transform import DeviceTransform, OnSuperBatch
@@ -159,7 +160,7 @@ def _check_leaf(name: str, leaf: Any, num_rows: int, place: str) -> None:
     """Check that what a transform returned is a tensor with a row for each row of its batch."""
     if not isinstance(leaf, Tensor | RowList):
         raise TypeError(
-            f"transform: it returned a {type(leaf).__name__} at batch{name}; return"
+            f"transform: it returned {with_article(type(leaf).__name__)} at batch{name}; return"
             " tensors, in any nesting of dicts, lists, tuples and dataclasses"
         )
     if (isinstance(leaf, Tensor) and leaf.ndim == 0) or len(leaf) != num_rows:

@@ -22,7 +22,10 @@ def stream_module(device: torch.device) -> Any:
     Returns:
         A module such as ``torch.cuda``, or ``torch.cpu`` where the device has no streams.
     """
-    module = torch.get_device_module(device)
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:  # torch has no module of this type, as for "meta".
+        return torch.cpu
     return module if hasattr(module, "Stream") else torch.cpu
 
 
@@ -53,8 +56,25 @@ def has_streams(device: torch.device) -> bool:
 
     Args:
         device: The device.
+
+    Returns:
+        True for CUDA and other accelerators, False for the CPU.
     """
     return stream_module(device) is not torch.cpu
+
+
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """A context in which a device is the one that is meant where none is named.
+
+    Its current stream there is the one that it has now.
+
+    Args:
+        device: The device; nothing changes for one without streams.
+    """
+    module = stream_module(device)
+    with module.stream(module.current_stream(device)):
+        yield
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -122,14 +142,22 @@ class SideStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """A context in which the side streams are the current ones."""
+        """A context in which the side streams are the current ones.
+
+        Yields:
+            Nothing; inside, work goes to the side streams.
+        """
         with ExitStack() as stack:
             for _, module, stream in self._streams:
                 stack.enter_context(module.stream(stream))
             yield
 
     def mark(self) -> Any:
-        """An event for all work enqueued on the device's current stream so far."""
+        """An event for all work enqueued on the device's current stream so far.
+
+        Returns:
+            The event, of the device's stream module; another stream can wait for it.
+        """
         event = self._module.Event()
         event.record(self._module.current_stream(self._device))
         return event

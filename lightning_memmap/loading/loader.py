@@ -85,6 +85,11 @@ class SuperBatchLoader:
 
     def _serve(self, rows: SplitRows) -> None:
         self._rows = rows
+        if self.order.num_positions < (count := rows.topology.num_data_devices):
+            raise ValueError(
+                f"an epoch of {self.order.num_positions} rows for {count} data devices, so that"
+                " some would have none: use fewer data devices, or a sampler of more rows"
+            )
         self._fetcher = Fetcher(rows, self.order, self._collate, self._transform, self.seed)
         if not self.num_steps:
             raise ValueError(
@@ -261,6 +266,7 @@ class SuperBatchLoader:
                 "sampler": "the shuffle, shuffle_window and sampler of the checkpoint",
                 "num_rows": f"num_rows={was}, that is, the dataset of the checkpoint",
                 "num_shards": f"num_shards={was}: with a number of data devices that divides it",
+                "digest": "the rows and the weights of the checkpoint",
             }.get(name, f"{name}={was}")
             raise ValueError(
                 f"the checkpoint stands inside an epoch with {name}={was}, and this loader has"
@@ -297,6 +303,9 @@ class SuperBatchLoader:
 
         Args:
             position: The first position that was not delivered.
+
+        Returns:
+            True if the epoch ends at this position.
         """
         return not len(self._schedule(position))
 
@@ -305,6 +314,9 @@ class SuperBatchLoader:
 
         Args:
             step: The step, counted from 0.
+
+        Returns:
+            The two positions.
 
         Raises:
             IndexError: There is no such step.
@@ -442,4 +454,4 @@ def _vagueness(difference: tuple[str, Any, Any]) -> tuple[bool, bool]:
     That is an option that both samplers have, or the window, before the name of the sampler.
     """
     name, one, other = difference
-    return None in (one, other) and name != "shuffle_window", name == "sampler"
+    return None in (one, other) and name != "shuffle_window", name in ("sampler", "digest")

@@ -21,7 +21,11 @@ class Steps(Protocol):
         """The devices that serve batches."""
 
     def steps_ahead(self) -> Iterator[SuperBatch]:
-        """The steps, none of which counts as delivered."""
+        """The steps, none of which counts as delivered.
+
+        Yields:
+            The super-batches in their order.
+        """
 
     def deliver(self, super_batch: SuperBatch) -> None:
         """Count a step as delivered.

@@ -1,4 +1,4 @@
-"""Resident rows: copied to a device or to page-locked memory, or in the file mapping."""
+"""Resident rows: copied to a device or to memory of the host, or in the file mapping."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -98,7 +98,7 @@ def mapped_rows(mapped: Sequence[OpenColumn], offsets: StoreOffsets) -> Resident
         The rows of all shards, on the CPU.
     """
     columns = [_mapped(column) for column in mapped]
-    starts = offsets.stored.starts if offsets.is_as_stored else offsets
+    starts = offsets if offsets.starts is None else offsets.starts
     return ResidentRows(columns, torch.device("cpu"), starts)
 
 
@@ -111,8 +111,6 @@ def copied_rows(
     offsets: StoreOffsets,
     shards: list[int],
     device: torch.device,
-    *,
-    pin_memory: bool,
 ) -> ResidentRows:
     """Rows of a store that are copied to a device, in long reads, each shard once.
 
@@ -121,7 +119,6 @@ def copied_rows(
         offsets: Where the rows of the split lie in them.
         shards: The shards of the split to copy.
         device: Where to.
-        pin_memory: Copy into page-locked memory of the host; ``device`` is the CPU then.
 
     Returns:
         The rows of these shards, on ``device``. All copies are done.
@@ -139,12 +136,10 @@ def copied_rows(
             stored = _mapped(column)
             if isinstance(stored, ItemRows):
                 place = torch.device("cpu") if stored.field.is_text else device
-                columns.append(
-                    _copied_items(stored, offsets, shards, place, uploader, pin_memory=pin_memory)
-                )
+                columns.append(_copied_items(stored, offsets, shards, place, uploader))
                 continue
             shape = (total, *stored.shape[1:])
-            target = torch.empty(shape, dtype=stored.dtype, device=device, pin_memory=pin_memory)
+            target = torch.empty(shape, dtype=stored.dtype, device=device)
             for shard, count in zip(shards, rows.tolist(), strict=True):
                 shard_rows = target[starts[shard] : starts[shard] + count]
                 read = _shard_reader(stored, offsets, shard)
@@ -162,8 +157,6 @@ def _copied_items(
     shards: list[int],
     device: torch.device,
     uploader: Uploader | None,
-    *,
-    pin_memory: bool,
 ) -> ItemRows:
     """Copy rows that differ in length: the items of all shards, one after the other."""
     sizes = offsets.shards.sizes
@@ -176,16 +169,12 @@ def _copied_items(
     row_sizes = np.concatenate([piece.sizes for piece in pieces])
     ends = np.cumsum(row_sizes.prod(axis=1))
     items = torch.empty(
-        (int(ends[-1]), *stored.field.item_shape),
-        dtype=stored.field.dtype,
-        device=device,
-        pin_memory=pin_memory,
+        (int(ends[-1]), *stored.field.item_shape), dtype=stored.field.dtype, device=device
     )
     place = 0
     for piece in pieces:
         count, begin = int(piece.lengths.sum()), int(piece.starts[0])
-        # Rows of a shard as it is stored follow one another; others lie apart.
-        is_one_run = offsets.is_as_stored
+        is_one_run = offsets.starts is not None
         source = stored.items[begin : begin + count] if is_one_run else piece.packed()
         target = items[place : place + count]
         if uploader is None or device.type == "cpu":
@@ -207,11 +196,12 @@ def _shard_reader(
     """A function that fills a CPU tensor with the rows of a shard, from a given row on."""
 
     def read(first: int, out: Tensor) -> None:
-        start = int(offsets.stored.starts[shard]) + first
+        assert offsets.starts is not None
+        start = int(offsets.starts[shard]) + first
         out.copy_(mapped[start : start + len(out)])
 
     def read_apart(first: int, out: Tensor) -> None:
-        # The rows of a re-striped shard lie apart.
+        # The rows of a re-striped shard and of an index view lie apart.
         for begin in range(0, len(out), _READ_ROWS):
             piece = out[begin : begin + _READ_ROWS]
             rows = np.arange(len(piece), dtype=np.int64) + (first + begin)
@@ -221,4 +211,4 @@ def _shard_reader(
             else:
                 piece.copy_(mapped.index_select(0, torch.from_numpy(found)))
 
-    return read if offsets.is_as_stored else read_apart
+    return read_apart if offsets.starts is None else read

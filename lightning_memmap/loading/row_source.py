@@ -1,6 +1,6 @@
 """Row sources: rows of some shards in one place, and how they come into a batch.
 
-A source knows where the rows are: resident on a device, in page-locked memory, in the file mapping,
+A source knows where the rows are: resident on a device, in host memory, in the file mapping,
 or in files that are read window by window. For each epoch it gives `EpochRows`, which follow the
 order of a sampler.
 """
@@ -163,7 +163,16 @@ class RandomAccessRows(ABC):
     def epoch(
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch; see `RowSource.epoch`."""
+        """The rows in the order of an epoch; see `RowSource.epoch`.
+
+        Args:
+            sampler: The order.
+            epoch: Epoch, counted from 0.
+            position: Not needed here: positions may come in any order.
+
+        Returns:
+            A context manager that gives the rows, and does nothing at its end.
+        """
         return nullcontext(_RandomAccessEpoch(self, sampler, epoch))
 
     def release(self) -> None:
@@ -187,7 +196,17 @@ class RandomAccessRows(ABC):
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> Sequence[Leaf]:
-        """Copy rows into a batch; see `EpochRows.fetch`."""
+        """Copy rows into a batch; see `EpochRows.fetch`.
+
+        Args:
+            locations: Of `locate`, int64 of shape (B,), on this device.
+            out: Buffers to copy into, where the rows are on a CPU. New ones are made where it is
+                None.
+            pin_memory: Whether new buffers are page-locked.
+
+        Returns:
+            What `EpochRows.fetch` returns.
+        """
 
 
 @dataclass(frozen=True)
@@ -222,7 +241,11 @@ class _RandomAccessEpoch:
 
 
 def released_error() -> RuntimeError:
-    """The error of a loader that outlived its shards."""
+    """The error of a loader that outlived its shards.
+
+    Returns:
+        The error, to be raised by the caller.
+    """
     return RuntimeError(
         "the shards of this loader were freed by teardown(): call setup(), and ask for a new loader"
     )

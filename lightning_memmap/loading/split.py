@@ -59,9 +59,9 @@ class SplitRows:
 def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) -> SplitRows:
     """Bring the shards of a split to where the plan wants them.
 
-    Device and pinned shards are copied from the store in long reads, each shard once; those in the
-    file mapping are not read yet, nor are those that will be read window by window. A warning is
-    given where most of the bytes that such windows read would not be used.
+    Shards of a device or of the host are copied from the store in long reads, each shard once;
+    those in the file mapping are not read yet, nor are those that will be read window by window. A
+    warning is given where most of the bytes that such windows read would not be used.
 
     Args:
         store: The open store.
@@ -113,12 +113,11 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
         if others or not columns:
             sources.append(ColumnRows(columns, opened))
         elif residency is Residency.STREAM:
-            sources.append(_streamed_rows(store, columns, offsets, topology, placement, shards))
+            sources.append(_streamed_rows(store, columns, offsets, placement, shards))
         elif residency is Residency.MMAP:
             sources.append(mapped_rows(opened, offsets))
         else:
-            pin = residency is Residency.PINNED
-            sources.append(copied_rows(opened, offsets, shards, device, pin_memory=pin))
+            sources.append(copied_rows(opened, offsets, shards, device))
     absent = tuple(
         (index, field)
         for index, field in enumerate(store.schema.fields)
@@ -131,7 +130,6 @@ def _streamed_rows(
     store: Store,
     columns: list[Column],
     offsets: StoreOffsets,
-    topology: DataTopology,
     placement: SplitPlacement,
     shards: list[int],
 ) -> StreamedRows:
@@ -143,7 +141,6 @@ def _streamed_rows(
         offsets,
         shards=shards,
         window=rows,
-        pin=any(device.type == "cuda" for device in topology.data_devices),
     )
     if (share := layout.share_used([range(rows)])) < _LEAST_SHARE:
         warnings.warn(

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from lightning_memmap.errors import with_article
+
 _NUMBERS = ("num_positions", "seed", "epoch", "position", "steps")
 
 
@@ -28,7 +30,11 @@ class LoaderState:
     steps: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The state as plain values."""
+        """The state as plain values.
+
+        Returns:
+            A dict of numbers and of dicts, which `read` takes.
+        """
         return asdict(self)
 
     @classmethod
@@ -46,7 +52,7 @@ class LoaderState:
         """
         names = [field.name for field in fields(cls)]
         if not isinstance(state, Mapping):
-            raise _no_state(f"it is a {type(state).__name__}, not a dict")
+            raise _no_state(f"it is {with_article(type(state).__name__)}, not a dict")
         if missing := [name for name in names if name not in state]:
             raise _no_state(f"it lacks {', '.join(missing)}")
         if unknown := [str(name) for name in state if name not in names]:

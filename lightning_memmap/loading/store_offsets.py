@@ -1,6 +1,7 @@
 """Where the rows of a split lie in a store, whose shards may differ from those of the split."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_memmap.sampling import Integers, Shards
 
@@ -17,10 +18,13 @@ class StoreOffsets:
     stored: Shards
     shards: Shards
 
-    @property
-    def is_as_stored(self) -> bool:
-        """Whether the shards of the split are those of the store."""
-        return self.shards == self.stored
+    @cached_property
+    def starts(self) -> Integers | None:
+        """Where each shard of the split starts in the files, int64 of shape (C,).
+
+        None where the rows of a shard do not lie there one after the other.
+        """
+        return self.shards.starts_in(self.stored)
 
     def of(self, shards: Integers, offsets: Integers) -> Integers:
         """Where rows lie in the files.
@@ -32,4 +36,4 @@ class StoreOffsets:
         Returns:
             Rows of the files, int64 of shape (B,).
         """
-        return self.stored.locate(self.shards.dataset_rows(shards, offsets))
+        return self.shards.locations_in(self.stored, shards, offsets)

@@ -41,13 +41,25 @@ class StreamedRows:
     def check_sampler(self, sampler: Sampler) -> None:
         """Check that the sampler's windows are those that are read; see `RowSource.check_sampler`.
 
+        Args:
+            sampler: The order.
+
         Raises:
             ValueError: They are not.
         """
         Windows(sampler, self._window)
 
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> "StreamedEpoch":
-        """Begin to read windows, from that of the position on; see `RowSource.epoch`."""
+        """Begin to read windows, from that of the position on; see `RowSource.epoch`.
+
+        Args:
+            sampler: The order, whose windows have the size of those that are read.
+            epoch: Epoch, counted from 0.
+            position: The first position that will be fetched.
+
+        Returns:
+            The rows, whose threads read already. As a context manager it ends them.
+        """
         windows = Windows(sampler, self._window)
         rows = StreamedEpoch(self._layout, windows, epoch, position, self._idle)
         self._epochs.add(rows)
@@ -98,7 +110,14 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         self._start()
 
     def locate(self, positions: range) -> Integers:
-        """Where the rows lie, if all windows lay one after the other; see `EpochRows.locate`."""
+        """Where the rows lie, if all windows lay one after the other; see `EpochRows.locate`.
+
+        Args:
+            positions: As for `lightning_memmap.sampling.Sampler.at`.
+
+        Returns:
+            What `fetch` takes, int64 of shape (len(positions),).
+        """
         layout = self._layout
         return self._windows.row_offsets(
             self._epoch, positions, layout.num_slots, layout.run_starts
@@ -115,6 +134,9 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
                 again.
             out: Buffers to copy into. New ones are made where it is None.
             pin_memory: Whether new ones are page-locked.
+
+        Returns:
+            One tensor of shape (B, *field shape) for each field, on the CPU.
         """
         size = self._layout.num_slots
         first, last = (int(edge) // size for edge in locations.aminmax())

@@ -4,13 +4,16 @@ import copy
 import inspect
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from reprlib import repr as short_repr
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from lightning_memmap.errors import with_article
+from lightning_memmap.loading.device_streams import current, stream_module
 
 BatchTransform = Callable[..., Any]
 
@@ -27,8 +30,8 @@ def check_callable(argument: str, given: object) -> None:
     """
     if not callable(given):
         raise TypeError(
-            f"{argument}={short_repr(given)}: a {type(given).__name__} cannot be called; give a"
-            " function, an nn.Module or an object with __call__"
+            f"{argument}={short_repr(given)}: {with_article(type(given).__name__)} cannot be"
+            " called; give a function, an nn.Module or an object with __call__"
         )
 
 
@@ -48,7 +51,7 @@ class OnSuperBatch:
     Raises:
         TypeError: The transform cannot be called.
 
-    Example:
+    Examples:
         >>> def trim(batch):
         ...     return {**batch, "tokens": batch["tokens"][:, : int(batch["length"].max())]}
         >>> batch = {"tokens": torch.arange(6).view(2, 3), "length": torch.tensor([1, 2])}
@@ -91,17 +94,12 @@ class DeviceTransform:
 
     def __call__(self, batch: Any, seed: int) -> Any:
         """Transform one batch, with all randomness drawn from the seed."""
-        with torch.no_grad(), _current(self._device):
+        with torch.no_grad(), current(self._device):
             if self._takes_generator:
                 generator = torch.Generator(self._device).manual_seed(seed)
                 return self._transform(batch, generator=generator)
             with _seeded(self._device, seed):
                 return self._transform(batch)
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, a device is the one that is meant where none is named."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _takes_generator(function: Any) -> bool:
@@ -114,11 +112,13 @@ def _takes_generator(function: Any) -> bool:
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices, enabled=True):
+    # Those of CUDA and XPU have a generator each, which torch can save and restore.
+    module = stream_module(device)
+    devices = [device] if hasattr(module, "default_generators") else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cpu"):
         torch.default_generator.manual_seed(seed)
         if devices:
-            torch.cuda.manual_seed(seed)
+            module.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:

@@ -48,7 +48,6 @@ class WindowLayout:
         offsets: Where the rows of the split lie in the files.
         shards: The shards of the split that this process holds.
         window: Rows of a shard in a window.
-        pin: Read into page-locked memory.
     """
 
     def __init__(
@@ -59,24 +58,22 @@ class WindowLayout:
         *,
         shards: Sequence[int],
         window: int,
-        pin: bool,
     ) -> None:
         self.fields = fields
         self._files = files
         self._offsets = offsets
         self._shards = np.array(shards, np.int64)
         self._sizes = offsets.shards.sizes
-        self._pin = pin
         num_shards = offsets.shards.num_shards
         #: A run's first slot is, modulo this, its first row's number in the file.
         self._multiple = 1
-        if offsets.is_as_stored:
+        if offsets.starts is not None:
             multiples = [_multiple(file) for file in files if file is not None]
             limit = max(1, window * _MAX_FREE / (2 * _MAX_RUNS))
             self._multiple = max((each for each in multiples if each <= limit), default=1)
         free = 2 * _MAX_RUNS * (self._multiple - 1)
         self._slots_per_shard = _round_up(window + free, self._multiple)
-        self._starts = offsets.shards.starts
+        self._starts = offsets.shards.starts if offsets.starts is None else offsets.starts
         #: By shard of the split, the first of its slots; -1 for shards of other processes.
         self._first_slots = np.full(num_shards, -1, np.int64)
         self._first_slots[self._shards] = np.arange(len(shards)) * self._slots_per_shard
@@ -110,27 +107,21 @@ class WindowLayout:
         """
         buffers = []
         for field in self.fields:
-            memory = self._allocate(self.num_slots * field.row_bytes)
             shape = (self.num_slots, *field.item_shape)
-            is_empty = not field.row_bytes
-            buffers.append(
-                torch.empty(shape, dtype=field.dtype)
-                if is_empty
-                else memory.view(field.dtype).view(shape)
-            )
+            if not field.row_bytes:
+                buffers.append(torch.empty(shape, dtype=field.dtype))
+                continue
+            memory = aligned_memory(self.num_slots * field.row_bytes)
+            flat = torch.frombuffer(memory, dtype=torch.uint8)
+            buffers.append(flat.view(field.dtype).view(shape))
         return Buffers.of(buffers)
 
-    def _allocate(self, num_bytes: int) -> Tensor:
-        if not num_bytes:
-            return torch.empty(0, dtype=torch.uint8)
-        if not self._pin:
-            return torch.frombuffer(aligned_memory(num_bytes), dtype=torch.uint8)
-        memory = torch.empty(num_bytes + MAX_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
-        skip = -memory.data_ptr() % MAX_BLOCK_BYTES
-        return memory[skip : skip + num_bytes]
-
     def scratch(self) -> memoryview:
-        """Scratch memory for the reads of one thread, aligned for direct reads."""
+        """Scratch memory for the reads of one thread, aligned for direct reads.
+
+        Returns:
+            The memory, larger than the longest row and than the longest read.
+        """
         largest = max(_READ_BYTES, *(field.row_bytes for field in self.fields))
         return aligned_memory(largest + 2 * MAX_BLOCK_BYTES)
 
@@ -153,7 +144,7 @@ class WindowLayout:
             if file is None:
                 continue
             target = buffer.view(-1).view(torch.uint8).view(self.num_slots, file.row_bytes)
-            if not self._offsets.is_as_stored:
+            if self._offsets.starts is None:
                 yield from self._scattered_reads(file, runs, target)
                 continue
             in_place = self._multiple % _multiple(file) == 0
@@ -170,7 +161,7 @@ class WindowLayout:
         Returns:
             Between 0 and 1; always 1 where the shards are those of the store.
         """
-        if self._offsets.is_as_stored:
+        if self._offsets.starts is not None:
             return 1.0
         offsets = np.concatenate([np.arange(run.start, run.stop) for run in runs])
         read = used = 0

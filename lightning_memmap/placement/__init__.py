@@ -20,7 +20,12 @@ from lightning_memmap.placement.plan import (
 )
 from lightning_memmap.placement.sizes import format_bytes, parse_bytes
 from lightning_memmap.placement.table import placement_table
-from lightning_memmap.placement.topology import DataTopology, data_parallel_rank, topology_of
+from lightning_memmap.placement.topology import (
+    DataTopology,
+    data_parallel_rank,
+    local_processes,
+    topology_of,
+)
 
 __all__ = [
     "RESIDENCIES",
@@ -36,6 +41,7 @@ __all__ = [
     "device_budgets",
     "format_bytes",
     "free_bytes",
+    "local_processes",
     "parse_bytes",
     "placement_table",
     "plan_placement",

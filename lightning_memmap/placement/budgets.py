@@ -7,15 +7,19 @@ import torch
 from lightning_memmap.host_memory import available_bytes
 
 
-def device_budgets(devices: Sequence[torch.device], fraction: float) -> dict[torch.device, int]:
+def device_budgets(
+    devices: Sequence[torch.device], fraction: float, num_local_processes: int = 1
+) -> dict[torch.device, int]:
     """The bytes that shards may take on each device: a share of what is free now.
 
     Args:
         devices: The data devices. One that is named more than once has one budget.
         fraction: The share, more than 0 and at most 1.
+        num_local_processes: Processes of the run on this machine, which have equal parts of its
+            memory. A device other than the CPU belongs to one process.
 
     Returns:
-        Bytes by device, rounded down.
+        Bytes by device, and by the CPU, rounded down.
 
     Raises:
         ValueError: ``fraction`` is out of range, a device does not exist, or its free memory is not
@@ -23,32 +27,41 @@ def device_budgets(devices: Sequence[torch.device], fraction: float) -> dict[tor
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction={fraction}: choose more than 0 and at most 1")
-    return {device: int(free_bytes(device) * fraction) for device in devices}
+    cpu = torch.device("cpu")
+    budgets = {device: int(free_bytes(device) * fraction) for device in (*devices, cpu)}
+    return {
+        device: budget // num_local_processes if device.type == "cpu" else budget
+        for device, budget in budgets.items()
+    }
 
 
 def free_bytes(device: torch.device) -> int:
     """Memory of a device that is free now, in bytes.
 
     Args:
-        device: A CPU, CUDA or MPS device.
+        device: A CPU or an accelerator whose free memory torch knows, such as CUDA, XPU and MPS.
 
     Returns:
         For the CPU, the host memory that is available to this process; see
-        `lightning_memmap.host_memory`. For CUDA, what no process uses, as
-        ``torch.cuda.mem_get_info`` gives it. For MPS, what Metal recommends at most, less what its
-        driver has allocated for this process.
+        `lightning_memmap.host_memory`. For MPS, what Metal recommends at most, less what its
+        driver has allocated for this process. For others what no process uses, as torch's
+        ``mem_get_info`` gives it, and what torch's allocator in this process keeps without using
+        it.
 
     Raises:
         ValueError: The device does not exist here, or is of another type.
     """
     if device.type == "cpu":
         return available_bytes()
-    if device.type == "cuda":
-        check_device(device)
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type == "mps" and torch.backends.mps.is_available():
-        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    raise ValueError(f"data device {device}: its free memory is not known; use CPU, CUDA or MPS")
+    check_device(device)
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        return int(module.recommended_max_memory() - module.driver_allocated_memory())
+    if not hasattr(module, "mem_get_info"):
+        raise ValueError(f"data device {device}: torch does not know its free memory")
+    # What was freed is kept for the next allocation, such as the shards of the stage before.
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + cached)
 
 
 def check_device(device: torch.device) -> None:
@@ -62,9 +75,10 @@ def check_device(device: torch.device) -> None:
     """
     if device.type == "cpu":
         return
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type == "mps" and torch.backends.mps.is_available():
-        count = 1
+    try:
+        count = int(torch.get_device_module(device).device_count())
+    except RuntimeError:  # torch has no module of this type, as for "meta".
+        count = 0
     if (device.index or 0) >= count:
         found = ", ".join(["cpu", *(f"{device.type}:{index}" for index in range(count))])
         raise ValueError(f"device {device} does not exist here; there are: {found}")

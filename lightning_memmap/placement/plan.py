@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -12,7 +12,14 @@ import torch
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.placement.sizes import format_bytes
 from lightning_memmap.placement.topology import DataTopology
-from lightning_memmap.sampling import Integers, RowSubset, Shards, default_window, striping
+from lightning_memmap.sampling import (
+    Integers,
+    RowSubset,
+    Sampler,
+    Shards,
+    default_window,
+    striping,
+)
 
 
 class Residency(str, Enum):
@@ -20,14 +27,15 @@ class Residency(str, Enum):
 
     DEVICE = "device"
     """In the memory of its data device."""
-    PINNED = "pinned"
-    """In page-locked host memory, from which a GPU copies fast and asynchronously."""
+    HOST = "host"
+    """In memory of this process on the host, read once and in long pieces."""
     MMAP = "mmap"
     """In the file mapping itself: in the host's page cache as far as it fits."""
     STREAM = "stream"
     """In the files, read in their order: only two windows of rows are in host memory."""
 
 
+_CPU = torch.device("cpu")
 RESIDENCIES = ("auto", *(residency.value for residency in Residency))
 
 
@@ -85,6 +93,7 @@ class SplitSize:
         topology: DataTopology,
         subset: RowSubset | None = None,
         window: int | None = None,
+        order: Callable[[Shards, int], Sampler] | None = None,
     ) -> "SplitSize":
         """Divide a split into shards for a topology, and find its size.
 
@@ -95,6 +104,8 @@ class SplitSize:
                 do not divide the store's shards, its rows are re-striped, with a warning.
             subset: The rows of the store that the split has; all of them where it is None.
             window: Rows of a shard in a window; `default_window` by default.
+            order: Makes the sampler of the rows, from their shards and the window. Where it has
+                shards of its own, they are those that are held.
 
         Returns:
             The split. No row is read.
@@ -118,11 +129,13 @@ class SplitSize:
                 f" num_shards={num_shards} to avoid this",
                 stacklevel=2,
             )
-        shards = Shards(num_rows, num_shards, subset)
-        fields = topology.fields_of(split)
-        shard_bytes = tuple(store.shard_bytes(shards, fields).tolist())
         # The order of rows depends on the window, so all processes compute it from all fields.
         window = window or default_window(num_shards, store.row_bytes)
+        shards = Shards(num_rows, num_shards, subset)
+        if order is not None:
+            shards = order(shards, window).shards
+        fields = topology.fields_of(split)
+        shard_bytes = tuple(store.shard_bytes(shards, fields).tolist())
         return cls(shards, shard_bytes, window, fields)
 
     @property
@@ -211,7 +224,8 @@ class Placement:
     Args:
         topology: The data devices and this process's rank.
         splits: By name.
-        budget_bytes: By device, the bytes that shards may take there.
+        budget_bytes: By device, the bytes that shards may take there; for the CPU, those of the
+            host.
     """
 
     topology: DataTopology
@@ -219,7 +233,11 @@ class Placement:
     budget_bytes: Mapping[torch.device, int] = field(default_factory=dict)
 
     def held(self) -> Iterator[HeldShards]:
-        """What this process holds, by data device, then by split and residency."""
+        """What this process holds, by data device, then by split and residency.
+
+        Yields:
+            The shards of one data device that have one residency, with their rows and bytes.
+        """
         for index, device in enumerate(self.topology.data_devices):
             for name, split in self.splits.items():
                 groups: dict[Residency, list[int]] = defaultdict(list)
@@ -240,37 +258,31 @@ def plan_placement(
     residency: str = "auto",
     *,
     budget_bytes: Mapping[torch.device, int],
-    pinned_budget_bytes: int,
-    window_budget_bytes: int | None = None,
 ) -> Placement:
     """Decide what lives where. Nothing is allocated.
 
-    ``auto`` fills the data devices first and falls back shard by shard, to pinned host memory and
-    then to the file mapping. For a CPU it is the file mapping: that is host memory already, and
+    ``auto`` fills the data devices first and falls back shard by shard, to the memory of the host
+    and then to the file mapping. For a CPU it is the file mapping: that is host memory already, and
     shared by all processes.
 
     Args:
         splits: The splits by name, the most important first.
         topology: The data devices and this process's rank.
-        residency: ``auto``, ``device``, ``pinned``, ``mmap`` or ``stream``.
-        budget_bytes: By device, the bytes that shards may take there; an entry for each data
-            device.
-        pinned_budget_bytes: Bytes that this process may page-lock.
-        window_budget_bytes: For ``stream``, bytes of host memory that all windows of this process
-            may take; None for no limit.
+        residency: ``auto``, ``device``, ``host``, ``mmap`` or ``stream``.
+        budget_bytes: By device, the bytes that shards may take there: an entry for each data
+            device, and one for the CPU, whose memory the shards of ``host`` and the windows of
+            ``stream`` take.
 
     Returns:
         The plan for this process.
 
     Raises:
         ValueError: An unknown residency.
-        PlacementError: The data does not fit, and the message gives both numbers and the ways out;
-            or ``pinned`` is asked for with a data device that is not a CUDA device.
+        PlacementError: The data does not fit, and the message gives both numbers and the ways out.
     """
     if residency not in RESIDENCIES:
         raise ValueError(f"residency={residency!r}: choose one of {', '.join(RESIDENCIES)}")
     used: dict[torch.device, int] = defaultdict(int)
-    pinned = 0
     placed = {}
     for name, split in splits.items():
         chosen: list[Residency | None] = []
@@ -284,33 +296,31 @@ def plan_placement(
                 residency,
                 device,
                 fits_device=used[device] + size <= budget_bytes[device],
-                fits_pinned=pinned + size <= pinned_budget_bytes,
+                fits_host=used[_CPU] + size <= budget_bytes[_CPU],
             )
             used[device] += size * (choice is Residency.DEVICE)
-            pinned += size * (choice is Residency.PINNED)
+            used[_CPU] += size * (choice is Residency.HOST)
             chosen.append(choice)
         placed[name] = SplitPlacement(split, tuple(chosen))
     if residency == Residency.STREAM.value:
-        _check_windows(placed, window_budget_bytes)
+        _check_windows(placed, budget_bytes[_CPU])
     for device, needed in used.items():
         if needed > budget_bytes[device]:
+            others = (
+                "residency='mmap', which leaves them in the files"
+                if device == _CPU
+                else "residency='auto', which leaves the rest on the host"
+            )
             raise PlacementError(
-                f"residency='device': the shards of {device} need {needed} bytes"
+                f"residency={residency!r}: the shards of {device} need {needed} bytes"
                 f" ({format_bytes(needed)}), and {budget_bytes[device]} bytes"
                 f" ({format_bytes(budget_bytes[device])}) may be used there. Use more data"
-                " devices, a larger memory_fraction, smaller dtypes, or residency='auto', which"
-                " leaves the rest in host memory"
+                f" devices, a larger memory_fraction, smaller dtypes, or {others}"
             )
-    if pinned > pinned_budget_bytes:
-        raise PlacementError(
-            f"residency='pinned': the shards need {pinned} bytes ({format_bytes(pinned)}) of"
-            f" page-locked memory, and {pinned_budget_bytes} bytes"
-            f" ({format_bytes(pinned_budget_bytes)}) may be used. Use residency='auto' or 'mmap'"
-        )
     return Placement(topology, placed, dict(budget_bytes))
 
 
-def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int | None) -> None:
+def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int) -> None:
     """Check that two windows of each split fit into memory together.
 
     Raises:
@@ -318,7 +328,7 @@ def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int | Non
     """
     placed: Iterable[SplitPlacement] = splits.values()
     needed = sum(2 * split.window_bytes(split.num_held) for split in placed)
-    if budget_bytes is None or needed <= budget_bytes:
+    if needed <= budget_bytes:
         return
     most = budget_bytes // sum(2 * split.num_held * split.size.row_bytes for split in placed)
     windows = ", ".join(f"{split.window} rows ({name})" for name, split in splits.items())
@@ -335,17 +345,12 @@ def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int | Non
 
 
 def _choose(
-    residency: str, device: torch.device, *, fits_device: bool, fits_pinned: bool
+    residency: str, device: torch.device, *, fits_device: bool, fits_host: bool
 ) -> Residency:
     if residency != "auto":
-        if residency == "pinned" and device.type != "cuda":
-            raise PlacementError(
-                f"residency='pinned': page-locked memory serves CUDA devices, and the data device"
-                f" is {device}. Use residency='auto'"
-            )
         return Residency(residency)
-    if device.type == "cpu":
+    if device == _CPU:
         return Residency.MMAP
     if fits_device:
         return Residency.DEVICE
-    return Residency.PINNED if fits_pinned and device.type == "cuda" else Residency.MMAP
+    return Residency.HOST if fits_host else Residency.MMAP

@@ -1,5 +1,6 @@
 """The plan as a table for people."""
 
+import torch
 from rich.table import Table
 
 from lightning_memmap.placement.plan import HeldShards, Placement, Residency
@@ -25,7 +26,8 @@ def placement_table(placement: Placement) -> Table:
     for name in names:
         table.add_column(name, justify="right")
     for held in placement.held():
-        on_device = held.residency is Residency.DEVICE
+        places = {Residency.DEVICE: held.device, Residency.HOST: torch.device("cpu")}
+        place = places.get(held.residency)
         cells = [
             held.device_name,
             held.split,
@@ -33,7 +35,7 @@ def placement_table(placement: Placement) -> Table:
             str(len(held.shards)),
             f"{held.num_rows:,}",
             format_bytes(held.num_bytes),
-            format_bytes(placement.budget_bytes[held.device]) if on_device else "-",
+            "-" if place is None else format_bytes(placement.budget_bytes[place]),
             _windows(placement, held),
         ]
         table.add_row(*cells[: len(table.columns)])

@@ -28,10 +28,13 @@ class DataTopology:
             `lightning_memmap.loading.prefetch`.
         train_fields: Names of the fields that training on this process needs: it holds and fetches
             no others of the training rows. None for all, as for the rows of other splits.
+        num_local_processes: Processes of the run on this machine, this one included: they share its
+            memory.
 
     Raises:
         ValueError: No device is given, the rank is outside the processes, ``prefetch`` is negative,
-            or ``train_fields`` are named for several data devices.
+            ``num_local_processes`` is below 1, or ``train_fields`` are named for several data
+            devices.
     """
 
     data_devices: tuple[torch.device, ...]
@@ -40,6 +43,7 @@ class DataTopology:
     assemble_on: torch.device | None = None
     prefetch: int = 0
     train_fields: frozenset[str] | None = None
+    num_local_processes: int = 1
 
     def __post_init__(self) -> None:
         if not self.data_devices:
@@ -48,6 +52,10 @@ class DataTopology:
             raise ValueError(f"rank={self.rank}: outside the {self.size} processes")
         if self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch}: the steps made ready ahead, 0 for none")
+        if self.num_local_processes < 1:
+            raise ValueError(
+                f"num_local_processes={self.num_local_processes}: at least 1, for this process"
+            )
         if self.train_fields is not None and len(self.data_devices) > 1:
             raise ValueError(
                 f"train_fields={sorted(self.train_fields)} with {len(self.data_devices)} data"
@@ -73,7 +81,14 @@ class DataTopology:
         return shard // self.size % len(self.data_devices)
 
     def fields_of(self, split: str) -> frozenset[str] | None:
-        """Names of the fields of a split that this process holds; None for all."""
+        """Names of the fields of a split that this process holds; None for all.
+
+        Args:
+            split: Name of the split, such as ``train``.
+
+        Returns:
+            The names, or None.
+        """
         return self.train_fields if split == "train" else None
 
 
@@ -95,7 +110,13 @@ def topology_of(strategy: Any) -> DataTopology:
     if declared is not None:
         return declared
     rank, size = data_parallel_rank(strategy)
-    return DataTopology((strategy.root_device,), rank, size, assemble_on=strategy.root_device)
+    return DataTopology(
+        (strategy.root_device,),
+        rank,
+        size,
+        assemble_on=strategy.root_device,
+        num_local_processes=local_processes(strategy),
+    )
 
 
 def data_parallel_rank(strategy: Any) -> tuple[int, int]:
@@ -109,3 +130,15 @@ def data_parallel_rank(strategy: Any) -> tuple[int, int]:
     """
     sharding = getattr(strategy, "distributed_sampler_kwargs", None) or {}
     return sharding.get("rank", 0), sharding.get("num_replicas", 1)
+
+
+def local_processes(strategy: Any) -> int:
+    """Processes that a run has on this machine, under any Lightning strategy.
+
+    Args:
+        strategy: The strategy, which knows its devices.
+
+    Returns:
+        What the strategy's ``num_processes`` says; 1 where it has none.
+    """
+    return int(getattr(strategy, "num_processes", 1))

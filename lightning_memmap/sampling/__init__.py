@@ -3,10 +3,14 @@
 Integers only: no file, no tensor, no device.
 
     shards              how rows are divided into shards
-    subset              folds and parts of a dataset
+    subset              some rows of a dataset, as a dataset of their own
+    selection           which rows of which store each split has
     sampler             what every sampler has: the rows of each position of an epoch
-    sequential, shuffled, block_shuffled
+    sequential, shuffled, block_shuffled, weighted
                         the samplers, one a file
+    factory             what makes a sampler of a user's options
+    weighted_shards     shards that are equal in weight
+    identity            what tells orders from each other
     permutations        the order within shards, from random bits
     window_permutation  the same, window by window
     schedule            how an epoch is divided into steps
@@ -14,23 +18,37 @@ Integers only: no file, no tensor, no device.
 """
 
 from lightning_memmap.sampling.block_shuffled import BlockShuffledSampler
+from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.sampler import Sampler, WindowedSampler, derive_seed
 from lightning_memmap.sampling.schedule import BatchSchedule
+from lightning_memmap.sampling.selection import KFold, Parts, RandomSplit, Selection, Subset
 from lightning_memmap.sampling.sequential import SequentialSampler
 from lightning_memmap.sampling.shards import Integers, Shards, shard_rows, shard_starts, striping
 from lightning_memmap.sampling.shuffled import ShuffledSampler
-from lightning_memmap.sampling.subset import RowSubset
+from lightning_memmap.sampling.subset import ChosenRows, RowSubset, StridedRows
+from lightning_memmap.sampling.weighted import Weighted, WeightedSampler
 from lightning_memmap.sampling.windows import Windows, default_window
 
 __all__ = [
     "BatchSchedule",
     "BlockShuffledSampler",
+    "ChosenRows",
+    "Fields",
     "Integers",
+    "KFold",
+    "Parts",
+    "RandomSplit",
     "RowSubset",
     "Sampler",
+    "SamplerFactory",
+    "Selection",
     "SequentialSampler",
     "Shards",
     "ShuffledSampler",
+    "StridedRows",
+    "Subset",
+    "Weighted",
+    "WeightedSampler",
     "WindowedSampler",
     "Windows",
     "default_window",

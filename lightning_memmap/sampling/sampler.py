@@ -6,11 +6,12 @@ strategy and device count. A sampler says which row of the shard it is.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
 
+from lightning_memmap.sampling.identity import Identified, identity_of
 from lightning_memmap.sampling.shards import Integers, Shards
 
 MAX_SEED = 2**63 - 1
@@ -35,7 +36,8 @@ class Sampler(ABC):
     """Which rows an epoch has, and in what order: a frozen value, the same on every process.
 
     A subclass is a frozen dataclass of what decides the order, and defines `grid`. Its fields are
-    its identity, which checkpoints hold and ranks compare: ints, strings, bools and None.
+    its identity, which checkpoints hold and ranks compare: ints, strings, bools and None, and
+    whatever has an ``identity`` of such values.
 
     Args:
         shards: The rows, and the shards that they are divided into.
@@ -81,7 +83,8 @@ class Sampler(ABC):
     @property
     def identity(self) -> dict[str, Any]:
         """What decides the order, as JSON values."""
-        return {"sampler": type(self).__name__, **asdict(self)}
+        values = {field.name: identity_of(getattr(self, field.name)) for field in fields(self)}
+        return {"sampler": type(self).__name__, **values}
 
     def at(self, epoch: int, positions: range) -> tuple[Integers, Integers]:
         """Which rows supply these positions.
@@ -200,8 +203,8 @@ def check_sampler(sampler: object, shards: Shards) -> Sampler:
     """Check a sampler that the package does not know.
 
     Args:
-        sampler: What a user's function has returned.
-        shards: The shards that the function was given.
+        sampler: What a user's function or `SamplerFactory` has returned.
+        shards: The shards that it was given.
 
     Returns:
         The sampler.
@@ -211,7 +214,7 @@ def check_sampler(sampler: object, shards: Shards) -> Sampler:
         ValueError: It is over other shards, or its first rows are not rows of their shards.
     """
     name = type(sampler).__name__
-    if not isinstance(sampler, Sampler) or sampler.shards != shards:
+    if not isinstance(sampler, Sampler) or sampler.shards.base != shards:
         raise ValueError(
             f"sampler: it returned {sampler!r}; return a lightning_memmap.sampling.Sampler over the"
             f" shards that it is given, {shards}"
@@ -223,16 +226,17 @@ def check_sampler(sampler: object, shards: Shards) -> Sampler:
         )
     for field in fields(sampler):
         value = getattr(sampler, field.name)
-        if field.name != "shards" and not isinstance(value, (int, str, type(None))):
+        if not isinstance(value, (int, str, type(None), Identified)):
             raise TypeError(
                 f"sampler: {name}.{field.name}={value!r}; fields are ints, strings, bools or None,"
-                " which checkpoints hold"
+                " which checkpoints hold, or have an identity of these"
             )
     first = range(min(sampler.num_positions, 2 * sampler.num_shards))
     try:
         homes, offsets = sampler.at(0, first)
         is_right = len(offsets) == len(first) and offsets.dtype == np.int64
-        is_right = is_right and bool(((offsets >= 0) & (offsets < shards.sizes[homes])).all())
+        sizes = sampler.shards.sizes[homes]
+        is_right = is_right and bool(((offsets >= 0) & (offsets < sizes)).all())
     except (IndexError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"sampler: {name}.grid does not work: {error}") from error
     if not is_right:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +80,17 @@ class Shards:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells these from other shards, as JSON values."""
+        subset = None if self.subset is None else self.subset.identity
+        return {"num_rows": self.num_rows, "num_shards": self.num_shards, "subset": subset}
+
+    @property
+    def base(self) -> "Shards":
+        """The shards that a sampler has made these of; these themselves where none has."""
+        return self
+
     @cached_property
     def sizes(self) -> Integers:
         """Rows of each shard, int64 of shape (C,)."""
@@ -92,7 +104,7 @@ class Shards:
     @property
     def longest(self) -> int:
         """Rows of the longest shard."""
-        return -(-self.num_rows // self.num_shards)
+        return int(self.sizes.max())
 
     def dataset_rows(self, shards: Integers, offsets: Integers) -> Integers:
         """The dataset rows at offsets of shards.
@@ -121,15 +133,42 @@ class Shards:
             return numbers
         return self.subset.rows(np.arange(numbers.start, numbers.stop, numbers.step))
 
-    def locate(self, rows: Integers) -> Integers:
+    def starts_in(self, stored: "Shards") -> Integers | None:
+        """Where each shard's rows start in a file, if they lie there one after the other.
+
+        Args:
+            stored: The shards of the file.
+
+        Returns:
+            Locations, int64 of shape (C,); None where rows of a shard lie apart.
+        """
+        return self.starts if self == stored else None
+
+    def locations_in(self, stored: "Shards", shards: Integers, offsets: Integers) -> Integers:
+        """Where rows lie in a file.
+
+        Args:
+            stored: The shards of the file.
+            shards: Shards of these, int64 of shape (B,).
+            offsets: Offsets within them, int64 of shape (B,).
+
+        Returns:
+            Locations, int64 of shape (B,).
+        """
+        return stored.locate(self.dataset_rows(shards, offsets))
+
+    def locate(self, rows: range | Integers) -> Integers:
         """Where rows lie, counted in rows from the start of a file.
 
         Args:
-            rows: Rows in ``[0, num_rows)``, counted in dataset order, int64 of any shape.
+            rows: Rows in ``[0, num_rows)``, counted in dataset order, a range or int64 of any
+                shape.
 
         Returns:
             Their locations, int64 of the same shape.
         """
+        if isinstance(rows, range):
+            rows = np.arange(rows.start, rows.stop, rows.step)
         return self.starts[rows % self.num_shards] + rows // self.num_shards
 
     def rows_at(self, locations: Integers) -> Integers:

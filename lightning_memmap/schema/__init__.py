@@ -254,6 +254,9 @@ class Schema:
         Args:
             value: A dict with the keys ``fields`` and ``structure``. Other keys are ignored.
 
+        Returns:
+            The schema.
+
         Raises:
             SchemaError: The values describe no schema that `from_sample` could have made.
         """

@@ -37,6 +37,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
     Args:
         dtype: Any dtype of torch, whether a store can hold it or not.
+
+    Returns:
+        The name.
     """
     return str(dtype).removeprefix("torch.")
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.errors import SchemaError
+from lightning_memmap.errors import SchemaError, with_article
 from lightning_memmap.schema.fields import DTYPES, TEXT_KINDS, Field, dtype_name
 
 #: A list or tuple of at least this many numbers of one dtype is one field. In a shorter one, such
@@ -126,6 +126,9 @@ def array_dtype(name: str, array: Tensor | np.ndarray) -> torch.dtype:
     Args:
         name: Name of the field, for messages.
         array: A dense tensor or numpy array, the latter in either byte order.
+
+    Returns:
+        The dtype, one of those in `DTYPES`.
 
     Raises:
         SchemaError: A store has no such dtype. The message names the field.
@@ -251,7 +254,7 @@ def _check_dense(name: str, leaf: Tensor) -> None:
         found, remedy = "a tensor on the meta device, which has no values", "move it to the CPU"
     # Subclasses with their own dispatch contain more than values, such as a mask.
     elif type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        found, remedy = f"a {type(leaf).__name__}", "give what it holds as plain tensors"
+        found, remedy = with_article(type(leaf).__name__), "give what it holds as plain tensors"
     else:
         return
     raise SchemaError(f"field {name!r}: found {found}; only dense tensors are stored: {remedy}")

@@ -84,7 +84,11 @@ class Node:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Convert this structure to JSON values, as `from_json` reads them."""
+        """Convert this structure to JSON values, as `from_json` reads them.
+
+        Returns:
+            A dict of texts and lists, nested as the structure is.
+        """
         if self.is_field:
             return {"kind": self.kind}
         return {
@@ -100,6 +104,9 @@ class Node:
 
         Args:
             value: A dict as of `to_json`.
+
+        Returns:
+            The structure.
 
         Raises:
             SchemaError: The values describe no structure that a sample could have.

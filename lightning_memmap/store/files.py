@@ -76,6 +76,9 @@ def unreadable(path: Path, error: OSError) -> StoreError:
     Args:
         path: The file.
         error: What the system said.
+
+    Returns:
+        The error, to be raised by the caller.
     """
     return StoreError(
         f"{path} cannot be read: {error.strerror}: see that you have the right to read it and all"
@@ -164,6 +167,9 @@ class OpenFiles:
         Args:
             name: Name of the file in the directory. A link is not followed.
             flags: Flags of ``os.open`` beside those for writing, such as ``os.O_CREAT``.
+
+        Returns:
+            The descriptor, open for writing.
 
         Raises:
             OSError: The file cannot be opened.

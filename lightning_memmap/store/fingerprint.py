@@ -4,6 +4,7 @@ import enum
 import inspect
 import json
 import os
+import re
 import sys
 import types
 from array import array
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_memmap.store.sources.stream import is_stream
+
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
 #: Classes of these modules are identified by their name: they change with a release, not with a
 #: dataset.
@@ -32,6 +35,8 @@ _MAX_ITEMS = 2**20
 #: Arrays are hashed whole until this many bytes have been hashed, and in pieces from then on.
 _MAX_HASHED_BYTES = 2**30
 _NUM_PIECES, _PIECE_BYTES = 64, 2**20
+#: A name that is no attribute.
+_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
 #: Private attributes of other types, such as open files, may be made only when first needed.
 _SETTLED_TYPES = (
     str, bytes, bytearray, int, float, complex, os.PathLike, memoryview, array, types.FunctionType,
@@ -43,12 +48,12 @@ _SETTLED_TYPES = (
 class Fingerprint:
     """The identity of a dataset, in named parts, so that a difference can be named.
 
-    The parts are the class, the length, the source text of the class, and the attributes: values
-    and containers of values by their content, functions by their code and what they refer to,
-    datasets and other objects by their own attributes. For an attribute that is the path of a file,
-    the file's size and time are a part as well. No part covers the files in a directory, the
-    content of files that are open or listed, the contents of objects of compiled classes, nor the
-    functions that the class calls.
+    The parts are the class, the length, the source text of the class and of what it uses of its
+    file, and the attributes: values and containers of values by their content, functions by their
+    code and what they refer to, datasets and other objects by their own attributes. For an
+    attribute that is the path of a file, the file's size and time are a part as well. No part
+    covers the files in a directory, the content of files that are open or listed, the contents of
+    objects of compiled classes, nor functions of other files.
 
     Args:
         parts: Text or digest by name of the part.
@@ -66,11 +71,15 @@ class Fingerprint:
             dataset: The dataset.
             given: The fingerprint that the user has given for it.
 
+        Returns:
+            The identity: texts by what they describe, and what was given.
+
         Raises:
-            TypeError: The dataset has no length.
+            TypeError: The dataset has no length, and is none that is iterated over.
         """
         reader = _Reader()
-        reader.parts["its length"] = str(len(dataset))
+        if not is_stream(dataset):
+            reader.parts["its length"] = str(len(dataset))
         reader.read(dataset, "", 0)
         return cls(reader.parts, given)
 
@@ -102,7 +111,11 @@ class Fingerprint:
         return f"{', '.join(changed[:3])}{more} changed"
 
     def to_json(self) -> dict[str, Any]:
-        """Convert this identity to JSON values, as `from_json` reads them."""
+        """Convert this identity to JSON values, as `from_json` reads them.
+
+        Returns:
+            A dict with the keys ``given`` and ``parts``.
+        """
         return {"given": self.given, "parts": dict(self.parts)}
 
     @classmethod
@@ -111,6 +124,9 @@ class Fingerprint:
 
         Args:
             value: A dict with the keys ``parts`` and ``given``.
+
+        Returns:
+            The identity.
 
         Raises:
             ValueError: The values describe no identity.
@@ -178,10 +194,13 @@ class _Reader:
         # Without its module, whose name depends on whether the file is run or imported.
         self._add(f"class of {prefix[:-1]}" if prefix else "its class", kind.__qualname__)
         for base in kind.__mro__:
-            if (source := _source(base)) is not None:
-                self._add(f"source of class {base.__qualname__}", _digest(source))
+            for used, source in _sources(base):
+                what = "class" if isinstance(used, type) else "function"
+                self._add(f"source of {what} {used.__qualname__}", _digest(source))
         if isinstance(dataset, (list, tuple, dict, deque, array, Tensor, np.ndarray)):
             self._add("its items", self._encode(dataset))
+        elif (file := _file_of(dataset)) is not None:
+            self._add("its file", self._encode(file))
         for name, value in islice(_settled_attributes(dataset).items(), _MAX_PARTS):
             self._read_attribute(f"{prefix}{name}", value, depth)
 
@@ -241,6 +260,8 @@ class _Reader:
             return os.fsdecode(value)
         if isinstance(value, (np.generic, range, slice, complex, enum.Enum)):
             return repr(value)
+        if (file := _file_of(value)) is not None:
+            return file
         if isinstance(value, Dataset):
             within = _Reader()
             within.read(value, "", _MAX_DEPTH)
@@ -340,13 +361,39 @@ def _digest(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
-def _source(kind: type) -> str | None:
+def _sources(kind: type) -> Iterator[tuple[type | types.FunctionType, str]]:
+    """A class, and the functions and classes of its file that it uses, with their source texts.
+
+    That is, those whose names are in its text, or in the text of another one of them.
+    """
+    waiting: list[type | types.FunctionType] = [kind]
+    names = vars(sys.modules.get(kind.__module__, object))
+    for used in waiting:  # It grows.
+        if (source := _source(used)) is None:
+            continue
+        yield used, source
+        for word in dict.fromkeys(_NAME.findall(source)):
+            found = inspect.getattr_static(names.get(word), "__wrapped__", names.get(word))
+            is_code = issubclass(type(found), (type, types.FunctionType))
+            if is_code and found.__module__ == kind.__module__ and found not in waiting:
+                waiting.append(found)
+
+
+def _source(kind: type | types.FunctionType) -> str | None:
     if kind.__module__.partition(".")[0] in _KNOWN_MODULES:
         return None
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError, SyntaxError):  # Defined at a prompt, or in a compiled module.
         return None
+
+
+def _file_of(value: Any) -> list[Any] | None:
+    """An array of h5py by its name in its file, and the state of the file; else None."""
+    name = getattr(getattr(value, "file", None), "filename", None)
+    if type(value).__module__.partition(".")[0] != "h5py" or not isinstance(name, str):
+        return None
+    return [value.name, name, _file_state(name)]
 
 
 def _file_state(path: str | os.PathLike[Any]) -> str | None:

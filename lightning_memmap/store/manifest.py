@@ -138,6 +138,9 @@ class Manifest:
     def encode(self) -> bytes:
         """Convert the manifest to the bytes of its file.
 
+        Returns:
+            The bytes: JSON, with its own digest in it.
+
         Raises:
             StoreError: The bytes could not be read again.
         """
@@ -280,6 +283,9 @@ def rows_bytes(columns: Sequence[Column], rows: range | Integers) -> int:
     Args:
         columns: The columns.
         rows: Rows in dataset order.
+
+    Returns:
+        Bytes of all these rows together.
     """
     return sum(column.num_bytes(rows) for column in columns)
 

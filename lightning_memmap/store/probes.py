@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.utils.data import Subset
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Schema
@@ -38,13 +40,61 @@ def read_sample(dataset: Any, row: int) -> Any:
         dataset: The dataset.
         row: The row.
 
+    Returns:
+        The sample as the dataset returns it.
+
     Raises:
         DatasetError: The dataset raised an error at this row.
     """
     try:
         return dataset[row]
     except Exception as error:
-        raise DatasetError(f"the dataset raised at row {row}: {describe_error(error)}") from error
+        raise _raised(row, error) from error
+
+
+def read_samples(dataset: Any, first: int, num_rows: int) -> Sequence[Any]:
+    """Read consecutive samples of a dataset, many at once where it has ``__getitems__``.
+
+    Args:
+        dataset: The dataset.
+        first: The first row.
+        num_rows: How many.
+
+    Raises:
+        DatasetError: The dataset raised an error; the message names the row.
+    """
+    rows = range(first, first + num_rows)
+    if _gives_many(dataset):
+        with suppress(Exception):  # Row by row, the error has its row.
+            many = dataset.__getitems__(list(rows))
+            if isinstance(many, (list, tuple)) and len(many) == num_rows:
+                return many
+    samples: list[Any] = []
+    try:
+        for row in rows:
+            sample = dataset[row]
+            samples.append(sample)
+    except Exception as error:
+        raise _raised(first + len(samples), error) from error
+    return samples
+
+
+def _gives_many(dataset: Any) -> bool:
+    """Whether ``__getitems__`` gives what ``__getitem__`` does.
+
+    It need not in a class that inherits it and has a ``__getitem__`` of its own.
+    """
+    kind = type(dataset)
+    if kind is Subset:
+        return _gives_many(dataset.dataset)
+    names = ("__getitems__", "__getitem__")
+    owners = (next((base for base in kind.__mro__ if name in vars(base)), object) for name in names)
+    many, one = owners
+    return many is not object and issubclass(many, one)
+
+
+def _raised(row: int, error: Exception) -> DatasetError:
+    return DatasetError(f"the dataset raised at row {row}: {describe_error(error)}")
 
 
 def flatten_row(sample: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
@@ -173,6 +223,9 @@ def first_sample(dataset: Any, num_workers: int) -> Any:
         dataset: The dataset.
         num_workers: With 0, this process reads; otherwise a worker process does.
 
+    Returns:
+        The sample of row 0, as a value of this process.
+
     Raises:
         DatasetError: The dataset raised an error, or the worker process died.
     """
@@ -278,6 +331,9 @@ def random_dataset_error(row: int, field: str) -> DatasetError:
     Args:
         row: The first row that was seen to differ.
         field: The field that differs.
+
+    Returns:
+        The error, to be raised by the caller.
     """
     return DatasetError(
         f"row {row}, field {field!r}: two reads of the same row differ, so the dataset is"

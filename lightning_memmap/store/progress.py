@@ -12,14 +12,15 @@ ShowProgress = Callable[..., AbstractContextManager[Advance]]
 
 @contextmanager
 def show_progress(
-    what: str, total: int, item_bytes: int, done: int = 0, *, hidden: bool = False
+    what: str, total: int | None, item_bytes: int, done: int = 0, *, hidden: bool = False
 ) -> Iterator[Advance]:
     """Show speed, gigabytes and the time that is left, on standard error.
 
     Args:
         what: The work, in a word.
-        total: Items to work on.
-        item_bytes: Bytes of an item. If it is 1, items are counted as bytes, else as rows.
+        total: Items to work on; None where that is not known.
+        item_bytes: Bytes of an item; 0 where that is not known. If it is 1, items are counted as
+            bytes, else as rows.
         done: Items that are done already.
         hidden: Show nothing.
 
@@ -30,7 +31,7 @@ def show_progress(
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:,}/{task.total:,} " + unit),
+        TextColumn("{task.completed:,}" + ("" if total is None else f"/{total:,}") + f" {unit}"),
         TextColumn("{task.fields[speed]}"),
         TextColumn("{task.fields[gigabytes]}"),
         TimeElapsedColumn(),
@@ -48,7 +49,7 @@ def show_progress(
             progress.update(
                 task,
                 speed=f"{speed:,.0f} {unit}/s" if speed else "",
-                gigabytes=f"{state.completed * item_bytes / 1e9:.2f} GB",
+                gigabytes=f"{state.completed * item_bytes / 1e9:.2f} GB" if item_bytes else "",
             )
 
         yield advance

@@ -62,6 +62,9 @@ def merge_ranges(ranges: Iterable[range]) -> list[range]:
 
     Args:
         ranges: Ranges with a step of 1, in any order. They may overlap.
+
+    Returns:
+        Ranges with a step of 1, between any two of which some row is missing.
     """
     merged: list[range] = []
     for rows in sorted(ranges, key=lambda rows: rows.start):

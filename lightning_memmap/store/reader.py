@@ -1,11 +1,15 @@
 """Open a store: from its manifest alone, read-only, nothing ever unpickled."""
 
+import math
 import operator
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -14,6 +18,9 @@ from lightning_memmap.schema import Schema
 from lightning_memmap.store.manifest import Manifest, check_files, manifest_mark
 from lightning_memmap.store.recognition import check_briefly
 from lightning_memmap.store.recovery import finish_interrupted, is_interrupted
+
+#: Rows that are read at once.
+_BLOCK_ROWS = 2**18
 
 
 class Store:
@@ -62,6 +69,37 @@ class Store:
         """
         return [column.tensor for column in self.columns]
 
+    def values(self, field: str) -> NDArray[Any]:
+        """Read the value of a field of each row, such as a label.
+
+        Args:
+            field: Name of a field whose rows have one value each.
+
+        Returns:
+            An array of shape (num_rows,), in dataset order.
+
+        Raises:
+            ValueError: There is no such field, or its rows have more than one value.
+        """
+        names = [each.name for each in self.schema.fields]
+        if field not in names:
+            raise ValueError(f"field {field!r}: the store at {self.path} has {names}")
+        index = names.index(field)
+        found = self.schema.fields[index]
+        if found.num_variable or math.prod(found.item_shape) != 1:
+            raise ValueError(
+                f"field {field!r}: its rows are {found}; give a field with one value in each row"
+            )
+        blocks = []
+        for first in range(0, self.num_rows, _BLOCK_ROWS):
+            rows = np.arange(first, min(first + _BLOCK_ROWS, self.num_rows), dtype=np.int64)
+            fetched = self.columns[index].fetch(rows)
+            assert isinstance(fetched, Tensor)  # The rows have one shape.
+            values = fetched.reshape(-1)
+            # numpy has no bfloat16.
+            blocks.append((values.float() if values.dtype == torch.bfloat16 else values).numpy())
+        return np.concatenate(blocks)
+
     def shard(self, index: int) -> dict[str, Tensor]:
         """Return views of one shard's rows by field name.
 
@@ -88,6 +126,9 @@ class Store:
         The rows are in the order of `tensors`, shard after shard, not in dataset order. The keys
         are the names of the fields. Only the checked manifest decides what is mapped, whereas
         ``TensorDict.load_memmap`` trusts what it finds in a directory.
+
+        Returns:
+            The TensorDict, on the CPU. It shares the memory of the mapping.
 
         Raises:
             StoreError: The rows of a field do not lie in one tensor.

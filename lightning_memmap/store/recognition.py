@@ -1,8 +1,9 @@
 """Whether a dataset is the one that a store was built from."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, Protocol, get_args
@@ -14,9 +15,16 @@ from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store.columns import OpenColumn
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.probes import hash_row, leaf_bytes, read_row
+from lightning_memmap.store.probes import (
+    NUM_PROBES,
+    flatten_row,
+    hash_row,
+    leaf_bytes,
+    read_sample,
+)
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import RowRanges
+from lightning_memmap.store.sources.stream import is_stream, samples_of
 from lightning_memmap.store.workers import run_tasks
 
 #: How a dataset is compared with a store: by its identity and probe rows, by all rows, or by its
@@ -82,17 +90,18 @@ def check_briefly(
         DatasetError: The store was built from another dataset, and the message says what differs;
             or the dataset raised an error, or a worker process died.
     """
-    num_rows = len(dataset)
-    if num_rows != store.manifest.num_rows:
-        raise _other_dataset(
-            store, f"the dataset has {num_rows} rows, the store {store.manifest.num_rows}"
-        )
+    if not is_stream(dataset):
+        _check_length(store, len(dataset))
     stored = store.manifest.fingerprint
     if given is not None and stored is not None and stored.given is not None:
         if given != stored.given:
             found = f"fingerprint={given!r}, and that of the store is {stored.given!r}"
             raise _other_dataset(store, found)
         return True
+    if is_stream(dataset):
+        if check != "off":
+            _check_first_rows(store, dataset)
+        return False
     digests = {0: None} if check == "off" else dict(store.manifest.probes)
     tasks = list(digests)
     work = _ProbeCheck(dataset, store, digests)
@@ -149,16 +158,49 @@ def recognise(
             return None
         _log.warning(
             "the store at %s may be of another dataset: %s. All %s rows are compared with it, once;"
-            " give a fingerprint of your own (fingerprint=, --fingerprint) to avoid that",
+            " %s",
             store.path,
             changed,
             f"{store.manifest.num_rows:,}",
+            "give a fingerprint of your own (fingerprint=, --fingerprint) to avoid that"
+            if given is None
+            else f"if they are equal, fingerprint={given!r} is recorded, and decides from then on",
         )
     _compare_all(store, dataset, num_workers, progress)
     return None if fingerprint == stored else fingerprint
 
 
+def _check_length(store: StoredRows, num_rows: int) -> None:
+    if num_rows != store.manifest.num_rows:
+        raise _other_dataset(
+            store, f"the dataset has {num_rows} rows, the store {store.manifest.num_rows}"
+        )
+
+
+def _check_first_rows(store: StoredRows, stream: Any) -> None:
+    if hasattr(type(stream), "__next__"):
+        raise DatasetError(
+            f"a {type(stream).__name__} gives its rows once, and cannot be compared with the store"
+            f" at {store.path}: give a fingerprint here and when you build it, check='off' to use"
+            " the store as it is, or overwrite=True"
+        )
+    _compare_samples(store, islice(samples_of(stream), NUM_PROBES))
+
+
+def _compare_samples(store: StoredRows, samples: Iterable[Any]) -> int:
+    """Compare the first samples of a stream with the rows of a store. Returns their number."""
+    num_rows = 0
+    for row, sample in enumerate(samples):
+        num_rows = row + 1
+        _check_length(store, max(num_rows, store.manifest.num_rows))
+        _check_row(store, row, sample)
+    return num_rows
+
+
 def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: ShowProgress) -> None:
+    if is_stream(dataset):
+        _check_length(store, _compare_samples(store, samples_of(dataset)))
+        return
     ranges = RowRanges(
         [range(store.manifest.num_rows)],
         max_rows=_MAX_RANGE_ROWS,
@@ -178,11 +220,22 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
     assert num_compared == store.manifest.num_rows
 
 
-def _read_row(dataset: Any, row: int, store: StoredRows) -> list[Tensor | np.ndarray]:
+def _leaves(store: StoredRows, row: int, sample: Any) -> list[Tensor | np.ndarray]:
     try:
-        return read_row(dataset, row, store.manifest.schema)
+        return flatten_row(sample, row, store.manifest.schema)
     except SchemaError as error:
         raise _other_dataset(store, str(error)) from error
+
+
+def _check_row(store: StoredRows, row: int, sample: Any) -> None:
+    found = _leaves(store, row, sample)
+    for field, column, leaf in zip(store.manifest.schema.fields, store.columns, found, strict=True):
+        stored = column.row(row)
+        if leaf.shape != stored.shape or not np.array_equal(leaf_bytes(leaf), leaf_bytes(stored)):
+            raise _other_dataset(
+                store,
+                f"row {row} of the dataset differs from the stored row, in field {field.name!r}",
+            )
 
 
 def _other_dataset(store: StoredRows, found: str) -> DatasetError:
@@ -202,7 +255,8 @@ class _ProbeCheck:
     digests: Mapping[int, str | None]
 
     def __call__(self, row: int) -> None:
-        found, expected = hash_row(_read_row(self.dataset, row, self.store)), self.digests[row]
+        sample = read_sample(self.dataset, row)
+        found, expected = hash_row(_leaves(self.store, row, sample)), self.digests[row]
         if expected is not None and found != expected:
             raise _other_dataset(
                 self.store, f"row {row} of the dataset differs from the stored row"
@@ -220,18 +274,5 @@ class _RowCheck:
         start = perf_counter()
         store, (first, count) = self.store, task
         for row in range(first, first + count):
-            found = _read_row(self.dataset, row, store)
-            for field, column, leaf in zip(
-                store.manifest.schema.fields, store.columns, found, strict=True
-            ):
-                stored = column.row(row)
-                is_equal = leaf.shape == stored.shape and np.array_equal(
-                    leaf_bytes(leaf), leaf_bytes(stored)
-                )
-                if not is_equal:
-                    raise _other_dataset(
-                        store,
-                        f"row {row} of the dataset differs from the stored row, in field"
-                        f" {field.name!r}",
-                    )
+            _check_row(store, row, read_sample(self.dataset, row))
         return count, perf_counter() - start

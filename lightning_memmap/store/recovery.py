@@ -33,6 +33,9 @@ def is_store(directory: Path) -> bool:
     Args:
         directory: The directory, which need not exist.
 
+    Returns:
+        True if there is a manifest, readable or not.
+
     Raises:
         StoreError: This process may not look into the directory.
     """
@@ -53,6 +56,9 @@ def building_path(directory: Path) -> Path:
 
     Args:
         directory: Directory of the store.
+
+    Returns:
+        A hidden path beside the store.
     """
     return directory.parent / f".{directory.name}.building"
 
@@ -74,6 +80,9 @@ def can_use_unlocked(directory: Path) -> bool:
     Args:
         directory: Directory of the store.
 
+    Returns:
+        True if there is a store that needs no lock.
+
     Raises:
         StoreError: This process may not look into the directory.
     """
@@ -92,6 +101,9 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
     Args:
         directory: Directory of the store.
         timeout_s: Seconds to wait for another process that has the lock.
+
+    Yields:
+        Nothing; inside, this process has the lock.
 
     Raises:
         StoreError: Another process keeps the lock for longer, or this process may not use it.
@@ -156,6 +168,9 @@ def is_interrupted(directory: Path) -> bool:
 
     Args:
         directory: Directory of the store.
+
+    Returns:
+        True if no store is left under its own name, and one is there under another.
 
     Raises:
         StoreError: This process may not look into a directory beside it.

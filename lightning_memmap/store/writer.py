@@ -9,26 +9,30 @@ written; the next build does not read them again.
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.reduction import DupFd
 from pathlib import Path
 from statistics import median
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
-from lightning_memmap.errors import StoreError
+from lightning_memmap.errors import StoreError, with_article
 from lightning_memmap.schema import read_forms
 from lightning_memmap.store.checksums import compute_checksums
-from lightning_memmap.store.columns import Block, Column
-from lightning_memmap.store.files import OpenFiles
+from lightning_memmap.store.columns import Column
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
 from lightning_memmap.store.journal import BuildPlan, Journal
 from lightning_memmap.store.manifest import Manifest, check_num_shards
 from lightning_memmap.store.plan import StorePlan
-from lightning_memmap.store.probes import random_dataset_error, read_row, take_probes
+from lightning_memmap.store.probes import (
+    hash_row,
+    probe_rows,
+    random_dataset_error,
+    take_probes,
+)
 from lightning_memmap.store.progress import Advance, ShowProgress, show_progress
+from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.reader import Store, open_store
 from lightning_memmap.store.recognition import check_choice, recognise
@@ -41,13 +45,13 @@ from lightning_memmap.store.recovery import (
     recover,
     remove_tree,
 )
-from lightning_memmap.store.workers import check_num_workers, exit_if_orphaned, run_tasks
+from lightning_memmap.store.sources.column_dataset import is_table
+from lightning_memmap.store.sources.stream import Spool, is_stream
+from lightning_memmap.store.workers import check_num_workers, run_tasks
 
-_RANGE_BYTES = 32 * 2**20
-_MAX_RANGE_ROWS = 1024
+#: By how much slices are faster than items, as a first guess.
+_SLICE_SPEED = 32
 _JOURNAL_INTERVAL_S = 5.0
-#: Files that a worker keeps open. With more fields than that, it opens them again when needed.
-_MAX_OPEN_FILES = 64
 _log = logging.getLogger(__name__)
 
 
@@ -74,7 +78,9 @@ def build_store(
     directory that it reads, choose a ``fingerprint`` of your own.
 
     Args:
-        dataset: Map-style: ``dataset[i]`` for ``i`` in ``range(len(dataset))``.
+        dataset: Map-style: ``dataset[i]`` for ``i`` in ``range(len(dataset))``. Or one that is
+            iterated over, such as an ``IterableDataset`` or a generator: its rows are stored in the
+            order in which they arrive, and its build cannot be resumed.
         path: Directory of the store. Its parent is made where it is missing.
         num_shards: Shards that the rows are divided into. A number with many divisors serves many
             device counts; 24 serves 1, 2, 3, 4, 6, 8, 12 and 24. At most 65,536.
@@ -116,6 +122,11 @@ def build_store(
     check_given(fingerprint)
     check_choice(check)
     dims = {name: form.dims for name, form in read_forms(variable).items()}
+    if num_workers and is_stream(dataset):
+        raise ValueError(
+            f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
+            " order in which they arrive, and this process reads them; give num_workers=0"
+        )
     show = partial(show_progress, hidden=not progress)
     directory = _directory(path)
 
@@ -147,11 +158,19 @@ def build_store(
             discard_build(directory)
             return store
         make_room(directory)
-        _check_length(dataset)
+        if not is_stream(dataset):
+            _check_length(dataset)
         # Before a row is read: a dataset may cache rows, which would change its identity.
         identity = Fingerprint.of(dataset, fingerprint)
-        build = _Build.prepare(dataset, directory, num_shards, num_workers, identity, dims)
-        build.run(num_workers, show, resume=not (overwrite or fresh))
+        if is_stream(dataset):
+            with show("reading", None, 0) as advance:
+                spool = Spool(dataset, directory.parent, advance)
+            with closing(spool):
+                build = _Build.of_stream(dataset, spool, directory, num_shards, identity)
+                build.run(num_workers, show, resume=False)
+        else:
+            build = _Build.prepare(dataset, directory, num_shards, num_workers, identity, dims)
+            build.run(num_workers, show, resume=not (overwrite or fresh))
     return open_store(directory)
 
 
@@ -172,12 +191,17 @@ def _directory(path: str | Path) -> Path:
 
 
 def _check_length(dataset: Any) -> None:
+    if is_table(dataset):
+        raise TypeError(
+            f"the dataset is a {type(dataset).__name__}, which has columns and no rows: give"
+            " lightning_memmap.ColumnDataset(...) of it"
+        )
     try:
         num_rows = len(dataset)
     except TypeError as error:
         raise TypeError(
-            f"the dataset, a {type(dataset).__name__}, has no length: a store needs a"
-            " map-style dataset with __len__ and __getitem__"
+            f"the dataset, {with_article(type(dataset).__name__)}, has no length: a store needs a"
+            " map-style dataset with __len__ and __getitem__, or one that can be iterated over"
         ) from error
     if num_rows < 1:
         raise ValueError("the dataset is empty: there is nothing to store")
@@ -206,11 +230,17 @@ def _record(store: Store, fingerprint: Fingerprint) -> None:
             replace(store.manifest, fingerprint=fingerprint).write(store.path)
 
 
+def _class_name(dataset: Any) -> str:
+    kind = type(dataset)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 @dataclass(frozen=True)
 class _Build:
     """One build of one dataset, as planned before the first row is written."""
 
     dataset: Any
+    dataset_name: str
     plan: StorePlan
     probes: tuple[tuple[int, str], ...]
     fingerprint: Fingerprint
@@ -244,12 +274,26 @@ class _Build:
         digests = tuple((probe.row, probe.digest) for probe in probes)
         row_s = median(probe.duration_s for probe in probes)
         row_bytes = max(probe.num_bytes for probe in probes)
-        return cls(dataset, plan, digests, fingerprint, row_s, row_bytes)
+        return cls(dataset, _class_name(dataset), plan, digests, fingerprint, row_s, row_bytes)
 
-    @property
-    def max_range_rows(self) -> int:
-        """Rows that a worker reads, checks and writes at once, at most."""
-        return max(1, min(_MAX_RANGE_ROWS, _RANGE_BYTES // max(1, self.row_bytes)))
+    @classmethod
+    def of_stream(
+        cls, stream: Any, spool: Spool, path: Path, num_shards: int, fingerprint: Fingerprint
+    ) -> "_Build":
+        """Plan to store the rows of a stream.
+
+        Args:
+            stream: The stream.
+            spool: Its rows.
+            path: Directory of the store.
+            num_shards: Shards that the rows are divided into.
+            fingerprint: The identity of the stream.
+        """
+        plan = StorePlan(path, len(spool), num_shards, spool.schema)
+        plan.check()
+        row_bytes = plan.num_bytes // plan.num_rows
+        probes = tuple((row, hash_row(spool.leaves(row))) for row in probe_rows(len(spool)))
+        return cls(spool, _class_name(stream), plan, probes, fingerprint, 0.0, row_bytes)
 
     def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
         """Write all rows that are not yet written, then commit.
@@ -275,12 +319,14 @@ class _Build:
         finally:
             journal.close()
         self._check_written_probes(columns)
-        kind = type(self.dataset)
-        source = {"dataset": f"{kind.__module__}.{kind.__qualname__}"}
+        source = {"dataset": self.dataset_name}
         plan.commit(columns, self.probes, checksums, source, self.fingerprint)
 
     def _log_what_is_kept(self, journal: Journal, resume: bool) -> None:
         path = self.plan.path
+        if isinstance(self.dataset, Spool):
+            _log.warning("interrupted: nothing is kept of a stream; build the store again")
+            return
         kept = f"{journal.num_done:,} of {self.plan.num_rows:,} rows are kept beside {path}"
         then = "the same build goes on with them"
         if not resume:
@@ -304,11 +350,12 @@ class _Build:
         return Journal.create(plan.building, build)
 
     def _write_rows(self, journal: Journal, num_workers: int, advance: Advance) -> None:
+        writer = RangeWriter(self.dataset, self.plan, journal.descriptor, self.row_bytes)
         ranges = RowRanges(
             missing_ranges(journal.done, self.plan.num_rows),
-            max_rows=self.max_range_rows,
+            max_rows=writer.max_rows,
             num_workers=num_workers,
-            row_s=self.row_s,
+            row_s=self.row_s / _SLICE_SPEED if writer.has_arrays else self.row_s,
         )
         written: list[range] = []
         last_sync = monotonic()
@@ -323,7 +370,6 @@ class _Build:
                 self._note(journal, written)
                 last_sync = monotonic()
 
-        writer = _RangeWriter(self, journal)
         try:
             run_tasks(writer, ranges, num_workers, receive)
         finally:
@@ -345,41 +391,3 @@ class _Build:
                 names = ", ".join(field.name for field in self.plan.schema.fields)
                 remove_tree(self.plan.building)
                 raise random_dataset_error(row, names)
-
-
-class _RangeWriter:
-    """Reads the rows of a range, checks and writes them. Returns the rows, and the seconds.
-
-    It holds the lock of the journal, which tells the next build that this worker is alive.
-    """
-
-    def __init__(self, build: _Build, journal: Journal) -> None:
-        self._build = build
-        self._files = OpenFiles(build.plan.building, _MAX_OPEN_FILES)
-        self._journal = journal.descriptor
-        self._blocks: list[Block] = []
-
-    def __call__(self, task: tuple[int, int]) -> tuple[range, float]:
-        start = perf_counter()
-        build, (first, num_rows) = self._build, task
-        if not self._blocks:
-            self._blocks = [column.block(build.max_range_rows) for column in build.plan.columns]
-        for index in range(num_rows):
-            leaves = read_row(build.dataset, first + index, build.plan.schema)
-            for block, leaf in zip(self._blocks, leaves, strict=True):
-                block.put(index, leaf)
-        exit_if_orphaned()
-        for block in self._blocks:
-            block.write(self._files, first, num_rows)
-        return range(first, first + num_rows), perf_counter() - start
-
-    def close(self) -> None:
-        """Close the directory and the files."""
-        self._files.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # For a worker that is not forked.
-        return {**self.__dict__, "_journal": DupFd(self._journal), "_blocks": []}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _journal=state["_journal"].detach())

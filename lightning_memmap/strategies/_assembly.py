@@ -19,7 +19,7 @@ from lightning_memmap.loading import (
     has_streams,
     loader_for,
 )
-from lightning_memmap.placement import DataTopology, data_parallel_rank
+from lightning_memmap.placement import DataTopology, data_parallel_rank, local_processes
 
 #: Steps that are prepared ahead on a device that works asynchronously.
 _PREFETCH = 2
@@ -63,7 +63,12 @@ class SuperBatchAssembly(Strategy):
         """Which devices hold the data; batches are assembled on the root device."""
         rank, size = data_parallel_rank(self)
         return DataTopology(
-            self.data_devices, rank, size, assemble_on=self.root_device, prefetch=self.prefetch
+            self.data_devices,
+            rank,
+            size,
+            assemble_on=self.root_device,
+            prefetch=self.prefetch,
+            num_local_processes=local_processes(self),
         )
 
     @override

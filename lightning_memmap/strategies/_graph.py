@@ -1,9 +1,9 @@
-"""The whole training step as one CUDA graph: captured once, and replayed."""
+"""The whole training step as one graph of the device: captured once, and replayed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,86 +24,12 @@ from lightning_memmap._compat.optimization import (
 )
 from lightning_memmap._compat.tensors import copy_tensors, storage_key, tree_leaves
 from lightning_memmap.loading.collate import named_leaves, rebuilt
-from lightning_memmap.loading.device_streams import allow_gradients_across_streams
-
-T = TypeVar("T")
+from lightning_memmap.strategies._cuda_graph import CUDAGraph
 
 #: Steps of one shape that run normally before one is captured, so that everything that is made
 #: lazily exists, such as the state of optimizers and the plans of libraries.
 _WARM_UP_STEPS = 3
 _WAY_OUT = "train without cuda_graph=True, or with torch.compile(module, mode='reduce-overhead')"
-
-
-class CUDAGraph:
-    """Work that a CUDA device records once, and repeats on the same memory.
-
-    Args:
-        device: A CUDA device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        # Steps of another shape run in the current stream.
-        allow_gradients_across_streams()
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._graph: Any = torch.cuda.CUDAGraph()
-
-    def warm_up(self, run: Callable[[], T]) -> T:
-        """Run a function in the stream of the capture, without capturing it.
-
-        Args:
-            run: Enqueues work on the device. Work in the current stream is ordered before and after
-                it.
-
-        Returns:
-            What the function returned.
-        """
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            result = run()
-        current.wait_stream(self._stream)
-        return result
-
-    def capture(self, run: Callable[[], T]) -> T:
-        """Record the device work of a function without doing it; `replay` does it.
-
-        Args:
-            run: Enqueues work on the device, and does not wait for it.
-
-        Returns:
-            What the function returned; each replay writes its result to these tensors.
-
-        Raises:
-            RuntimeError: The function does something that cannot be captured.
-        """
-        # Meanwhile other threads may allocate page-locked memory for rows that they prefetch.
-        mode = "thread_local"
-        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode=mode):
-            return run()
-
-    def replay(self) -> None:
-        """Let the device do the captured work."""
-        self._graph.replay()
-
-
-def make_graph(device: torch.device) -> CUDAGraph:
-    """Make an empty graph.
-
-    Args:
-        device: The root device.
-
-    Returns:
-        The graph.
-
-    Raises:
-        ValueError: The device is not a CUDA device.
-    """
-    if device.type != "cuda":
-        raise ValueError(
-            f"cuda_graph=True: the root device is {device}, and only CUDA devices have graphs;"
-            " train without it"
-        )
-    return CUDAGraph(device)
 
 
 def check_step(trainer: Trainer, module: LightningModule, strategy: Strategy) -> None:
@@ -248,6 +174,13 @@ class GraphedStep:
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
+    def _generators(self) -> list[torch.Generator]:
+        """The generators of the device that are attributes of modules."""
+        values = (value for child in self._module.modules() for value in vars(child).values())
+        root = self._parameters[0].device
+        found = [each for each in values if isinstance(each, torch.Generator)]
+        return [each for each in dict.fromkeys(found) if each.device == root]
+
     def _move_rates(self) -> None:
         """Move learning rates to the device of the parameters.
 
@@ -286,7 +219,7 @@ class GraphedStep:
 
         vars(self._module)["log"] = log
         try:
-            output = self._graph.capture(lambda: step(static))
+            output = self._graph.capture(lambda: step(static), self._generators())
         except RuntimeError as error:
             raise RuntimeError(
                 "cuda_graph=True: the step could not be captured. A captured step must not wait"

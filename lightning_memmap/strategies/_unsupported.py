@@ -1,6 +1,8 @@
 """Checks for strategies under which each process holds only some of the module."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import lightning as L
 import torch
@@ -10,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 _ELSEWHERE = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
+#: What torch says of operators that take shards and other tensors, or reshape shards.
+_OF_SHARDS = re.compile(r"mixed torch\.Tensor and DTensor|requires redistribution")
 
 
 def check_callbacks(trainer: L.Trainer, strategy_name: str) -> None:
@@ -78,8 +82,32 @@ def check_loss(loss: Tensor, strategy_name: str) -> None:
         ValueError: It has such terms.
     """
     if loss.is_meta or isinstance(loss, DTensor):
-        raise ValueError(
-            "the loss has a term computed from the parameters themselves, such as a penalty on"
-            f" their norms, and under {strategy_name} no process holds all of them; use the"
-            f" optimizer's weight_decay for an L2 penalty, or {_ELSEWHERE}"
-        )
+        raise _term_error(strategy_name)
+
+
+@contextmanager
+def named_terms(strategy_name: str) -> Iterator[None]:
+    """Around a training step: errors of torch about shards of parameters become that of the loss.
+
+    Some operators on shards raise before there is a loss that `check_loss` could refuse.
+
+    Args:
+        strategy_name: Name of the strategy, for the message.
+
+    Raises:
+        ValueError: The step computes with shards as with whole parameters.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _OF_SHARDS.search(str(error)):
+            raise
+        raise _term_error(strategy_name) from error
+
+
+def _term_error(strategy_name: str) -> ValueError:
+    return ValueError(
+        "the loss has a term computed from the parameters themselves, such as a penalty on"
+        f" their norms, and under {strategy_name} no process holds all of them; use the"
+        f" optimizer's weight_decay for an L2 penalty, or {_ELSEWHERE}"
+    )

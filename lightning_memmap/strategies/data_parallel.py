@@ -194,7 +194,7 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
             for module, trainer in zip(modules, run.trainers, strict=False):
                 module.trainer = trainer
             copies = [replica.metrics for replica in run.replicas.others[: count - 1]]
-            with run.metrics.copies_in_place(copies):
+            with run.metrics.copies_in_place(copies), run.actions.sole_steps():
                 outputs = run.threads.run(
                     [
                         partial(getattr(module, name), own, *args, **kwargs)
@@ -226,6 +226,14 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
 
         The root device receives the gradients of all others, and sends them the parameters, one
         after the other.
+
+        Args:
+            work: Model and data.
+            cluster: The devices, all of which are used.
+            num_rows: Rows of a step over all devices.
+
+        Returns:
+            The costs on each device; with an ``obstacle`` where the cluster has several nodes.
         """
         rows = num_rows / cluster.size
         moved = (cluster.size - 1) * (work.gradient_bytes + work.parameter_bytes)

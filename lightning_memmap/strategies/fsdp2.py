@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import (
@@ -33,7 +34,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -48,6 +49,7 @@ from lightning_memmap.strategies._unsupported import (
     check_embeddings,
     check_loss,
     check_optimizers,
+    named_terms,
 )
 from lightning_memmap.strategies.sharding import units as sharding
 from lightning_memmap.strategies.sharding.precision import ShardedPrecision
@@ -276,6 +278,8 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        if self._cpu_offload:
+            self._check_backend()
         if self._replicate_size == 1:
             mesh = self.device_mesh["data_parallel"]
         else:
@@ -285,6 +289,18 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
                 mesh_dim_names=("replicate", "shard"),
             )
         self._run = _Run(mesh)
+
+    def _check_backend(self) -> None:
+        """Check that tensors in host memory can be reduced. A program has one process group."""
+        backend = dist.get_backend()
+        if backend != "gloo" and "cpu:" not in backend:
+            raise ValueError(
+                f"cpu_offload=True: the process group that an earlier Trainer of this program made"
+                f" has the backend {backend!r}, which knows no tensors in host memory. Train with"
+                " this strategy first, give the strategy of the earlier Trainer"
+                " process_group_backend='cpu:gloo,cuda:nccl', or call"
+                " torch.distributed.destroy_process_group() between them"
+            )
 
     @contextmanager
     @override
@@ -322,6 +338,11 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.strategy_name)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with named_terms(self.strategy_name):
+            return super().training_step(*args, **kwargs)
 
     @override
     def backward(
@@ -541,6 +562,14 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
 
         As stage 3 of ZeRO (Rajbhandari et al., 2020): parameters are gathered for the forward and
         for the backward pass, and gradients reduced and scattered, while computing goes on.
+
+        Args:
+            work: Model and data.
+            cluster: The devices, all of which are used.
+            num_rows: Rows of a step over all devices.
+
+        Returns:
+            The costs on each device, all of which are alike.
         """
         rows, size = num_rows / cluster.size, cluster.size
         moved = 2 * sent_bytes("allgather", size, work.parameter_bytes)
@@ -599,10 +628,10 @@ def _distributed(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, An
             return value
         if value.shape != parameter.shape:
             return value
-        # Each rank reads its shard from the file: there is no communication.
-        return distribute_tensor(
-            value, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
+        # Each rank reads its shard from the file, to where its shard of the parameter is.
+        sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        _copy_shard(sharded, value)
+        return sharded
 
     values = {
         number: {
@@ -612,3 +641,15 @@ def _distributed(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, An
         if number in state["state"]
     }
     return {**state, "state": values}
+
+
+def _copy_shard(target: DTensor, whole: Tensor) -> None:
+    """Copy the part of a tensor that this process holds of a sharded one."""
+    mesh = target.device_mesh
+    for dimension, placement in enumerate(target.placements):
+        if isinstance(placement, Shard):
+            # As torch shards: equal parts, but for the last ones, which may be empty.
+            parts = whole.chunk(mesh.size(dimension), placement.dim)
+            rank = mesh.get_local_rank(dimension)
+            whole = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)
+    target.to_local().copy_(whole)

@@ -62,6 +62,8 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
     """
 
     strategy_name = "memmap_independent"
+    #: Members have no common result that could be compared with that of another strategy.
+    trains_one_model = False
 
     def __init__(
         self,
@@ -114,6 +116,11 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
         if self._members is not None:
             return self._members.member
         return member_of_this_process() or 0
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the run on this machine."""
+        return self.num_members if self._processes else 1
 
     @property
     def num_members(self) -> int:
@@ -260,14 +267,23 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """A whole model on each device, and nothing moves."""
+        """A whole model on each device, and nothing moves.
+
+        Args:
+            work: Model and data.
+            cluster: The devices, all of which are used.
+            num_rows: Rows of a step over all devices.
+
+        Returns:
+            The costs on each device; with an ``obstacle`` where the cluster has several nodes.
+        """
         rows = num_rows / cluster.size
         return Costs.of(
             work,
             num_rows=rows,
             step_s=work.fixed_s + cluster.compute_s(work, rows, busy=cluster.devices),
             num_row_devices=cluster.size,
-            trains_one_model=False,
+            trains_one_model=cls.trains_one_model,
             obstacle=cluster.one_node,
             note="a separate model on each device",
         )

@@ -10,12 +10,12 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import is_compiled
 from lightning_memmap._compat.processes import syncs_batch_norm
 from lightning_memmap.costs import Cluster, Costs, Workload
+from lightning_memmap.errors import with_article
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
@@ -40,6 +41,8 @@ from lightning_memmap.strategies.pipelining.groups import (
     broadcast_tensors,
     clip_by_norm,
     groups_of,
+    receive_tensor,
+    send_tensor,
 )
 from lightning_memmap.strategies.pipelining.microbatches import MicroBatches, slice_rows
 from lightning_memmap.strategies.pipelining.schedules import (
@@ -50,7 +53,7 @@ from lightning_memmap.strategies.pipelining.schedules import (
 )
 from lightning_memmap.strategies.pipelining.stages import (
     Stages,
-    tensors_of,
+    module_tensors,
 )
 
 
@@ -265,7 +268,7 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         stages = Stages(module, options.num_processes, options.is_interleaved)
         self.precision_plugin.convert_module(module)
         local = stages.keep_local(self.layout.pipeline_rank, self.root_device)
-        tensors = [tensor for stage in local.values() for tensor in tensors_of(stage)]
+        tensors = [tensor for stage in local.values() for tensor in module_tensors(stage)]
         broadcast_tensors(tensors, groups.data_parallel)
         pipeline = Pipeline(
             local,
@@ -467,11 +470,11 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
             if not isinstance(tensor, Tensor) or not (owner := owners.get(id(tensor), 0)):
                 continue
             if rank == owner:
-                dist.send(found[name].to(self.root_device).contiguous(), 0, group=group)
+                send_tensor(found[name], group, self.root_device)
             elif rank == 0:
-                received = torch.empty_like(tensor, device=self.root_device, requires_grad=False)
-                dist.recv(received, dist.get_global_rank(group, owner), group=group)
-                found[name] = received.cpu()
+                found[name] = receive_tensor(
+                    tensor.shape, tensor.dtype, owner, group, self.root_device
+                )
         return found if rank == 0 else {}
 
     @override
@@ -498,13 +501,27 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         }
         whole["state"] = own
         if self.layout.data_parallel_rank == 0:
-            is_zero = self.layout.pipeline_rank == 0
-            gathered: list[Any] | None = [None] * self.layout.pipeline_size if is_zero else None
-            sent = None if is_zero else move_data_to_device(own, torch.device("cpu"))
-            dist.gather_object(sent, gathered, 0, self.run.groups.pipeline)
-            for remote in (gathered or [])[1:]:
-                own.update(remote)
+            own.update(self._gathered(own))
         return whole
+
+    def _gathered(self, state: dict[int, Any]) -> dict[int, Any]:
+        """The state of all other stages on rank 0, tensor by tensor; nothing on other ranks."""
+        group, device = self.run.groups.pipeline, self.root_device
+        if self.layout.pipeline_rank != 0:
+            without_tensors = apply_to_collection(state, Tensor, _Absent.of)
+            dist.gather_object(without_tensors, None, 0, group)
+            apply_to_collection(state, Tensor, send_tensor, group, device)
+            return {}
+        every: list[Any] = [None] * self.layout.pipeline_size
+        dist.gather_object(None, every, 0, group)
+        found: dict[int, Any] = {}
+        for sender, other in enumerate(every[1:], 1):
+
+            def receive(absent: _Absent, sender: int = sender) -> Tensor:
+                return receive_tensor(absent.shape, absent.dtype, sender, group, device)
+
+            found.update(apply_to_collection(other, _Absent, receive))
+        return found
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -527,6 +544,15 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         Stages have equal size. Every stage is idle for ``stages - 1`` micro-batches, as in GPipe
         (Huang et al., 2019), and 1F1B keeps the activations of at most as many micro-batches as
         there are stages (Narayanan et al., 2021).
+
+        Args:
+            work: Model and data.
+            cluster: The devices, all of which are used.
+            num_rows: Rows of a step over all devices.
+
+        Returns:
+            The costs on the fullest device; with an ``obstacle`` where there are more than 16
+            stages.
         """
         stages = cluster.size
         num_microbatches = 2 * stages
@@ -544,6 +570,18 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
             note=f"equal stages, {num_microbatches} micro-batches; activations between stages not"
             " counted",
         )
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """Stands for a tensor that comes by itself."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Absent":
+        return cls(tuple(tensor.shape), tensor.dtype)
 
 
 class PendingOutput:
@@ -607,8 +645,9 @@ def _num_rows(args: Sequence[Any]) -> int:
     for arg in args:
         if not isinstance(arg, Tensor) or not arg.ndim:
             raise TypeError(
-                f"memmap_pipeline: the module was called with a {type(arg).__name__}; call it with"
-                " tensors whose first dimension is the rows, as its first stage takes them"
+                f"memmap_pipeline: the module was called with {with_article(type(arg).__name__)};"
+                " call it with tensors whose first dimension is the rows, as its first stage takes"
+                " them"
             )
     rows = {len(arg) for arg in args}
     if len(rows) != 1 or not all(rows):

@@ -17,8 +17,9 @@ from lightning_memmap._compat.optimization import (
 )
 from lightning_memmap.costs import Cluster, Costs, Workload
 from lightning_memmap.strategies._assembly import SuperBatchAssembly
+from lightning_memmap.strategies._cuda_graph import make_graph
 from lightning_memmap.strategies._devices import LocalDevices
-from lightning_memmap.strategies._graph import GraphedStep, check_step, make_graph
+from lightning_memmap.strategies._graph import GraphedStep, check_step
 
 
 class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
@@ -37,8 +38,9 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
         root_holds_data: Whether the root device holds shards when ``data_devices`` is not given.
         prefetch: Coming steps that are made ready on side streams while one is computed. By default
             2 where the root device is a GPU, and 0 on a CPU.
-        cuda_graph: Capture the whole training step, the optimizer's included, as a CUDA graph, and
-            replay it for all steps of that shape; see `lightning_memmap.strategies._graph`.
+        cuda_graph: Experimental, as it has not run on a GPU: capture the whole training step, the
+            optimizer's included, as a CUDA graph, and replay it for all steps of that shape; see
+            `lightning_memmap.strategies._graph`.
         skip_unused_hooks: Leave out the hooks of an optimizer step if neither the module nor a
             callback overrides any of them. Otherwise, and where gradient clipping, accumulation, a
             profiler or a precision other than ``32-true`` and the like takes part in the step, all
@@ -117,7 +119,16 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
 
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """The model on the root device, to which the other devices send their rows."""
+        """The model on the root device, to which the other devices send their rows.
+
+        Args:
+            work: Model and data.
+            cluster: The devices, all of which are used.
+            num_rows: Rows of a step over all devices.
+
+        Returns:
+            The costs on the root device; with an ``obstacle`` where the cluster has several nodes.
+        """
         moved = work.assembled_bytes(num_rows, cluster.size)
         return Costs.of(
             work,

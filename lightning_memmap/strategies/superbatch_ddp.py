@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from lightning_memmap.costs import Cluster, Costs, Workload, sent_bytes
+from lightning_memmap.costs import Cluster, Costs, Workload, sent_bytes, with_reduction_s
 from lightning_memmap.loading.device_streams import has_streams, stream_module
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._assembly import RowWeighting
@@ -125,20 +125,29 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
         """Super-batches within a node, gradients all-reduced between nodes.
 
         As by default, a node is one process. DDP keeps a second copy of the gradients in buckets,
-        and reduces them during the backward pass, two thirds of the computing.
+        and reduces them during the backward pass.
+
+        Args:
+            work: Model and data.
+            cluster: The devices, all of which are used.
+            num_rows: Rows of a step over all devices.
+
+        Returns:
+            The costs on the root device of a node.
         """
         rows = num_rows / cluster.nodes
         gathered = work.assembled_bytes(rows, cluster.devices)
         reduced = sent_bytes("allreduce", cluster.nodes, work.gradient_bytes)
         compute_s = cluster.compute_s(work, rows, busy=1)
-        reduce_s = reduced / cluster.node_bandwidth + cluster.latency_s
+        reduce_s = 0.0
+        if cluster.nodes > 1:
+            reduce_s = reduced / cluster.node_bandwidth + cluster.latency_s
         return Costs.of(
             work,
             num_rows=rows,
             step_s=work.fixed_s
-            + compute_s / 3
             + gathered / cluster.bandwidth
-            + max(compute_s * 2 / 3, reduce_s if cluster.nodes > 1 else 0.0),
+            + with_reduction_s(compute_s, reduce_s),
             moved_bytes=gathered + reduced,
             buffer_bytes=work.gradient_bytes,
             num_row_devices=cluster.size,

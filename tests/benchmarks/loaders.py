@@ -35,8 +35,7 @@ def make_loader(
         {"train": size},
         topology,
         residency,
-        budget_bytes=dict.fromkeys(devices, 2**60),
-        pinned_budget_bytes=2**60,
+        budget_bytes=dict.fromkeys((*devices, torch.device("cpu")), 2**60),
     )
     rows = load_split(store, topology, placement.splits["train"])
     order: Sampler = ShuffledSampler(rows.shards)

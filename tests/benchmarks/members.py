@@ -1,4 +1,4 @@
-"""Members of ``memmap_independent`` in processes of their own, and in turn in one process.
+"""Members of ``memmap_independent`` in processes of their own, and sequentially in one.
 
     python tests/benchmarks/members.py --members 2 8 --epochs 2 100
 
@@ -73,7 +73,9 @@ def train(out: Path, members: int, epochs: int, processes: bool) -> None:
 def measure(members: int, epochs: int, mode: str) -> tuple[float, float, float]:
     """Wall seconds, CPU seconds and MiB of one program."""
     with TemporaryDirectory() as out:
-        options = json.dumps({"members": members, "epochs": epochs, "processes": mode == "apart"})
+        options = json.dumps(
+            {"members": members, "epochs": epochs, "processes": mode == "processes"}
+        )
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         began = perf_counter()
         subprocess.run(
@@ -102,7 +104,10 @@ def main() -> None:
     print(f"{machine()}, {os.cpu_count()} cores; {args.rounds} rounds")
     for members in args.members:
         for epochs in args.epochs:
-            measured: dict[str, list[tuple[float, float, float]]] = {"apart": [], "in turn": []}
+            measured: dict[str, list[tuple[float, float, float]]] = {
+                "processes": [],
+                "sequential": [],
+            }
             for round_ in range(args.rounds):
                 for mode in sorted(measured, reverse=bool(round_ % 2)):
                     measured[mode].append(measure(members, epochs, mode))
@@ -111,12 +116,12 @@ def main() -> None:
             for mode, rounds in measured.items():
                 wall, cpu, mib = zip(*rounds, strict=True)
                 print(
-                    f"  {mode:8} wall {spread(wall, '{:.1f}'):>20} s  CPU"
+                    f"  {mode:10} wall {spread(wall, '{:.1f}'):>20} s  CPU"
                     f" {spread(cpu, '{:.1f}'):>20} s  {spread(mib, '{:.0f}')} MiB"
                 )
             for index, name in enumerate(("wall", "CPU", "memory")):
                 columns = [[r[index] for r in rounds] for rounds in measured.values()]
-                print(f"  apart / in turn, {name}: {spread(pairwise_ratios(*columns))}")
+                print(f"  processes / sequential, {name}: {spread(pairwise_ratios(*columns))}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tests.models import ACCELERATOR_VARIABLE
 from tests.preloaded import python
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,7 @@ def launch(
     processes: int,
     nodes: int = 0,
     timeout_s: float = TIMEOUT_S,
+    accelerator: str = "cpu",
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Run a scenario in several processes, and return what each rank returned, by rank.
@@ -57,14 +59,23 @@ def launch(
         processes: Processes over all nodes. The scenario must create Trainers for as many.
         nodes: 0 lets the Trainer start the processes. Otherwise as many ``torchrun`` do.
         timeout_s: After this long all are killed and the test fails.
+        accelerator: Of the Trainers that `tests.models.make_trainer` makes.
         options: Given to the scenario; they must be JSON.
     """
     outcome = launch_any(
-        scenario, out, processes=processes, nodes=nodes, timeout_s=timeout_s, **options
+        scenario,
+        out,
+        processes=processes,
+        nodes=nodes,
+        timeout_s=timeout_s,
+        accelerator=accelerator,
+        **options,
     )
     assert outcome.codes == [0] * len(outcome.codes), outcome.report
     # Of a run that quietly was one process, the files of the other ranks are missing.
-    ranks: list[dict[str, Any]] = [torch.load(out / f"rank{rank}.pt") for rank in range(processes)]
+    ranks: list[dict[str, Any]] = [
+        torch.load(out / f"rank{rank}.pt", map_location="cpu") for rank in range(processes)
+    ]
     assert [rank["world_size"] for rank in ranks] == [processes] * processes
     return ranks
 
@@ -76,6 +87,7 @@ def launch_any(
     processes: int,
     nodes: int = 0,
     timeout_s: float = TIMEOUT_S,
+    accelerator: str = "cpu",
     to_the_last: bool = False,
     **options: Any,
 ) -> Outcome:
@@ -98,6 +110,7 @@ def launch_any(
         commands = [[python(), *program]]
     ours = {key: value for key, value in os.environ.items() if not key.startswith("PL_")}
     env = ours | {"PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    env[ACCELERATOR_VARIABLE] = accelerator
     logs = [out / f"program{index}.log" for index in range(len(commands))]
     started = monotonic()
     programs = []

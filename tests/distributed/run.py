@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,11 @@ def main(scenario: str, out: Path, options: str) -> None:
     # Independent members have no process group.
     rank = dist.get_rank() if is_distributed else int(os.environ.get(MEMBER_VARIABLE, "0"))
     result["world_size"] = dist.get_world_size() if is_distributed else 1
+    # On simulated GPUs, what these have noticed.
+    devices: Any = sys.modules.get("tests.simulated_gpu.devices")
+    if devices is not None:
+        devices.check_open_copies()
+    result["reports"] = [] if devices is None else [str(report) for report in devices.reports]
     torch.save(result, out / f"rank{rank}.pt")
     if is_distributed:
         # Together and now. At the exit of the interpreter gloo's threads may end the process.

@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.harness import launch
 from tests.distributed.scenarios.comparing import STRATEGIES, TRANSFORMS
-from tests.unit.compare.runs import STEPS, check_run, check_runs_parity, result_of
+from tests.unit.compare.runs import STEPS, OfItsDevice, check_run, check_runs_parity, result_of
 
 pytestmark = [
     pytest.mark.usefixtures("quick_runs"),
@@ -16,7 +16,7 @@ pytestmark = [
 
 def test_strategies_of_several_processes_are_found_to_agree(tmp_path: Path) -> None:
     auto = {}
-    for name, transform in TRANSFORMS.items():
+    for name, transform in (*TRANSFORMS.items(), ("fault", OfItsDevice())):
         (tmp_path / name).mkdir()
         auto[name] = check_run(
             tmp_path / name, "auto", transform=transform, store_dir=tmp_path / "stores"
@@ -31,3 +31,9 @@ def test_strategies_of_several_processes_are_found_to_agree(tmp_path: Path) -> N
             assert parity.holds is True
             assert parity.rows == (STEPS, STEPS)
         assert [len(check.ranks) for check in checks.values()] == [2] * len(checks)
+    fault = result_of(tmp_path / "fault" / "ddp-check")
+    parity = check_runs_parity(tmp_path, {"auto": auto["fault"], "ddp": fault})["ddp"]
+    assert parity.holds is False
+    # The rows are right. What is made of them is not.
+    assert parity.rows == (STEPS, STEPS)
+    assert any("losses differ" in problem for problem in parity.problems)

@@ -259,6 +259,8 @@ def test_modules_that_cannot_be_sharded_are_refused(two: Runs) -> None:
             ("ema", "EMAWeightAveraging: it averages", "memmap_superbatch_ddp"),
             ("lbfgs", "LBFGS", "AdamW"),
             ("penalty", "a term computed from the parameters", "weight_decay"),
+            ("anchor", "a term computed from the parameters", "memmap_superbatch_ddp"),
+            ("vector", "a term computed from the parameters", "memmap_superbatch_ddp"),
         ):
             for word in words:
                 assert word in errors[case]

@@ -1,14 +1,15 @@
-"""A checkpoint from inside an epoch goes on with the next unseen row: on its own arm bit for bit,
-and on other arms and other numbers of processes with the same sampler."""
+"""A checkpoint from inside an epoch goes on with the next unseen row: on its own variant bit for
+bit, and on other variants and other numbers of processes with the same sampler."""
 
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_memmap.sampling import BatchSchedule
+from lightning_memmap.sampling import BatchSchedule, Shards
 from tests.distributed.harness import launch
 from tests.distributed.scenarios import resume
 from tests.rows import make_sampler
@@ -61,11 +62,11 @@ def assert_goes_on(runs: list[dict[str, Any]], num_done: int) -> None:
 
 # The resumed runs save nothing.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.parametrize(("arm", "other"), [(DDP, SUPERBATCH_DDP), (SUPERBATCH_DDP, DDP)])
+@pytest.mark.parametrize(("variant", "other"), [(DDP, SUPERBATCH_DDP), (SUPERBATCH_DDP, DDP)])
 def test_resume_is_bitwise_on_one_arm_and_goes_on_with_the_rows_on_others(
-    tmp_path: Path, arm: dict[str, Any], other: dict[str, Any]
+    tmp_path: Path, variant: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    options = {"rows": ROWS, "arm": arm, "steps": STEPS, "others": [other]}
+    options = {"rows": ROWS, "variant": variant, "steps": STEPS, "others": [other]}
     ranks = launch("resume.save_and_resume", tmp_path, processes=2, **options)
     assert_goes_on([rank["whole"] for rank in ranks], 0)
     # An error inside of a step, which is done again.
@@ -80,10 +81,40 @@ def test_resume_is_bitwise_on_one_arm_and_goes_on_with_the_rows_on_others(
         # On one process, in this one.
         alone = resume.fit(tmp_path, ROWS, **SUPERBATCH, checkpoint=f"step={step}.ckpt")
         assert_goes_on([alone], step)
-        if arm is SUPERBATCH_DDP:
+        if variant is SUPERBATCH_DDP:
             # Stock ddp weighs processes, not rows, in the two short steps of an epoch.
             whole = ranks[0]["whole"]["weights"]
             torch.testing.assert_close(alone["weights"], whole, rtol=0, atol=2e-6)
+
+
+# The resumed runs save nothing.
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("arm", [DDP, SUPERBATCH_DDP])
+def test_weighted_rows_of_several_processes_are_those_of_one_and_resume_bitwise(
+    tmp_path: Path, arm: dict[str, Any]
+) -> None:
+    step = 25
+    ranks = launch("resume.weighted", tmp_path, processes=2, rows=ROWS, arm=arm, step=step)
+    order = resume.weighted_sampler(ROWS).make(
+        Shards(ROWS, 24), 0, SimpleNamespace(num_rows=ROWS, values=None)
+    )
+    plan = BatchSchedule(2 * ROWS, GLOBAL_BATCH, 24)
+    for epoch in range(resume.EPOCHS):
+        found = order.dataset_rows(epoch, range(2 * ROWS)).tolist()
+        expected = [sorted(found[slice(*plan.bounds(k))]) for k in range(len(plan))]
+        assert steps_of([rank["whole"] for rank in ranks], epoch) == expected
+        left = expected[max(0, step - epoch * len(plan)) :]
+        assert steps_of([rank["resumed"] for rank in ranks], epoch) == left
+    for rank in ranks:
+        assert torch.equal(rank["resumed"]["weights"], rank["whole"]["weights"])
+    alone = resume.fit(
+        tmp_path,
+        ROWS,
+        **SUPERBATCH,
+        sampler=resume.weighted_sampler(ROWS),
+        checkpoint=f"step={step}.ckpt",
+    )
+    assert steps_of([alone], 1) == steps_of([rank["resumed"] for rank in ranks], 1)
 
 
 # The resumed run saves nothing.
@@ -92,7 +123,7 @@ def test_stream_of_several_processes_trains_as_the_mapping_and_resumes_bitwise(
     tmp_path: Path,
 ) -> None:
     window, step = 2, 13
-    options = {"rows": ROWS, "arm": DDP, "window": window, "step": step}
+    options = {"rows": ROWS, "variant": DDP, "window": window, "step": step}
     ranks = launch("resume.stream_and_mapping", tmp_path, processes=2, **options)
     whole = epochs(window)
     for run in ("mapping", "stream"):
@@ -117,8 +148,8 @@ def test_stream_of_several_processes_trains_as_the_mapping_and_resumes_bitwise(
 
 
 def test_resume_between_accumulated_steps_is_bitwise(tmp_path: Path) -> None:
-    arm = {**SUPERBATCH_DDP, "accumulate": 3}
-    options = {"rows": ROWS, "arm": arm, "steps": [2, 5], "others": []}
+    variant = {**SUPERBATCH_DDP, "accumulate": 3}
+    options = {"rows": ROWS, "variant": variant, "steps": [2, 5], "others": []}
     ranks = launch("resume.save_and_resume", tmp_path, processes=2, **options)
     # Of the ten steps of an epoch, the last one makes a group of its own.
     for step, num_done in ((2, 6), (5, 13)):

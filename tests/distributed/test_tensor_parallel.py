@@ -30,10 +30,22 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
 def test_groups_have_one_batch_and_train_as_one_process(
     tmp_path: Path, one: tuple[Path, dict[str, Any]], data_size: int, tensor_size: int
 ) -> None:
+    check(tmp_path, one, data_size, tensor_size)
+
+
+def check(
+    tmp_path: Path,
+    one: tuple[Path, dict[str, Any]],
+    data_size: int,
+    tensor_size: int,
+    accelerator: str = "cpu",
+) -> None:
+    """Compare a run of several processes with that of one, whose files and report are given."""
     ranks = launch(
         "tensor_parallel.fit_and_resume",
         tmp_path,
         processes=data_size * tensor_size,
+        accelerator=accelerator,
         rows=ROWS,
         global_batch=GLOBAL_BATCH,
         data_parallel=data_size,

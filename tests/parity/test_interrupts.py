@@ -1,5 +1,6 @@
 """A checkpoint that is saved inside a step goes on with what its weights have not learned from."""
 
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,14 @@ class InterruptError(Exception):
 class Interrupted(Regression):
     """Fails at some places, and notes the rows of the batches that were begun.
 
+    Attributes:
+        error: What is raised there.
+
     Args:
         failures: By the number of a batch of this run, from 1 on, the hook that fails.
     """
+
+    error: type[BaseException] = InterruptError
 
     def __init__(self, **failures: int) -> None:
         super().__init__()
@@ -62,7 +68,7 @@ class Interrupted(Regression):
 
     def reach(self, hook: str) -> None:
         if self.trainer.training and self.failures.get(hook) == self.num_begun:
-            raise InterruptError
+            raise self.error
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         # Under memmap_dp, of the batch of the first replica.
@@ -130,7 +136,9 @@ def fit(
         **options,
     )
     module = Interrupted(**failures)
-    with pytest.raises(InterruptError) if failures else nullcontext():
+    # The Trainer itself ends the program after Ctrl-C.
+    ended = SystemExit if module.error is KeyboardInterrupt else module.error
+    with pytest.raises(ended) if failures else nullcontext():
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=checkpoint is not None)
     return module, trainer
 
@@ -178,6 +186,21 @@ def test_step_that_is_interrupted_is_resumed_with_what_the_weights_lack(
         # Gradients that wait for the rest of their group are in no checkpoint.
         num_done -= 0 if num_done == EPOCH_STEPS else num_done % 3
     check(whole_runs[run], resumed, EPOCHS * EPOCH_STEPS - num_done)
+
+
+@pytest.mark.parametrize("run", ["superbatch", "dp", "accumulated"])
+def test_step_that_is_ended_by_ctrl_c_is_resumed(
+    tmp_path: Path,
+    whole_runs: dict[str, tuple[Interrupted, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    run: str,
+) -> None:
+    monkeypatch.setattr(Interrupted, "error", KeyboardInterrupt)
+    # The Trainer would make this program deaf to Ctrl-C.
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    fit(tmp_path, run, training_step=4)
+    resumed = fit(tmp_path, run, tmp_path / "stopped.ckpt")
+    check(whole_runs[run], resumed, EPOCHS * EPOCH_STEPS - 3)
 
 
 @pytest.mark.parametrize("second", ["training_step", "on_train_batch_end"])

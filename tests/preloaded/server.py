@@ -15,7 +15,10 @@ import signal
 import socket
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 #: Of other packages alone: what this project does when it is imported, it does in the program.
 _MODULES = (
@@ -36,6 +39,11 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     address, command = sys.argv[1:]
+    if "SIMULATED_GPU_LIBRARY" in os.environ:
+        # Programs of tests that run on simulated GPUs have them, too: torch must not be there yet.
+        sys.path.append(str(_ROOT))
+        importlib.import_module("tests.simulated_gpu.nccl")
+        importlib.import_module("tests.simulated_gpu.graphs").install()
     for name in _MODULES:
         importlib.import_module(name)
     gc.collect()

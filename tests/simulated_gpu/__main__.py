@@ -1,6 +1,12 @@
-"""``python -m tests.simulated_gpu [arguments]``: pytest on simulated GPUs."""
+"""``python -m tests.simulated_gpu [arguments]``: pytest on simulated GPUs.
+
+Without options it runs the tests that are marked ``gpu``, of the files given or of all.
+
+With ``--program FILE [arguments]``, another program on them.
+"""
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +25,11 @@ def main(arguments: list[str]) -> int:
     except UnavailableError as error:
         print(error)
         return UNAVAILABLE
+    if arguments[:1] == ["--program"]:
+        from tests.preloaded import python
+
+        # The processes that it starts have the devices, too.
+        return subprocess.call([python(), *arguments[1:]])
     import pytest
 
     # The first of these imports torch.
@@ -39,9 +50,16 @@ def main(arguments: list[str]) -> int:
                 pytest.fail(f"{len(devices.reports)} reports:\n{text}", pytrace=False)
             return result
 
-    files = (path for path in sorted(_TESTS.rglob("test_*.py")) if "mark.gpu" in path.read_text())
-    given = arguments or ["-m", "gpu", "--tb=short", "--show-capture=no", *map(str, files)]
+    given = arguments or marked_files()
+    if not any(each.startswith("-") for each in given):
+        given = ["-m", "gpu", "--tb=short", "--show-capture=no", *given]
     return pytest.main(["-p", "no:xdist", *given], plugins=[Reports()])
+
+
+def marked_files() -> list[str]:
+    """The files with tests that are marked ``gpu``."""
+    files = sorted(_TESTS.rglob("test_*.py"))
+    return [str(path) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ if "torch" in sys.modules:
 _library = load_library()
 _library.sim_current_stream.restype = ctypes.c_int64
 _library.sim_set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
+_library.sim_resize_storage.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _library.sim_memory.restype = ctypes.c_uint64
+_library.sim_page_locked.restype = ctypes.c_uint64
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  # It reads what is replaced below when it is imported.
@@ -71,6 +73,17 @@ _library.sim_set_callback(_on_report)
 def check_open_copies() -> None:
     """Look whether host memory changed that a device may still read."""
     _library.sim_verify()
+
+
+def page_locked_bytes() -> int:
+    """Page-locked memory of the host, in bytes, with what its allocator keeps for later."""
+    found: int = _library.sim_page_locked()
+    return found
+
+
+def resize_storage(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """Give a storage of a device memory of another size; as much of the content is kept as fits."""
+    _library.sim_resize_storage(storage._cdata, num_bytes)
 
 
 class Stream(torch.Stream):
@@ -162,14 +175,6 @@ def _mem_get_info(device: Any = None) -> tuple[int, int]:
     return total - _memory(_RESERVED)(device), total
 
 
-def _broadcast_coalesced(tensors: Any, devices: Any, size: int) -> list[Any]:
-    copies = [
-        [tensor.to(torch.device("cuda", _index(device)), non_blocking=True) for tensor in tensors]
-        for device in devices[1:]
-    ]
-    return [list(tensors), *copies]
-
-
 def _lstm_cell(
     of_input: Tensor, of_hidden: Tensor, cell: Tensor, *biases: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,7 +247,7 @@ def _install() -> None:
         ),
         _cuda_synchronize=lambda: _library.sim_synchronize(_library.sim_current_device()),
         _cuda_isCurrentStreamCapturing=lambda: False,
-        _broadcast_coalesced=_broadcast_coalesced,
+        _accelerator_emptyHostCache=_library.sim_empty_host_cache,
     )
     memory = {
         "empty_cache": _library.sim_empty_cache,
@@ -291,7 +296,6 @@ def _install() -> None:
     torch.UntypedStorage.clone = _clone_storage  # type: ignore[method-assign]
     _kernels.impl("_thnn_fused_lstm_cell", _lstm_cell, "CUDA")
     _kernels.impl("_thnn_fused_lstm_cell_backward_impl", _lstm_cell_backward, "CUDA")
-    torch.cuda.nccl.is_available = lambda tensors: False
     torch.backends.cudnn.is_acceptable = lambda tensor: False  # type: ignore[attr-defined]
 
 

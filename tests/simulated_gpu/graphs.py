@@ -15,6 +15,9 @@ class Graph:
     def __init__(self) -> None:
         self.recorded = RecordedGraph()
 
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        """Nothing: an operator that runs again draws from its generator again."""
+
     def replay(self) -> None:
         self.recorded.replay()
 

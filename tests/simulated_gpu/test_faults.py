@@ -107,7 +107,7 @@ def upload(path: Path, store: Store) -> None:
         uploader.copy(target, lambda first, out: out.copy_(rows[first : first + len(out)]))
 
 
-read_pinned_epochs = partial(read_epochs, residency="pinned")
+read_host_epochs = partial(read_epochs, residency="host")
 
 #: What is left out, in the function of which name, and where it is noticed.
 FAULTS: dict[str, tuple[type, str, str, Callable[[Path, Store], None]]] = {
@@ -177,7 +177,7 @@ def test_wait_that_is_left_out_is_noticed(
         train_microbatches,
         validate_microbatches,
         read_epochs,
-        read_pinned_epochs,
+        read_host_epochs,
         change_a_transform_between_epochs,
         upload,
     ],
@@ -202,7 +202,7 @@ def test_page_locked_memory_that_is_used_again_is_noticed(
         return kept.setdefault(num_rows, original(fields, num_rows, pin_memory=True))
 
     monkeypatch.setattr(buffers.Buffers, "empty", empty)
-    read_pinned_epochs(tmp_path, numbered_store(96, 24, 2**12))
+    read_host_epochs(tmp_path, numbered_store(96, 24, 2**12))
     devices.check_open_copies()
     assert any("host memory changed" in report.text for report in devices.reports)
     devices.reports.clear()

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.placement import budgets
 from lightning_memmap.strategies import (
     DataParallelStrategy,
+    IndependentStrategy,
     LocalModelParallelStrategy,
     SuperBatchStrategy,
 )
@@ -132,7 +134,7 @@ def check(
     runs = []
     for accelerator in ("gpu", "cpu"):
         given = dict(options)
-        if accelerator == "cpu" and options.get("residency") in ("device", "pinned"):
+        if accelerator == "cpu" and options.get("residency") in ("device", "host"):
             given["residency"] = "mmap"
         if names is None:
             runs.append(run(path, accelerator, make, 2, **given))
@@ -154,7 +156,7 @@ def check(
 
 @pytest.mark.parametrize(
     ("residency", "prefetch"),
-    [("device", 0), ("device", 2), ("pinned", 4), ("mmap", 2), ("stream", 0), ("stream", 2)],
+    [("device", 0), ("device", 2), ("host", 4), ("mmap", 2), ("stream", 0), ("stream", 2)],
 )
 def test_superbatch_has_the_bits_of_the_cpu(tmp_path: Path, residency: str, prefetch: int) -> None:
     options: dict[str, Any] = {"residency": residency, "transform": noisy}
@@ -180,12 +182,12 @@ def test_superbatch_on_named_devices_has_the_bits_of_the_cpu(
     check(tmp_path, SuperBatchStrategy, options, names)
 
 
-@pytest.mark.parametrize("pinned", [0.5, 1e-9])
+@pytest.mark.parametrize("host_bytes", [2**40, 2**20])
 def test_shards_of_a_device_in_several_places_have_the_bits_of_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_bytes: int
 ) -> None:
-    """A budget of some shards: the others stay in page-locked memory, or in the mapping."""
-    monkeypatch.setattr("lightning_memmap.datamodule._PINNED_FRACTION", pinned)
+    """A budget of some shards: the others stay in host memory, or in the mapping."""
+    monkeypatch.setattr(budgets, "available_bytes", lambda: host_bytes)
     options = {"residency": "auto", "memory_fraction": 2e-6, "transform": noisy}
     check(tmp_path, SuperBatchStrategy, options)
 
@@ -200,6 +202,22 @@ def test_data_parallel_has_the_bits_of_the_cpu(tmp_path: Path, residency: str) -
 def test_model_parallel_has_the_bits_of_the_cpu(tmp_path: Path, num_microbatches: int) -> None:
     make = partial(LocalModelParallelStrategy, num_microbatches=num_microbatches)
     check(tmp_path, make, {"residency": "device"})
+
+
+def test_members_in_sequence_have_the_bits_of_the_cpu(tmp_path: Path) -> None:
+    runs = []
+    for accelerator in ("gpu", "cpu"):
+        strategy = IndependentStrategy(num_members=2, processes=False)
+        data = MemmapDataModule(
+            TRAIN, VAL, store_dir=tmp_path / "stores", batch_size=12, num_parts=2, transform=noisy
+        )
+        path = tmp_path / accelerator
+        trainer = make_trainer(path, accelerator=accelerator, devices=2, strategy=strategy)
+        trainer.fit(Net(), datamodule=data)
+        runs.append([weights(each.lightning_module) for each in strategy.trainers.values()])
+    found, expected = runs
+    assert all(map(torch.equal, found, expected))
+    assert not torch.equal(*found)
 
 
 def test_step_waits_for_the_device_only_where_the_program_is_too_far_ahead(

@@ -188,6 +188,29 @@ class TestRuns:
         assert torch.equal(weights(resumed), weights(whole))
         assert all(graph.counts["replay"] > 3 for graph in graphs)
 
+    def test_generators_of_the_module_go_on_where_they_stand(
+        self, tmp_path: Path, graphs: list[RecordedGraph]
+    ) -> None:
+        class Noisy(Steps):
+            def __init__(self) -> None:
+                super().__init__(adam)
+                self.noise = torch.Generator().manual_seed(3)
+                # Known by two names, and registered once.
+                self.net[0].noise = self.noise
+
+            def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+                noise = torch.rand(batch["x"].shape, generator=self.noise)
+                return super().training_step({**batch, "x": batch["x"] + noise}, batch_idx)
+
+        modules = [Noisy(), Noisy()]
+        for cuda_graph, module in enumerate(modules):
+            fit(tmp_path, module, bool(cuda_graph), max_epochs=2)
+        # Otherwise a capture on a GPU fails.
+        assert graphs[0].generators == [modules[1].noise]
+        assert torch.equal(weights(modules[1]), weights(modules[0]))
+        states = [module.noise.get_state() for module in modules]
+        assert torch.equal(*states)
+
     def test_second_fit_has_a_graph_of_its_own(
         self, tmp_path: Path, graphs: list[RecordedGraph]
     ) -> None:

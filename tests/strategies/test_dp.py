@@ -9,7 +9,7 @@ import itertools
 from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -234,6 +234,33 @@ class ByAttributes(Base):
         return self.opt
 
 
+class InContainers(Base):
+    """Keeps optimizer, scheduler and layers in containers within containers."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+        self.parts = {"layers": [{"net": self.net}]}
+        self.parts["itself"] = [self.parts]  # type: ignore[list-item]
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.parts["layers"][0]["net"](batch["x"]), batch["y"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pairs = self.players["all"]
+        for optimizer, scheduler in pairs:
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        self.players = {"all": [(optimizer, scheduler)]}
+        return optimizer
+
+
 class SchedulerByAttribute(Base):
     """Automatic optimization, with a scheduler that the step steps."""
 
@@ -261,6 +288,7 @@ class TestWeights:
                     Lbfgs,
                     Gan,
                     ByAttributes,
+                    InContainers,
                     SchedulerByAttribute,
                 ),
                 (3, SIDE_BY_SIDE),
@@ -954,6 +982,29 @@ class TestErrors:
 
         with pytest.raises(RuntimeError, match=r"call self\.manual_backward\(loss\)"):
             fit_dp(tmp_path, Direct())
+
+    def test_step_of_an_optimizer_that_is_not_known_is_refused(self, tmp_path: Path) -> None:
+        class Hiding(Base):
+            def build(self) -> None:
+                super().build()
+                self.automatic_optimization = False
+
+            def training_step(self, batch: Any, batch_idx: int) -> None:
+                # For each replica alone, which is its own affair.
+                guess = torch.zeros(1, requires_grad=True)
+                guess.sum().backward()
+                torch.optim.SGD([guess], lr=1.0).step()
+                assert guess.item() == -1
+                self.manual_backward(self.loss(batch))
+                self.player.optimizer.step()
+
+            def configure_optimizers(self) -> Any:
+                self.player = SimpleNamespace(optimizer=super().configure_optimizers())
+                return self.player.optimizer
+
+        with pytest.raises(RuntimeError, match=r"the SGD in an object .* every replica would step"):
+            fit_dp(tmp_path, Hiding())
+        fit_one(tmp_path, Hiding())
 
     def test_closure_by_hand_is_refused(self, tmp_path: Path) -> None:
         class Closing(Gan):

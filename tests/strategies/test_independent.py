@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import MemberError
 from lightning_memmap.strategies import (
     IndependentStrategy,
@@ -20,23 +19,12 @@ from lightning_memmap.strategies import (
     read_results,
 )
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
-from tests.models import Points, Regression, make_trainer, weights
+from tests.models import Regression, make_trainer, weights
 from tests.strategies.contract import CASES
+from tests.strategies.members import make_data
 
 FOLDS = 2
 MEMBER = 1
-
-
-def make_data(path: Path, **options: Any) -> MemmapDataModule:
-    defaults: dict[str, Any] = {
-        "train_dataset": Points(63),
-        "test_dataset": Points(20, 100),
-        "predict_dataset": Points(25, 200),
-        "store_dir": path / "stores",
-        "batch_size": 5,
-        "num_folds": FOLDS,
-    }
-    return MemmapDataModule(**{**defaults, **options})
 
 
 @pytest.fixture
@@ -132,7 +120,7 @@ def test_one_member_is_no_more_than_a_lone_run(tmp_path: Path) -> None:
     strategy = IndependentStrategy()
     trainer = make_trainer(tmp_path, strategy=strategy)
     module = Regression()
-    trainer.fit(module, make_data(tmp_path, num_folds=None, val_dataset=Points(20, 100)))
+    trainer.fit(module, make_data(tmp_path, num_folds=None))
     assert (strategy.member, strategy.num_members) == (0, 1)
     assert strategy.results is not None
     (result,) = strategy.results.members

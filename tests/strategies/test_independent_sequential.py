@@ -28,6 +28,7 @@ from lightning_memmap.strategies.independent import MEMBER_VARIABLE
 from tests.datasets import in_dataset_order
 from tests.models import Points, Regression, make_trainer, weights
 from tests.strategies.contract import CASES
+from tests.strategies.members import make_data
 
 MEMBERS = 2
 
@@ -43,20 +44,6 @@ def let_copies_go() -> None:
     # What only a copy holds is found once the copy is gone.
     for _ in range(3):
         gc.collect()
-
-
-def make_data(path: Path, **options: Any) -> MemmapDataModule:
-    defaults: dict[str, Any] = {
-        "train_dataset": Points(63),
-        "test_dataset": Points(20, 100),
-        "predict_dataset": Points(25, 200),
-        "store_dir": path / "stores",
-        "batch_size": 5,
-        "num_folds": MEMBERS,
-    }
-    if "num_folds" in options and options["num_folds"] is None:
-        defaults["val_dataset"] = Points(10, 300)
-    return MemmapDataModule(**{**defaults, **options})
 
 
 def sequential(members: int = MEMBERS, **options: Any) -> IndependentStrategy:

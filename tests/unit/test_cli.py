@@ -341,6 +341,8 @@ class TestPlan:
             (("--devices", "many"), "devices='many': write a count or a range"),
             (("--devices", "1..x"), "devices='1..x': write a count or a range"),
             (("--memory", "lots"), "'lots' is not a size"),
+            (("--memory", "lots"), "memory='lots': 'lots' is not a size: write it like 80GiB"),
+            (("--memory", "9" * 400), "memory='999"),
             (("--memory_fraction", "0"), "memory_fraction=0"),
             (("--memory_fraction", "1.5"), "memory_fraction=1.5"),
             (("--devices", "61"), "60 rows for 61 data devices"),

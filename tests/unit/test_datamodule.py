@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import lightning as L
 import psutil
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_memmap import MemmapDataModule, build_store, host_memory, open_store
 from lightning_memmap.errors import DatasetError, PlacementError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import SuperBatch
+from lightning_memmap.placement import budgets
 from lightning_memmap.sampling import BlockShuffledSampler, default_window
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.models import Points, Regression, make_trainer, weights
@@ -126,7 +129,11 @@ class TestArguments:
             ({"num_shards": 2**20 + 1}, r"num_shards=1048577: .* at most 65536"),
             ({"seed": -1}, "seed=-1: choose a seed from 0"),
             ({"shuffle_window": 0}, "shuffle_window=0: at least 1 row of a shard"),
-            ({"residency": "gpu"}, r"residency='gpu': choose one of auto, device, pinned, mmap"),
+            (
+                {"shuffle_window": 2, "shuffle": False},
+                "shuffle_window=2 with shuffle=False: leave one of them out",
+            ),
+            ({"residency": "gpu"}, r"residency='gpu': choose one of auto, device, host, mmap"),
             ({"memory_fraction": 0}, r"memory_fraction=0"),
             ({"memory_fraction": 1.5}, r"memory_fraction=1\.5"),
         ],
@@ -154,9 +161,25 @@ class TestArguments:
         with pytest.raises(ValueError, match=f"{name}={value}"):
             make_data(tmp_path, **options).prepare_data()
 
-    def test_pinned_on_cpu_raises_in_setup(self, tmp_path: Path) -> None:
-        with pytest.raises(PlacementError, match="residency='pinned'"):
-            set_up(make_data(tmp_path, residency="pinned"))
+    def test_host_that_does_not_fit_raises_in_setup(self, tmp_path: Path) -> None:
+        data = make_data(tmp_path, residency="host", memory_fraction=1e-9)
+        with pytest.raises(PlacementError, match=r"residency='host'.*memory_fraction"):
+            set_up(data)
+
+    def test_processes_of_one_machine_divide_the_memory_of_the_host(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        data = make_data(tmp_path, residency="host", memory_fraction=1.0)
+        data.prepare_data()
+        num_bytes = open_store(data.store_directory / "train").manifest.num_bytes
+        num_bytes += open_store(data.store_directory / "val").manifest.num_bytes
+        monkeypatch.setattr(budgets, "available_bytes", lambda: 3 * num_bytes)
+        for num_processes, fits in ((3, True), (4, False)):
+            strategy = SingleDeviceStrategy("cpu")
+            monkeypatch.setattr(strategy, "num_processes", num_processes, raising=False)
+            data.trainer = L.Trainer(strategy=strategy, accelerator="cpu", logger=False)
+            with nullcontext() if fits else pytest.raises(PlacementError, match="residency='host'"):
+                data.setup("fit")
 
     def test_device_that_does_not_fit_raises_in_setup(self, tmp_path: Path) -> None:
         data = make_data(tmp_path, residency="device", memory_fraction=1e-9)
@@ -166,12 +189,17 @@ class TestArguments:
 
 class TestLargerThanMemory:
     def test_stream_gives_the_rows_of_the_mapping_with_its_window(self, tmp_path: Path) -> None:
-        for window, options in ((2, {}), (1, {"shuffle": False}), (None, {})):
+        cases: list[tuple[dict[str, Any], dict[str, int | None]]] = [
+            ({}, {"stream": 2, "mmap": 2}),
+            # Without shuffling, only a stream has windows.
+            ({"shuffle": False}, {"stream": 1, "mmap": None}),
+            # Without a number, the window of a small store is all of it.
+            ({}, {"stream": None, "mmap": default_window(24, 56)}),
+        ]
+        for options, windows in cases:
             found = []
-            for residency in ("stream", "mmap"):
-                # Without a number, the window of a small store is all of it.
-                given = default_window(24, 56) if (window, residency) == (None, "mmap") else window
-                data = make_data(tmp_path, residency=residency, shuffle_window=given, **options)
+            for residency, window in windows.items():
+                data = make_data(tmp_path, residency=residency, shuffle_window=window, **options)
                 set_up(data)
                 loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
                 found.append([rows(loader) for loader in loaders])
@@ -185,7 +213,7 @@ class TestLargerThanMemory:
         manifest = data.stores["train"].manifest
         expected = default_window(24, manifest.row_bytes)
         assert data.train_dataloader().state_dict()["sampler"]["shuffle_window"] == expected
-        order = data.train_sampler(manifest)
+        order = data.train_sampler(data.stores["train"])
         assert isinstance(order, BlockShuffledSampler)
         assert order.window_rows == expected
         data.teardown()

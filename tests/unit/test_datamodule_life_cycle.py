@@ -192,10 +192,8 @@ class TestFromDatasets:
         with pytest.raises(TypeError, match=r"store_dir is missing: give store_dir=\.\.\."):
             MemmapDataModule.from_datasets(Points(4))
 
-    def test_from_datasets_of_several_for_one_split_says_how_to_join_them(
+    def test_from_datasets_of_several_to_train_on_says_how_to_join_them(
         self, tmp_path: Path
     ) -> None:
-        with pytest.raises(TypeError, match=r"val_dataset: found 2 datasets.*ConcatDataset"):
-            MemmapDataModule.from_datasets(
-                Points(4), [Points(4), Points(4)], store_dir=tmp_path / "stores"
-            )
+        with pytest.raises(TypeError, match=r"train_dataset: found 2 datasets.*ConcatDataset"):
+            MemmapDataModule.from_datasets([Points(4), Points(4)], store_dir=tmp_path / "stores")

@@ -11,7 +11,7 @@ import torch
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatchLoader, load_split
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement, SplitSize
-from lightning_memmap.sampling import RowSubset, Shards
+from lightning_memmap.sampling import RowSubset, Shards, StridedRows
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
 from tests.rows import CPU, check_save_and_resume, epoch_rows, joined, loader_over
@@ -34,13 +34,13 @@ def make_loader(
     return loader
 
 
-SUBSETS = [RowSubset(index, 5, excluded) for index in (0, 4) for excluded in (False, True)]
+SUBSETS = [StridedRows(index, 5, excluded) for index in (0, 4) for excluded in (False, True)]
 
 
 @pytest.mark.parametrize("num_devices", [1, 3])
 @pytest.mark.parametrize("residency", ["mmap", "device"])
 @pytest.mark.parametrize(
-    "subset", [*SUBSETS, RowSubset(1, 2), RowSubset(2, 4, excluded=True)], ids=str
+    "subset", [*SUBSETS, StridedRows(1, 2), StridedRows(2, 4, excluded=True)], ids=str
 )
 def test_rows_of_a_subset_come_in_the_order_of_a_store_of_them_alone(
     numbered_store: Callable[..., Store], subset: RowSubset, residency: str, num_devices: int
@@ -131,6 +131,7 @@ def test_member_in_the_directory_gives_each_a_store_of_its_own(tmp_path: Path) -
         ({"num_folds": 2, "num_parts": 2}, "leave one of them out"),
         ({"num_folds": 2, "val_dataset": Points(5)}, "num_folds=2 with a val_dataset"),
         ({"member": -1}, "member=-1: members are counted from 0"),
+        ({"member": 1}, "member=1: it chooses nothing without num_folds, num_parts, a subset"),
     ],
 )
 def test_folds_that_cannot_be_are_refused(

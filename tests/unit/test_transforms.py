@@ -224,7 +224,7 @@ class TestWithoutReturn:
 
     def test_function_that_cannot_be_called_raises(self) -> None:
         made: Any = PerSample
-        with pytest.raises(TypeError, match=r"function=3: a int cannot be called; give"):
+        with pytest.raises(TypeError, match=r"function=3: an int cannot be called; give"):
             made(3)
 
 
@@ -265,7 +265,9 @@ class TestRowsThatDiffer:
 
     def test_results_with_numbers_of_other_types_raise(self) -> None:
         rows = iter([1, 1, 1.5])
-        with pytest.raises(ValueError, match=r"a float at its result for row 2 .* a int for row 0"):
+        with pytest.raises(
+            ValueError, match=r"a float at its result for row 2 .* an int for row 0"
+        ):
             PerSample(lambda sample: next(rows))(torch.arange(3))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_memmap.costs import Cluster, Costs, Workload, sent_bytes
+from lightning_memmap.costs import Cluster, Costs, Workload, sent_bytes, with_reduction_s
 from lightning_memmap.strategies import FSDP2Strategy
 
 
@@ -14,6 +14,9 @@ def single_device(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
         work: Model and data.
         cluster: The devices, of which one is used.
         num_rows: Rows of a step.
+
+    Returns:
+        The costs on that device.
     """
     return Costs.of(
         work,
@@ -27,27 +30,24 @@ def single_device(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
 def ddp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
     """Costs of DDP: a whole model in each process, gradients all-reduced in buckets.
 
-    The overlap of reducing and computing, and the buckets, are as in Li et al., "PyTorch
-    Distributed" (2020).
+    The buckets are as in Li et al., "PyTorch Distributed" (2020).
 
     Args:
         work: Model and data.
         cluster: The devices, one for each process.
         num_rows: Rows of a step over all devices.
+
+    Returns:
+        The costs on each device, all of which are alike.
     """
     rows = num_rows / cluster.size
     moved = sent_bytes("allreduce", cluster.size, work.gradient_bytes)
     compute_s = cluster.compute_s(work, rows, busy=cluster.devices)
-    # The gradients of one layer are reduced while those of the layers before it are computed: the
-    # backward pass, two thirds of the computing, hides that much.
     reduce_s = moved / cluster.link + cluster.collective_s
     return Costs.of(
         work,
         num_rows=rows,
-        step_s=work.fixed_s
-        + compute_s / 3
-        + max(compute_s * 2 / 3, reduce_s)
-        + cluster.collective_s,
+        step_s=work.fixed_s + with_reduction_s(compute_s, reduce_s) + cluster.collective_s,
         moved_bytes=moved,
         # Buckets are a second copy of the gradients.
         buffer_bytes=work.gradient_bytes,
@@ -63,6 +63,9 @@ def fsdp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
         work: Model and data.
         cluster: The devices, one for each process.
         num_rows: Rows of a step over all devices.
+
+    Returns:
+        The costs on each device; with an ``obstacle`` where there are no GPUs.
     """
     found = FSDP2Strategy.costs(work, cluster, num_rows)
     return replace(found, obstacle="" if cluster.has_gpus else "GPUs only")
@@ -77,6 +80,9 @@ def model_parallel(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
         work: Model and data. A model without ``configure_model`` would not be sharded: an obstacle.
         cluster: The devices, one for each process.
         num_rows: Rows of a step over all devices.
+
+    Returns:
+        The costs on each device; with an ``obstacle`` where the model would not be sharded.
     """
     return replace(
         FSDP2Strategy.costs(work, cluster, num_rows),

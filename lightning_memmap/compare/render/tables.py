@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from textwrap import shorten
 from typing import Literal
 
 from lightning_memmap.compare.report.figures import FIGURES, TABLES, Figure, FigureTable
@@ -160,6 +161,10 @@ def scaling_table(report: Report) -> Table:
 
     Args:
         report: The report of a comparison.
+
+    Returns:
+        The table: a row for each variant, a column for each number of devices; a dash where nothing
+        was measured.
     """
     counts = sorted({point.devices for point in report.scaling})
     rates = {(each.variant, each.devices): each.samples_per_s for each in report.scaling}
@@ -177,6 +182,9 @@ def missing_table(report: Report) -> Table:
 
     Args:
         report: The report of a comparison.
+
+    Returns:
+        The table: a row for each variant that is not ``ok``; without rows where all are.
     """
     words = {
         "unavailable": Cell("cannot run here", "unsure"),
@@ -185,17 +193,12 @@ def missing_table(report: Report) -> Table:
         "pending": Cell("not finished", "unsure"),
     }
     rows = [
-        [Cell(each.variant), words[each.status], Cell(_shortened(each.reason))]
+        [Cell(each.variant), words[each.status], Cell(shorten(each.reason, 500, placeholder="…"))]
         for each in report.variants
         if each.status != "ok"
     ]
     columns = [_VARIANT, Column("", is_text=True), Column("reason", is_text=True)]
     return Table("Variants without a result", columns, rows)
-
-
-def _shortened(reason: str, length: int = 500) -> str:
-    line = " ".join(reason.split())
-    return line if len(line) <= length else line[:length] + "…"
 
 
 def regression_table(regression: Regression) -> Table:

@@ -72,6 +72,9 @@ def footprint_of(ranks: Sequence[CheckRank], loader: str, global_batch: int) -> 
         ranks: The records of all processes, at least one.
         loader: What supplied the rows: ``memmap``, ``dataloader`` or ``ideal``.
         global_batch: Rows of a step.
+
+    Returns:
+        The footprint over all processes and devices; bytes and operations are those of one step.
     """
     return Footprint(
         model={

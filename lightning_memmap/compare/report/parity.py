@@ -21,6 +21,9 @@ def default_tolerance(precision: str) -> float:
 
     Args:
         precision: The Trainer's option, such as ``32-true`` or ``bf16-mixed``.
+
+    Returns:
+        The largest relative difference that counts as equal.
     """
     return next((value for key, value in _TOLERANCES.items() if key in precision), 1e-3)
 
@@ -86,6 +89,10 @@ class CheckedRun:
         Args:
             ranks: The records of all processes.
             folder: Folder of the run, with its weights.
+
+        Returns:
+            The run: the hashes and losses of its global batches, and the weights, on the CPU,
+            before and after.
         """
         shares = [processes[0] for processes in by_data_rank(ranks)]
         return cls(

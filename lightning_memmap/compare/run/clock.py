@@ -56,7 +56,11 @@ class StepClock(Profiler):
             self._spent_s[part] += self.now() - self._started_s.pop(part)
 
     def now(self) -> float:
-        """Return the time in seconds. While `is_synchronizing`, the device is waited for first."""
+        """Return the time in seconds. While `is_synchronizing`, the device is waited for first.
+
+        Returns:
+            Seconds of `time.perf_counter`, whose zero has no meaning.
+        """
         if self.is_synchronizing:
             self._synchronize()
         return perf_counter()

@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
+from textwrap import shorten
 from typing import Protocol
 
 import msgspec
 import torch
 import yaml
+from rich.markup import escape
 
 from lightning_memmap.compare.report.figures import rate_of
 from lightning_memmap.compare.report.parity import default_tolerance
@@ -190,8 +192,9 @@ class Comparison:
             if result.error is None:
                 progress.end(outcome(result))
             else:
+                reason = shorten(result.error.message, 300, placeholder=" ...")
                 word = "cannot do this" if result.error.refused else "failed"
-                progress.end(f"[red]{word}[/]: {_shortened(result.error.message)}")
+                progress.end(f"[red]{word}[/]: {escape(reason)}")
         return result
 
     def _prepare(self) -> Facts:
@@ -294,8 +297,3 @@ class Comparison:
 
 def _rate(result: RunResult[TimedRank]) -> str:
     return f"{rate_of(result.ranks):,.0f} samples/s"
-
-
-def _shortened(text: str, length: int = 300) -> str:
-    line = " ".join(text.split()).replace("[", "\\[")
-    return line if len(line) <= length else line[:length] + " ..."

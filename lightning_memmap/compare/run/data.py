@@ -21,7 +21,8 @@ from lightning_memmap.compare.report.report import Data
 from lightning_memmap.compare.run.rows import MappedLoader, hash_batch, hash_rows
 from lightning_memmap.compare.run.variants import Variant
 from lightning_memmap.datamodule import MemmapDataModule
-from lightning_memmap.loading import FormedCollate
+from lightning_memmap.errors import with_article
+from lightning_memmap.loading import FormedCollate, has_streams
 from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.column_rows import ColumnRows
 from lightning_memmap.loading.transform import DeviceTransform
@@ -30,6 +31,7 @@ from lightning_memmap.placement import DataTopology, Placement, data_parallel_ra
 from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.schema import Field, Form, Schema, read_forms
 from lightning_memmap.store import Store, open_store
+from lightning_memmap.store.recovery import is_store
 
 _CPU = torch.device("cpu")
 _PROBE_ROWS = 8
@@ -43,13 +45,16 @@ def comparable(data: Any) -> MemmapDataModule:
     Args:
         data: The object that the config describes.
 
+    Returns:
+        The copy; the original stays as it is.
+
     Raises:
         ValueError: It is not a `MemmapDataModule`.
     """
     if not isinstance(data, MemmapDataModule):
         raise ValueError(
-            f"config: data is a {type(data).__name__}; a comparison needs a MemmapDataModule, whose"
-            " datasets and stores supply the rows of all variants"
+            f"config: data is {with_article(type(data).__name__)}; a comparison needs a"
+            " MemmapDataModule, whose datasets and stores supply the rows of all variants"
         )
     # Steps of one size: in an uneven one, DDP weights processes equally, and not rows.
     copied = data.with_options(drop_last=True, overwrite=False)
@@ -64,6 +69,9 @@ def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
         trainer: The Trainer of a variant.
         global_batch: Rows of a step over all processes.
         devices: Devices of the comparison.
+
+    Returns:
+        Rows of a step for each data device, of which the comparison's global batch is made.
 
     Raises:
         ValueError: The number of data devices does not divide the global batch.
@@ -97,18 +105,19 @@ def prepare_store(
     Raises:
         ValueError: There are fewer rows than a step takes.
     """
-    path = data.store_dir / "train"
-    was_built = (path / "manifest.json").exists()
+    path = data.store_directory / "train"
+    was_built = is_store(path)
     started_s = perf_counter()
     data.prepare_data()
     built_s = perf_counter() - started_s
     store = open_store(path)
     global_batch = data.batch_size * devices
-    schedule = BatchSchedule(store.num_rows, global_batch, store.num_shards, drop_last=True)
+    order = data.train_sampler(store)
+    schedule = BatchSchedule(order.num_positions, global_batch, order.num_shards, drop_last=True)
     if not len(schedule):
         raise ValueError(
             f"batch_size={data.batch_size} on {devices} devices makes steps of {global_batch} rows,"
-            f" and the training split has {store.num_rows}: choose smaller ones"
+            f" and an epoch of the training split has {order.num_positions}: choose smaller ones"
         )
     return Data(
         data_class=f"{type(data).__module__}.{type(data).__qualname__}",
@@ -125,14 +134,14 @@ def prepare_store(
         has_transform=data.transform is not None,
         transform_is_random=_is_random(data, store),
         has_eval_transform=data.eval_transform is not None,
-    ), expected_hashes(store, data.train_sampler(store.manifest), schedule, num_steps)
+    ), expected_hashes(store, order, schedule, num_steps)
 
 
 def _is_random(data: MemmapDataModule, store: Store) -> bool:
     """Whether two seeds make the training transform give two results for the same rows."""
     if data.transform is None:
         return False
-    sample = data.datasets["train"][0] if data.datasets["train"] is not None else None
+    sample = data.train_dataset[0] if data.train_dataset is not None else None
     sample = sample if store.schema.has_classes else None
     collate = FormedCollate(store.schema, read_forms(data.variable), sample)
     rows = ColumnRows(store.manifest.columns, store.columns)
@@ -296,12 +305,12 @@ class PlainData(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
         rank, size = data_parallel_rank(self.trainer.strategy)
-        store = open_store(self._data.store_dir / "train")
-        order = self._data.train_sampler(store.manifest, DataTopology((_CPU,), rank, size))
+        store = open_store(self._data.store_directory / "train")
+        order = self._data.train_sampler(store, DataTopology((_CPU,), rank, size))
         schedule = BatchSchedule(
             order.num_positions, self._global_batch, order.num_shards, drop_last=True
         )
-        dataset: Dataset[Any] | None = self._data.datasets["train"]
+        dataset: Dataset[Any] | None = self._data.train_dataset
         transform = self._data.transform
         loader: DataLoader[Any] = DataLoader(
             dataset if dataset is not None else store,  # type: ignore[arg-type]  # is map-style
@@ -313,7 +322,7 @@ class PlainData(L.LightningDataModule):
                 None if self._transform_here else transform,
             ),
             persistent_workers=self._num_workers > 0,
-            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+            pin_memory=has_streams(self.trainer.strategy.root_device),
         )
         if self._transform_here and transform is not None:
             here = DeviceTransform(transform, _CPU)

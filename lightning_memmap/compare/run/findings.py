@@ -55,6 +55,9 @@ class VariantRuns:
 
         Args:
             global_batch: Rows of a step.
+
+        Returns:
+            The footprint of the first check run, or None.
         """
         found = [footprint_of(c.ranks, self.variant.loader, global_batch) for c in self.checks]
         return found[0] if found else None
@@ -120,7 +123,7 @@ class Findings:
             losses = global_losses(check.ranks) if variant.is_compared else []
             result = msgspec.structs.replace(
                 result,
-                parity=self._parity(variant, check) if variant.is_compared else None,
+                parity=self._parity(check) if variant.is_compared else None,
                 footprint=runs.footprint(self.settings.global_batch),
                 check_losses=_known(losses),
                 trace=_read_trace(check.folder),
@@ -151,7 +154,7 @@ class Findings:
             flops_per_row=reference.flops_per_step / rows if reference else None,
         )
 
-    def _parity(self, variant: Variant, check: RunResult[CheckRank]) -> Parity | None:
+    def _parity(self, check: RunResult[CheckRank]) -> Parity | None:
         if self.reference is None:
             return None
         (reference,) = self.reference.checks

@@ -29,12 +29,13 @@ from lightning_memmap.compare.report.records import (
 )
 from lightning_memmap.compare.run.clock import StepClock
 from lightning_memmap.compare.run.data import resident_bytes
+from lightning_memmap.compare.run.energy import EnergyMeter
 from lightning_memmap.compare.run.memory import (
-    EnergyMeter,
     device_peaks,
     model_bytes,
     process_memory,
     reset_device_peaks,
+    used_devices,
 )
 from lightning_memmap.compare.run.movement import MovementRecorder
 from lightning_memmap.compare.run.plan import RunSpec
@@ -137,6 +138,9 @@ class RunCallback(L.Callback, ABC):
         Args:
             trainer: The Trainer.
             pl_module: The model.
+
+        Returns:
+            The record, which is written to a file of this rank.
         """
 
     @property
@@ -197,7 +201,7 @@ class TimedRun(RunCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.strategy.root_device.type == "cuda" and trainer.local_rank == 0:
             # One process of each machine reads the devices of all.
-            self._energy = EnergyMeter(torch.cuda.device_count())
+            self._energy = EnergyMeter(torch.accelerator.device_count())
 
     @override
     def end_step(self, trainer: L.Trainer) -> None:
@@ -345,17 +349,18 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     """Make a function that waits for a device.
 
     Args:
-        device: The device. For a CUDA device, all CUDA devices on which this process has memory
+        device: The device. For an accelerator, all of its kind on which this process has memory
             are waited for; on a CPU there is nothing to wait for.
+
+    Returns:
+        The function. It returns when all work enqueued so far is done.
     """
 
     def wait() -> None:
-        if device.type == "cuda":
-            for index in range(torch.cuda.device_count()):
-                # Waiting for a device of another process would take memory on it.
-                if torch.cuda.memory_reserved(index):
-                    torch.cuda.synchronize(index)
-        elif device.type == "mps":
-            torch.mps.synchronize()
+        # Waiting for a device of another process would take memory on it.
+        for index in used_devices():
+            torch.accelerator.synchronize(index)
+        if device.type == "mps":  # Its memory is not counted.
+            torch.accelerator.synchronize()
 
     return wait

@@ -1,4 +1,4 @@
-"""Memory of processes, devices and the model; energy of devices."""
+"""Memory of processes, devices and the model."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -32,31 +32,47 @@ def process_memory() -> tuple[ProcessMemory, ...]:
     return tuple(found)
 
 
-def _uses_cuda() -> bool:
+def _counting_module() -> Any:
+    """torch's module of the accelerator, where it counts memory and this process uses it."""
+    module = torch.get_device_module()
     # Asking for the figures of a device must not make a context on it.
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return module if hasattr(module, "memory_reserved") and module.is_initialized() else None
+
+
+def used_devices() -> list[int]:
+    """The accelerators on which this process has memory.
+
+    Returns:
+        Their indices; nothing where torch does not count, as for Apple's.
+    """
+    module = _counting_module()
+    if module is None:
+        return []
+    return [index for index in range(module.device_count()) if module.memory_reserved(index)]
 
 
 def reset_device_peaks() -> None:
-    """Forget the peaks of all CUDA devices that this process has used."""
-    if _uses_cuda():
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(index)
+    """Forget the peaks of all accelerators that this process has used."""
+    module = _counting_module()
+    if module is not None:
+        for index in range(module.device_count()):
+            module.reset_peak_memory_stats(index)
 
 
 def device_peaks() -> dict[str, DevicePeak]:
-    """Read the peaks of CUDA's allocator since `reset_device_peaks`.
+    """Read the peaks of the accelerators' allocators since `reset_device_peaks`.
 
     Returns:
-        By CUDA device that this process uses, such as ``cuda:0``, its peak.
+        By accelerator that this process uses, such as ``cuda:0``, its peak.
     """
-    if not _uses_cuda():
+    module, accelerator = _counting_module(), torch.accelerator.current_accelerator()
+    if module is None or accelerator is None:
         return {}
     peaks = {
-        f"cuda:{index}": DevicePeak(
-            torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index)
+        f"{accelerator.type}:{index}": DevicePeak(
+            module.max_memory_allocated(index), module.max_memory_reserved(index)
         )
-        for index in range(torch.cuda.device_count())
+        for index in range(module.device_count())
     }
     return {device: peak for device, peak in peaks.items() if peak.reserved}
 
@@ -107,42 +123,3 @@ def _by_device(tensors: Iterable[Any]) -> dict[str, int]:
     for (device, address), num_bytes in seen.items():
         sizes[device] += num_bytes if address else 0
     return sizes
-
-
-class EnergyMeter:
-    """Energy of CUDA devices in joules, from NVML, where ``nvidia-ml-py`` is installed.
-
-    Args:
-        num_devices: How many of the devices that this process sees are read, from the first on.
-    """
-
-    def __init__(self, num_devices: int) -> None:
-        self._handles: list[Any] = []
-        self._nvml: Any = None
-        if not num_devices:
-            return
-        try:
-            import pynvml
-        except ModuleNotFoundError:
-            return
-        try:
-            pynvml.nvmlInit()
-            for index in range(num_devices):
-                uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-                pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-                self._handles.append(handle)
-        except pynvml.NVMLError:  # A device older than Volta, or one that forbids it.
-            self._handles = []
-        self._nvml = pynvml
-
-    def read_joules(self) -> float | None:
-        """Read the energy that the devices have used since their driver was loaded.
-
-        Returns:
-            Joules over all devices; None if that is not known.
-        """
-        if not self._handles:
-            return None
-        read = self._nvml.nvmlDeviceGetTotalEnergyConsumption
-        return sum(float(read(handle)) for handle in self._handles) / 1000

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap._compat.tensors import TorchDispatchMode, process_group_size
+from lightning_memmap._compat.tensors import TorchDispatchMode, process_group_size, tree_leaves
 from lightning_memmap.compare.report.records import Movement
 from lightning_memmap.costs import sent_bytes
 
@@ -76,8 +76,4 @@ class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
 def _num_bytes(value: Any) -> int:
     """Bytes of the tensors in nested lists."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, (list, tuple)):
-        return sum(_num_bytes(item) for item in value)
-    return 0
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -158,6 +158,9 @@ class RunSpec:
 
         Args:
             path: Path of the file.
+
+        Returns:
+            The same specification.
         """
         return msgspec.json.decode(Path(path).read_bytes(), type=cls)
 

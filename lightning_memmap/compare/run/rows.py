@@ -58,7 +58,8 @@ def leaves_of(batch: Any) -> list[Tensor | list[Tensor]]:
         batch: Any nesting of tensors; those without dimensions are left out.
 
     Returns:
-        Tensors, and for rows that differ in length lists of tensors, without their padding.
+        The tensors, each of shape (B, ...), on the device that they were on; for rows that differ
+        in length, a list of them, without their padding.
     """
     found = list[Tensor | list[Tensor]]()
     for _, leaf in named_leaves(batch, whole=(Padded,)):
@@ -83,6 +84,9 @@ def hash_batch(batch: Any) -> int:
 
     Args:
         batch: What a loader yields or a model is given.
+
+    Returns:
+        The sum of the hashes of all rows, modulo `MODULUS`.
     """
     return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % MODULUS
 

@@ -19,7 +19,9 @@ LIGHTNING_STRATEGIES = {
 }
 _DESCRIPTIONS = LIGHTNING_STRATEGIES | {name: text for name, _, text in STRATEGIES}
 #: Each device trains a model of its own, so that there is no common result to compare.
-_SEPARATE_MODELS = {"memmap_independent"}
+_SEPARATE_MODELS = {
+    name for name, strategy, _ in STRATEGIES if not getattr(strategy, "trains_one_model", True)
+}
 _LOADER = re.compile(r"workers([0-9]+)|ideal|memmap")
 
 
@@ -80,6 +82,9 @@ class Variant:
 
         Args:
             devices: Devices of the comparison.
+
+        Returns:
+            1 for the single device, and all of them for any other strategy.
         """
         return 1 if self.strategy == "auto" else devices
 
@@ -147,6 +152,9 @@ def all_variants(num_workers: int = 2) -> tuple[Variant, ...]:
 
     Args:
         num_workers: Workers of the ``DataLoader`` that has some. Another one has none.
+
+    Returns:
+        The variants, the single device with the mapped store first.
     """
     return (
         Variant("auto"),

@@ -46,6 +46,9 @@ def registered(kind: type[Column]) -> Iterator[None]:
 
     Args:
         kind: The class. Its ``kind`` is the name that manifests have for it.
+
+    Yields:
+        Nothing; inside, stores are written and opened with this kind too.
     """
     _KINDS.insert(0, kind)
     try:

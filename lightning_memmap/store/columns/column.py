@@ -103,6 +103,9 @@ class Column(ABC):
 
         Args:
             field: A field of the schema.
+
+        Returns:
+            True if it is to be kept so.
         """
 
     @classmethod
@@ -114,13 +117,20 @@ class Column(ABC):
             shards: The rows of the store, and the shards that they are divided into.
             entry: The entry, which has not been checked except for its kind.
 
+        Returns:
+            The column; no file has been opened.
+
         Raises:
             ValueError: No such column can exist.
         """
         return cls(field, shards)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values what the manifest needs beside the kind: by default, nothing."""
+        """Convert to JSON values what the manifest needs beside the kind: by default, nothing.
+
+        Returns:
+            The values by key, which `from_json` finds in the entry.
+        """
         return {}
 
     @abstractmethod
@@ -131,6 +141,9 @@ class Column(ABC):
 
         Args:
             rows: Rows in dataset order.
+
+        Returns:
+            Bytes of all these rows together.
         """
 
     @abstractmethod
@@ -149,11 +162,14 @@ class Column(ABC):
 
         Args:
             max_rows: Rows that fit into the block.
+
+        Returns:
+            The block, whose contents are undefined.
         """
         return Block(self, max_rows)
 
     @abstractmethod
-    def write(self, files: OpenFiles, rows: Integers, values: Tensor | PackedRows) -> None:
+    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor | PackedRows) -> None:
         """Write rows in any order. Several processes may do this at once, each with other rows.
 
         When this returns, the rows survive a kill of the process. Once ``file_bytes`` and all
@@ -161,7 +177,7 @@ class Column(ABC):
 
         Args:
             files: The files of the store that is being built.
-            rows: The rows in dataset order, int64 of shape (B,).
+            rows: The rows in dataset order, a range of step 1 or int64 of shape (B,).
             values: A tensor of shape (B, *field shape), on any device; where rows differ in shape,
                 all of them packed.
 
@@ -204,6 +220,9 @@ class Column(ABC):
         Args:
             directory: Directory of the store. The sizes of its files have been checked.
 
+        Returns:
+            The open column, which reads rows and never writes.
+
         Raises:
             StoreError: A file cannot be mapped.
         """
@@ -234,6 +253,18 @@ class Block:
         else:
             self._rows.numpy()[index] = leaf
 
+    def put_rows(self, index: int, leaves: Tensor | np.ndarray) -> None:
+        """Copy consecutive rows into the block.
+
+        Args:
+            index: Row of the block that the first of them becomes.
+            leaves: The rows, of the field's dtype and shape (n, *field shape), on the CPU.
+        """
+        if isinstance(leaves, Tensor):
+            self._rows[index : index + len(leaves)].copy_(leaves)
+        else:
+            self._rows.numpy()[index : index + len(leaves)] = leaves
+
     def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
         """Write the first rows of the block.
 
@@ -245,4 +276,4 @@ class Block:
         Raises:
             OSError: The files cannot be written.
         """
-        self._column.write(files, np.arange(first, first + num_rows), self._rows[:num_rows])
+        self._column.write(files, range(first, first + num_rows), self._rows[:num_rows])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns.column import Column, FileRange, OpenColumn, PackedRows
-from lightning_memmap.store.files import OpenFiles, write_rows
+from lightning_memmap.store.files import OpenFiles, write_all, write_rows
+from lightning_memmap.store.probes import leaf_bytes
 
 _MAX_FILE_BYTES = 2**62
 
@@ -76,14 +77,31 @@ class FixedColumn(Column):
         return [[(self.file_name, first * size, end * size)] for first, end in pairwise(bounds)]
 
     @override
-    def write(self, files: OpenFiles, rows: Integers, values: Tensor | PackedRows) -> None:
+    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor | PackedRows) -> None:
         size = self.field.row_bytes
         if not size or not len(rows):
             return
         assert isinstance(values, Tensor)
-        flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        locations = self.shards.locate(rows)
-        write_rows(files.open(self.file_name), locations, flat.reshape(len(rows), size))
+        file, data = files.open(self.file_name), leaf_bytes(values.detach().cpu())
+        if isinstance(rows, range):
+            # As numbers, small rows are copied faster than as bytes.
+            kind = "u" if size in (1, 2, 4, 8) else "V"
+            self._write_range(file, rows.start, data.view(f"{kind}{size}"))
+        else:
+            write_rows(file, self.shards.locate(rows), data.reshape(len(rows), size))
+
+    def _write_range(self, file: int, first: int, data: NDArray[Any]) -> None:
+        size, step = self.field.row_bytes, self.shards.num_shards
+        # Memory that is new costs more than a copy into it.
+        memory = np.empty(-(-len(data) // step), data.dtype)
+        # Every `step`-th row is of the same shard, in which these rows follow one another.
+        starts = self.shards.locate(np.arange(first, first + min(step, len(data))))
+        for index, location in enumerate(starts.tolist()):
+            part = data[index::step]
+            if step > 1:
+                memory[: len(part)] = part
+                part = memory[: len(part)]
+            write_all(file, part.view(np.uint8).data, location * size)
 
     @override
     def read(self, directory: Path, row: int) -> NDArray[np.uint8]:

@@ -144,7 +144,7 @@ class VariableColumn(Column):
         return _VariableBlock(self)
 
     @override
-    def write(self, files: OpenFiles, rows: Integers, values: Tensor | PackedRows) -> None:
+    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor | PackedRows) -> None:
         if not len(rows):
             return
         assert isinstance(values, PackedRows)
@@ -159,7 +159,11 @@ class VariableColumn(Column):
         places[:, 0] = piece
         places[:, 1] = begin + np.cumsum(num_bytes) - num_bytes
         places[:, 2:] = values.sizes
-        write_rows(files.open(self._places_name), self.shards.locate(rows), places.view(np.uint8))
+        write_rows(
+            files.open(self._places_name),
+            self.shards.locate(np.asarray(rows)),
+            places.view(np.uint8),
+        )
 
     @override
     def finish(self, directory: Path) -> "VariableColumn":
@@ -257,7 +261,7 @@ class _VariableBlock(Block):
 
     @override
     def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
-        rows = np.arange(first, first + num_rows)
+        rows = range(first, first + num_rows)
         self._column.write(files, rows, pack_rows(self._column.field, self._leaves[:num_rows]))
         self._leaves.clear()
 

@@ -81,6 +81,9 @@ class MemberCopies:
 
         Args:
             original: An object of the program, by identity.
+
+        Returns:
+            True if it was copied, kept or noted as failed before, and not forgotten since.
         """
         return original in self._copies or original in self._failures
 

@@ -139,6 +139,9 @@ def member_folder(member: int | str) -> str:
 
     Args:
         member: The member; ``*`` for a pattern that matches all.
+
+    Returns:
+        The name, without the folder above it.
     """
     return f"member_{member}"
 

@@ -26,12 +26,23 @@ class NoStreams:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around all micro-batches of a step."""
+        """Around all micro-batches of a step.
+
+        Yields:
+            Nothing.
+        """
         yield
 
     @contextmanager
     def microbatch(self, batch: Any) -> Iterator[None]:
-        """Around the call of the module's step with one micro-batch."""
+        """Around the call of the module's step with one micro-batch.
+
+        Args:
+            batch: The micro-batch, on the root device.
+
+        Yields:
+            Nothing.
+        """
         yield
 
 
@@ -100,6 +111,9 @@ class MicroBatchStreams(NoStreams):
 
     def connect(self, stages: Sequence[Stage]) -> list[RemovableHandle]:
         """Let layers run in their streams. Call it after the hooks that move their inputs.
+
+        Args:
+            stages: The stages of the module, the last one last.
 
         Returns:
             The hooks that do this.

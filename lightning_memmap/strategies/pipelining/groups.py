@@ -135,6 +135,46 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> No
             dist.broadcast(tensor.detach(), source, group=group)
 
 
+def send_tensor(tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Send a tensor to the first process of a group, which calls `receive_tensor`.
+
+    Args:
+        tensor: Any dense tensor.
+        group: The processes, of which this is not the first.
+        device: The device of this process, for which the group has a backend.
+    """
+    # As bytes: NCCL does not know all dtypes.
+    sent = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+    if sent.numel():
+        dist.send(sent, dist.get_global_rank(group, 0), group=group)
+
+
+def receive_tensor(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    sender: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Tensor:
+    """Receive a tensor in the first process of a group.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype.
+        sender: The rank in the group of the process that calls `send_tensor`.
+        group: The processes.
+        device: The device of this process, for which the group has a backend.
+
+    Returns:
+        The tensor, on the CPU.
+    """
+    received = torch.empty(shape, dtype=dtype, device=device)
+    if received.numel():
+        flat = received.view(-1).view(torch.uint8)
+        dist.recv(flat, dist.get_global_rank(group, sender), group=group)
+    return received.cpu()
+
+
 def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average the gradient of each parameter over the processes of a group.
 
@@ -156,15 +196,21 @@ def _average_bucket(
     parameters: Sequence[nn.Parameter], size: int, group: dist.ProcessGroup
 ) -> None:
     grads = [parameter.grad for parameter in parameters]
-    # One number per parameter: on how many processes it has a gradient.
-    counts = parameters[0].new_tensor([float(grad is not None) for grad in grads])
+    # One number per parameter: on how many processes it has a gradient. The program waits for the
+    # device only where that is in question.
+    is_known = all(grad is not None for grad in grads)
+    counts = (
+        parameters[0].new_ones(len(grads))
+        if is_known
+        else parameters[0].new_tensor([float(grad is not None) for grad in grads])
+    )
     flattened = [
         torch.zeros_like(parameter).flatten() if grad is None else grad.flatten()
         for parameter, grad in zip(parameters, grads, strict=True)
     ]
     flat = torch.cat([counts, *flattened]).detach()
     dist.all_reduce(flat, group=group)
-    found = flat[: len(parameters)].tolist()
+    found = [True] * len(grads) if is_known else flat[: len(grads)].bool().tolist()
     flat = flat[len(parameters) :].div_(size)
     for parameter, count, mean in zip(
         parameters, found, flat.split_with_sizes([p.numel() for p in parameters]), strict=True

@@ -41,6 +41,9 @@ class MicroBatches:
 
         Args:
             index: The micro-batch, from 0.
+
+        Returns:
+            Indices of rows of the batch, at least one.
         """
         base, more = divmod(self.num_rows, self.num)
         start = index * base + min(index, more)
@@ -52,6 +55,9 @@ class MicroBatches:
 
         Args:
             index: The micro-batch, from 0.
+
+        Returns:
+            A number from 0 to 1.
         """
         base, more = divmod(self.num_rows, self.num)
         return (base + (index < more)) / self.num_rows

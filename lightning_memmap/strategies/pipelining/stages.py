@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap._compat.modules import materialize, set_device_attribute
-from lightning_memmap.errors import UnsuitableModuleError
+from lightning_memmap.errors import UnsuitableModuleError, with_article
 
 
 class Chain(nn.Module):
@@ -24,7 +24,14 @@ class Chain(nn.Module):
         self.chain = nn.ModuleList(children)
 
     def forward(self, *args: Any) -> Any:
-        """The output of the last module."""
+        """The output of the last module.
+
+        Args:
+            args: What the first module is called with.
+
+        Returns:
+            What the last module returns.
+        """
         for child in self.chain:
             output = child(*args)
             args = output if isinstance(output, tuple) else (output,)
@@ -80,6 +87,9 @@ class Stages:
 
         Args:
             stage: Index of the stage.
+
+        Returns:
+            The rank, below the number of processes of the pipeline.
         """
         return stage % self._num_processes
 
@@ -123,7 +133,7 @@ class Stages:
         if before is None:
             for stage in local.values():
                 materialize(stage, device)
-        kept = {id(t) for stage in local.values() for t in tensors_of(stage)}
+        kept = {id(t) for stage in local.values() for t in module_tensors(stage)}
         meta: dict[int, Tensor] = {}
         for index, stage in enumerate(self.stages):
             if index not in local:
@@ -143,7 +153,7 @@ class Stages:
         """
         owners: dict[int, int] = {}
         for index, stage in enumerate(self.stages):
-            for tensor in tensors_of(stage):
+            for tensor in module_tensors(stage):
                 owners.setdefault(id(tensor), self.owner(index))
         return owners
 
@@ -162,7 +172,8 @@ def _stages_of(module: L.LightningModule) -> list[nn.Module]:
     for stage in stages:
         if not isinstance(stage, nn.Module):
             raise UnsuitableModuleError(
-                f"{type(module).__name__}.stages() gave a {type(stage).__name__}: give modules"
+                f"{type(module).__name__}.stages() gave {with_article(type(stage).__name__)}:"
+                " give modules"
             )
     if not stages:
         raise ValueError(f"{type(module).__name__}.stages() gave no stage: give at least one")
@@ -196,7 +207,7 @@ def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) ->
         )
 
 
-def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+def module_tensors(module: nn.Module) -> Iterator[Tensor]:
     """The parameters and buffers of a module.
 
     Args:
@@ -226,7 +237,7 @@ def _drop(module: nn.Module, kept: Iterable[int], meta: dict[int, Tensor]) -> No
 
 def _move(module: nn.Module, device: torch.device) -> None:
     """`nn.Module.to` for all tensors that are not on the meta device, which it would refuse."""
-    if not any(tensor.is_meta for tensor in tensors_of(module)):
+    if not any(tensor.is_meta for tensor in module_tensors(module)):
         module.to(device)
         return
     for child in module.children():

@@ -22,6 +22,8 @@ class Assignment(NamedTuple):
 
 #: The value of an attribute that was deleted.
 MISSING = object()
+#: Containers within each other in which references are found. They may hold themselves.
+_MAX_DEPTH = 4
 
 
 class Assignments:
@@ -61,7 +63,7 @@ class Assignments:
         self._seen = {module: dict(vars(module)) for module in modules}
 
 
-def map_references(value: Any, replace: Callable[[Any], Any]) -> Any:
+def map_references(value: Any, replace: Callable[[Any], Any], depth: int = _MAX_DEPTH) -> Any:
     """Replace what a value refers to.
 
     That is the value itself, an item of a list, tuple or dict, the target of a weak reference, or
@@ -70,21 +72,18 @@ def map_references(value: Any, replace: Callable[[Any], Any]) -> Any:
     Args:
         value: An attribute of a module.
         replace: Returns the replacement of an object, or the object itself.
+        depth: The most lists, tuples and dicts within each other that are searched.
 
     Returns:
         The same object where nothing is replaced, otherwise a new one.
     """
-    if type(value) in (list, tuple):
-        items = [_map_item(item, replace) for item in value]
+    if type(value) in (list, tuple) and depth:
+        items = [map_references(item, replace, depth - 1) for item in value]
         same = all(new is old for new, old in zip(items, value, strict=True))
         return value if same else type(value)(items)
-    if type(value) is dict:
-        pairs = {key: _map_item(item, replace) for key, item in value.items()}
+    if type(value) is dict and depth:
+        pairs = {key: map_references(item, replace, depth - 1) for key, item in value.items()}
         return value if all(pairs[key] is value[key] for key in value) else pairs
-    return _map_item(value, replace)
-
-
-def _map_item(value: Any, replace: Callable[[Any], Any]) -> Any:
     if isinstance(value, weakref.ref):
         target = value()
         mapped = replace(target)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.cuda import comm
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
@@ -20,8 +19,9 @@ from lightning_memmap._compat.modules import (
     lightning_attributes,
     module_dicts,
 )
-from lightning_memmap._compat.tensors import add_tensors, copy_tensors
+from lightning_memmap._compat.tensors import add_tensors, copy_tensors, storage_key
 from lightning_memmap.errors import UnsuitableModuleError
+from lightning_memmap.loading.device_streams import send
 from lightning_memmap.strategies._buckets import buckets
 from lightning_memmap.strategies.replicas.attributes import (
     MISSING,
@@ -75,6 +75,9 @@ class Replicas:
         Args:
             index: The replica, from 0, which is the module itself. All others exist after
                 `refresh`.
+
+        Returns:
+            The module, with its parameters on the device of that replica.
         """
         return self.module if index == 0 else self.others[index - 1].modules[self.module]  # type: ignore[return-value]
 
@@ -147,19 +150,18 @@ class Replicas:
         sources = self.others[0].sources if self.others else []
         if not sources:
             return
-        remote = list(dict.fromkeys(d for d in self.devices[1:] if d != self.devices[0]))
-        if remote and all(device.type == "cuda" for device in self.devices):
-            for bucket in buckets(sources, _BUCKET_BYTES):
-                copies = comm.broadcast_coalesced(  # type: ignore[no-untyped-call]
-                    [source.detach() for source in sources[bucket]],
-                    [self.devices[0], *remote],
-                )
-                by_device = dict(zip((self.devices[0], *remote), copies, strict=True))
-                for replica in self.others:
-                    copy_tensors(replica.targets[bucket], list(by_device[replica.device]))
+        devices = list(dict.fromkeys(self.devices))
+        if len(devices) == 1:
+            for replica in self.others:
+                copy_tensors(replica.targets, sources)
             return
-        for replica in self.others:
-            copy_tensors(replica.targets, sources)
+        order = sorted(range(len(sources)), key=lambda index: str(sources[index].dtype))
+        ordered = [sources[index].detach() for index in order]
+        for bucket in buckets(ordered, _BUCKET_BYTES):
+            copies = _on_devices(ordered[bucket], devices)
+            for replica in self.others:
+                targets = [replica.targets[index] for index in order[bucket]]
+                copy_tensors(targets, copies[replica.device])
 
     @property
     def have_gradients(self) -> bool:
@@ -186,12 +188,8 @@ class Replicas:
             _add(by_device.setdefault(replica.device, {}), found)
             for own in replica.parameters.values():
                 own.grad = None
-        others = list(by_device.values())[1:]
-        if others and all(device.type == "cuda" for device in by_device):
-            _reduce_from_gpus(root, others, self.devices[0])
-        else:
-            for other in others:
-                _add(root, {p: grad.to(self.devices[0]) for p, grad in other.items()})
+        for other in list(by_device.values())[1:]:
+            _add(root, _brought(other, self.devices[0]))
         for parameter, grad in root.items():
             parameter.grad = grad
 
@@ -271,6 +269,8 @@ class ModuleReplica:
                 if module not in self._compiled:
                     self._compiled[module] = compiled_steps(module, replica)
                 vars(replica).update(self._compiled[module])
+            if isinstance(replica, nn.RNNBase):
+                _lay_out(replica)
 
     @property
     def has_gradients(self) -> bool:
@@ -420,20 +420,55 @@ def _add(sums: dict[nn.Parameter, Tensor], grads: dict[nn.Parameter, Tensor]) ->
         add_tensors([sums[p] for p in dense], [grads[p] for p in dense])
 
 
-def _reduce_from_gpus(
-    sums: dict[nn.Parameter, Tensor],
-    others: list[dict[nn.Parameter, Tensor]],
-    device: torch.device,
-) -> None:
-    """Add the gradients of other GPUs to those on one, many small ones at once."""
-    every = [sums, *others]
-    common = [p for p in sums if all(p in grads and not grads[p].is_sparse for grads in every)]
-    for group in buckets([sums[parameter] for parameter in common], _BUCKET_BYTES):
-        bucket = common[group]
-        total = comm.reduce_add_coalesced(  # type: ignore[no-untyped-call]
-            [[grads[parameter] for parameter in bucket] for grads in every], device
-        )
-        copy_tensors([sums[parameter] for parameter in bucket], list(total))
-    done = set(common)
-    for other in others:
-        _add(sums, {p: grad.to(device) for p, grad in other.items() if p not in done})
+def _on_devices(
+    tensors: list[Tensor], devices: Sequence[torch.device]
+) -> dict[torch.device, list[Tensor]]:
+    """Copies of tensors on other devices, each of which gets them at once.
+
+    Devices that have them pass them on: a device sends them no more than log2 times.
+
+    Args:
+        tensors: Tensors of one dtype, on the first device.
+        devices: The devices, each once.
+
+    Returns:
+        By device, its tensors; on the first device the given ones.
+    """
+    found = {devices[0]: tensors}
+    flat = [_flattened(tensors)]
+    for index, device in enumerate(devices[1:], 1):
+        sender = index - 2 ** (index.bit_length() - 1)
+        flat.append(send(flat[sender], device))
+        found[device] = _split_like(flat[index], tensors)
+    return found
+
+
+def _brought(grads: dict[nn.Parameter, Tensor], device: torch.device) -> dict[nn.Parameter, Tensor]:
+    """Gradients of another device on this one, many small ones at once."""
+    found = {p: grad.to(device) for p, grad in grads.items() if grad.is_sparse}
+    dense = [p for p in grads if p not in found]
+    for group in buckets([grads[p] for p in dense], _BUCKET_BYTES):
+        tensors = [grads[p] for p in dense[group]]
+        flat = send(_flattened(tensors), device)
+        found.update(zip(dense[group], _split_like(flat, tensors), strict=True))
+    return found
+
+
+def _lay_out(layer: nn.RNNBase) -> None:
+    """Let the weights of a recurrent layer have one memory on a GPU, where they do not yet.
+
+    Otherwise cuDNN copies all of them in each step, and warns.
+    """
+    weights = [weight for weight in layer.parameters() if weight.is_cuda]
+    if len({storage_key(weight) for weight in weights}) > 1:
+        layer.flatten_parameters()
+
+
+def _flattened(tensors: list[Tensor]) -> Tensor:
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _split_like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    parts = flat.split_with_sizes([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -6,8 +6,8 @@ barrier: replica 0 makes the call once for all, and the others continue with its
 """
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -15,6 +15,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_memmap._compat.loops import (
     lightning_optimizers,
@@ -51,6 +52,7 @@ class CollectiveActions:
         self.backward = backward
         self._merge = merge
         self._numbers: dict[int, int] = {}
+        self._is_stepping = False
 
     def number_of(self, original: Any) -> int:
         """The number of an optimizer or a scheduler in messages, the same in all replicas.
@@ -77,9 +79,39 @@ class CollectiveActions:
             RuntimeError: As in `check_gradients`.
         """
         self.check_gradients()
-        result = optimizer.step(**options)
+        self._is_stepping = True
+        try:
+            result = optimizer.step(**options)
+        finally:
+            self._is_stepping = False
         self.replicas.broadcast()
         return result
+
+    @contextmanager
+    def sole_steps(self) -> Iterator[None]:
+        """Refuse, within the context, steps of the module's optimizers that each replica makes.
+
+        Raises:
+            RuntimeError: A replica steps an optimizer that has parameters of the module, and is not
+                a proxy.
+        """
+        handle = register_optimizer_step_pre_hook(self._check_step)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._is_stepping or not self.replicas.others:
+            return
+        own = set(map(id, self.replicas.module.parameters()))
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"a training_step steps the {type(optimizer).__name__} in an object that memmap_dp"
+                " does not know, where every replica would step it: keep optimizers and schedulers"
+                " as attributes of the module, or in lists, tuples and dicts, use"
+                " self.optimizers(), or train with memmap_superbatch"
+            )
 
     def change_gradients(
         self, function: Callable[..., Any], *arguments: Any, **options: Any

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_memmap.loading.device_streams import stream_module
+
 
 class ReplicaThreads:
     """Runs the replicas of a step: one after the other on one device, devices side by side.
@@ -212,7 +214,8 @@ class _ThreadState:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in sorted({"cpu", device.type})
         ]
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._module = stream_module(device)
+        self._stream = self._module.current_stream(device)
 
     def enter(self, stack: ExitStack) -> None:
         stack.enter_context(torch.inference_mode(self._inference))
@@ -221,6 +224,5 @@ class _ThreadState:
             stack.enter_context(
                 torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache)
             )
-        if self._stream is not None:
-            # This makes its device the current one, too.
-            stack.enter_context(torch.cuda.stream(self._stream))
+        # This makes its device the current one, too.
+        stack.enter_context(self._module.stream(self._stream))

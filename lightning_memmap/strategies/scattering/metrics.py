@@ -85,6 +85,9 @@ class StepMetrics:
 
         Args:
             replicas: The copies that other replicas update.
+
+        Yields:
+            Nothing; inside, the module updates copies.
         """
         found = list(_find_metrics(self._module))
         if not found:
@@ -133,6 +136,9 @@ def is_metric(module: nn.Module) -> bool:
 
     Args:
         module: Any module.
+
+    Returns:
+        True for a ``Metric`` or ``MetricCollection`` of torchmetrics.
     """
     return isinstance(module, (Metric, MetricCollection))
 

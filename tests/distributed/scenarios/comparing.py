@@ -1,4 +1,4 @@
-"""CheckedRun runs of a comparison under each strategy of several processes, one after the other."""
+"""Check runs of a comparison under each strategy of several processes, one after the other."""
 
 import gc
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_memmap.strategies import SuperBatchDDPStrategy
 from tests.models import Regression
-from tests.unit.compare.runs import Double, check_run
+from tests.unit.compare.runs import Double, OfItsDevice, check_run
 
 STRATEGIES = ("ddp", "memmap_superbatch_ddp", "memmap_fsdp2", "memmap_pipeline", "model_parallel")
 TRANSFORMS: dict[str, nn.Module | None] = {"plain": None, "transform": Double()}
@@ -35,8 +35,8 @@ MODULES: dict[str, type[Regression]] = {"model_parallel": Sharded, "memmap_pipel
 
 
 def check_all(out: Path) -> dict[str, Any]:
-    """One run for each strategy, with and without a transform; `tests.unit.compare.runs` reads
-    what they leave in ``out``."""
+    """One run for each strategy, with and without a transform, and one with a transform that does
+    something else in each process; `tests.unit.compare.runs` reads what they leave in ``out``."""
     # Runs look for the parameters among all objects of a process.
     gc.freeze()
     for name, transform in TRANSFORMS.items():
@@ -49,6 +49,7 @@ def check_all(out: Path) -> dict[str, Any]:
                 transform=transform,
                 store_dir=out / "stores",
             )
+    check_run(out / "fault", "ddp", transform=OfItsDevice(), store_dir=out / "stores")
     return {}
 
 

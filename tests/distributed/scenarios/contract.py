@@ -1,5 +1,6 @@
 """What every strategy of several processes must do for Lightning: one run of each kind."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,19 @@ class Runs:
         }
 
 
-def run(out: Path, name: str, others: str | None = None) -> dict[str, Any]:
+def run(
+    out: Path, name: str, others: str | None = None, cases: Sequence[str] = tuple(SEVERAL)
+) -> dict[str, Any]:
     """Everything that a strategy must support.
 
     Args:
         out: Directory of the stores and checkpoints.
         name: A key of `CONTRACTS`, or the reference.
         others: Directory of the reference, from whose checkpoint a run is resumed.
+        cases: Which fits; all by default.
     """
     runs = Runs(out, name)
-    found: dict[str, Any] = {key: runs.fit(case, key) for key, case in SEVERAL.items()}
+    found: dict[str, Any] = {key: runs.fit(SEVERAL[key], key) for key in cases}
     saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
     whole = Case(
         Scheduled, {"max_epochs": 2, "enable_checkpointing": True}, callbacks=lambda _: [saver]

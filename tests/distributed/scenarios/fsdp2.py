@@ -161,6 +161,22 @@ class Penalised(Deep):
         return loss + sum(parameter.norm() for parameter in self.parameters())
 
 
+class Anchored(Deep):
+    """Stays near zero, by tensors that are not sharded."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum((p - torch.zeros(p.shape)).square().sum() for p in self.parameters())
+
+
+class Flattened(Deep):
+    """Has a penalty on all parameters as one vector."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + nn.utils.parameters_to_vector(self.parameters()).norm()
+
+
 class Watch(L.Callback):
     """Whether gradients are sharded after each backward pass."""
 
@@ -347,6 +363,8 @@ def errors(out: Path, sharded: Deep) -> dict[str, str]:
         "ema": (Deep, {"trainer_options": {"callbacks": [ema]}}),
         "lbfgs": (Lbfgs, {}),
         "penalty": (Penalised, {"wrap_classes": ["Block"]}),
+        "anchor": (Anchored, {"wrap_classes": ["Block"]}),
+        "vector": (Flattened, {"wrap_classes": ["Block"]}),
         "class": (Deep, {"wrap_classes": ["Block", "Decoder"]}),
         "recompute": (Deep, {"activation_checkpointing": True}),
         "own parameter": (by_hand, {}),

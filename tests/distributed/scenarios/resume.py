@@ -1,4 +1,4 @@
-"""Checkpoints of every step of one arm, and runs of several arms that go on from some of them."""
+"""Checkpoints of every step of one variant, and runs of several that go on from some of them."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.sampling import Weighted
 from tests.distributed.scenarios.training import make_strategy
 from tests.models import Points, Regression, make_trainer, weights
 
@@ -77,28 +78,46 @@ def fit(
 
 
 def save_and_resume(
-    out: Path, rows: int, arm: dict[str, Any], steps: list[int], others: list[dict[str, Any]]
+    out: Path, rows: int, variant: dict[str, Any], steps: list[int], others: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Train one arm with a checkpoint of every step; go on from some of them on it and on others.
+    """Train one variant with a checkpoint of every step; go on from some, on it and on others.
 
     Returns:
-        ``whole``, the run of the arm; by step, ``resumed``: the runs of the arm and of the others
-        from there; and ``interrupted``: a run of the arm that goes on after an error inside of the
-        step after the first one of them.
+        ``whole``, the run of the variant; by step, ``resumed``: the runs of the variant and of the
+        others from there; and ``interrupted``: a run of the variant that goes on after an error
+        inside of the step after the first one of them.
     """
-    whole = fit(out, rows, **arm, save=True)
+    whole = fit(out, rows, **variant, save=True)
     with suppress(InterruptError):
-        fit(out, rows, **arm, interrupt=steps[0])
-    interrupted = fit(out, rows, **arm, checkpoint="interrupted.ckpt")
+        fit(out, rows, **variant, interrupt=steps[0])
+    interrupted = fit(out, rows, **variant, checkpoint="interrupted.ckpt")
     resumed = {
-        step: [fit(out, rows, **run, checkpoint=f"step={step}.ckpt") for run in (arm, *others)]
+        step: [fit(out, rows, **run, checkpoint=f"step={step}.ckpt") for run in (variant, *others)]
         for step in steps
     }
     return {"whole": whole, "resumed": resumed, "interrupted": interrupted}
 
 
+def weighted_sampler(rows: int) -> Weighted:
+    """Rows by weight, more than there are, some of which never come."""
+    return Weighted([float(row % 7) for row in range(rows)], num_samples=2 * rows)
+
+
+def weighted(out: Path, rows: int, arm: dict[str, Any], step: int) -> dict[str, Any]:
+    """Train on rows drawn by weight with checkpoints, and from one of the checkpoints.
+
+    Returns:
+        By name, the runs.
+    """
+    sampler = weighted_sampler(rows)
+    return {
+        "whole": fit(out, rows, **arm, save=True, sampler=sampler),
+        "resumed": fit(out, rows, **arm, sampler=sampler, checkpoint=f"step={step}.ckpt"),
+    }
+
+
 def stream_and_mapping(
-    out: Path, rows: int, arm: dict[str, Any], window: int, step: int
+    out: Path, rows: int, variant: dict[str, Any], window: int, step: int
 ) -> dict[str, Any]:
     """Train over the mapping with checkpoints, over the stream, and over the stream from one of the
     checkpoints; and test what a stream gives where it is not shuffled.
@@ -108,15 +127,15 @@ def stream_and_mapping(
     """
     streamed = {"residency": "stream", "shuffle_window": window}
     runs = {
-        "mapping": fit(out, rows, **arm, save=True, shuffle_window=window),
-        "stream": fit(out, rows, **arm, **streamed),
-        "resumed": fit(out, rows, **arm, **streamed, checkpoint=f"step={step}.ckpt"),
+        "mapping": fit(out, rows, **variant, save=True, shuffle_window=window),
+        "stream": fit(out, rows, **variant, **streamed),
+        "resumed": fit(out, rows, **variant, **streamed, checkpoint=f"step={step}.ckpt"),
     }
     data = MemmapDataModule(
         test_dataset=Points(rows), store_dir=out / "tests", batch_size=8, **streamed
     )
     module = Recorder()
-    make_trainer(out, strategy=arm["strategy"], devices=arm["devices"]).test(
+    make_trainer(out, strategy=variant["strategy"], devices=variant["devices"]).test(
         module, data, verbose=False
     )
     return {**runs, "tested": module.seen["test"]}

@@ -597,6 +597,7 @@ void sim_synchronize(int device) {
   synchronize(device);
 }
 void sim_next_generator_is_default() { next_generator_is_default = true; }
+void sim_empty_host_cache() { host_allocator.empty_cache(); }
 void sim_empty_cache() {
   Lock lock(mutex);
   free_unused();
@@ -607,6 +608,22 @@ uint64_t sim_memory(int which, int device) {
   const uint64_t all[] = {used.reserved, used.allocated, used.max_allocated, used.max_reserved,
                           total_bytes};
   return all[which];
+}
+uint64_t sim_page_locked() {
+  Lock lock(mutex);
+  uint64_t bytes = 0;
+  for (auto& [_, block] : host_blocks) bytes += block.bytes;
+  return bytes;
+}
+// `given` is a c10::StorageImpl of a device.
+void sim_resize_storage(void* given, size_t bytes) {
+  auto* storage = static_cast<c10::StorageImpl*>(given);
+  Device device = storage->device();
+  c10::DataPtr data(nullptr, device);
+  if (bytes) data = device_allocator.allocate_on(bytes, device.index());
+  if (size_t kept = std::min(bytes, storage->nbytes())) memcpy(data.get(), storage->data(), kept);
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(bytes);
 }
 void sim_reset_peak(int device) {
   Lock lock(mutex);

@@ -229,7 +229,17 @@ struct HostAllocator final : at::HostAllocator {
     if (block) block->streams.insert(stream_number(stream.device_index(), stream.id()));
     return block;
   }
-  void empty_cache() override {}
+  void empty_cache() override {
+    Lock lock(mutex);
+    for (auto each = host_blocks.begin(); each != host_blocks.end();) {
+      if (each->second.is_used || !covers(host, each->second.pending)) {
+        ++each;
+        continue;
+      }
+      free(each->first);
+      each = host_blocks.erase(each);
+    }
+  }
   at::HostStats get_stats() override { return {}; }
   void reset_accumulated_stats() override {}
   void reset_peak_stats() override {}

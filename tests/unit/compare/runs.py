@@ -49,6 +49,13 @@ class Double(torch.nn.Module):
         return {**batch, "x": batch["x"] * 2}
 
 
+class OfItsDevice(torch.nn.Module):
+    """A transform that sees the rows of one data device, and does what depends on all of them."""
+
+    def forward(self, batch: Any) -> Any:
+        return {**batch, "x": batch["x"] - batch["x"].mean(0)}
+
+
 class WithDropout(Regression):
     """A network that draws random numbers in each step."""
 
@@ -164,5 +171,5 @@ def check_runs_parity(path: Path, runs: dict[str, CheckResult]) -> dict[str, Par
     data = MemmapDataModule(store_dir=path / "stores")
     schedule = BatchSchedule(store.num_rows, DEVICES * BATCH_SIZE, store.num_shards, drop_last=True)
     return check_all_parity(
-        runs, expected_hashes(store, data.train_sampler(store.manifest), schedule, STEPS)
+        runs, expected_hashes(store, data.train_sampler(store), schedule, STEPS)
     )

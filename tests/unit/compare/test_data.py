@@ -7,11 +7,20 @@ import lightning as L
 import pytest
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.compare.run.data import batch_size_of, comparable
+from lightning_memmap.compare.run.data import batch_size_of, comparable, prepare_store
 from lightning_memmap.compare.run.variants import parse_variants
 from lightning_memmap.strategies import STRATEGIES
 from tests.models import Points
-from tests.unit.compare.runs import ROWS, Double, Jitter, check_run
+from tests.unit.compare.runs import (
+    BATCH_SIZE,
+    DEVICES,
+    ROWS,
+    STEPS,
+    Double,
+    Jitter,
+    check_all_parity,
+    check_run,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("quick_runs"),
@@ -47,6 +56,26 @@ def test_batch_size_is_the_share_of_a_data_device_under_every_strategy() -> None
         sizes[variant.strategy] = batch_size_of(trainer, 32, 4)
     alone = {"auto", "memmap_pipeline", "memmap_independent"}
     assert sizes == {name: 32 if name in alone else 8 for name in sizes}
+
+
+def test_variants_have_the_rows_of_a_fold_of_a_member(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "store_dir": tmp_path / "site{member}",
+        "batch_size": BATCH_SIZE,
+        "num_folds": 4,
+        "member": 1,
+    }
+    found, expected = prepare_store(
+        comparable(MemmapDataModule(Points(ROWS), **options)), DEVICES, STEPS
+    )
+    assert found.store_path == str(tmp_path / "site1" / "train")
+    # The fold that is held out has 25 rows.
+    assert found.steps_per_epoch == (ROWS - 25) // (BATCH_SIZE * DEVICES) < STEPS
+    checks = {
+        variant: check_run(tmp_path, variant, **options)
+        for variant in ("auto", "memmap_superbatch", "auto+workers0")
+    }
+    assert all(parity.holds for parity in check_all_parity(checks, expected).values())
 
 
 def test_run_leaves_the_data_module_of_the_user_as_it_was(tmp_path: Path) -> None:

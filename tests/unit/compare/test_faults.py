@@ -20,6 +20,7 @@ from tests.unit.compare.runs import (
     ROWS,
     STEPS,
     Double,
+    OfItsDevice,
     check_run,
     check_runs_parity,
 )
@@ -194,13 +195,6 @@ def test_wrong_rows_are_found(tmp_path: Path, transform: nn.Module | None) -> No
             "right": None, "repeated": 2, "swapped": 2, "dropped": STEPS - 1, "mislabelled": 0,
             "seed": 0,
         }  # fmt: skip
-
-
-class OfItsDevice(nn.Module):
-    """A transform that sees the rows of one data device, and does what depends on all of them."""
-
-    def forward(self, batch: Any) -> Any:
-        return {**batch, "x": batch["x"] - batch["x"].mean(0)}
 
 
 class Scaled(Regression):

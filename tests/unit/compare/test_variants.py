@@ -74,6 +74,12 @@ def test_devices_of_a_variant_are_those_of_the_comparison_or_one() -> None:
     assert options["strategy"]["init_args"]["data_parallel_size"] == 4
 
 
+def test_strategy_that_trains_several_models_is_not_compared() -> None:
+    names = [each.strategy for each in all_variants() if each.loader == "memmap"]
+    found = [name for name in names if not Variant(name).is_compared]
+    assert found == ["memmap_independent"]
+
+
 def test_ideal_loader_is_not_compared() -> None:
     assert Variant("ddp").is_compared
     assert Variant("auto", "dataloader", 2).is_compared

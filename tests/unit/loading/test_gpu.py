@@ -45,14 +45,13 @@ def gpu_loader(store: Store, residency: str, **options: Any) -> SuperBatchLoader
         {"train": SplitSize.of("train", store.manifest, topology)},
         topology,
         residency,
-        budget_bytes=dict.fromkeys(devices, 2**40),
-        pinned_budget_bytes=2**40,
+        budget_bytes=dict.fromkeys((*devices, torch.device("cpu")), 2**40),
     )
     split = load_split(store, topology, placement.splits["train"])
     return loader_over(store, split, 2, shuffle=True, **options)
 
 
-@pytest.mark.parametrize("residency", ["device", "pinned", "mmap"])
+@pytest.mark.parametrize("residency", ["device", "host", "mmap"])
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("transform", [None, scaled])
 def test_batches_on_a_gpu_are_those_on_the_cpu(

@@ -40,6 +40,7 @@ from tests.rows import (
     split_with,
     take_steps,
 )
+from tests.same import assert_same
 from tests.unit.loading.holder import keep_batches
 
 Stores = Callable[..., Store]
@@ -215,12 +216,12 @@ class TestRows:
 
     def test_many_small_steps_cross_the_blocks_of_the_order(self, numbered_store: Stores) -> None:
         # More rows than are ordered at once, in steps of which many are taken together.
-        store = numbered_store(40_000, 24)
+        store = numbered_store(9_000, 24)
         loader = make_loader(store, 4, 1, shuffle=True)
-        sampler = make_sampler(40_000, 24, 0, True)
+        sampler = make_sampler(9_000, 24, 0, True)
         rows = epoch_rows(loader)
         assert {len(step) for step in rows} == {4}
-        assert joined(rows) == order_rows(sampler, 0, 0, 40_000)
+        assert joined(rows) == order_rows(sampler, 0, 0, 9_000)
 
     @pytest.mark.parametrize("num_devices", [1, 3])
     def test_residency_mixed_within_devices_is_the_stream(
@@ -589,22 +590,6 @@ def make_builder_loader(
         collate=store.schema.builder(dataset[0]),
         transform=transform,
     )
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Same containers, same keys, same values, same dtypes."""
-    assert type(found) is type(expected)
-    if isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        for key in expected:
-            assert_same(found[key], expected[key])
-    else:
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
 
 
 class Weighted(torch.autograd.Function):

@@ -75,9 +75,11 @@ def test_state_with_a_wrong_value_is_refused(
         loader.load_state_dict({**STATE, **changes})
 
 
-@pytest.mark.parametrize("state", [None, [], "state", 3])
-def test_state_that_is_no_dict_is_refused(numbered_store: Stores, state: Any) -> None:
-    with pytest.raises(ValueError, match=rf"it is a {type(state).__name__}, not a dict"):
+@pytest.mark.parametrize(
+    ("state", "found"), [(None, "a NoneType"), ([], "a list"), ("state", "a str"), (3, "an int")]
+)
+def test_state_that_is_no_dict_is_refused(numbered_store: Stores, state: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=rf"it is {found}, not a dict"):
         make_loader(numbered_store(97, 24)).load_state_dict(state)
 
 
@@ -131,7 +133,7 @@ def test_state_that_is_refused_leaves_the_loader_as_it_was(numbered_store: Store
     [
         ([], "the state of the data module is a list"),
         ({"train": {**STATE, "position": -3}}, "position=-3"),
-        ({"train": 3}, "it is a int, not a dict"),
+        ({"train": 3}, "it is an int, not a dict"),
         ({"num_trained": -1}, "num_trained=-1, which is no number of batches"),
         ({"num_trained": True}, "num_trained=True, which is no number of batches"),
     ],

@@ -22,7 +22,7 @@ from lightning_memmap._compat.tensors import storage_key
 from lightning_memmap.errors import StoreError
 from lightning_memmap.loading import SuperBatch, SuperBatchLoader, load_split, window_layout
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.sampling import RowSubset
+from lightning_memmap.sampling import RowSubset, StridedRows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.row_file import RowFile
 from tests.preloaded import python
@@ -57,7 +57,7 @@ def reading_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "window-reader" in thread.name]
 
 
-SUBSETS = [None, RowSubset(1, 3), RowSubset(0, 4, excluded=True)]
+SUBSETS = [None, StridedRows(1, 3), StridedRows(0, 4, excluded=True)]
 
 
 @st.composite
@@ -525,13 +525,12 @@ class TestFailures:
             make_split(store, residency="stream")
 
     def test_rows_that_lie_apart_are_warned_of(self, numbered_store: Stores) -> None:
-        store, subset, topology = numbered_store(400, 24), RowSubset(1, 3), DataTopology((CPU,))
+        store, subset, topology = numbered_store(400, 24), StridedRows(1, 3), DataTopology((CPU,))
         plan = plan_placement(
             {"train": SplitSize.of("train", store.manifest, topology, subset)},
             topology,
             "stream",
-            budget_bytes={CPU: 0},
-            pinned_budget_bytes=0,
+            budget_bytes={CPU: 2**40},
         ).splits["train"]
         with pytest.warns(UserWarning, match=r"residency='stream': 3 bytes of the store at"):
             load_split(store, topology, plan)

@@ -13,7 +13,7 @@ from lightning_memmap.loading import DeviceLoader, SuperBatch, SuperBatchLoader
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import RowSubset
+from lightning_memmap.sampling import StridedRows
 from lightning_memmap.store import Store
 from tests.rows import (
     CPU,
@@ -142,7 +142,7 @@ class TestLoading:
             request.getfixturevalue("device")
         monkeypatch.setattr("lightning_memmap.loading.resident._READ_ROWS", 3)
         store, topology = numbered_store(181, 24), DataTopology((CPU,) * 2)
-        subset = RowSubset(1, 3, excluded=True)
+        subset = StridedRows(1, 3, excluded=True)
         split = split_with(store, topology, (Residency.DEVICE,) * 24, subset)
         loader = loader_over(store, split, 4)
         assert joined(epoch_rows(loader)) == [row for row in range(181) if row % 3 != 1]

@@ -14,7 +14,7 @@ from lightning_memmap.loading import FormedCollate, RowList, SplitRows, SuperBat
 from lightning_memmap.loading.transform import OnSuperBatch
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import RowSubset, SequentialSampler, ShuffledSampler
+from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows
 from lightning_memmap.schema import Field, Form, Jagged, Pad, Rows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.transforms import PerSample
@@ -90,11 +90,11 @@ def test_batches_of_each_device_have_the_widths_of_the_step(store: Store, form: 
                     assert all(map(torch.equal, b[name], expected))
 
 
-@pytest.mark.parametrize("subset", [None, RowSubset(1, 3), RowSubset(1, 3, excluded=True)])
+@pytest.mark.parametrize("subset", [None, StridedRows(1, 3), StridedRows(1, 3, excluded=True)])
 @pytest.mark.parametrize("num_devices", [1, 3, 5])
 @pytest.mark.parametrize("residency", ["mmap", "device"])
 def test_rows_lie_where_they_are_wanted(
-    store: Store, residency: str, num_devices: int, subset: RowSubset | None
+    store: Store, residency: str, num_devices: int, subset: StridedRows | None
 ) -> None:
     topology = DataTopology((CPU,) * num_devices)
     shards = 12 if num_devices != 5 else 15

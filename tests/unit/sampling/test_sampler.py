@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_memmap.sampling import (
     BatchSchedule,
-    RowSubset,
     Sampler,
+    StridedRows,
     derive_seed,
     shard_rows,
     shard_starts,
@@ -81,14 +81,14 @@ def test_row_subsets_divide_a_dataset_and_number_its_rows(num_rows: int, count: 
     dataset = range(num_rows)
     for index in range(count):
         for excluded in (False, True):
-            subset = RowSubset(index, count, excluded)
+            subset = StridedRows(index, count, excluded)
             size = subset.num_rows(num_rows)
             found = subset.rows(np.arange(size, dtype=np.int64)).tolist()
             assert found == [row for row in dataset if (row % count == index) != excluded]
 
 
 def test_row_subset_of_one_part_is_the_dataset() -> None:
-    subset = RowSubset(0, 1)
+    subset = StridedRows(0, 1)
     assert subset.num_rows(7) == 7
     assert subset.rows(np.arange(7)).tolist() == list(range(7))
 
@@ -104,7 +104,7 @@ def test_row_subset_of_one_part_is_the_dataset() -> None:
 )
 def test_row_subset_that_cannot_be_is_refused(arguments: tuple[int, ...], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        RowSubset(*arguments)
+        StridedRows(*arguments)
 
 
 @given(samplers(), EPOCHS)

@@ -17,7 +17,7 @@ from time import sleep
 from types import TracebackType
 from typing import Any
 
-from lightning_memmap.store import build_store, ranges, workers, writer
+from lightning_memmap.store import build_store, range_writer, ranges, workers, writer
 from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
 from tests.reliability.runner import fork_from_here, fork_server
 
@@ -46,6 +46,7 @@ class Build:
         times: Builds, each with one shard more than the one before.
         outlived: The workers do not end with the builder, as where the system has no such signal
             and they are busy with a row.
+        unsignalled: The same, but they look whether it is there before they write.
     """
 
     path: str
@@ -64,6 +65,7 @@ class Build:
     kill_at_row: int = -1
     times: int = 1
     outlived: bool = False
+    unsignalled: bool = False
 
 
 class BuildServer:
@@ -155,6 +157,8 @@ def build_and_check(build: Build) -> None:
     write_ranges_of(build.range_rows)
     if build.outlived:
         workers.end_with_starter = let_go
+    if build.unsignalled:
+        workers.end_with_starter = note_starter
     numbered = Numbered(build.num_rows, build.version)
     dataset: Any = numbered
     if build.delay_s:
@@ -186,13 +190,18 @@ def build_and_check(build: Build) -> None:
 def write_ranges_of(num_rows: int) -> None:
     """Let builds of this process write ranges of one size, and list each in the journal as soon as
     it is written, so that a short build has many of them."""
-    writer._MAX_RANGE_ROWS = num_rows
+    range_writer._MAX_RANGE_ROWS = num_rows
     ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
     writer._JOURNAL_INTERVAL_S = -1.0
 
 
 def let_go(worker_id: int) -> None:
     """A worker that ends only when its work is done."""
+
+
+def note_starter(worker_id: int) -> None:
+    """A worker that learns of the end of its builder only by looking."""
+    workers._starter = os.getppid()
 
 
 class Deadly(Wrapped):

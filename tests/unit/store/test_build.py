@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 from tensordict import TensorDict
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import shard_rows, shard_starts
@@ -401,9 +400,9 @@ def test_build_parent_that_is_missing_is_made(tmp_path: Path) -> None:
 # Datasets that do not fit
 
 
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
+class WithoutLength:
+    def __getitem__(self, row: int) -> int:
+        return row
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -413,9 +412,9 @@ def test_build_empty_dataset_raises_value_error(tmp_path: Path, num_workers: int
     assert_nothing_built(tmp_path / "s")
 
 
-def test_build_iterable_dataset_raises_type_error(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"Endless.* has no length: .* map-style"):
-        build(Endless(), tmp_path / "s")
+def test_build_dataset_without_length_raises_type_error(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"WithoutLength.* has no length: .* map-style"):
+        build(WithoutLength(), tmp_path / "s")
     assert_nothing_built(tmp_path / "s")
 
 

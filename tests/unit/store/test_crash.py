@@ -177,6 +177,29 @@ def test_build_killed_takes_its_workers_along(server: BuildServer, tmp_path: Pat
     assert_finishes(server, directory)
 
 
+def test_worker_whose_builder_is_gone_writes_no_more(server: BuildServer, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    build = build_of(tmp_path, num_workers=2, gate=str(gate), gate_row=350, unsignalled=True)
+    pid = server.start(build)
+    worker = int(wait_for(gate.with_suffix(".pid")).read_text())
+    os.kill(pid, signal.SIGKILL)
+    try:
+        while running(pid):
+            sleep(0.001)
+        gate.touch()
+        while running(worker):
+            sleep(0.001)
+    finally:
+        # Not reaped yet, so that the group's id is still its own.
+        os.killpg(pid, signal.SIGKILL)
+        assert killed(server.wait(pid))
+    file = building_path(tmp_path / "s") / "label.memmap"
+    labels = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.int64)
+    # Of its range, which it has read to the end. No label is zero.
+    places = [row % 3 * (NUM_ROWS // 3) + row // 3 for row in range(300, 400)]
+    assert not labels[places].any()
+
+
 @pytest.mark.parametrize("version", [OLD, NEW], ids=["same dataset", "other dataset"])
 @pytest.mark.parametrize("late", [False, True], ids=["opened", "not yet opened"])
 def test_build_outlived_by_its_worker_is_followed_by_a_right_one(

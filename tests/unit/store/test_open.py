@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.sampling import RowSubset, Shards
+from lightning_memmap.sampling import Shards, StridedRows
 from lightning_memmap.schema.fields import field_name
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
@@ -557,7 +557,7 @@ def test_manifest_sizes_agree_with_the_files(path: Path) -> None:
     assert manifest.num_bytes == sum(file.stat().st_size for file in path.glob("*.memmap"))
     assert manifest.shard_bytes().tolist() == [34 * 40, 33 * 40, 33 * 40]
     assert manifest.shard_bytes(Shards(100, 6)).tolist() == [17 * 40] * 4 + [16 * 40] * 2
-    for fold in (RowSubset(1, 3), RowSubset(0, 3, excluded=True)):
+    for fold in (StridedRows(1, 3), StridedRows(0, 3, excluded=True)):
         shards = Shards(fold.num_rows(100), 2, fold)
         assert manifest.shard_bytes(shards).tolist() == (shards.sizes * 40).tolist()
     assert manifest.source["dataset"] == "tests.datasets.Numbered"

@@ -1,5 +1,6 @@
 """Whether a store, or an interrupted build, is of the dataset that is given."""
 
+import itertools
 import os
 import resource
 import signal
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError, StoreError
-from lightning_memmap.store import build_store, open_store, verify_store
+from lightning_memmap.store import build_store, open_store, verify_store, writer
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.recovery import building_path
 from lightning_memmap.store.workers import run_tasks
@@ -99,6 +100,25 @@ def test_interrupted_build_says_what_is_kept_and_goes_on(
     build(OLD, tmp_path / "again")
     assert caplog.messages[0].startswith("resuming: ")
     assert labels(tmp_path / "again") == [0, UNPROBED, NUM_ROWS - 1]
+
+
+def test_build_notes_its_rows_every_few_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each look at the clock takes two seconds.
+    monkeypatch.setattr(writer, "monotonic", itertools.count(step=2).__next__)
+    journal, sizes = building_path(tmp_path / "s") / "journal", []
+
+    class Watching(Labelled):
+        def __getitem__(self, row: int) -> int:
+            if journal.exists():
+                sizes.append(len(journal.read_text().splitlines()))
+            return row
+
+    monkeypatch.setattr(writer, "_MAX_RANGE_ROWS", 300)
+    build(Watching({}), tmp_path)
+    # Ten ranges: the third is the first one to end after more than five seconds.
+    assert [sizes[row] for row in range(0, NUM_ROWS, 300)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -213,8 +233,22 @@ def test_rebuild_of_another_identity_with_the_same_rows_compares_them_once(
     (line,) = caplog.messages
     assert "its class" in line
     assert "All 3,000 rows are compared" in line
-    assert "fingerprint=" in line
+    assert "give a fingerprint of your own" in line
     assert verify_store(tmp_path / "s") == []
+
+
+def test_fingerprint_for_a_store_without_one_is_recorded_after_one_comparison(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(OLD, tmp_path)
+    for num_read in (NUM_ROWS + 8, 0):
+        dataset = Counting(OLD)
+        build(dataset, tmp_path, fingerprint="v2")
+        assert len(dataset.rows) == num_read
+    (line,) = caplog.messages
+    assert "All 3,000 rows are compared" in line
+    assert "fingerprint='v2' is recorded" in line
+    assert "of your own" not in line
 
 
 def test_identity_whose_recording_was_killed_leaves_no_file_behind(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ _TWO_PROCESSES = """
 import sys
 from pathlib import Path
 from lightning_memmap.callbacks import RunSummary, run_summary
-from tests.unit.test_run_summary import Model, data, trainer
+from tests.unit.callbacks.test_run_summary import Model, data, trainer
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])

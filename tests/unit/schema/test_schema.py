@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import DTYPES, Field, Node, Schema
+from tests.same import assert_same
 
 
 class Colour(str, enum.Enum):
@@ -58,21 +59,6 @@ def stacked(schema: Schema, samples: list[Any]) -> list[Tensor]:
     """One batch tensor per field, as a take makes them."""
     rows = [[torch.as_tensor(leaf) for leaf in schema.flatten(sample)] for sample in samples]
     return [torch.stack(leaves) for leaves in zip(*rows, strict=True)]
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        for key in expected:
-            assert_same(found[key], expected[key])
-    else:
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
 
 
 def tree_leaves(value: Any) -> list[Tensor]:

@@ -1,20 +1,57 @@
-"""The rows that each rank would have under strategies that do not run on this machine: by the rank
-and the number of processes that they give to Lightning's samplers."""
+"""Which data device owns a shard, and which rows each rank would have under strategies that do not
+run on this machine, by the topology that is derived from what they tell Lightning's samplers."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import Store
 from tests.rows import epoch_rows, joined, make_loader, order_rows
 
 NUM_NODES, DEVICES = 2, 3
+CPU = torch.device("cpu")
+
+
+class TestTopology:
+    @given(
+        num_devices=st.integers(1, 8),
+        size=st.integers(1, 6),
+        num_shards=st.integers(1, 60),
+    )
+    @settings(deadline=None, max_examples=50)
+    def test_owner_over_all_ranks_is_one(
+        self, num_devices: int, size: int, num_shards: int
+    ) -> None:
+        ranks = [DataTopology((CPU,) * num_devices, rank, size) for rank in range(size)]
+        for shard in range(num_shards):
+            owners = [
+                rank + size * index
+                for rank, topology in enumerate(ranks)
+                if (index := topology.owner(shard)) is not None
+            ]
+            # Data device w owns the shards c with c % W == w.
+            assert owners == [shard % (size * num_devices)]
+
+    def test_data_devices_of_several_processes_are_counted_together(self) -> None:
+        assert DataTopology((CPU,) * 3, rank=1, size=4).num_data_devices == 12
+
+    def test_topology_without_device_raises(self) -> None:
+        with pytest.raises(ValueError, match=r"data_devices=\(\): at least one device"):
+            DataTopology(())
+
+    @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
+    def test_topology_with_rank_outside_processes_raises(self, rank: int, size: int) -> None:
+        with pytest.raises(ValueError, match=f"rank={rank}: outside the {size} processes"):
+            DataTopology((CPU,), rank, size)
 
 
 class Node(LightningEnvironment):
@@ -54,21 +91,20 @@ def test_ranks_of_two_nodes_have_the_global_batches_of_one_process(
     for node in range(NUM_NODES):
         for local_rank in range(DEVICES):
             strategy: Any = make(
-                parallel_devices=[torch.device("cpu")] * DEVICES,
+                parallel_devices=[CPU] * DEVICES,
                 cluster_environment=Node(node, local_rank),
             )
             strategy.num_nodes = NUM_NODES
             strategy.set_world_ranks()
-            sharding = strategy.distributed_sampler_kwargs
-            loader = make_loader(
-                store, 1, 4, rank=sharding["rank"], size=sharding["num_replicas"], shuffle=True
+            topology = topology_of(strategy)
+            loaders.append(
+                make_loader(store, 1, 4, rank=topology.rank, size=topology.size, shuffle=True)
             )
-            loaders.append(loader)
     steps = [
         sorted(joined(parts))
         for parts in zip(*(epoch_rows(loader) for loader in loaders), strict=True)
     ]
-    plan = BatchSchedule(num_rows, 4 * NUM_NODES * DEVICES, 24)
+    schedule = BatchSchedule(num_rows, 4 * NUM_NODES * DEVICES, 24)
     sampler = loaders[0].order
-    bounds = [plan.bounds(step) for step in range(len(plan))]
+    bounds = [schedule.bounds(step) for step in range(len(schedule))]
     assert steps == [sorted(order_rows(sampler, 0, first, last)) for first, last in bounds]

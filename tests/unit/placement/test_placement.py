@@ -4,12 +4,14 @@ import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from io import StringIO
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from rich.console import Console
 
 from lightning_memmap.errors import PlacementError
@@ -18,19 +20,22 @@ from lightning_memmap.placement import (
     Placement,
     Residency,
     SplitSize,
+    budgets,
     check_device,
     device_budgets,
     format_bytes,
     free_bytes,
+    local_processes,
     parse_bytes,
     placement_table,
     plan_placement,
 )
 from lightning_memmap.sampling import Integers, Shards, shard_rows
+from lightning_memmap.strategies import IndependentStrategy, SuperBatchDDPStrategy
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(8))
-DEVICE, PINNED, MMAP = Residency.DEVICE, Residency.PINNED, Residency.MMAP
+DEVICE, HOST, MMAP = Residency.DEVICE, Residency.HOST, Residency.MMAP
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,10 @@ def plan(
     residency: str = "auto",
     *,
     budget: int = 2**40,
-    pinned: int = 2**40,
+    host: int = 2**40,
     rank: int = 0,
     size: int = 1,
     window: int | None = None,
-    **windows: int | None,
 ) -> Placement:
     topology = DataTopology(devices, rank, size)
     return plan_placement(
@@ -67,9 +71,7 @@ def plan(
         },
         topology,
         residency,
-        budget_bytes=dict.fromkeys(devices, budget),
-        pinned_budget_bytes=pinned,
-        **windows,
+        budget_bytes={**dict.fromkeys(devices, budget), CPU: host},
     )
 
 
@@ -78,70 +80,36 @@ def count(placement: Placement, split: str = "train") -> dict[Residency | None, 
     return {residency: found.count(residency) for residency in set(found)}
 
 
-class TestTopology:
-    @given(
-        num_devices=st.integers(1, 8),
-        size=st.integers(1, 6),
-        num_shards=st.integers(1, 60),
-    )
-    @settings(deadline=None, max_examples=50)
-    def test_owner_over_all_ranks_is_one(
-        self, num_devices: int, size: int, num_shards: int
-    ) -> None:
-        ranks = [DataTopology((CPU,) * num_devices, rank, size) for rank in range(size)]
-        for shard in range(num_shards):
-            owners = [
-                rank + size * index
-                for rank, topology in enumerate(ranks)
-                if (index := topology.owner(shard)) is not None
-            ]
-            # Consumer w owns the shards c with c % W == w.
-            assert owners == [shard % (size * num_devices)]
-
-    def test_num_consumers_of_several_processes_counts_all_devices(self) -> None:
-        assert DataTopology((CPU,) * 3, rank=1, size=4).num_data_devices == 12
-
-    def test_consumers_without_device_raises(self) -> None:
-        with pytest.raises(ValueError, match=r"data_devices=\(\): at least one device"):
-            DataTopology(())
-
-    @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
-    def test_consumers_with_rank_outside_processes_raises(self, rank: int, size: int) -> None:
-        with pytest.raises(ValueError, match=f"rank={rank}: outside the {size} processes"):
-            DataTopology((CPU,), rank, size)
-
-
 class TestAuto:
     def test_plan_on_gpus_with_room_is_all_on_devices(self) -> None:
         assert count(plan({"train": Size(240)}, GPUS[:4])) == {DEVICE: 24}
 
-    def test_plan_on_full_gpus_falls_back_to_pinned_shard_by_shard(self) -> None:
+    def test_plan_on_full_gpus_falls_back_to_the_host_shard_by_shard(self) -> None:
         # 24 shards of 10 rows of 10 bytes; each of the 2 devices has room for 3 shards.
         placement = plan({"train": Size(240)}, GPUS[:2], budget=399)
-        assert placement.splits["train"].residency == (DEVICE,) * 6 + (PINNED,) * 18
+        assert placement.splits["train"].residency == (DEVICE,) * 6 + (HOST,) * 18
 
     def test_plan_on_full_gpus_and_host_falls_back_to_mmap(self) -> None:
-        placement = plan({"train": Size(240)}, GPUS[:2], budget=300, pinned=450)
-        assert count(placement) == {DEVICE: 6, PINNED: 4, MMAP: 14}
+        placement = plan({"train": Size(240)}, GPUS[:2], budget=300, host=450)
+        assert count(placement) == {DEVICE: 6, HOST: 4, MMAP: 14}
 
     def test_plan_of_several_splits_serves_the_first_one_first(self) -> None:
         stores = {"train": Size(240), "val": Size(240)}
-        placement = plan(stores, GPUS[:1], budget=2500, pinned=1000)
+        placement = plan(stores, GPUS[:1], budget=2500, host=1000)
         assert count(placement, "train") == {DEVICE: 24}
-        assert count(placement, "val") == {DEVICE: 1, PINNED: 10, MMAP: 13}
+        assert count(placement, "val") == {DEVICE: 1, HOST: 10, MMAP: 13}
 
     def test_plan_on_unequal_gpus_fills_each_up_to_its_budget(self) -> None:
         topology = DataTopology(GPUS[:2])
         placement = plan_placement(
             {"train": SplitSize.of("train", Size(240), topology)},
             topology,
-            budget_bytes={GPUS[0]: 0, GPUS[1]: 2**20},
-            pinned_budget_bytes=0,
+            budget_bytes={GPUS[0]: 0, GPUS[1]: 2**20, CPU: 0},
         )
         assert placement.splits["train"].residency == (MMAP, DEVICE) * 12
 
     def test_plan_with_one_gpu_named_twice_shares_its_budget(self) -> None:
-        placement = plan({"train": Size(240)}, (GPUS[0], GPUS[0]), budget=700, pinned=0)
+        placement = plan({"train": Size(240)}, (GPUS[0], GPUS[0]), budget=700, host=0)
         assert count(placement) == {DEVICE: 7, MMAP: 17}
 
     def test_plan_on_cpu_is_the_file_mapping(self) -> None:
@@ -162,21 +130,21 @@ class TestAuto:
         num_shards=st.sampled_from([8, 24, 40]),
         num_devices=st.sampled_from([1, 2, 4, 8]),
         budget=st.integers(0, 6000),
-        pinned=st.integers(0, 6000),
+        host=st.integers(0, 6000),
     )
     @settings(deadline=None, max_examples=50)
     def test_plan_within_any_budget_keeps_to_it(
-        self, num_rows: int, num_shards: int, num_devices: int, budget: int, pinned: int
+        self, num_rows: int, num_shards: int, num_devices: int, budget: int, host: int
     ) -> None:
         devices = GPUS[:num_devices]
         store = Size(num_rows, num_shards)
-        placement = plan({"train": store}, devices, budget=budget, pinned=pinned)
+        placement = plan({"train": store}, devices, budget=budget, host=host)
         sizes = (shard_rows(num_rows, num_shards) * store.row_bytes).tolist()
-        used = dict.fromkeys((*range(num_devices), "pinned"), 0)
+        used = dict.fromkeys((*range(num_devices), "host"), 0)
         for shard, residency in enumerate(placement.splits["train"].residency):
-            place = "pinned" if residency is PINNED else shard % num_devices
+            place = "host" if residency is HOST else shard % num_devices
             used[place] += sizes[shard] * (residency is not MMAP)
-        assert used.pop("pinned") <= pinned
+        assert used.pop("host") <= host
         assert max(used.values()) <= budget
         total = sum(sizes)
         if max(sizes) * -(-num_shards // num_devices) <= budget:
@@ -200,25 +168,27 @@ class TestChosenResidency:
     def test_device_on_cpu_is_a_copy_in_memory(self) -> None:
         assert count(plan({"train": Size(240)}, (CPU,), "device")) == {DEVICE: 24}
 
-    def test_pinned_that_does_not_fit_raises_with_both_numbers_and_ways_out(self) -> None:
+    @pytest.mark.parametrize("devices", [GPUS[:2], (CPU,)])
+    def test_host_that_does_not_fit_raises_with_both_numbers_and_ways_out(
+        self, devices: tuple[torch.device, ...]
+    ) -> None:
         with pytest.raises(PlacementError) as caught:
-            plan({"train": Size(240)}, GPUS[:2], "pinned", pinned=2399)
+            plan({"train": Size(240)}, devices, "host", host=2399)
         message = str(caught.value)
-        for part in ("2400 bytes", "2399 bytes", "'auto'", "'mmap'"):
+        for part in ("'host'", "2400 bytes", "2399 bytes", "memory_fraction", "'mmap'"):
             assert part in message
 
-    def test_pinned_for_gpus_is_pinned(self) -> None:
-        assert count(plan({"train": Size(240)}, GPUS[:2], "pinned", budget=0)) == {PINNED: 24}
+    def test_host_takes_no_memory_of_devices(self) -> None:
+        assert count(plan({"train": Size(240)}, GPUS[:2], "host", budget=0)) == {HOST: 24}
 
-    def test_pinned_on_cpu_raises(self) -> None:
-        with pytest.raises(PlacementError, match=r"residency='pinned'.*data device is cpu.*'auto'"):
-            plan({"train": Size(240)}, (CPU,), "pinned")
+    def test_host_on_cpu_is_a_copy_in_memory(self) -> None:
+        assert count(plan({"train": Size(240)}, (CPU,), "host", host=2400)) == {HOST: 24}
 
     def test_mmap_for_gpus_uses_no_device_memory(self) -> None:
-        assert count(plan({"train": Size(240)}, GPUS[:2], "mmap", budget=0, pinned=0)) == {MMAP: 24}
+        assert count(plan({"train": Size(240)}, GPUS[:2], "mmap", budget=0, host=0)) == {MMAP: 24}
 
     def test_unknown_residency_raises_with_the_known_ones(self) -> None:
-        with pytest.raises(ValueError, match=r"residency='gpu'.*auto, device, pinned, mmap"):
+        with pytest.raises(ValueError, match=r"residency='gpu'.*auto, device, host, mmap"):
             plan({"train": Size(240)}, GPUS[:1], "gpu")
 
 
@@ -226,7 +196,7 @@ class TestStream:
     def test_window_of_each_split_is_of_its_store_alone(self) -> None:
         stores = {"train": Size(10**9, row_bytes=1000), "val": Size(10**6, row_bytes=100_000)}
         for devices in (GPUS[:1], GPUS[:4], (CPU,)):
-            splits = plan(stores, devices, "stream", budget=0, pinned=0).splits
+            splits = plan(stores, devices, "stream", budget=0).splits
             # 512 MiB of 24 shards.
             assert [split.window for split in splits.values()] == [22_369, 223]
 
@@ -237,21 +207,21 @@ class TestStream:
     def test_windows_that_do_not_fit_raise_with_the_largest_that_does(self) -> None:
         stores = {"train": Size(24_000), "val": Size(2400)}
         # Two windows of 100 rows of 10 bytes of each of 24 shards, of both splits.
-        fits = {"window": 100, "window_budget_bytes": 2 * 2 * 100 * 10 * 24}
+        fits = {"window": 100, "host": 2 * 2 * 100 * 10 * 24}
         assert plan(stores, (CPU,), "stream", **fits).splits["val"].window == 100
         with pytest.raises(PlacementError) as caught:
-            plan(stores, (CPU,), "stream", window=101, window_budget_bytes=96_000)
+            plan(stores, (CPU,), "stream", window=101, host=96_000)
         for part in ("residency='stream'", "need 96480", "and 96000", "Use shuffle_window=100 or"):
             assert part in str(caught.value)
         # A shard of the second split has 100 rows and no more.
-        assert plan(stores, (CPU,), "stream", window=101, window_budget_bytes=96_480)
+        assert plan(stores, (CPU,), "stream", window=101, host=96_480)
         # A process of two has half of the shards.
-        half = plan(stores, (CPU,), "stream", size=2, window=200, window_budget_bytes=72_000)
+        half = plan(stores, (CPU,), "stream", size=2, window=200, host=72_000)
         assert half.splits["train"].residency.count(None) == 12
 
     def test_not_one_row_that_fits_says_so(self) -> None:
         with pytest.raises(PlacementError, match="Not even windows of one row fit"):
-            plan({"train": Size(240)}, (CPU,), "stream", window=1, window_budget_bytes=479)
+            plan({"train": Size(240)}, (CPU,), "stream", window=1, host=479)
 
     def test_table_names_windows_and_their_memory(self) -> None:
         stores = {"train": Size(24_000, row_bytes=2**20)}
@@ -292,7 +262,7 @@ class TestTable:
         stores = {"train": Size(240)}
         output = StringIO()
         Console(width=200, file=output).print(
-            placement_table(plan(stores, GPUS[:2], budget=300, pinned=450))
+            placement_table(plan(stores, GPUS[:2], budget=300, host=450))
         )
         lines = [
             [cell.strip() for cell in line.split("│")[1:-1]]
@@ -301,12 +271,50 @@ class TestTable:
         ]
         assert lines == [
             ["0: cuda:0", "train", "device", "3", "30", "300 B", "300 B"],
-            ["0: cuda:0", "train", "pinned", "2", "20", "200 B", "-"],
+            ["0: cuda:0", "train", "host", "2", "20", "200 B", "450 B"],
             ["0: cuda:0", "train", "mmap", "7", "70", "700 B", "-"],
             ["1: cuda:1", "train", "device", "3", "30", "300 B", "300 B"],
-            ["1: cuda:1", "train", "pinned", "2", "20", "200 B", "-"],
+            ["1: cuda:1", "train", "host", "2", "20", "200 B", "450 B"],
             ["1: cuda:1", "train", "mmap", "7", "70", "700 B", "-"],
         ]
+
+
+class TestBudgets:
+    @given(free=st.integers(0, 2**40), fraction=st.floats(0.01, 1), processes=st.integers(1, 64))
+    @settings(deadline=None, max_examples=50)
+    def test_processes_of_one_machine_share_its_memory(
+        self, free: int, fraction: float, processes: int
+    ) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(budgets, "available_bytes", lambda: free)
+            budget = budgets.device_budgets((CPU, CPU), fraction, processes)[CPU]
+            alone = budgets.device_budgets((), fraction)[CPU]
+        assert budget * processes <= alone <= free * fraction
+        assert budget * processes > alone - processes
+
+    def test_memory_of_an_accelerator_that_is_kept_for_later_is_free(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module = SimpleNamespace(
+            device_count=lambda: 2,
+            mem_get_info=lambda device: (1000, 8000),
+            memory_reserved=lambda device: 500,
+            memory_allocated=lambda device: 300,
+        )
+        monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+        assert budgets.free_bytes(torch.device("xpu", 1)) == 1200
+        with pytest.raises(ValueError, match="there are: cpu, xpu:0, xpu:1"):
+            budgets.free_bytes(torch.device("xpu", 2))
+
+    def test_run_of_several_processes_says_how_many_share_the_machine(self) -> None:
+        for strategy, expected in (
+            (SingleDeviceStrategy("cpu"), 1),
+            (DDPStrategy(parallel_devices=[CPU] * 3), 3),
+            (SuperBatchDDPStrategy(2, parallel_devices=[CPU] * 6), 3),
+            (IndependentStrategy(num_members=5), 5),
+            (IndependentStrategy(num_members=5, processes=False), 1),
+        ):
+            assert local_processes(strategy) == expected
 
 
 class TestDevices:

@@ -1,0 +1,45 @@
+"""Hooks of the site: examples become pages, and pages outside the navigation are added to it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+#: A link of a page to an example, which lies outside of docs/.
+EXAMPLE = re.compile(r"\]\((?:\.\./)+examples/(\w+)\.py\)")
+#: In the navigation, the section that takes pages which it does not name.
+SECTION = "In depth"
+
+
+def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
+    """Add a page for each example, and each page to the navigation."""
+    examples = []
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        if path.stem != "__init__":
+            text = f"# {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
+            name = f"examples/{path.stem}.md"
+            files.append(File.generated(config, name, content=text))
+            examples.append(name)
+    assert config.nav is not None
+    config.nav.append({"Examples": examples})
+    named = set(_names(config.nav))
+    (section,) = (entry[SECTION] for entry in config.nav if SECTION in entry)
+    section += [page.src_uri for page in files.documentation_pages() if page.src_uri not in named]
+    return files
+
+
+def _names(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    entries = nav.values() if isinstance(nav, dict) else nav
+    return [name for entry in entries for name in _names(entry)]
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Let links to examples lead to their pages."""
+    up = "../" * page.file.src_uri.count("/")
+    return EXAMPLE.sub(rf"]({up}examples/\1.md)", markdown)

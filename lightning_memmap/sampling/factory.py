@@ -1,0 +1,50 @@
+"""What makes a sampler, once the rows and their shards are known."""
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.shards import Shards
+
+
+class Fields(Protocol):
+    """The fields of a dataset, which a sampler or a selection may look up. A store is one."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the dataset."""
+
+    def values(self, field: str) -> NDArray[Any]:
+        """The value of a field of each row.
+
+        Args:
+            field: Name of a field with one value in each row.
+
+        Returns:
+            An array of shape (num_rows,), in dataset order.
+
+        Raises:
+            ValueError: There is no such field, or its rows have more than one value.
+        """
+
+
+class SamplerFactory(ABC):
+    """Makes a sampler for ``MemmapDataModule(sampler=...)``.
+
+    A function of the shards and the seed does the same where no field is needed.
+    """
+
+    @abstractmethod
+    def make(self, shards: Shards, seed: int, fields: Fields) -> Sampler:
+        """Make the sampler. It must not depend on anything else, such as the process.
+
+        Args:
+            shards: The training rows, and the shards that they are divided into.
+            seed: Seed of the order.
+            fields: The fields of the dataset.
+
+        Returns:
+            A sampler over these shards, or over shards of its own whose ``base`` these are.
+        """

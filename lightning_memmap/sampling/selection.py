@@ -1,0 +1,288 @@
+"""Selections: which rows of which store the splits of a data module have.
+
+They are index views: several splits may share one store, and no row is copied.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from lightning_memmap.errors import check_integer
+from lightning_memmap.sampling.factory import Fields
+from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.permutations import random_bits
+from lightning_memmap.sampling.sampler import check_seed
+from lightning_memmap.sampling.subset import ChosenRows, RowSubset, StridedRows
+
+#: The part of the random bits of a seed from which rows are divided; orders use the lower ones.
+_BITS = 2**63
+
+
+class Selection(ABC):
+    """Which rows of which store each split has."""
+
+    #: The splits whose rows it selects; others have all rows of their stores.
+    splits: ClassVar[tuple[str, ...]] = ("train",)
+    #: How many members it has rows for, as folds or parts; None if members have the same rows.
+    num_members: int | None = None
+
+    def stored_split(self, split: str) -> str:
+        """The split whose store has the rows of a split.
+
+        Args:
+            split: Its name.
+        """
+        return split
+
+    @abstractmethod
+    def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
+        """The rows of a split.
+
+        Args:
+            split: Its name; one of ``splits``.
+            member: Which fold or part, in ``[0, num_members)``; 0 if members have the same rows.
+            fields: The fields of its store.
+
+        Returns:
+            The rows.
+
+        Raises:
+            ValueError: There are no such rows.
+        """
+
+
+class Subset(Selection):
+    """Some rows of a store, as `torch.utils.data.Subset` has them.
+
+    Args:
+        rows: Their numbers, in the order that they are to have, or a mask with True for each of
+            them and one entry for each row.
+        field: Instead, rows that have one of the ``values`` in this field, or that ``where``
+            chooses by it.
+        values: These values.
+        where: Is given the field of all rows, an array of shape (rows,), and returns a mask.
+
+    Raises:
+        TypeError: Neither ``rows`` nor a field is given, or both are; or a field without ``values``
+            or ``where``, or with both.
+    """
+
+    def __init__(
+        self,
+        rows: Any = None,
+        *,
+        field: str | None = None,
+        values: Sequence[Any] | None = None,
+        where: Callable[[NDArray[Any]], Any] | None = None,
+    ) -> None:
+        if (rows is None) == (field is None):
+            raise TypeError(
+                "Subset: give the rows, as numbers or as a mask, or a field that chooses them:"
+                " Subset([0, 1, 2]) or Subset(field='label', values=[0, 1])"
+            )
+        if (field is None) != (values is None and where is None) or None not in (values, where):
+            raise TypeError(
+                f"Subset: field={field!r}, values={values!r}, where={where!r}: a field needs"
+                " either its values or a function of them, and these need a field"
+            )
+        self._rows, self._field, self._values, self._where = rows, field, values, where
+
+    @override
+    def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
+        found = self._rows
+        if self._field is not None:
+            known = fields.values(self._field)
+            found = (
+                np.isin(known, self._values or ()) if self._where is None else self._where(known)
+            )
+        return chosen_rows(found, fields.num_rows, f"subset of {split}")
+
+
+class Parts(Selection):
+    """Every ``num_parts``-th training row for each member: the rows ``i`` with ``i % M == member``.
+
+    Args:
+        num_parts: ``M``, at least 1.
+
+    Raises:
+        ValueError: ``num_parts`` is below 1.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        check_integer("num_parts", num_parts)
+        if num_parts < 1:
+            raise ValueError(f"num_parts={num_parts}: at least 1")
+        self.num_members = num_parts
+
+    @override
+    def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
+        assert self.num_members is not None
+        return StridedRows(member, self.num_members)
+
+
+class _HoldingOut(Selection):
+    """Validates on some rows of the training store, and trains on the others.
+
+    Args:
+        stratify: A field of the store: of each of its values, training and validation have their
+            share of rows.
+        seed: Seed of the choice, ``0 <= seed < 2**63``.
+    """
+
+    def __init__(self, stratify: str | None, seed: int) -> None:
+        check_integer("seed", seed)
+        check_seed(seed)
+        self._stratify, self._seed = stratify, seed
+
+    splits = ("train", "val")
+
+    @override
+    def stored_split(self, split: str) -> str:
+        return "train" if split == "val" else split
+
+    @override
+    def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
+        held_out = self._held_out(member, fields)
+        rows = held_out if split == "val" else ~held_out
+        return chosen_rows(rows, fields.num_rows, f"rows of {split}")
+
+    @abstractmethod
+    def _held_out(self, member: int, fields: Fields) -> NDArray[np.bool_]:
+        """A mask of the rows to validate on."""
+
+    def _dealt(self, fields: Fields, shuffle: bool = True) -> NDArray[np.int64]:
+        """All rows in random order, those with one value of the field one after the other."""
+        keys = np.zeros(fields.num_rows, np.uint64)
+        if shuffle:
+            keys = random_bits(self._seed, 0, _BITS).random_raw(fields.num_rows)
+        if self._stratify is None:
+            return np.argsort(keys, kind="stable")
+        return np.lexsort((keys, fields.values(self._stratify)))
+
+
+class RandomSplit(_HoldingOut):
+    """Holds a random part of the training store out, to validate on.
+
+    Args:
+        validation: The share of the rows to hold out, between 0 and 1, or their number.
+        stratify: A field of the store: of each of its values, the same share is held out, up to one
+            row.
+        seed: Seed of the choice, ``0 <= seed < 2**63``. The seed of the order is another.
+
+    Raises:
+        TypeError: ``validation`` is no number, or the seed no integer.
+        ValueError: ``validation`` or the seed is out of range.
+    """
+
+    def __init__(
+        self, validation: float = 0.1, *, stratify: str | None = None, seed: int = 0
+    ) -> None:
+        super().__init__(stratify, seed)
+        if isinstance(validation, bool) or not isinstance(validation, (int, float)):
+            raise TypeError(f"validation={validation!r}: give a share or a number of rows")
+        is_right = validation >= 1 if isinstance(validation, int) else 0 < validation < 1
+        if not is_right:
+            raise ValueError(
+                f"validation={validation}: give a share of the rows, such as 0.1, or a number of"
+                " them, such as 5000"
+            )
+        self._validation = validation
+
+    @override
+    def _held_out(self, member: int, fields: Fields) -> NDArray[np.bool_]:
+        given, num_rows = self._validation, fields.num_rows
+        count = given if isinstance(given, int) else max(1, round(given * num_rows))
+        if count >= num_rows:
+            raise ValueError(f"validation={given}: of {num_rows} rows none would be trained on")
+        # Every value has its share of the evenly spaced ranks, up to one.
+        ranks = np.arange(num_rows + 1, dtype=np.int64) * count // num_rows
+        held_out = np.zeros(num_rows, np.bool_)
+        held_out[self._dealt(fields)] = np.diff(ranks) == 1
+        return held_out
+
+
+class KFold(_HoldingOut):
+    """Holds one of several folds of the training store out, to validate on.
+
+    Which one is ``member`` of the data module. Each row is in one fold, and the sizes of folds
+    differ by one row at most.
+
+    Args:
+        num_folds: The number of folds, at least 2.
+        shuffle: Divide the rows at random. Otherwise fold ``f`` is the rows ``i`` with
+            ``i % num_folds == f``, or every ``num_folds``-th row of each value of ``stratify``.
+        stratify: A field of the store: folds have equally many rows of each of its values, up to
+            one.
+        seed: Seed of the choice, ``0 <= seed < 2**63``. The seed of the order is another.
+
+    Raises:
+        TypeError: ``num_folds`` or the seed is no integer.
+        ValueError: ``num_folds`` or the seed is out of range.
+    """
+
+    def __init__(
+        self, num_folds: int, *, shuffle: bool = True, stratify: str | None = None, seed: int = 0
+    ) -> None:
+        super().__init__(stratify, seed)
+        check_integer("num_folds", num_folds)
+        if num_folds < 2:
+            raise ValueError(f"num_folds={num_folds}: at least 2, one of which is held out")
+        self.num_members = num_folds
+        self._shuffle = shuffle
+
+    @override
+    def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
+        assert self.num_members is not None
+        if self._shuffle or self._stratify is not None:
+            return super().subset(split, member, fields)
+        return StridedRows(member, self.num_members, excluded=split == "train")
+
+    @override
+    def _held_out(self, member: int, fields: Fields) -> NDArray[np.bool_]:
+        held_out = np.zeros(fields.num_rows, np.bool_)
+        held_out[self._dealt(fields, self._shuffle)[member :: self.num_members]] = True
+        return held_out
+
+
+def chosen_rows(given: Any, num_rows: int, what: str) -> ChosenRows:
+    """Rows that are listed one by one, or marked in a mask.
+
+    Args:
+        given: Numbers of rows, or a mask of shape (num_rows,): an array, a tensor or a sequence.
+        num_rows: Rows of the dataset.
+        what: What they are, for messages.
+
+    Returns:
+        The rows; those of a mask in dataset order.
+
+    Raises:
+        TypeError: They are neither integers nor a mask.
+        ValueError: There is none, one is given twice or is not there, or a mask has another length.
+    """
+    found = np.asarray(given)
+    if found.ndim != 1:
+        raise ValueError(f"{what}: an array of shape {found.shape}; give one of one dimension")
+    if found.dtype == np.bool_:
+        if len(found) != num_rows:
+            raise ValueError(f"{what}: a mask of {len(found)} entries for {num_rows} rows")
+        found = np.flatnonzero(found)
+    if not len(found):
+        raise ValueError(f"{what}: it has no row; a split has at least one")
+    if not np.issubdtype(found.dtype, np.integer):
+        raise TypeError(f"{what}: an array of {found.dtype}; give numbers of rows, or a mask")
+    rows = found.astype(np.int64)
+    outside = rows[(rows < 0) | (rows >= num_rows)]
+    if len(outside):
+        raise ValueError(f"{what}: row {outside[0]} of a store with the rows 0 to {num_rows - 1}")
+    if not (np.diff(rows) > 0).all():
+        ordered = np.sort(rows)
+        if len(twice := ordered[:-1][np.diff(ordered) == 0]):
+            raise ValueError(
+                f"{what}: row {twice[0]} is given twice; for rows that come more often than others"
+                " use sampler=Weighted(...)"
+            )
+    return ChosenRows(Numbers(rows))

@@ -1,0 +1,240 @@
+"""Rows that come more or less often than others, by weight."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from lightning_memmap.errors import check_integer
+from lightning_memmap.sampling.factory import Fields, SamplerFactory
+from lightning_memmap.sampling.permutations import permuted, random_bits
+from lightning_memmap.sampling.sampler import Sampler, check_seed
+from lightning_memmap.sampling.shards import Integers, Shards, shard_rows
+from lightning_memmap.sampling.weighted_shards import WeightedShards
+
+#: The part of an epoch's random bits for where its points lie, and the first of those for the
+#: orders of rows on the line. Part 0 is for the order of positions.
+_OFFSET, _ORDERS = 1, 2
+
+
+class Weighted(SamplerFactory):
+    """Draws rows by weight, anew in each epoch, for ``MemmapDataModule(sampler=...)``.
+
+    In each epoch, a row comes as often as ``num_samples * weight / sum(weights)`` says, rounded up
+    or down at random so that this is the mean over epochs. So rows are as even as their weights
+    allow: those of equal weight come equally often, up to once, which independent draws would not
+    do.
+
+    Args:
+        weights: One weight for each row of the dataset, in its order, not negative: a tensor, an
+            array or a sequence. Or the name of a field: where it has floating-point values, they
+            are the weights. Otherwise they are classes, and all classes come equally often.
+        num_samples: Positions of an epoch; by default as many as there are rows, or without
+            replacement, as there are rows with a weight.
+        replacement: Whether a row may come more than once in an epoch. Without, a row that would
+            comes exactly once, and the others have the rest.
+
+    Raises:
+        TypeError: ``num_samples`` is no integer, or ``replacement`` no bool.
+        ValueError: ``num_samples`` is below 1.
+    """
+
+    def __init__(
+        self, weights: Any, num_samples: int | None = None, replacement: bool = True
+    ) -> None:
+        if num_samples is not None:
+            check_integer("num_samples", num_samples)
+            if num_samples < 1:
+                raise ValueError(f"num_samples={num_samples}: at least 1 position of an epoch")
+        if not isinstance(replacement, bool):
+            raise TypeError(f"replacement={replacement!r}: give True or False")
+        self.weights, self.num_samples, self.replacement = weights, num_samples, replacement
+
+    @override
+    def make(self, shards: Shards, seed: int, fields: Fields) -> "WeightedSampler":
+        """Make the sampler; see `SamplerFactory.make`.
+
+        Raises:
+            TypeError: The weights are no numbers.
+            ValueError: There is not one weight for each row; one is negative or not finite; all
+                are zero; or ``num_samples`` is out of range.
+        """
+        weights = self._weights(_rows_in_file_order(shards), fields)
+        num_weighted = int(np.count_nonzero(weights))
+        if not num_weighted:
+            raise ValueError("Weighted: all weights of the training rows are 0")
+        default = shards.num_rows if self.replacement else num_weighted
+        count = default if self.num_samples is None else self.num_samples
+        if not self.replacement and count > num_weighted:
+            raise ValueError(
+                f"Weighted: num_samples={count} without replacement, and {num_weighted} rows have a"
+                " weight: give fewer, or replacement=True"
+            )
+        if self.replacement:
+            weighted = WeightedShards.of(shards, weights * (count / weights.sum()), count)
+        else:
+            weighted = WeightedShards.of(shards, _at_most_once(weights, count), 1)
+        return WeightedSampler(weighted, seed)
+
+    def _weights(self, rows: Integers, fields: Fields) -> NDArray[np.float64]:
+        """The weights of rows, the largest of which is 1."""
+        if isinstance(self.weights, str):
+            found = fields.values(self.weights)[rows]
+            if not np.issubdtype(found.dtype, np.floating):
+                _, classes, counts = np.unique(found, return_inverse=True, return_counts=True)
+                found = 1 / counts[classes]
+        else:
+            given = np.asarray(self.weights)
+            if given.shape != (fields.num_rows,):
+                raise ValueError(
+                    f"Weighted: weights of shape {given.shape}, and the dataset has"
+                    f" {fields.num_rows} rows: give one weight for each, or the name of a field"
+                )
+            if not (np.issubdtype(given.dtype, np.number) or given.dtype == np.bool_):
+                raise TypeError(f"Weighted: weights of {given.dtype}: give numbers")
+            found = given[rows]
+        weights: NDArray[np.float64] = found.astype(np.float64)
+        wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
+        if len(wrong):
+            raise ValueError(
+                f"Weighted: row {rows[wrong[0]]} has the weight {weights[wrong[0]]}: weights are"
+                " finite, and 0 or more"
+            )
+        weights /= max(weights.max(), np.finfo(np.float64).tiny)
+        return weights
+
+
+@dataclass(frozen=True)
+class WeightedSampler(Sampler):
+    """Rows by weight: the points of a grid on the line of the rows, in random order.
+
+    Points lie at a distance of one, from a random offset on, which is another in each epoch. A row
+    is drawn once for each point on it: the systematic sampling of Madow, "On the Theory of
+    Systematic Sampling, II", 1949. Its number of points is its length, rounded up or down, and the
+    mean over offsets is its length. Before that, the rows of each shard are permuted, so that other
+    rows share an epoch each time; those on the cuts keep their places.
+
+    Args:
+        shards: The rows, which are divided into shards by weight.
+        seed: Seed of offsets and permutations, ``0 <= seed < 2**63``.
+
+    Raises:
+        ValueError: The seed is out of range.
+    """
+
+    shards: WeightedShards
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+
+    @property
+    @override
+    def num_positions(self) -> int:
+        return self.shards.num_positions
+
+    @override
+    def grid(
+        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
+    ) -> Integers:
+        return _draws(self, epoch).grid(first, last, shards, starts)
+
+
+class _Draws:
+    """The rows of one epoch, shard after shard, each as often as it comes, and their order.
+
+    Args:
+        sampler: The sampler.
+        epoch: The epoch, counted from 0.
+    """
+
+    def __init__(self, sampler: WeightedSampler, epoch: int) -> None:
+        shards, line = sampler.shards, sampler.shards.line
+        words = sampler.seed, epoch
+        self._cuts, self._starts = line.cuts, shards.starts
+        self._order = permuted(
+            shard_rows(shards.num_positions, shards.num_shards), random_bits(*words)
+        )
+        offset = int(random_bits(*words, _OFFSET).random_raw(1)[0]) >> (64 - line.unit_bits)
+        on_line = _permuted_within(shards.sizes, *words)
+        ends = np.cumsum(line.pieces.take(on_line))
+        # The points before an end: point k lies at k, plus the offset.
+        ends += (1 << line.unit_bits) - 1 - offset
+        ends >>= line.unit_bits
+        ends[1:] -= ends[:-1].copy()
+        dtype = np.uint32 if len(on_line) <= 2**32 else np.int64
+        self._drawn = np.repeat(on_line.astype(dtype), ends)
+
+    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
+        """The rows of positions; see `Sampler.grid`."""
+        places = self._order.grid(first, last, columns, self._cuts[columns])
+        # Behind the last position, places may be anywhere.
+        drawn = self._drawn.take(places, mode="wrap").reshape(-1, len(columns))
+        rows: Integers = np.add(drawn, begins - self._starts[columns], dtype=np.int64).ravel()
+        return rows
+
+
+def _permuted_within(sizes: Integers, seed: int, epoch: int) -> Integers:
+    """A permutation of the rows of each shard, the first and the last of which stay.
+
+    Args:
+        sizes: Rows of each shard, int64 of shape (C,).
+        seed: Seed of the permutations.
+        epoch: The epoch.
+
+    Returns:
+        Rows of all shards, numbered shard after shard, int64 of shape (all rows,).
+    """
+    rows = np.arange(sizes.sum(), dtype=np.int64)
+    bits = random_bits(seed, epoch, _ORDERS)
+    most = max(1, int(sizes.max()) - 2)
+    starts = (bits.random_raw(len(sizes)) % np.uint64(most)).tolist()
+    shared = np.tile(_permutation(most, bits), 2)
+    end = 0
+    for shard, (size, start) in enumerate(zip(sizes.tolist(), starts, strict=True)):
+        first, end, inner = end + 1, end + size, size - 2
+        if inner < 2:
+            continue
+        if most > 4 * inner:
+            order = _permutation(inner, random_bits(seed, epoch, _ORDERS + 1 + shard))
+        else:
+            # That of the largest shard, from a random place on, without numbers too large.
+            order = shared[start : start + most]
+            order = order[order < inner]
+        np.add(order, first, out=rows[first : end - 1])
+    return rows
+
+
+def _permutation(size: int, bits: np.random.Philox) -> Integers:
+    zero = np.zeros(1, np.int64)
+    return permuted(np.array([size]), bits).grid(0, size - 1, zero, zero)
+
+
+@lru_cache(maxsize=2)
+def _draws(sampler: WeightedSampler, epoch: int) -> _Draws:
+    return _Draws(sampler, epoch)
+
+
+def _rows_in_file_order(shards: Shards) -> Integers:
+    """The dataset rows of all shards, shard after shard, int64 of shape (num_rows,)."""
+    homes = np.repeat(np.arange(shards.num_shards), shards.sizes)
+    return shards.dataset_rows(homes, np.arange(shards.num_rows) - shards.starts[homes])
+
+
+def _at_most_once(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    """How often rows are expected to come, if none comes twice: their weights, limited to once."""
+    expected = np.zeros_like(weights)
+    free, left = weights > 0, count
+    while left > 0:
+        share: NDArray[np.float64] = weights * free * (left / weights[free].sum())
+        is_over = share >= 1
+        if not is_over.any():
+            expected += share
+            return expected
+        expected[is_over] = 1
+        free &= ~is_over
+        left = count - int(expected.sum())
+    return expected

@@ -1,0 +1,107 @@
+"""The splits of a data module: training rows, and one or several sets of rows to evaluate on.
+
+Where several datasets are given to validate, test or predict on, each is a split of its own, whose
+name has two parts, such as ``val/clean``.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import Dataset
+
+SPLITS = ("train", "val", "test", "predict")
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+
+
+def named_datasets(kind: str, given: Any) -> dict[str, Any]:
+    """The datasets that are given for one argument, by split.
+
+    Args:
+        kind: ``train``, ``val``, ``test`` or ``predict``.
+        given: A dataset; or several of them in a list, or by name. None stands for a dataset that
+            is stored already.
+
+    Returns:
+        One dataset under ``kind``; several under names such as ``val/0`` or ``val/clean``.
+    """
+    if isinstance(given, Mapping) and has_several(given):
+        return {f"{kind}/{name}": dataset for name, dataset in given.items()}
+    if has_several(given):
+        return {f"{kind}/{index}": dataset for index, dataset in enumerate(given)}
+    return {kind: given}
+
+
+def has_several(given: Any) -> bool:
+    """Whether several datasets are given for one argument.
+
+    A list or a dict may also be one dataset: a list of its samples, or a dict of its columns.
+
+    Args:
+        given: The argument.
+    """
+    entries = _entries(given)
+    is_any = any(map(_is_dataset, entries.values()))
+    return is_any or (bool(entries) and all(entry is None for entry in entries.values()))
+
+
+def check_datasets(kind: str, given: Any) -> None:
+    """Check what is given as the datasets of one argument.
+
+    Args:
+        kind: ``train``, ``val``, ``test`` or ``predict``.
+        given: The argument.
+
+    Raises:
+        TypeError: It is no dataset, or there are several, and one of them is none or they are to
+            train on.
+        ValueError: A dataset has a name that a store cannot have.
+    """
+    entries = _entries(given) if has_several(given) else {}
+    if entries and kind == "train":
+        raise TypeError(
+            f"train_dataset: found {len(entries)} datasets, and training has one: join them with"
+            " torch.utils.data.ConcatDataset"
+        )
+    for name, dataset in entries.items():
+        if dataset is not None and not _is_dataset(dataset):
+            raise _no_dataset(f"{kind}_dataset[{name!r}]", dataset)
+        if not isinstance(name, int) and not (isinstance(name, str) and _NAME.fullmatch(name)):
+            raise ValueError(
+                f"{kind}_dataset[{name!r}]: its store has this name: use letters, digits, '_',"
+                " '-' and '.'"
+            )
+    is_no_dataset = isinstance(given, str) or not hasattr(given, "__getitem__")
+    if given is not None and is_no_dataset:
+        raise _no_dataset(f"{kind}_dataset", given)
+
+
+def argument_of(split: str) -> str:
+    """The argument that a split's dataset is given with, for messages.
+
+    Args:
+        split: Its name.
+    """
+    kind, _, name = split.partition("/")
+    if not name:
+        return f"{kind}_dataset"
+    return f"{kind}_dataset[{name if name.isdecimal() else repr(name)}]"
+
+
+def _entries(given: Any) -> dict[Any, Any]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    return dict(enumerate(given)) if isinstance(given, (list, tuple)) else {}
+
+
+def _is_dataset(value: Any) -> bool:
+    """Whether an entry of a list or dict is a dataset, and no sample or column of one."""
+    if isinstance(value, Dataset):
+        return True
+    if isinstance(value, (str, bytes, list, tuple, Mapping)) or hasattr(value, "dtype"):
+        return False
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__")
+
+
+def _no_dataset(name: str, given: Any) -> TypeError:
+    return TypeError(f"{name}={given!r}: give a map-style dataset, with __len__ and __getitem__")

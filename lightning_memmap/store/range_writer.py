@@ -1,0 +1,152 @@
+"""Writes the rows of a dataset, a range at a time: slices of its arrays, or item by item."""
+
+import warnings
+from collections.abc import Sequence
+from multiprocessing.reduction import DupFd
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memmap.errors import DatasetError
+from lightning_memmap.schema.rows import fitting_rows, stack_samples
+from lightning_memmap.store.columns import Block
+from lightning_memmap.store.files import OpenFiles
+from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.probes import flatten_row, read_samples
+from lightning_memmap.store.sources import FieldArray, field_arrays
+from lightning_memmap.store.workers import describe_error, exit_if_orphaned
+
+_RANGE_BYTES = 32 * 2**20
+#: Of rows that are read item by item: such a range should take little time, whatever its size.
+_MAX_RANGE_ROWS = 2048
+#: Items that are held as Python objects, before they are copied.
+_PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
+#: Files that a worker keeps open. With more fields than that, it opens them again when needed.
+_MAX_OPEN_FILES = 64
+
+
+class RangeWriter:
+    """Reads the rows of a range, checks and writes them.
+
+    It holds the lock of the journal, which tells the next build that this worker is alive.
+
+    Args:
+        dataset: The dataset.
+        plan: The store that is being built.
+        journal: The descriptor of its journal.
+        row_bytes: Bytes of a row, estimated where rows differ in length.
+
+    Attributes:
+        has_arrays: Whether the rows lie in arrays, which are read by slices.
+        max_rows: The most rows of a range.
+    """
+
+    def __init__(self, dataset: Any, plan: StorePlan, journal: int, row_bytes: int) -> None:
+        self._dataset = dataset
+        self._plan = plan
+        self._journal = journal
+        self._row_bytes = max(1, row_bytes)
+        self._arrays: Sequence[FieldArray] = field_arrays(dataset, plan.schema) or ()
+        self._blocks: list[Block] = []
+        self.has_arrays = bool(self._arrays)
+        self.max_rows = self._rows_of(_RANGE_BYTES)
+        if not self.has_arrays:
+            self.max_rows = min(_MAX_RANGE_ROWS, self.max_rows)
+        self._max_piece_rows = min(_MAX_PIECE_ROWS, self._rows_of(_PIECE_BYTES))
+        self._files = OpenFiles(plan.building, _MAX_OPEN_FILES)
+
+    def _rows_of(self, num_bytes: int) -> int:
+        """The rows that take so many bytes, at least one."""
+        return max(1, num_bytes // self._row_bytes)
+
+    def __call__(self, task: tuple[int, int]) -> tuple[range, float]:
+        """Write a range.
+
+        Args:
+            task: Its first row, and the number of its rows.
+
+        Returns:
+            The rows, and the seconds that it took.
+
+        Raises:
+            SchemaError: A sample does not fit the schema; the message names row and field.
+            DatasetError: The dataset raised an error.
+            OSError: The files cannot be written.
+        """
+        start = perf_counter()
+        first, num_rows = task
+        rows = range(first, first + num_rows)
+        if not (self.has_arrays and self._write_slices(rows)):
+            self._write_items(rows)
+        return rows, perf_counter() - start
+
+    def _write_slices(self, rows: range) -> bool:
+        """Write slices of the arrays in which the rows lie.
+
+        False where they must be read as items. So must rows that do not fit, to be named.
+        """
+        for array, column in zip(self._arrays, self._plan.columns, strict=True):
+            try:
+                found = array.read(rows.start, rows.stop)
+            except Exception as error:
+                raise DatasetError(
+                    f"the dataset raised at rows {rows.start} to {rows.stop - 1}, field"
+                    f" {column.field.name!r}: {describe_error(error)}"
+                ) from error
+            values = fitting_rows(column.field, found)
+            if values is None or len(values) != len(rows):
+                return False
+            exit_if_orphaned()
+            column.write(self._files, rows, _tensor(values))
+        return True
+
+    def _write_items(self, rows: range) -> None:
+        if not self._blocks:
+            self._blocks = [column.block(self.max_rows) for column in self._plan.columns]
+        for index in range(0, len(rows), self._max_piece_rows):
+            self._put_items(index, rows[index : index + self._max_piece_rows])
+        exit_if_orphaned()
+        for block in self._blocks:
+            block.write(self._files, rows.start, len(rows))
+
+    def _put_items(self, index: int, rows: range) -> None:
+        """Copy items into the blocks, whose row ``index`` is the first of them."""
+        schema = self._plan.schema
+        samples = read_samples(self._dataset, rows.start, len(rows))
+        stacked = stack_samples(samples, schema.structure, schema.fields)
+        if stacked is not None:
+            for block, leaves in zip(self._blocks, stacked, strict=True):
+                block.put_rows(index, leaves)
+            return
+        for offset, sample in enumerate(samples):
+            for block, leaf in zip(
+                self._blocks, flatten_row(sample, rows[offset], schema), strict=True
+            ):
+                block.put(index + offset, leaf)
+
+    def close(self) -> None:
+        """Close the directory and the files."""
+        self._files.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For a worker that is not forked.
+        return {**self.__dict__, "_journal": DupFd(self._journal), "_blocks": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _journal=state["_journal"].detach())
+
+
+def _tensor(values: Tensor | np.ndarray) -> Tensor:
+    """The values as a tensor, in the memory of an array where torch can use it."""
+    if isinstance(values, Tensor):
+        return values
+    array = values.astype(values.dtype.newbyteorder("="), copy=False)
+    if min(array.strides) < 0:
+        array = np.ascontiguousarray(array)
+    with warnings.catch_warnings():
+        # Of memory that torch must not write to, such as a file that is mapped: it is only read.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)

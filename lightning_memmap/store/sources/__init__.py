@@ -1,0 +1,139 @@
+"""Sources: datasets whose rows lie in arrays, one for each field, and are read by slices.
+
+A dataset is read item by item. Where the rows of a field lie in one array, a slice of it gives the
+same values in a fraction of the time. Only datasets of known classes are read in this way, never
+their subclasses: what a subclass overrides decides what a sample is. No optional library is
+imported here; their objects are recognised by the modules of their classes.
+
+A new kind of source is a file with a function like `hugging_face.arrays_of`, and its line in
+`_arrays_of`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tensordict import MemoryMappedTensor, TensorDict
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+
+from lightning_memmap.errors import SchemaError
+from lightning_memmap.schema import Field, Node, Schema
+from lightning_memmap.schema.structure import flatten
+from lightning_memmap.store.sources import hugging_face
+from lightning_memmap.store.sources.column_dataset import ColumnDataset
+from lightning_memmap.store.sources.field_array import (
+    FieldArray,
+    FileArray,
+    JoinedRows,
+    MemoryArray,
+    PickedRows,
+)
+from lightning_memmap.store.sources.stream import Spool
+
+__all__ = ["ColumnDataset", "FieldArray", "field_arrays"]
+
+_MEMORY_TYPES = {Tensor, Parameter, MemoryMappedTensor, np.ndarray, np.memmap}
+_FILE_MODULES = {"h5py", "zarr"}
+
+
+def field_arrays(dataset: Any, schema: Schema) -> list[FieldArray] | None:
+    """Find the arrays in which the rows of a dataset lie. No row is read.
+
+    Args:
+        dataset: The dataset.
+        schema: The schema of its samples.
+
+    Returns:
+        One array for each field, in the order of the fields; None where the dataset must be read
+        item by item.
+    """
+    if isinstance(dataset, Spool):
+        return list(dataset.arrays)
+    if any(field.kind.startswith("image") for field in schema.fields):
+        return None
+    try:
+        return _arrays_of(dataset, schema.structure, schema.fields)
+    except SchemaError:  # Its arrays are not nested as its samples are.
+        return None
+
+
+def _arrays_of(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArray] | None:
+    """The arrays of a dataset whose samples have this structure around these fields."""
+    kind = type(dataset)
+    if kind is Subset:
+        return _picked(dataset, node, fields)
+    if kind is ConcatDataset:
+        return _joined(dataset, node, fields)
+    if kind is StackDataset:
+        return _stacked(dataset, node, fields)
+    if hugging_face.is_dataset(dataset):
+        return hugging_face.arrays_of(dataset, node, fields)
+    if kind is TensorDataset:
+        dataset = dataset.tensors
+    elif kind is ColumnDataset:
+        dataset = dataset.columns
+    elif kind is not TensorDict and _array(dataset) is None:
+        return None
+    leaves: list[Any] = []
+    flatten(dataset, node, leaves, number_ndim=1)
+    arrays = [_array(leaf) or _duck_typed(leaf, kind) for leaf in leaves]
+    return arrays if all(arrays) else None  # type: ignore[return-value]
+
+
+def _array(values: Any) -> FieldArray | None:
+    if type(values) in _MEMORY_TYPES:
+        return MemoryArray(values) if values.ndim else None
+    is_file = type(values).__module__.partition(".")[0] in _FILE_MODULES
+    return FileArray(values) if is_file and _is_array_like(values) else None
+
+
+def _duck_typed(values: Any, kind: type) -> FieldArray | None:
+    """An array of any library, which the user has given as a column."""
+    if isinstance(values, FieldArray):
+        return values
+    return FileArray(values) if kind is ColumnDataset and _is_array_like(values) else None
+
+
+def _is_array_like(values: Any) -> bool:
+    dtype = getattr(values, "dtype", None)
+    return isinstance(dtype, np.dtype) and len(getattr(values, "shape", ())) > 0
+
+
+def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArray] | None:
+    arrays = _arrays_of(dataset.dataset, node, fields)
+    if arrays is None:
+        return None
+    indices, num_rows = np.asarray(dataset.indices), len(dataset.dataset)
+    if indices.ndim != 1 or indices.dtype.kind not in "iu" or not len(indices):
+        return None
+    if indices.min() < -num_rows or indices.max() >= num_rows:
+        return None
+    rows = indices.astype(np.int64, copy=False)
+    rows = np.where(rows < 0, rows + num_rows, rows) if rows.min() < 0 else rows
+    return [PickedRows(array, rows) for array in arrays]
+
+
+def _joined(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArray] | None:
+    sizes = [len(part) for part in dataset.datasets]
+    parts = [_arrays_of(part, node, fields) for part in dataset.datasets]
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        return None
+    return [JoinedRows(arrays, sizes) for arrays in zip(*found, strict=True)]
+
+
+def _stacked(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArray] | None:
+    parts: Any = dataset.datasets
+    names: Sequence[Any] = list(parts) if isinstance(parts, dict) else range(len(parts))
+    if tuple(names) != node.keys or (node.kind == "dict") != isinstance(parts, dict):
+        return None
+    arrays: list[FieldArray] = []
+    for name, child in zip(names, node.children, strict=True):
+        within = fields[len(arrays) : len(arrays) + len(child.fields())]
+        found = _arrays_of(parts[name], child, within)
+        if found is None:
+            return None
+        arrays += found
+    return arrays

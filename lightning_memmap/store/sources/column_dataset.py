@@ -1,0 +1,109 @@
+"""A dataset of named columns: arrays in memory or in files, or a table of another library."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from lightning_memmap.store.sources import from_arrow, from_pandas, from_polars
+from lightning_memmap.store.sources.names import chosen
+from lightning_memmap.store.sources.parquet import parquet_columns
+
+_TABLES = {
+    "pandas": from_pandas.columns_of,
+    "polars": from_polars.columns_of,
+    "pyarrow": from_arrow.columns_of,
+}
+
+
+class ColumnDataset(Dataset[dict[str, Any]]):
+    """A map-style dataset of columns: row ``i`` is ``{name: column[i], ...}``.
+
+    It is stored by slices of its columns, and not item by item.
+
+    Args:
+        columns: A dict of columns, each a tensor, a numpy array or memmap, an array of h5py or
+            zarr, or anything else with ``shape``, ``dtype`` and slices; or a DataFrame of pandas or
+            polars, or a Table of pyarrow; or the path of a Parquet file, or of a directory of such
+            files. Parquet files are read by row groups when they are needed; other tables become
+            one array per column now, without a copy where their memory allows it.
+        names: The columns to keep, in this order; all of them by default.
+
+    Attributes:
+        columns: The columns by name.
+
+    Raises:
+        TypeError: ``columns`` is none of these, or a column cannot be indexed.
+        ValueError: There is no column, columns differ in length, or a name is not among them or
+            there twice.
+    """
+
+    def __init__(self, columns: Any, names: Sequence[str] | None = None) -> None:
+        found = _columns(columns, names)
+        self.columns: dict[str, Any] = {
+            name: np.asarray(column) if isinstance(column, (list, tuple)) else column
+            for name, column in found.items()
+        }
+        sizes = {name: _length(name, column) for name, column in self.columns.items()}
+        if not sizes:
+            raise ValueError("columns: there are none: give at least one")
+        self._num_rows = next(iter(sizes.values()))
+        for name, size in sizes.items():
+            if size != self._num_rows:
+                raise ValueError(
+                    f"column {name!r} has {size} rows, and column {next(iter(sizes))!r} has"
+                    f" {self._num_rows}: give columns of one length"
+                )
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @override
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        index = operator.index(row)
+        if not -self._num_rows <= index < self._num_rows:
+            raise IndexError(f"row {row}: the dataset has {self._num_rows} rows")
+        index %= self._num_rows
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+def is_table(value: Any) -> bool:
+    """Whether a value is a table that `ColumnDataset` takes and that is no dataset by itself.
+
+    Args:
+        value: What was given as a dataset.
+    """
+    names = list(value) if isinstance(value, dict) else []
+    return (bool(names) and all(isinstance(name, str) for name in names)) or _is_frame(value)
+
+
+def _is_frame(value: Any) -> bool:
+    module, name = type(value).__module__.partition(".")[0], type(value).__name__
+    return module in _TABLES and name in ("DataFrame", "Table")
+
+
+def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
+    if isinstance(given, (str, Path)):
+        return parquet_columns(Path(given), names)
+    if _is_frame(given):
+        return _TABLES[type(given).__module__.partition(".")[0]](given, names)
+    if isinstance(given, Mapping):
+        return {name: given[name] for name in chosen(names, list(given))}
+    raise TypeError(
+        f"columns: found a {type(given).__name__}; give a dict of arrays, a DataFrame, a pyarrow"
+        " Table, or the path of a Parquet file"
+    )
+
+
+def _length(name: str, column: Any) -> int:
+    try:
+        return int(column.shape[0]) if hasattr(column, "shape") else len(column)
+    except (TypeError, IndexError) as error:
+        raise TypeError(
+            f"column {name!r}: found a {type(column).__name__} without a length: give an array or"
+            " a tensor whose first dimension is the rows"
+        ) from error

@@ -1,0 +1,176 @@
+"""The rows of one field of a dataset, read many at once."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap.sampling import Integers
+
+#: Rows that lie closer together than this in a file are read together, with what is between them.
+_MAX_GAP_BYTES = 64 * 2**10
+
+
+class FieldArray(ABC):
+    """The rows of one field, one after the other along the first dimension.
+
+    What is read has the field's dtype and shape (n, *field shape), or is a numpy array of objects,
+    one for each row. Anything else means that these rows must be read one by one.
+    """
+
+    @abstractmethod
+    def read(self, first: int, end: int) -> Tensor | np.ndarray:
+        """Read consecutive rows.
+
+        Args:
+            first: The first row.
+            end: One past the last row.
+        """
+
+    @abstractmethod
+    def take(self, rows: Integers) -> Tensor | np.ndarray:
+        """Read rows in any order.
+
+        Args:
+            rows: The rows, int64 of shape (n,), none of them negative.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryArray(FieldArray):
+    """Rows in memory, or mapped into it.
+
+    Args:
+        values: The rows.
+    """
+
+    values: Tensor | np.ndarray
+
+    @override
+    def read(self, first: int, end: int) -> Tensor | np.ndarray:
+        return self.values[first:end]
+
+    @override
+    def take(self, rows: Integers) -> Tensor | np.ndarray:
+        if isinstance(self.values, Tensor):
+            return self.values[torch.from_numpy(rows).to(self.values.device)]
+        return self.values[rows]
+
+
+@dataclass(frozen=True, eq=False)
+class FileArray(FieldArray):
+    """Rows in a file, which is read by slices, such as an array of h5py or zarr.
+
+    Args:
+        values: Has a ``dtype`` of numpy, a ``shape``, and slices that are arrays.
+    """
+
+    values: Any
+
+    @override
+    def read(self, first: int, end: int) -> np.ndarray:
+        return np.asarray(self.values[first:end])
+
+    @override
+    def take(self, rows: Integers) -> np.ndarray:
+        taken = np.empty((len(rows), *self.values.shape[1:]), self.values.dtype)
+        order = np.argsort(rows, kind="stable")
+        gap = max(1, _MAX_GAP_BYTES * len(taken) // max(1, taken.nbytes))
+        for places in np.split(order, np.flatnonzero(np.diff(rows[order]) > gap) + 1):
+            if len(places):
+                first, last = rows[places[0]], rows[places[-1]]
+                taken[places] = self.read(int(first), int(last) + 1)[rows[places] - first]
+        return taken
+
+
+@dataclass(frozen=True, eq=False)
+class PickedRows(FieldArray):
+    """Some rows of another array, in an order of their own.
+
+    Args:
+        array: The other array.
+        rows: Its rows, int64 of shape (n,), none of them negative.
+    """
+
+    array: FieldArray
+    rows: Integers
+
+    @override
+    def read(self, first: int, end: int) -> Tensor | np.ndarray:
+        return self._take(self.rows[first:end])
+
+    @override
+    def take(self, rows: Integers) -> Tensor | np.ndarray:
+        return self._take(self.rows[rows])
+
+    def _take(self, rows: Integers) -> Tensor | np.ndarray:
+        if len(rows) and (np.diff(rows) == 1).all():
+            return self.array.read(int(rows[0]), int(rows[-1]) + 1)
+        return self.array.take(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedRows(FieldArray):
+    """The rows of several arrays, one array after the other.
+
+    Args:
+        arrays: The arrays.
+        sizes: Rows of each array.
+    """
+
+    arrays: Sequence[FieldArray]
+    sizes: Sequence[int]
+
+    @cached_property
+    def _ends(self) -> Integers:
+        return np.cumsum(self.sizes, dtype=np.int64)
+
+    @override
+    def read(self, first: int, end: int) -> Tensor | np.ndarray:
+        parts = []
+        for array, size, stop in zip(self.arrays, self.sizes, self._ends.tolist(), strict=True):
+            start = stop - size
+            if max(first, start) < min(end, stop):
+                parts.append(array.read(max(first, start) - start, min(end, stop) - start))
+        return join(parts)
+
+    @override
+    def take(self, rows: Integers) -> Tensor | np.ndarray:
+        numbers = np.searchsorted(self._ends, rows, side="right")
+        order = np.argsort(numbers, kind="stable")
+        parts = []
+        for places in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+            number = int(numbers[places[0]])
+            start = int(self._ends[number]) - self.sizes[number]
+            parts.append(self.arrays[number].take(rows[places] - start))
+        joined = join(parts)
+        back = np.argsort(order)
+        return joined[torch.from_numpy(back)] if isinstance(joined, Tensor) else joined[back]
+
+
+def join(parts: Sequence[Tensor | np.ndarray]) -> Tensor | np.ndarray:
+    """Join arrays along their first dimension.
+
+    Args:
+        parts: Tensors or numpy arrays, at least one.
+
+    Returns:
+        A tensor if all are tensors of one dtype, an array if all are arrays of one dtype and row
+        shape, and else an array of objects.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if len({(type(part), part.dtype, tuple(part.shape[1:])) for part in parts}) > 1:
+        objects = np.empty(sum(map(len, parts)), object)
+        for index, row in enumerate(row for part in parts for row in part):
+            objects[index] = row
+        return objects
+    if isinstance(parts[0], Tensor):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    return np.concatenate([np.asarray(part) for part in parts])

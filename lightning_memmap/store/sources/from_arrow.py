@@ -1,0 +1,91 @@
+"""Columns of a pyarrow Table."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_memmap.store.sources.names import chosen
+
+
+def columns_of(table: Any, names: Sequence[str] | None) -> dict[str, Any]:
+    """Return the columns of a Table.
+
+    Args:
+        table: The Table.
+        names: The columns to use; None for all.
+
+    Returns:
+        One numpy array for each column, by name; see `to_numpy`.
+
+    Raises:
+        ValueError: A name is not among those of the table, or is there twice.
+    """
+    return {name: to_numpy(table.column(name)) for name in chosen(names, table.column_names)}
+
+
+def to_numpy(column: Any) -> np.ndarray:
+    """Convert a column to a numpy array.
+
+    Args:
+        column: A ChunkedArray.
+
+    Returns:
+        For numbers and times an array of their type; for lists of numbers of one length a
+        two-dimensional one; for tensors of one shape one of more dimensions; else an array of
+        objects, in which lists of numbers are arrays, and missing values None.
+    """
+    import pyarrow as pa
+
+    kind = column.type
+    if isinstance(kind, pa.DictionaryType):
+        return to_numpy(column.cast(kind.value_type))
+    if not column.null_count:
+        if pa.types.is_primitive(kind):
+            values: np.ndarray = column.to_numpy()
+            return values
+        if isinstance(kind, pa.FixedShapeTensorType):
+            return np.concatenate([chunk.to_numpy_ndarray() for chunk in _chunks(column)])
+        if _is_list(kind) and pa.types.is_primitive(kind.value_type):
+            return _lists_to_numpy(column)
+    return _objects(column.to_pylist())
+
+
+def _chunks(column: Any) -> list[Any]:
+    """The pieces of a column, at least one."""
+    import pyarrow as pa
+
+    return column.chunks or [pa.array([], column.type)]
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_kind(kind) for is_kind in lists)
+
+
+def _lists_to_numpy(column: Any) -> np.ndarray:
+    chunks = _chunks(column)
+    flat = [chunk.flatten() for chunk in chunks]
+    if any(values.null_count for values in flat):
+        return _objects(column.to_pylist())
+    values = np.concatenate([part.to_numpy(zero_copy_only=False) for part in flat])
+    lengths = np.concatenate([_lengths(chunk) for chunk in chunks])
+    if len(lengths) and (lengths == lengths[0]).all():
+        return values.reshape(len(lengths), -1)
+    return _objects(np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else [])
+
+
+def _lengths(lists: Any) -> np.ndarray:
+    if hasattr(lists, "offsets"):
+        return np.diff(lists.offsets.to_numpy())
+    return np.full(len(lists), lists.type.list_size)
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    """An array with one object for each value, also where these are lists of one length."""
+    objects = np.empty(len(values), object)
+    for index, value in enumerate(values):
+        objects[index] = value
+    return objects

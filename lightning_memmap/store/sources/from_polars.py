@@ -1,0 +1,36 @@
+"""Columns of a polars DataFrame."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_memmap.store.sources.names import chosen
+
+
+def columns_of(frame: Any, names: Sequence[str] | None) -> dict[str, Any]:
+    """Return the columns of a DataFrame.
+
+    Args:
+        frame: The DataFrame.
+        names: The columns to use; None for all.
+
+    Returns:
+        One numpy array for each column, by name. A column with missing values has objects; a
+        missing value is None.
+
+    Raises:
+        ValueError: A name is not among those of the table, or is there twice.
+    """
+    return {name: _values(frame.get_column(name)) for name in chosen(names, frame.columns)}
+
+
+def _values(series: Any) -> np.ndarray:
+    if not series.null_count():
+        values: np.ndarray = series.to_numpy()
+        return values
+    # As an array of numbers, the column would have NaN in place of what is missing.
+    objects = np.empty(len(series), object)
+    for index, value in enumerate(series):
+        objects[index] = value
+    return objects

@@ -1,0 +1,94 @@
+"""Columns of a ``datasets.Dataset`` of Hugging Face, read from its Arrow table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from lightning_memmap.sampling import Integers
+from lightning_memmap.schema import Field, Node
+from lightning_memmap.store.sources.field_array import FieldArray
+from lightning_memmap.store.sources.from_arrow import to_numpy
+
+#: Formats whose samples have the values of the table, in a type of Python, numpy or torch.
+_FORMATS = {None, "numpy", "torch"}
+
+
+def is_dataset(dataset: Any) -> bool:
+    """Whether a dataset is exactly of the class ``datasets.Dataset``.
+
+    Args:
+        dataset: The dataset.
+    """
+    kind = type(dataset)
+    return kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset"
+
+
+def arrays_of(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArray] | None:
+    """Find the columns of the table in which the rows of a dataset lie.
+
+    Args:
+        dataset: A ``datasets.Dataset``.
+        node: The structure of its samples.
+        fields: The fields in it.
+
+    Returns:
+        One array for each field; None where samples have another form than the table, such as
+        images, or nested features.
+    """
+    if dataset.format["type"] not in _FORMATS or dataset.format["format_kwargs"]:
+        return None
+    paths = [path for path, part in node.walk() if part.is_field]
+    widths = {path: len(part.children) for path, part in node.walk()}
+    arrays: list[FieldArray] = []
+    for path, field in zip(paths, fields, strict=True):
+        # A short list of numbers has a field for each of its items.
+        name, item = path[0], path[1] if len(path) == 2 else None
+        if len(path) > 2 or isinstance(item, str):
+            return None
+        column = dataset.select_columns([name]).with_format("arrow")
+        arrays.append(_ArrowColumn(column, str(name), item, widths[path[:1]], field))
+    return arrays
+
+
+@dataclass(frozen=True, eq=False)
+class _ArrowColumn(FieldArray):
+    """One column, or one item of the lists in it.
+
+    Args:
+        dataset: A dataset of this column alone, which gives tables.
+        name: Name of the column.
+        item: Which item; None for the whole column.
+        width: How many items there are.
+        field: The field. Samples may have another type than the table: a number of Python, or one
+            of the default types of torch.
+    """
+
+    dataset: Any
+    name: str
+    item: int | None
+    width: int
+    field: Field
+
+    @override
+    def read(self, first: int, end: int) -> np.ndarray:
+        return self._values(self.dataset[first:end])
+
+    @override
+    def take(self, rows: Integers) -> np.ndarray:
+        return self._values(self.dataset[rows])
+
+    def _values(self, table: Any) -> np.ndarray:
+        values = to_numpy(table.column(self.name))
+        if self.item is not None and values.ndim == 2 and values.shape[1] == self.width:
+            values = values[:, self.item]
+        wanted = torch.empty(0, dtype=self.field.dtype).numpy().dtype
+        kinds = values.dtype.kind + wanted.kind
+        # What does not fit is left as it is, and then read item by item.
+        fits = kinds in ("bb", "ff") or (
+            kinds in ("ii", "ui") and np.can_cast(values.dtype, wanted, "safe")
+        )
+        return values.astype(wanted, copy=False) if fits else values

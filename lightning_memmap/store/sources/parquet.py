@@ -1,0 +1,109 @@
+"""Columns of Parquet files, read by row groups when they are needed."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_memmap.sampling import Integers
+from lightning_memmap.store.sources.field_array import FieldArray, join
+from lightning_memmap.store.sources.from_arrow import to_numpy
+from lightning_memmap.store.sources.names import chosen
+
+
+def parquet_columns(path: Path, names: Sequence[str] | None) -> dict[str, Any]:
+    """Open a Parquet file, or all such files of a directory in the order of their names.
+
+    Args:
+        path: The file or directory.
+        names: The columns to use; None for all.
+
+    Returns:
+        One `ParquetColumn` by name.
+
+    Raises:
+        ModuleNotFoundError: pyarrow is not installed.
+        FileNotFoundError: There is no such file.
+        ValueError: A name is not among those of the files, or is there twice.
+    """
+    from pyarrow.parquet import read_schema
+
+    paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not paths:
+        raise FileNotFoundError(f"{path}: the directory has no file that ends in .parquet")
+    return {name: ParquetColumn(paths, name) for name in chosen(names, read_schema(paths[0]).names)}
+
+
+class ParquetColumn(FieldArray):
+    """One column of Parquet files. The row group that was read last is kept.
+
+    Args:
+        paths: The files.
+        name: The column.
+
+    Attributes:
+        files: Path, size in bytes and time of each file, which identify the rows.
+        name: The column.
+    """
+
+    def __init__(self, paths: Sequence[Path], name: str) -> None:
+        states = [(path, path.stat()) for path in paths]
+        self.files = [(str(path), state.st_size, state.st_mtime_ns) for path, state in states]
+        self.name = name
+        self._last: tuple[int, np.ndarray] | None = None
+
+    @cached_property
+    def _groups(self) -> tuple[list[tuple[Any, int]], Integers]:
+        """File and number of each row group, and where each ends in rows of all files."""
+        from pyarrow.parquet import ParquetFile
+
+        groups, sizes = [], []
+        for path, _, _ in self.files:
+            file = ParquetFile(path)
+            for number in range(file.num_row_groups):
+                groups.append((file, number))
+                sizes.append(file.metadata.row_group(number).num_rows)
+        return groups, np.cumsum(sizes, dtype=np.int64)
+
+    def __len__(self) -> int:
+        ends = self._groups[1]
+        return int(ends[-1]) if len(ends) else 0
+
+    def __getitem__(self, row: int) -> Any:
+        return self.read(row, row + 1)[0]
+
+    @override
+    def read(self, first: int, end: int) -> Any:
+        ends = self._groups[1]
+        parts, number = [], int(np.searchsorted(ends, first, side="right"))
+        while first < end:
+            values, stop = self._read_group(number), int(ends[number])
+            start = stop - len(values)
+            parts.append(values[first - start : min(end, stop) - start])
+            first, number = min(end, stop), number + 1
+        return join(parts)
+
+    @override
+    def take(self, rows: Integers) -> Any:
+        order = np.argsort(rows, kind="stable")
+        numbers = np.searchsorted(self._groups[1], rows[order], side="right")
+        parts = []
+        for places in np.split(order, np.flatnonzero(np.diff(numbers)) + 1):
+            number = int(np.searchsorted(self._groups[1], rows[places[0]], side="right"))
+            values = self._read_group(number)
+            parts.append(values[rows[places] - (int(self._groups[1][number]) - len(values))])
+        return join(parts)[np.argsort(order)]
+
+    def _read_group(self, number: int) -> np.ndarray:
+        if self._last is None or self._last[0] != number:
+            file, group = self._groups[0][number]
+            table = file.read_row_group(group, columns=[self.name])
+            self._last = number, to_numpy(table.column(self.name))
+        return self._last[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each process opens the files for itself.
+        return {"files": self.files, "name": self.name, "_last": None}

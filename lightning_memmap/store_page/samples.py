@@ -1,0 +1,106 @@
+"""Samples of a store, as pictures and text."""
+
+import base64
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from lightning_memmap.schema import Field
+from lightning_memmap.store import Store
+
+_NUM_SAMPLES = 24
+#: The longest side of a picture, and the most values that are written out.
+_MAX_PIXELS, _MAX_VALUES = 192, 8
+#: The most characters of text.
+_MAX_TEXT = 200
+_CHANNELS = (1, 3, 4)
+
+
+@dataclass(frozen=True)
+class Value:
+    """One field of a sample.
+
+    Args:
+        name: The field.
+        picture: A PNG file as a data address; empty where it is no picture.
+        text: Its values, or its shape.
+    """
+
+    name: str
+    picture: str
+    text: str
+
+
+def samples(store: Store) -> list[tuple[int, list[Value]]]:
+    """Show evenly spaced rows.
+
+    Args:
+        store: The store.
+
+    Returns:
+        For each of them, its number and its fields.
+    """
+    last, count = store.num_rows - 1, min(_NUM_SAMPLES, store.num_rows)
+    rows = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
+    return [
+        (
+            row,
+            [
+                show(field, column.row(row))
+                for field, column in zip(store.schema.fields, store.columns, strict=True)
+            ],
+        )
+        for row in rows
+    ]
+
+
+def show(field: Field, row: Tensor) -> Value:
+    """Show one field of one row.
+
+    Args:
+        field: The field.
+        row: Its value.
+    """
+    if field.is_text:
+        # A lone half of a surrogate pair cannot be part of a page.
+        text = str(field.value(row)).encode("utf-8", "replace").decode()
+        return Value(field.name, "", text[:_MAX_TEXT] + "..." * (len(text) > _MAX_TEXT))
+    shape = " x ".join(map(str, row.shape))
+    pixels = _pixels(row)
+    if pixels is not None:
+        return Value(field.name, _picture(pixels), shape)
+    values = row.reshape(-1)[:_MAX_VALUES].tolist()
+    text = ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
+    if row.numel() > _MAX_VALUES:
+        text = f"{shape}: {text}, ..."
+    return Value(field.name, "", text)
+
+
+def _pixels(row: Tensor) -> np.ndarray | None:
+    """The pixels of an image, uint8 of shape (H, W, C), or None for anything else."""
+    if row.is_complex() or row.dim() not in (2, 3) or 0 in row.shape:
+        return None
+    if row.dim() == 2:
+        row = row[None]
+    if row.shape[0] in _CHANNELS:
+        row = row.movedim(0, -1)
+    if row.shape[-1] not in _CHANNELS or min(row.shape[:2]) < 8:
+        return None
+    numbers = row.double()
+    if str(row.dtype) != "torch.uint8":
+        numbers = numbers.nan_to_num(0.0, 0.0, 0.0)
+        low, high = numbers.min(), numbers.max()
+        numbers = (numbers - low) * (255 / (high - low if high > low else 1))
+    pixels: np.ndarray = numbers.numpy().astype(np.uint8)
+    return pixels
+
+
+def _picture(pixels: np.ndarray) -> str:
+    image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+    image.thumbnail((_MAX_PIXELS, _MAX_PIXELS))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,472 @@
+"""What `gpu.py` measures: each function gives the rows of one table.
+
+A row has a label and, by column, a value for each round.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from loaders import make_loader
+from timing import in_turn, pairwise_ratios
+from torch import Tensor, nn
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.loading import DeviceLoader, SuperBatchLoader, has_streams
+from lightning_memmap.store import Store
+from lightning_memmap.strategies import SuperBatchStrategy
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW_BYTES = (256, 1024, 4096, 16384, 65536, 150528)
+IMAGE = (3, 32, 32)
+MIB = 2**20
+#: Rounds of runs that are programs of their own.
+_SCALE_ROUNDS = 3
+#: What files are read into: its pages are there.
+_BUFFER = bytearray(32 * MIB)
+
+
+class Row(NamedTuple):
+    """A line of a table."""
+
+    label: str
+    values: dict[str, list[float]]
+    """By column, with its unit, a value for each round."""
+
+
+class Images(torch.utils.data.Dataset[Any]):
+    """Random images, made once."""
+
+    def __init__(self, num_rows: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.randint(
+            0, 256, (num_rows, *IMAGE), generator=generator, dtype=torch.uint8
+        )
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.images[index], index % 10
+
+
+def flip(batch: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """Mirror half of the images and make them floats: something for the data devices to do."""
+    images, labels = batch
+    chosen = torch.rand(len(images), generator=generator, device=images.device) < 0.5
+    images = torch.where(chosen[:, None, None, None], images.flip(-1), images)
+    return [images.float().div_(255), labels]
+
+
+class Bench:
+    """The devices, and what is timed on them.
+
+    Args:
+        device: The root device.
+        data_devices: Where the rows are.
+        mib: Bytes of rows, in MiB.
+        rounds: Rounds that count.
+    """
+
+    def __init__(
+        self, device: torch.device, data_devices: list[torch.device], mib: int, rounds: int
+    ) -> None:
+        self.device = device
+        self.data_devices = data_devices
+        self.num_bytes = mib * MIB
+        self.rounds = rounds
+
+    def wait(self) -> None:
+        """Until the devices have done all that they were given."""
+        for device in {self.device, *self.data_devices}:
+            torch.get_device_module(device).synchronize(device)
+
+    def seconds(self, runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+        """Of each run in each round, until the devices are done."""
+
+        def timed(run: Callable[[], object]) -> Callable[[], None]:
+            def until_done() -> None:
+                run()
+                self.wait()
+
+            return until_done
+
+        return in_turn({name: timed(run) for name, run in runs.items()}, self.rounds)
+
+    # Fetches
+
+    def fetches(self) -> Iterator[Row]:
+        """A row for each size of rows."""
+        for row_bytes in ROW_BYTES:
+            yield self._fetch_row(row_bytes)
+
+    def _fetch_row(self, row_bytes: int) -> Row:
+        num_rows = self.num_bytes // row_bytes
+        rows = torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device=self.device)
+        count = max(1, num_rows // 16)
+        out = torch.empty(count, row_bytes, dtype=torch.uint8, device=self.device)
+        places = torch.randperm(num_rows)[: 8 * count].to(self.device).split(count)
+        parts = rows.split(count)[: len(places)]
+
+        def fetch() -> None:
+            for chosen in places:
+                torch.index_select(rows, 0, chosen, out=out[: len(chosen)])
+
+        def copy() -> None:
+            for part in parts:
+                out[: len(part)].copy_(part)
+
+        seconds = self.seconds({"fetch": fetch, "copy": copy})
+        moved = 2 * sum(map(len, places)) * row_bytes
+        rates = {name: [moved / value / 1e9 for value in times] for name, times in seconds.items()}
+        return Row(
+            f"{row_bytes:,} bytes",
+            {
+                "fetch, GB/s": rates["fetch"],
+                "copy, GB/s": rates["copy"],
+                "fetch / copy": pairwise_ratios(rates["fetch"], rates["copy"]),
+            },
+        )
+
+    # Loading
+
+    def loads(self, store: Store) -> Iterator[Row]:
+        """A row for each way that the bytes of a store can go."""
+        num_bytes = store.num_rows * store.manifest.row_bytes
+        source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_streams(self.device))
+        source.zero_()
+        target = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        files = sorted(store.path.glob("*.memmap"))
+        runs: dict[str, Callable[[], object]] = {
+            "page-locked memory to the device": lambda: target.copy_(source, non_blocking=True),
+            "reading the files, page cache": lambda: _read(files, cold=False),
+            "reading the files, disk": lambda: _read(files, cold=True),
+            "store to the device, page cache": lambda: self.loader(store, "device"),
+            "store to the device, disk": lambda: (_evict(files), self.loader(store, "device")),
+        }
+        seconds = self.seconds(runs)
+        for name, times in seconds.items():
+            values = {"GB/s": [num_bytes / value / 1e9 for value in times]}
+            if name.startswith("store"):
+                cache = name.partition(", ")[2]
+                slower = [
+                    max(one, other)
+                    for one, other in zip(
+                        seconds["page-locked memory to the device"],
+                        seconds[f"reading the files, {cache}"],
+                        strict=True,
+                    )
+                ]
+                values["rate / slower part"] = pairwise_ratios(slower, times)
+            yield Row(name, values)
+
+    def loader(
+        self, store: Store, residency: str, batch_size: int = 1, **options: Any
+    ) -> SuperBatchLoader:
+        """A shuffled loader, once its rows are where they belong."""
+        return make_loader(store, self.data_devices, batch_size, residency, **options)
+
+    # Waiting
+
+    def waits(self, store: Store, batch: int, width: int) -> Iterator[Row]:
+        """A row for each residency and number of steps ahead."""
+        torch.manual_seed(0)
+        net = convolutions(width).to(self.device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+        def train(batches: Any) -> None:
+            for images, labels in batches:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(images), labels).backward()
+                optimizer.step()
+
+        per_device = max(1, batch // len(self.data_devices))
+        loaders = {
+            residency: self.loader(store, residency, per_device, transform=flip, drop_last=True)
+            for residency in ("device", "host")
+        }
+        steps = loaders["device"].num_steps
+        (ready, *_) = DeviceLoader(loaders["device"], self.device)
+        runs: dict[str, Callable[[], object]] = {"ideal": lambda: train([ready] * steps)}
+        for residency, loader in loaders.items():
+            for prefetch in (0, 1, 2, 4):
+                batches = DeviceLoader(loader, self.device, prefetch)
+                runs[f"{residency}, {prefetch} ahead"] = lambda batches=batches: train(batches)
+        seconds = self.seconds(runs)
+        for name, times in seconds.items():
+            shares = [1 - ratio for ratio in pairwise_ratios(seconds["ideal"], times)]
+            step_us = [1e6 * value / steps for value in times]
+            yield Row(name, {"us a step": step_us, "share of waiting": shares})
+
+    # Graphs
+
+    def graphs(self, store: Store, batch: int) -> Iterator[Row]:
+        """A row for a fit kernel by kernel and one with a CUDA graph, of many small kernels.
+
+        Nothing on devices that have no graphs.
+        """
+        if self.device.type != "cuda":
+            return
+        names = {"kernel by kernel": False, "one graph": True}
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(self.rounds):
+            for name, cuda_graph in names.items():
+                module = Deep(self.wait)
+                trainer = L.Trainer(
+                    accelerator="gpu",
+                    devices=[self.device.index or 0],
+                    strategy=SuperBatchStrategy(cuda_graph=cuda_graph),
+                    max_epochs=3,
+                    logger=False,
+                    enable_checkpointing=False,
+                    enable_progress_bar=False,
+                    enable_model_summary=False,
+                )
+                loader = self.loader(store, "device", batch, drop_last=True)
+                trainer.fit(module, loader)
+                # The first epoch warms up and captures.
+                seconds[name] += [epoch_s / loader.num_steps for epoch_s in module.epochs_s[1:]]
+        for name, values in seconds.items():
+            yield Row(name, {"us a step": [1e6 * value for value in values]})
+
+    # Scaling
+
+    def scales(
+        self, strategies: list[str], directory: Path, num_rows: int, batch: int, width: int
+    ) -> Iterator[Row]:
+        """A row for each strategy and number of devices of this machine, with as many rows a step.
+
+        Each run is a program of its own: `scale_worker`.
+        """
+        most = torch.accelerator.device_count() if self.device.type != "cpu" else 2
+        counts = [count for count in (1, 2, 4, 8) if count <= most]
+        alone: list[float] = []
+        for strategy in strategies:
+            for count in counts:
+                rates = []
+                for _ in range(min(self.rounds, _SCALE_ROUNDS)):
+                    given = [strategy, count, num_rows, batch // count, width]
+                    rates.append(self._scale(directory, given))
+                alone = alone or rates
+                ratios = [rate / other for rate, other in zip(rates, alone, strict=True)]
+                yield Row(
+                    f"{strategy}, {count} devices", {"rows/s": rates, "against one device": ratios}
+                )
+
+    def _scale(self, directory: Path, given: list[Any]) -> float:
+        with tempfile.TemporaryDirectory(dir=directory) as out:
+            answer = Path(out) / "rate.json"
+            arguments = [self.device.type, *given, directory, answer]
+            program = Path(__file__).with_name("gpu.py")
+            subprocess.run(
+                [sys.executable, str(program), "--scale-worker", *map(str, arguments)], check=True
+            )
+            rate: float = json.loads(answer.read_text())
+            return rate
+
+    # The showcase
+
+    def showcase(
+        self, folder: str | None, target: float, max_epochs: int, width: int
+    ) -> Iterator[Row]:
+        """A row with the time in which `examples.cifar` reaches an accuracy."""
+        sys.path.append(str(ROOT))
+        from examples.cifar import CropAndFlip, SmallImages, SmallResNet
+
+        data: Any = "digits" if folder is None else "cifar10"
+        with tempfile.TemporaryDirectory() as stores:
+            datamodule = MemmapDataModule(
+                *(SmallImages(split, data, folder) for split in ("train", "val", "test")),
+                store_dir=stores,
+                batch_size=512 if folder else 64,
+                transform=CropAndFlip(flip=folder is not None),
+            )
+            L.seed_everything(0)
+            reached = Reached(target, self.wait)
+            trainer = L.Trainer(
+                accelerator="cpu" if self.device.type == "cpu" else "gpu",
+                devices=1,
+                strategy="memmap_superbatch",
+                max_epochs=max_epochs,
+                precision="32-true" if self.device.type == "cpu" else "bf16-mixed",
+                callbacks=[reached],
+                **_QUIET,
+            )
+            trainer.fit(SmallResNet(0.4, width), datamodule)
+        yield Row(
+            f"{data}, validation accuracy {target:.0%}"
+            + ("" if reached.seconds else " not reached"),
+            {
+                "s": [reached.seconds or reached.total_s],
+                "epochs": [float(trainer.current_epoch)],
+                "accuracy": [reached.accuracy],
+            },
+        )
+
+
+_QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def scale_worker(
+    kind: str,
+    strategy: str,
+    count: int,
+    num_rows: int,
+    batch: int,
+    width: int,
+    directory: Path,
+    answer: Path,
+) -> None:
+    """Train for three epochs, and write the rows per second of the faster of the last two."""
+    data = MemmapDataModule(
+        Images(num_rows), store_dir=directory / "scale", batch_size=batch, drop_last=True
+    )
+    options = {"data_devices_per_process": 1} if strategy == "memmap_superbatch_ddp" else {}
+    chosen: Any = strategy
+    if options:
+        from lightning_memmap.strategies import SuperBatchDDPStrategy
+
+        chosen = SuperBatchDDPStrategy(**options)
+    device = torch.device(kind)
+
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    trainer = L.Trainer(
+        accelerator="cpu" if kind == "cpu" else "gpu",
+        devices=count,
+        strategy=chosen,
+        max_epochs=3,
+        limit_val_batches=0,
+        **_QUIET,
+    )
+    module = Small(wait, width)
+    trainer.fit(module, data)
+    if trainer.is_global_zero:
+        used = num_rows // (batch * count) * batch * count
+        answer.write_text(json.dumps(used / min(module.epochs_s[1:])))
+
+
+class Reached(L.Callback):
+    """Stops a fit once a validation accuracy is reached.
+
+    Args:
+        target: The accuracy.
+        wait: Waits for the device.
+    """
+
+    def __init__(self, target: float, wait: Callable[[], None]) -> None:
+        self._target = target
+        self._wait = wait
+        self.seconds = 0.0
+        self.total_s = 0.0
+        self.accuracy = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._wait()
+        self._start = perf_counter()
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        self.accuracy = float(trainer.callback_metrics["val_accuracy"])
+        self._wait()
+        self.total_s = perf_counter() - self._start
+        if self.accuracy >= self._target:
+            self.seconds = self.total_s
+            trainer.should_stop = True
+
+
+class Timed(L.LightningModule):
+    """Times its epochs.
+
+    Args:
+        wait: Waits for the device.
+        net: The layers.
+    """
+
+    def __init__(self, wait: Callable[[], None], net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.wait = wait
+        self.epochs_s: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(self.net(images.float() / 255), labels)
+
+    def on_train_epoch_start(self) -> None:
+        self.wait()
+        self.start = perf_counter()
+
+    def on_train_epoch_end(self) -> None:
+        self.wait()
+        self.epochs_s.append(perf_counter() - self.start)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Deep(Timed):
+    """Layers so small that starting them takes longer than they do."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        layers: list[nn.Module] = [nn.Flatten(), nn.Linear(3072, 64)]
+        for _ in range(30):
+            layers += [nn.Linear(64, 64), nn.ReLU()]
+        super().__init__(wait, nn.Sequential(*layers, nn.Linear(64, 10)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-4, capturable=True)
+
+
+class Small(Timed):
+    """The convolutions of `convolutions`."""
+
+    def __init__(self, wait: Callable[[], None], width: int) -> None:
+        super().__init__(wait, convolutions(width))
+
+
+def convolutions(width: int) -> nn.Module:
+    """Two convolutions for images of 32x32."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(width, 10),
+    )
+
+
+def _evict(files: list[Path]) -> None:
+    """Let the page cache forget files, as far as they are on the disk."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _read(files: list[Path], *, cold: bool) -> None:
+    if cold:
+        _evict(files)
+    for file in files:
+        with file.open("rb", buffering=0) as opened:
+            while opened.readinto(_BUFFER):
+                pass

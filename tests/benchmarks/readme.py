@@ -1,0 +1,89 @@
+"""Writes the figures of the README, from the report of its main command.
+
+    lightning-memmap compare --config examples/configs/photos.yaml ...    # as in the README
+    python tests/benchmarks/readme.py runs/compare/report.json
+
+Whatever stands between the two comments ``<!-- figures -->`` and ``<!-- end of figures -->`` is
+replaced, so that nobody types a figure.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from jsonargparse import auto_cli
+
+from lightning_memmap.compare.report.report import Report, VariantResult, read_report
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+START, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
+#: Whose speed the first sentence tells.
+FLAGSHIP = "memmap_superbatch"
+
+
+def write_figures(report: str, readme: str = str(README)) -> None:
+    """Replace the figures of the README.
+
+    Args:
+        report: The report.json of its main command.
+        readme: The README.
+    """
+    path = Path(readme)
+    before, start, rest = path.read_text(encoding="utf-8").partition(START)
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        raise ValueError(f"{path} has no lines {START.strip()} and {END.strip()}")
+    lines = "".join(f"{line}\n" for line in figures(read_report(report)))
+    path.write_text(before + start + lines + end + after, encoding="utf-8")
+
+
+def figures(report: Report) -> Iterator[str]:
+    """The lines of the README, in Markdown.
+
+    Args:
+        report: A comparison of `FLAGSHIP` with a ``DataLoader`` and the ideal loader.
+
+    Raises:
+        ValueError: A variant is missing, or parity does not hold.
+    """
+    if report.exit_code:
+        raise ValueError(f"the comparison ended with exit code {report.exit_code}: not shown")
+    rates = {each.variant: each.rate for each in report.measured}
+    plain = {each.variant: each.rate for each in report.measured if "workers" in each.loader}
+    ideal = rates.get(f"{FLAGSHIP}+ideal")
+    if FLAGSHIP not in rates or not plain or ideal is None:
+        raise ValueError(f"the report has {', '.join(rates)}: run the command of the README")
+    machine, best = report.environment, max(plain.values())
+    yield (
+        f"**{rates[FLAGSHIP] / best:.1f} times as fast as the best DataLoader, and"
+        f" {rates[FLAGSHIP] / ideal:.0%} of what an ideal loader reaches**, with"
+        f" {_equal(report)}. Measured on {machine.cores} cores of {machine.processor}"
+        f"{'' if machine.devices else ', without a GPU'}, with torch"
+        f" {machine.packages.get('torch')}; {report.settings.repeats} runs of"
+        f" {report.settings.steps} steps each, {report.settings.global_batch} rows a step:"
+    )
+    yield ""
+    yield "| variant | | samples/s | of the best DataLoader | of ideal |"
+    yield "|---|---|---|---|---|"
+    for each in report.measured:
+        yield (
+            f"| `{each.variant}` | {each.description} | {_range(each)} |"
+            f" {each.rate / best:.2f} | {each.rate / ideal:.2f} |"
+        )
+
+
+def _equal(report: Report) -> str:
+    compared = [each.parity for each in report.variants if each.parity is not None]
+    largest = max(parity.weight_difference or 0.0 for parity in compared)
+    rows = "the same rows in every step"
+    if largest == 0:
+        return f"{rows} and the same weights, bit for bit"
+    return f"{rows} and weights within {largest:.0e} of each other"
+
+
+def _range(variant: VariantResult) -> str:
+    runs = variant.figures["samples_per_s"]
+    return f"{variant.rate:,.0f} ({min(runs):,.0f}..{max(runs):,.0f})"
+
+
+if __name__ == "__main__":
+    auto_cli(write_figures)

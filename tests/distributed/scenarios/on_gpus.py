@@ -1,0 +1,127 @@
+"""What only shows where processes have GPUs, which may be simulated."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.strategies import FSDP2Strategy, PipelineStrategy
+from lightning_memmap.strategies.pipelining import groups
+from tests.models import Points, Regression, make_trainer
+
+#: Its weights are most of the memory of a fit.
+WIDTH = 1024
+
+
+class Wide(Regression):
+    """A layer of 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=1e-3)
+        generator = torch.Generator().manual_seed(7)
+        self.net = nn.Sequential(
+            nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
+        )
+        with torch.no_grad():
+            for parameter in self.net.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def make(out: Path, strategy: Any, **options: Any) -> tuple[L.Trainer, MemmapDataModule]:
+    data = MemmapDataModule(Points(32), store_dir=out / "stores", batch_size=4)
+    return make_trainer(out, strategy=strategy, devices=2, **options), data
+
+
+def offload(out: Path) -> dict[str, Any]:
+    """Offload to the host after a Trainer with another process group, and resume."""
+    trainer, data = make(out, "ddp")
+    trainer.fit(Regression(), data)
+    found: dict[str, Any] = {"refused": ""}
+    trainer, data = make(out, FSDP2Strategy(cpu_offload=True, wrap_classes=["Linear"]))
+    try:
+        trainer.fit(Wide(), data)
+    except ValueError as error:
+        found["refused"] = str(error)
+    dist.destroy_process_group()
+    for name, epochs, checkpoint in (
+        ("half", 1, None),
+        ("whole", 2, None),
+        ("resumed", 2, out / "half.ckpt"),
+    ):
+        strategy = FSDP2Strategy(cpu_offload=True, wrap_classes=["Linear"])
+        trainer, data = make(out, strategy, max_epochs=epochs)
+        module, largest = Wide(), Largest()
+        with largest:
+            trainer.fit(module, data, ckpt_path=checkpoint, weights_only=checkpoint and True)
+            trainer.save_checkpoint(out / f"{name}.ckpt")
+        found[name] = largest.num_bytes
+    found["backend"] = dist.get_backend()
+    return found
+
+
+class Largest:
+    """The most that the optimizer's state takes on a device while it is loaded.
+
+    Attributes:
+        num_bytes: Of the GPU's memory, in `FSDP2Strategy.load_checkpoint`, beyond that before.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def __enter__(self) -> "Largest":
+        self._load = FSDP2Strategy._load_optimizers
+        largest = self
+
+        def load(strategy: FSDP2Strategy, checkpoint: Any) -> None:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            largest._load(strategy, checkpoint)
+            largest.num_bytes = torch.cuda.max_memory_allocated() - before
+
+        FSDP2Strategy._load_optimizers = load  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        FSDP2Strategy._load_optimizers = self._load  # type: ignore[method-assign]
+
+
+def pipelines(out: Path) -> dict[str, Any]:
+    """Average gradients of two pipelines, and gather the state of two stages."""
+    found: dict[str, Any] = {"waits": [], "pickled": []}
+    average, gather = groups.average_gradients, dist.gather_object
+
+    def averaging(*args: Any) -> None:
+        from tests.simulated_gpu import devices
+
+        before = len(devices.reports)
+        devices.noted.add("wait")
+        average(*args)
+        devices.noted.discard("wait")
+        found["waits"].append([str(report) for report in devices.reports[before:]])
+        del devices.reports[before:]
+
+    def gathering(sent: Any, *args: Any) -> None:
+        found["pickled"].append(len(pickle.dumps(sent)))
+        gather(sent, *args)
+
+    from lightning_memmap.strategies import pipeline
+
+    pipeline.average_gradients, dist.gather_object = averaging, gathering
+    trainer, data = make(out, PipelineStrategy(data_parallel_size=2))
+    trainer.fit(Staged(), data)
+    pipeline.average_gradients = average
+    trainer, data = make(out, PipelineStrategy())
+    trainer.fit(Staged(), data)
+    trainer.save_checkpoint(out / "staged.ckpt")
+    return found
+
+
+class Staged(Wide):
+    def stages(self) -> list[nn.Module]:
+        return [self.net[:1], self.net[1:]]

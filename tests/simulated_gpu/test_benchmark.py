@@ -1,0 +1,50 @@
+"""The program for the day a GPU is at hand, with tiny sizes."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.preloaded import python
+
+ROOT = Path(__file__).resolve().parents[2]
+#: A few of them are marked gpu.
+TESTS = "tests/strategies/test_cuda_graph.py"
+
+pytestmark = pytest.mark.gpu
+
+
+def test_one_command_runs_everything_and_writes_both_files(tmp_path: Path) -> None:
+    page = Path(shutil.copy(ROOT / "docs" / "gpu.md", tmp_path))
+    answer = tmp_path / "gpu.json"
+    done = subprocess.run(
+        [
+            *(python(), str(ROOT / "tests" / "benchmarks" / "gpu.py")),
+            *("--all", "--tiny", "--strategies", "ddp"),
+            *("--tests", TESTS, "--json", str(answer), "--write", str(page)),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(answer.read_text())
+    assert report["tests"].pop("passed")
+    assert not any(report["tests"].values())
+    figures = report["figures"]
+    assert list(figures) == ["fetch", "load", "wait", "graph", "scale", "show"]
+    assert list(figures["graph"]) == ["kernel by kernel", "one graph"]
+    assert list(figures["scale"]) == ["ddp, 1 devices", "ddp, 2 devices"]
+    for rows in figures.values():
+        for values in rows.values():
+            assert all(values.values())
+    written = page.read_text()
+    assert "nothing of a GPU" in written
+    assert "| ddp, 2 devices |" in written
+    assert "Nothing was measured" not in written

@@ -1,0 +1,151 @@
+"""Strategies of several processes on simulated GPUs, one GPU for each process.
+
+Values go between them as `tests.simulated_gpu.nccl` sends them. The strategies of this pack run the
+contract of `tests.distributed.test_contract`, with the cases that differ most from each other on
+devices; Lightning's own train, and resume.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import test_contract as contract
+from tests.distributed import test_tensor_parallel as tensor_parallel
+from tests.distributed.harness import global_batches, launch
+from tests.distributed.reports import Reports
+from tests.distributed.scenarios import lightning_own
+from tests.distributed.scenarios.contract import run
+from tests.models import Regression, weights
+from tests.strategies.contract import DEVICES, REFERENCE, contracts_in
+
+#: The others differ in what Lightning does in Python, or are of one process.
+CASES = (
+    "plain",
+    "accumulation",
+    "clip_norm",
+    "bfloat16",
+    "manual",
+    "two_optimizers",
+    "best_checkpoint",
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    # The resumed runs save nothing.
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    # The reference runs on the CPU.
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),
+]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    out = tmp_path_factory.mktemp("reference")
+    return Reports(out, [run(out, REFERENCE, cases=CASES)], Regression)
+
+
+@pytest.fixture(scope="module", params=contracts_in("several"))
+def strategy(
+    request: pytest.FixtureRequest, reference: Reports, tmp_path_factory: pytest.TempPathFactory
+) -> Reports:
+    out = tmp_path_factory.mktemp(request.param)
+    options = {"name": request.param, "others": str(reference.out), "cases": CASES}
+    ranks = launch("contract.run", out, processes=DEVICES, accelerator="gpu", **options)
+    return Reports(out, ranks, Regression)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fit_of_a_case_is_as_on_one_device(
+    strategy: Reports, reference: Reports, case: str
+) -> None:
+    contract.test_fit_of_a_case_is_as_on_one_device(strategy, reference, case)
+
+
+# With the fixtures of this file.
+test_evaluation_is_over_all_rows_once = contract.test_evaluation_is_over_all_rows_once
+test_predictions_are_of_each_row_once = contract.test_predictions_are_of_each_row_once
+test_resume_is_bitwise = contract.test_resume_is_bitwise
+test_checkpoint_of_one_process_resumes_in_several = (
+    contract.test_checkpoint_of_one_process_resumes_in_several
+)
+test_checkpoint_of_several_processes_resumes_in_one = (
+    contract.test_checkpoint_of_several_processes_resumes_in_one
+)
+
+
+def test_nothing_is_used_too_early(strategy: Reports) -> None:
+    assert [rank["reports"] for rank in strategy.ranks] == [[]] * DEVICES
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("one")
+    return out, lightning_own.fit_and_resume(out, "auto", 1)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_strategy_of_lightning_trains_as_one_process(
+    tmp_path: Path, one: tuple[Path, dict[str, Any]], name: str
+) -> None:
+    ranks = launch(
+        "lightning_own.fit_and_resume",
+        tmp_path,
+        processes=2,
+        accelerator="gpu",
+        name=name,
+        num_processes=2,
+    )
+    out, expected = one
+    seen = [rank["seen"]["train"] for rank in ranks]
+    assert global_batches(seen) == expected["seen"]["train"]
+    for rank in ranks:
+        assert rank["resumed"]["train"] == rank["seen"]["train"][lightning_own.RESUMED :]
+    found = load(tmp_path / "whole.ckpt")
+    torch.testing.assert_close(found, load(out / "whole.ckpt"), rtol=0, atol=5e-6)
+    assert torch.equal(load(tmp_path / "resumed.ckpt"), found)
+
+
+def load(path: Path) -> torch.Tensor:
+    """The weights of a checkpoint, in the plain module."""
+    return weights(Regression.load_from_checkpoint(path, map_location="cpu", weights_only=True))
+
+
+def test_tensor_parallel_of_lightning_trains_as_one_process(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    out = tmp_path_factory.mktemp("one")
+    expected = tensor_parallel.tensor_parallel.fit_and_resume(
+        out, tensor_parallel.ROWS, tensor_parallel.GLOBAL_BATCH
+    )
+    tensor_parallel.check(tmp_path, (out, expected), 1, 2, accelerator="gpu")
+
+
+def test_offloading_needs_a_process_group_for_host_memory(tmp_path: Path) -> None:
+    ranks = launch("on_gpus.offload", tmp_path, processes=2, accelerator="gpu")
+    whole, resumed = (torch.load(tmp_path / f"{name}.ckpt") for name in ("whole", "resumed"))
+    for key, value in whole["state_dict"].items():
+        assert torch.equal(value, resumed["state_dict"][key])
+    for rank in ranks:
+        assert "cpu_offload=True: the process group" in rank["refused"]
+        assert "'nccl'" in rank["refused"]
+        assert rank["backend"] == "cpu:gloo,cuda:nccl"
+        # The optimizer's state stays in the host's memory.
+        assert rank["resumed"] == 0
+
+
+def test_pipelines_wait_for_nothing_and_gather_tensor_by_tensor(tmp_path: Path) -> None:
+    ranks = launch("on_gpus.pipelines", tmp_path, processes=2, accelerator="gpu")
+    checkpoint = torch.load(tmp_path / "staged.ckpt", map_location="cpu")
+    # Of both stages.
+    saved = checkpoint["optimizer_states"][0]["state"]
+    assert set(saved) == set(range(6))
+    assert all(state["exp_avg"].any() for state in saved.values())
+    for rank in ranks:
+        assert rank["reports"] == []
+        assert rank["waits"]
+        assert not any(rank["waits"])
+        # A layer has 4 MiB.
+        assert rank["pickled"]
+        assert max(rank["pickled"]) < 2**14

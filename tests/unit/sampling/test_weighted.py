@@ -1,0 +1,257 @@
+"""Rows drawn by weight: exact in the mean, as even as can be, in shards of equal weight."""
+
+import pickle
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_memmap.sampling import (
+    Sampler,
+    Shards,
+    ShuffledSampler,
+    StridedRows,
+    Weighted,
+    WeightedSampler,
+)
+from lightning_memmap.sampling.weighted_shards import WeightedShards
+
+
+class Table:
+    """Fields of a dataset in memory."""
+
+    def __init__(self, num_rows: int, **fields: Any) -> None:
+        self.num_rows = num_rows
+        self.fields = {name: np.asarray(values) for name, values in fields.items()}
+
+    def values(self, field: str) -> np.ndarray:
+        return self.fields[field]
+
+
+def made(weights: Any, num_shards: int = 4, seed: int = 0, **options: Any) -> WeightedSampler:
+    num_rows = len(weights)
+    return Weighted(weights, **options).make(Shards(num_rows, num_shards), seed, Table(num_rows))
+
+
+def drawn(sampler: Sampler, epoch: int) -> np.ndarray:
+    """How often each row comes in an epoch."""
+    rows = sampler.dataset_rows(epoch, range(sampler.num_positions))
+    return np.bincount(rows, minlength=sampler.shards.base.num_rows)
+
+
+@st.composite
+def weights(draw: st.DrawFn) -> list[float]:
+    values = st.sampled_from([0.0, 1.0, 1.0, 2.5, 0.3, 1e-6, 40.0])
+    found = draw(st.lists(values, min_size=1, max_size=80))
+    return found if any(found) else [*found, 1.0]
+
+
+@given(weights(), st.integers(1, 9), st.integers(1, 150), st.integers(0, 3))
+@settings(deadline=None, max_examples=150)
+def test_each_row_comes_as_often_as_it_should_up_to_rounding(
+    given_weights: list[float], num_shards: int, num_samples: int, epoch: int
+) -> None:
+    sampler = made(given_weights, num_shards, num_samples=num_samples)
+    assert sampler.num_positions == num_samples
+    counts = drawn(sampler, epoch)
+    assert counts.sum() == num_samples
+    total = sum(map(Fraction, given_weights))
+    for count, weight in zip(counts.tolist(), given_weights, strict=True):
+        expected = num_samples * Fraction(weight) / total
+        # Up to the rounding of float64.
+        assert -1 - 1e-9 < count - expected < 1 + 1e-9
+        assert weight or not count
+
+
+@given(weights(), st.integers(1, 9), st.data())
+@settings(deadline=None, max_examples=150)
+def test_without_replacement_no_row_comes_twice(
+    given_weights: list[float], num_shards: int, data: st.DataObject
+) -> None:
+    num_weighted = sum(weight > 0 for weight in given_weights)
+    num_samples = data.draw(st.integers(1, num_weighted))
+    sampler = made(given_weights, num_shards, num_samples=num_samples, replacement=False)
+    counts = drawn(sampler, data.draw(st.integers(0, 5)))
+    assert counts.max() == 1
+    assert counts.sum() == num_samples
+    assert not counts[np.array(given_weights) == 0].any()
+
+
+@given(weights(), st.integers(1, 9), st.integers(1, 150), st.booleans())
+@settings(deadline=None, max_examples=100)
+def test_lengths_fill_the_line_and_shards_cover_it(
+    given_weights: list[float], num_shards: int, num_samples: int, replacement: bool
+) -> None:
+    if not replacement:
+        num_samples = min(num_samples, sum(weight > 0 for weight in given_weights))
+    shards = made(
+        given_weights, num_shards, num_samples=num_samples, replacement=replacement
+    ).shards
+    line, bits = shards.line, shards.line.unit_bits
+    assert int(shards.lengths.array.sum()) == num_samples << bits
+    assert (shards.lengths.array[np.array(given_weights) == 0] == 0).all() or num_shards > 1
+    found = np.split(line.pieces, np.cumsum(shards.sizes)[:-1])
+    # Each shard has the share of its positions, and its rows all have some of it.
+    sizes = [len(range(shard, num_samples, num_shards)) for shard in range(num_shards)]
+    assert [int(each.sum()) for each in found] == [size << bits for size in sizes]
+    assert all((each > 0).all() for each in found)
+    assert [len(each) for each in found] == shards.sizes.tolist()
+    assert shards.num_rows == shards.sizes.sum()
+    # Only a row on a cut is in two shards.
+    assert shards.num_rows <= len(given_weights) + num_shards - 1
+
+
+@given(st.data(), weights(), st.integers(1, 12), st.integers(1, 150))
+@settings(deadline=None, max_examples=100)
+def test_positions_are_served_by_their_shards_in_any_division(
+    data: st.DataObject, given_weights: list[float], num_shards: int, num_samples: int
+) -> None:
+    sampler = made(given_weights, num_shards, num_samples=num_samples)
+    whole = sampler.dataset_rows(3, range(num_samples)).tolist()
+    step = data.draw(st.sampled_from([n for n in range(1, 13) if num_shards % n == 0]))
+    start = data.draw(st.integers(0, num_samples))
+    # As a process that has these shards alone finds them, in a sampler of its own.
+    again = pickle.loads(pickle.dumps(sampler))
+    homes, offsets = again.at(3, range(start, num_samples, step))
+    assert homes.tolist() == [p % num_shards for p in range(start, num_samples, step)]
+    assert (offsets < again.shards.sizes[homes]).all()
+    assert again.shards.dataset_rows(homes, offsets).tolist() == whole[start::step]
+    for shard in range(num_shards):
+        mine = {row for p, row in enumerate(whole) if p % num_shards == shard}
+        assert mine <= set(np.asarray(sampler.shards.rows_of(shard)).tolist())
+
+
+# Distributions. The seeds are fixed, so each outcome is fixed; the critical values are 99.9 %
+# quantiles of the chi-square distribution.
+
+UNEVEN = np.array([0.2, 5, 1, 1, 0, 1, 3, 0.5, 1, 1, 9, 1, 1, 2, 1, 0.1, 1, 1, 4, 1])
+
+
+@pytest.mark.parametrize("num_shards", [1, 4, 7])
+def test_each_position_of_a_round_is_drawn_with_the_right_probability(num_shards: int) -> None:
+    # One position of each of many epochs, which are independent, at random places of the order.
+    sampler = made(UNEVEN, num_shards, num_samples=5 * num_shards)
+    counts = np.zeros(len(UNEVEN))
+    draws = 6000
+    for epoch in range(draws):
+        position = epoch % sampler.num_positions
+        counts[sampler.dataset_rows(epoch, range(position, position + 1))] += 1
+    expected = UNEVEN / UNEVEN.sum() * draws
+    assert not counts[expected == 0].any()
+    used = expected > 0
+    chi_square = float(((counts - expected)[used] ** 2 / expected[used]).sum())
+    # 18 degrees of freedom.
+    assert chi_square < 42.31
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_rows_come_as_often_as_their_weights_say_in_the_mean_over_epochs(replacement: bool) -> None:
+    # The weights of a class lie in one shard alone, so that shards differ in weight.
+    given_weights = np.where(np.arange(48) % 4 == 1, 6.0, 1.0)
+    sampler = made(given_weights, 4, num_samples=12, replacement=replacement)
+    epochs = 1500
+    counts = sum(drawn(sampler, epoch) for epoch in range(epochs)) / epochs
+    expected = 12 * given_weights / given_weights.sum()
+    assert expected.max() < 1
+    # 5 standard errors of a binomial variable.
+    assert (np.abs(counts - expected) < 5 * np.sqrt(expected * (1 - expected) / epochs)).all()
+
+
+def test_rows_that_share_an_epoch_are_others_in_another() -> None:
+    # Half of the rows come in an epoch. Two of one shard come together in about a quarter.
+    sampler = made(np.ones(48), 2, num_samples=24)
+    epochs = 1000
+    both = sum(int(drawn(sampler, epoch)[[10, 12]].all()) for epoch in range(epochs))
+    assert abs(both - 0.24 * epochs) < 5 * np.sqrt(0.25 * 0.75 * epochs)
+
+
+def test_equal_weights_are_a_shuffled_epoch_in_the_shards_of_the_store() -> None:
+    sampler = made(np.full(101, 0.7), 12)
+    assert sampler.shards.starts_in(Shards(101, 12)) is not None
+    assert sampler.shards.sizes.tolist() == Shards(101, 12).sizes.tolist()
+    orders = [sampler.dataset_rows(epoch, range(101)).tolist() for epoch in range(3)]
+    assert all(sorted(order) == list(range(101)) for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+    assert all(row % 12 == p % 12 for p, row in enumerate(orders[0]))
+
+
+def test_classes_of_a_field_come_equally_often() -> None:
+    label = np.array([0] * 90 + [1] * 9 + [2])
+    sampler = Weighted("label").make(Shards(100, 8), 3, Table(100, label=label))
+    counts = np.mean([np.bincount(label, drawn(sampler, epoch)) for epoch in range(100)], axis=0)
+    assert (np.abs(counts - 100 / 3) < 0.5).all()
+
+
+def test_classes_are_counted_in_the_training_rows_alone() -> None:
+    label = np.array([0, 1, 1] * 40)
+    shards = Shards(60, 8, StridedRows(0, 2))
+    fields = Table(120, label=label, weight=label.astype(np.float32))
+    sampler = Weighted("label").make(shards, 0, fields)
+    rows = np.stack([sampler.dataset_rows(epoch, range(60)) for epoch in range(100)])
+    assert (rows % 2 == 0).all()
+    assert abs(label[rows].sum(1).mean() - 30) < 0.5
+    rows = Weighted("weight", num_samples=200).make(shards, 0, fields).dataset_rows(0, range(200))
+    assert (label[rows] == 1).all()
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_weights_may_be_a_list_an_array_or_a_tensor(kind: Any) -> None:
+    given_weights = [1.0, 0.0, 3.0, 1.0]
+    sampler = made(kind(given_weights), num_samples=10)
+    assert drawn(sampler, 0).tolist() == [2, 0, 6, 2]
+
+
+def test_identity_is_that_of_the_weights() -> None:
+    one, same, other = made([1.0, 2.0]), made(torch.tensor([2.0, 4.0])), made([1.0, 2.1])
+    assert one == same
+    assert one.identity == same.identity != other.identity
+    assert one.identity["shards"]["weights"]["num_positions"] == 2
+    assert made([1.0, 2.0], num_samples=3).identity != one.identity
+    assert repr(one.shards.lengths) == repr(same.shards.lengths)
+
+
+def test_known_weights_and_seed_give_known_rows() -> None:
+    # Checkpoints stand for this order: it must never change.
+    sampler = made(UNEVEN, 3, seed=42, num_samples=24)
+    assert sampler.dataset_rows(5, range(24)).tolist() == GOLDEN_SMALL
+    large = made(np.arange(100_003) % 11, 24, seed=7)
+    assert large.dataset_rows(2, range(50_000, 50_005)).tolist() == GOLDEN_LARGE
+
+
+GOLDEN_SMALL = [18, 10, 14, 6, 7, 2, 18, 10, 13, 1, 10, 8]
+GOLDEN_SMALL += [18, 10, 10, 3, 1, 11, 6, 1, 16, 6, 10, 17]
+GOLDEN_LARGE = [14096, 75993, 21130, 72323, 62268]
+
+
+def test_one_row_of_all_the_weight_is_in_every_shard() -> None:
+    sampler = made([0.0, 0.0, 5.0, 0.0], 4, num_samples=8)
+    assert sampler.dataset_rows(0, range(8)).tolist() == [2] * 8
+    assert sampler.shards.sizes.tolist() == [1, 1, 1, 1]
+    assert isinstance(sampler.shards, WeightedShards)
+    assert ShuffledSampler(sampler.shards.base).num_positions == 4
+
+
+@pytest.mark.parametrize(
+    ("given_weights", "options", "words"),
+    [
+        ([1.0, -1.0], {}, "row 1 has the weight -1"),
+        ([1.0, float("nan")], {}, "row 1 has the weight nan"),
+        ([float("inf"), 1.0], {}, "row 0 has the weight inf"),
+        ([0.0, 0.0], {}, "all weights of the training rows are 0"),
+        ([[1.0], [1.0]], {}, r"weights of shape \(2, 1\), and the dataset has 2 rows"),
+        ([1.0, 0.0], {"num_samples": 2, "replacement": False}, "num_samples=2 without replacement"),
+        ([1.0], {"num_samples": 0}, "num_samples=0: at least 1"),
+        ([1.0], {"num_samples": 1.5}, r"num_samples=1\.5: give an integer"),
+        ([1.0], {"replacement": 1}, "replacement=1: give True or False"),
+        (["a", "b"], {}, "weights of <U1: give numbers"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused(
+    given_weights: Any, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        made(given_weights, **options)

@@ -1,0 +1,170 @@
+"""``lightning-memmap doctor``: what it looks at, what it finds, and that it leaves nothing."""
+
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from lightning_memmap import doctor as module
+from lightning_memmap.cli import main
+from lightning_memmap.doctor import (
+    Finding,
+    devices,
+    file_system,
+    strategies,
+    versions,
+)
+from lightning_memmap.strategies import STRATEGIES
+
+
+def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
+    return {finding.what: finding for finding in findings}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[Any, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(["doctor", *arguments])
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_doctor_on_a_good_folder_succeeds_and_leaves_nothing(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    code, out, _ = run(str(tmp_path))
+    assert code == 0, out
+    for words in ("Versions", "torch", "host memory", str(tmp_path), "memmap_superbatch"):
+        assert words in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_of_a_folder_to_be_made_looks_at_the_one_above(tmp_path: Path) -> None:
+    found = by_name(file_system(tmp_path / "not" / "there"))
+    assert str(tmp_path) in found["folder"].text
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_names_what_is_needed_and_missing(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    needs = [
+        "torch>=99",
+        "numpy",
+        "no-such-package>=1",
+        "nothing; sys_platform == 'none'",
+        "jinja2>=99; extra == 'compare'",
+        "no-such-browser; extra == 'examples'",
+        "pytest>=99; extra == 'test'",
+    ]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: needs)
+    found = by_name(versions())
+    assert found["torch"].state == "bad"
+    assert "is installed, >=99 is needed" in found["torch"].text
+    assert found["numpy"].state == "ok"
+    assert found["no-such-package"].text == "it is not installed"
+    assert found["extra compare"].state == found["extra examples"].state == "limited"
+    assert 'pip install "lightning_memmap[compare]"' in found["extra compare"].text
+    assert found["extra nvml"].state == "ok"
+    assert not {"nothing", "pytest"} & found.keys()
+    assert run(str(tmp_path))[0] == 1
+
+
+def test_doctor_of_a_folder_without_write_access_says_what_works_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(module.tempfile, "TemporaryDirectory", refuse)
+    found = by_name(file_system(tmp_path))
+    assert found["writing"].state == "limited"
+    assert "Permission denied" in found["writing"].text
+    assert "stores in it can be read" in found["writing"].text
+
+
+@pytest.mark.parametrize(
+    ("what", "owner", "name", "state"),
+    [
+        ("atomic rename", os, "rename", "bad"),
+        ("claiming space", os, "posix_fallocate", "limited"),
+        ("direct reads", os, "preadv", "limited"),
+        ("memory mapping", os, "pwrite", "bad"),
+    ],
+)
+def test_doctor_tells_what_a_file_system_cannot_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, owner: Any, name: str, state: str
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(owner, name, fail)
+    found = by_name(file_system(tmp_path))
+    assert found[what].state == state
+    assert "Operation not supported" in found[what].text
+    others = {other.what for other in found.values() if other.state != "ok"}
+    assert others == {what}
+
+
+def test_doctor_notices_locks_that_do_not_exclude(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoLock(FileLock):
+        def acquire(self, *args: Any, **options: Any) -> Any:
+            return self
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *args: Any) -> None:
+            pass
+
+    monkeypatch.setattr(module, "FileLock", NoLock)
+    found = by_name(file_system(tmp_path))["file locks"]
+    assert found.state == "bad"
+    assert "two holders at once" in found.text
+
+
+def test_doctor_notices_a_mapping_that_does_not_see_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda *args: 3)
+    found = by_name(file_system(tmp_path))["memory mapping"]
+    assert found.state == "bad"
+    assert "not seen in the mapping" in found.text
+
+
+def test_doctor_lists_every_strategy() -> None:
+    found = by_name(strategies())
+    assert {name for name, *_ in STRATEGIES} < found.keys()
+    assert all(finding.state in ("ok", "limited") for finding in found.values())
+
+
+def test_doctor_without_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 0)
+    assert by_name(devices())["GPUs"].state == "limited"
+    found = by_name(strategies())
+    assert found["fsdp"].state == "limited"
+    assert "only on GPUs" in found["fsdp"].text
+    assert "with logical devices" in found["memmap_superbatch"].text
+
+
+def test_doctor_misspelt_command_and_option_are_two_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments, near in ((["doctr"], "doctor"), (["doctor", "--foldr", "x"], "--help")):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 2
+        assert near in "\n".join(lines)

@@ -1,0 +1,456 @@
+"""Several datasets to validate, test and predict on; and rows of one store for several splits."""
+
+import copy
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memmap import MemmapDataModule, build_store, open_store
+from lightning_memmap.cli import main
+from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.placement import DataTopology
+from lightning_memmap.sampling import KFold, Parts, RandomSplit, Subset
+from tests.models import Points, Regression, make_trainer
+from tests.preloaded import python
+from tests.rows import joined
+
+CLEAN, NOISY = Points(20, 100), Points(13, 200)
+
+
+def make_data(path: Path, **options: Any) -> MemmapDataModule:
+    defaults: dict[str, Any] = {"train_dataset": Points(24), "batch_size": 4}
+    return MemmapDataModule(store_dir=path / "stores", **{**defaults, **options})
+
+
+def set_up(data: MemmapDataModule, stage: str | None = None) -> MemmapDataModule:
+    data.prepare_data()
+    data.setup(stage)
+    return data
+
+
+def rows(loader: Any) -> list[int]:
+    return [row for batch in loader for row in batch["row"].tolist()]
+
+
+class Several(Regression):
+    """Notes the rows of each loader and logs its loss under the name of its dataset."""
+
+    def note(self, stage: str, batch: dict[str, Tensor], index: int) -> None:
+        loaders: Any = getattr(self.trainer, f"{stage}_dataloaders")
+        name = list(loaders)[index] if isinstance(loaders, dict) else str(index)
+        self.seen.setdefault(f"{stage}/{name}", []).append(batch["row"].tolist())
+        loss = self.loss(self(batch["x"]), batch)
+        self.log(
+            f"{stage}_loss/{name}",
+            loss,
+            batch_size=len(batch["row"]),
+            sync_dist=True,
+            add_dataloader_idx=False,
+        )
+
+    def validation_step(  # type: ignore[override]
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.note("val", batch, dataloader_idx)
+
+    def test_step(  # type: ignore[override]
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.note("test", batch, dataloader_idx)
+
+
+class WithDataLoaders(L.LightningDataModule):
+    """The same datasets through torch's loaders."""
+
+    def val_dataloader(self) -> Any:
+        return {"noisy": DataLoader(NOISY, 4), "clean": DataLoader(CLEAN, 4)}
+
+    def test_dataloader(self) -> Any:
+        return [DataLoader(NOISY, 4), DataLoader(CLEAN, 4)]
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("memmap_superbatch", 2)])
+@pytest.mark.parametrize("residency", ["auto", "device", "stream"])
+def test_loaders_are_those_of_torch(
+    tmp_path: Path, strategy: str, devices: int, residency: str
+) -> None:
+    expected = Several()
+    trainer = make_trainer(tmp_path)
+    metrics = [*trainer.validate(expected, WithDataLoaders(), verbose=False)]
+    metrics += trainer.test(expected, WithDataLoaders(), verbose=False)
+    data = make_data(
+        tmp_path,
+        val_dataset={"noisy": NOISY, "clean": CLEAN},
+        test_dataset=[NOISY, CLEAN],
+        batch_size=4 // devices,
+        residency=residency,
+    )
+    module = Several()
+    trainer = make_trainer(tmp_path, strategy=strategy, devices=devices)
+    found = [*trainer.validate(module, data, verbose=False)]
+    found += trainer.test(module, data, verbose=False)
+    assert {name: joined(steps) for name, steps in module.seen.items()} == {
+        name: joined(steps) for name, steps in expected.seen.items()
+    }
+    for one, other in zip(found, metrics, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    stores = tmp_path / "stores"
+    assert open_store(stores / "val" / "noisy").num_rows == 13
+    assert open_store(stores / "test" / "1").num_rows == 20
+
+
+def test_fit_validates_on_all_and_resumes(tmp_path: Path) -> None:
+    data = make_data(tmp_path, val_dataset=[CLEAN, NOISY])
+    module = Several()
+    trainer = make_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=1)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    # One step of each for the check before training.
+    assert joined(module.seen["val/0"][1:]) == CLEAN.row.tolist()
+    assert joined(module.seen["val/1"][1:]) == NOISY.row.tolist()
+    resumed = Several()
+    trainer = make_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(resumed, copy.deepcopy(data), ckpt_path=tmp_path / "one.ckpt")
+    assert joined(resumed.seen["val/1"]) == NOISY.row.tolist()
+    assert len(joined(resumed.seen["train"])) == 24
+
+
+def test_stores_are_used_without_datasets_when_they_are_named(tmp_path: Path) -> None:
+    make_data(tmp_path, val_dataset={"clean": CLEAN, "noisy": NOISY}).prepare_data()
+    data = set_up(make_data(tmp_path, val_dataset={"noisy": None, "clean": None}))
+    found = data.val_dataloader()
+    assert isinstance(found, dict)
+    assert [(name, rows(loader)) for name, loader in found.items()] == [
+        ("noisy", NOISY.row.tolist()),
+        ("clean", CLEAN.row.tolist()),
+    ]
+    with pytest.raises(ValueError, match=r"val_dataset=\{'clean': None, 'noisy': None\}"):
+        set_up(make_data(tmp_path))
+    with pytest.raises(StoreNotFoundError, match=r"val_dataset\['loud'\]=None and no store at"):
+        set_up(make_data(tmp_path, val_dataset={"loud": None}))
+    with pytest.raises(StoreNotFoundError, match=r"test_dataset\[0\]=None and no store at"):
+        set_up(make_data(tmp_path, test_dataset=[None]), "test")
+
+
+def test_predictions_are_one_list_for_each(tmp_path: Path) -> None:
+    class Predicting(Regression):
+        def predict_step(  # type: ignore[override]
+            self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+        ) -> Tensor:
+            return batch["row"] + 1000 * dataloader_idx
+
+    data = make_data(tmp_path, predict_dataset=[CLEAN, NOISY])
+    found: Any = make_trainer(tmp_path).predict(Predicting(), data)
+    assert torch.cat(found[0]).tolist() == CLEAN.row.tolist()
+    assert torch.cat(found[1]).tolist() == (NOISY.row + 1000).tolist()
+
+
+def test_data_module_shows_all_of_them(tmp_path: Path) -> None:
+    data = set_up(make_data(tmp_path, val_dataset=[CLEAN, NOISY]), "fit")
+    assert "{Validation dataloader: 1. size=20 ; 2. size=13}" in str(data)
+    assert "{Test dataloader: None}" in str(data)
+    assert list(data.stores) == ["train", "val/0", "val/1"]
+    copied = copy.deepcopy(data)
+    assert copied.val_dataset[1] is NOISY
+    data.val_dataset = [CLEAN]
+    assert list(set_up(data, "fit").stores) == ["train", "val/0"]
+
+
+def test_from_datasets_takes_several(tmp_path: Path) -> None:
+    data = MemmapDataModule.from_datasets(
+        Points(4), [CLEAN, NOISY], store_dir=tmp_path / "stores", batch_size=5
+    )
+    loaders = set_up(data).val_dataloader()
+    assert isinstance(loaders, list)
+    assert [len(rows(loader)) for loader in loaders] == [20, 13]
+
+
+def test_list_of_samples_and_dict_of_columns_are_one_dataset(tmp_path: Path) -> None:
+    samples: Any = [{"row": index} for index in range(5)]
+    data = set_up(make_data(tmp_path, val_dataset=samples))
+    assert rows(data.val_dataloader()) == list(range(5))
+
+
+def test_fingerprints_are_by_name(tmp_path: Path) -> None:
+    data = make_data(
+        tmp_path, val_dataset={"clean": CLEAN, "noisy": NOISY}, fingerprint={"val/clean": "v1"}
+    )
+    data.prepare_data()
+    stores = tmp_path / "stores" / "val"
+    fingerprints = [open_store(stores / name).manifest.fingerprint for name in ("clean", "noisy")]
+    assert [each and each.given for each in fingerprints] == ["v1", None]
+    with pytest.raises(ValueError, match="fingerprint for 'val/claen': there is no such split"):
+        make_data(
+            tmp_path, val_dataset={"clean": CLEAN}, fingerprint={"val/claen": "v1"}
+        ).prepare_data()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"a/b": CLEAN}, r"val_dataset\['a/b'\]: its store has this name"),
+        ({"..": CLEAN}, r"val_dataset\['\.\.'\]"),
+        ({1: CLEAN}, r"val_dataset\[1\]|"),
+        ([CLEAN, 5], r"val_dataset\[1\]=5: give a map-style dataset"),
+        (5, "val_dataset=5: give a map-style dataset"),
+    ],
+)
+def test_datasets_that_cannot_be_are_refused(tmp_path: Path, given: Any, words: str) -> None:
+    if given == {1: CLEAN}:
+        # A number is a name as good as any.
+        assert list(set_up(make_data(tmp_path, val_dataset=given), "fit").stores)[1] == "val/1"
+        return
+    with pytest.raises((TypeError, ValueError), match=words):
+        make_data(tmp_path, val_dataset=given)
+
+
+def test_several_to_train_on_are_refused(tmp_path: Path) -> None:
+    for given in ([CLEAN, NOISY], {"a": CLEAN}):
+        with pytest.raises(TypeError, match=r"train_dataset: found .*ConcatDataset"):
+            make_data(tmp_path, train_dataset=given)
+
+
+def test_stores_do_not_go_into_the_store_of_one(tmp_path: Path) -> None:
+    build_store(CLEAN, tmp_path / "stores" / "val", progress=False)
+    with pytest.raises(StoreError, match=r"val is the store of one val_dataset"):
+        make_data(tmp_path, val_dataset=[CLEAN, NOISY]).prepare_data()
+    build_store(CLEAN, tmp_path / "stores" / "test" / "0", progress=False)
+    with pytest.raises(StoreError):
+        make_data(tmp_path, test_dataset=CLEAN).prepare_data()
+
+
+def test_store_commands_describe_all_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_data(tmp_path, val_dataset={"clean": CLEAN, "noisy": NOISY}).prepare_data()
+    capsys.readouterr()
+    for command in ("info", "verify", "plan"):
+        with pytest.raises(SystemExit) as end:
+            main(["store", command, str(tmp_path / "stores")])
+        assert end.value.code == 0
+    output = capsys.readouterr()
+    assert "skipped" not in output.err
+    assert "20 rows" in output.out
+    assert "val/noisy" in output.out
+
+
+def test_config_names_several_and_samplers(tmp_path: Path) -> None:
+    points = {"class_path": "tests.models.Points", "init_args": {"num_rows": 7, "offset": 100}}
+    config = {
+        "seed_everything": 0,
+        "model": {"class_path": "tests.unit.test_sets.Several"},
+        "data": {
+            "class_path": "lightning_memmap.MemmapDataModule",
+            "init_args": {
+                "train_dataset": points,
+                "val_dataset": [points, points],
+                "test_dataset": {"clean": points, "noisy": points},
+                "store_dir": "stores",
+                "batch_size": 5,
+                "subset": {
+                    "class_path": "lightning_memmap.sampling.Subset",
+                    "init_args": {"rows": [0, 2]},
+                },
+                "sampler": {
+                    "class_path": "lightning_memmap.sampling.Weighted",
+                    "init_args": {"weights": "row", "num_samples": 30},
+                },
+            },
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_checkpointing": False,
+            "max_epochs": 1,
+        },
+    }
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(config))
+    for command, lines in (
+        ("fit", ["6/6", "val_loss/1"]),
+        ("test", ["test_loss/clean", "test_loss/noisy"]),
+    ):
+        program = [python(), "-m", "lightning_memmap", command, "--config", "given.yaml"]
+        program += ["--trainer.default_root_dir", f"runs/{command}"]
+        if command == "fit":
+            program += ["--trainer.callbacks", "tests.unit.test_sets.Lengths"]
+        done = subprocess.run(
+            program,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert all(line in done.stdout for line in lines), done.stdout
+    for name in ("train", "val/0", "val/1", "test/clean", "test/noisy"):
+        assert open_store(tmp_path / "stores" / name).num_rows == 7
+
+
+class Lengths(L.Callback):
+    """Prints the steps of an epoch, and the metrics."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        print(f"{trainer.global_step}/{trainer.num_training_batches}", *trainer.callback_metrics)
+
+
+# Index views of one store
+
+
+class Labelled(Dataset[dict[str, Any]]):
+    """Rows with a label, of which one value is rare."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"row": index, "label": int(index % 10 == 0), "pad": torch.zeros(100)}
+
+
+def labelled(path: Path, **options: Any) -> MemmapDataModule:
+    return set_up(make_data(path, train_dataset=Labelled(90), **options))
+
+
+@pytest.mark.filterwarnings("ignore:residency='stream'. . bytes of the store")
+@pytest.mark.parametrize("residency", ["auto", "device", "stream"])
+def test_random_split_trains_and_validates_on_one_store(tmp_path: Path, residency: str) -> None:
+    data = labelled(
+        tmp_path, subset=RandomSplit(0.2, stratify="label"), residency=residency, num_shards=6
+    )
+    trained, validated = rows(data.train_dataloader()), rows(data.val_dataloader())
+    assert sorted(trained + validated) == list(range(90))
+    assert trained != sorted(trained)
+    assert validated == sorted(validated)
+    assert sum(row % 10 == 0 for row in validated) in (1, 2)
+    assert [each.name for each in (tmp_path / "stores").iterdir() if each.is_dir()] == ["train"]
+    assert data.placement is not None
+    held = {held.split: (held.num_rows, held.num_bytes) for held in data.placement.held()}
+    row_bytes = data.stores["train"].manifest.row_bytes
+    assert held == {"train": (72, 72 * row_bytes), "val": (18, 18 * row_bytes)}
+    data.teardown()
+
+
+def test_folds_hold_out_what_the_member_says(tmp_path: Path) -> None:
+    held_out = []
+    for fold in range(4):
+        data = labelled(tmp_path, subset=KFold(4, stratify="label"), member=fold)
+        validated = rows(data.val_dataloader())
+        assert sorted(rows(data.train_dataloader()) + validated) == list(range(90))
+        held_out += validated
+    assert sorted(held_out) == list(range(90))
+    with pytest.raises(ValueError, match="num_folds=4: which member is it"):
+        labelled(tmp_path, subset=KFold(4))
+
+
+def test_num_folds_and_num_parts_are_selections(tmp_path: Path) -> None:
+    for one, other in (
+        ({"num_folds": 3}, {"subset": KFold(3, shuffle=False)}),
+        ({"num_parts": 3}, {"subset": Parts(3)}),
+    ):
+        found = [
+            rows(labelled(tmp_path, member=1, **options).train_dataloader())
+            for options in (one, other)
+        ]
+        assert found[0] == found[1]
+
+
+def test_subsets_are_by_split(tmp_path: Path) -> None:
+    data = labelled(
+        tmp_path,
+        val_dataset={"a": Labelled(30), "b": Labelled(40)},
+        subset={
+            "train": Subset(np.arange(90) < 50),
+            "val/b": Subset([5, 3, 39]),
+        },
+    )
+    assert sorted(rows(data.train_dataloader())) == list(range(50))
+    loaders = data.val_dataloader()
+    assert isinstance(loaders, dict)
+    assert rows(loaders["a"]) == list(range(30))
+    # In the order in which they are given, as torch's Subset has them.
+    assert rows(loaders["b"]) == [5, 3, 39]
+
+
+def test_subset_is_the_same_on_any_number_of_devices(tmp_path: Path) -> None:
+    chosen: Sequence[int] = np.random.default_rng(0).permutation(90)[:61].tolist()
+    found = []
+    for devices in (1, 2, 3, 4):
+        module = Regression()
+        data = make_data(
+            tmp_path,
+            train_dataset=Points(90),
+            subset=Subset(chosen),
+            batch_size=12 // devices,
+        )
+        make_trainer(
+            tmp_path, strategy="memmap_superbatch", devices=devices, limit_val_batches=0
+        ).fit(module, data)
+        found.append(module.seen["train"])
+    assert all(steps == found[0] for steps in found)
+    assert sorted(joined(found[0])) == sorted(chosen)
+
+
+def test_checkpoint_of_another_subset_is_refused(tmp_path: Path) -> None:
+    options = {"train_dataset": Points(90), "subset": RandomSplit(0.5, seed=1)}
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Regression(), make_data(tmp_path, **options))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    for subset in (RandomSplit(0.5, seed=2), None):
+        data = make_data(tmp_path, **{**options, "subset": subset}, val_dataset=None)
+        with pytest.raises(ValueError, match="was trained on 45 rows of digest"):
+            make_trainer(tmp_path, max_epochs=2, limit_val_batches=0).fit(
+                Regression(), data, ckpt_path=tmp_path / "one.ckpt"
+            )
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    trainer.fit(Regression(), make_data(tmp_path, **options), ckpt_path=tmp_path / "one.ckpt")
+    assert trainer.current_epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"subset": [1, 2]}, r"subset=\[1, 2\]: give Subset"),
+        ({"subset": {"train": [1]}}, r"subset\['train'\]=\[1\]: give a Subset"),
+        ({"subset": {"trian": Subset([1])}}, "subset for 'trian': there is no such split"),
+        ({"subset": Subset([1]), "num_folds": 2}, "leave one of them out"),
+        ({"subset": KFold(2), "val_dataset": CLEAN}, "subset with a val_dataset"),
+    ],
+)
+def test_subset_that_cannot_be_is_refused(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make_data(tmp_path, **options)
+
+
+def test_values_of_a_field_are_in_dataset_order(tmp_path: Path) -> None:
+    store = build_store(Labelled(90), tmp_path / "labelled", num_shards=7, progress=False)
+    assert store.values("row").tolist() == list(range(90))
+    assert store.values("label").sum() == 9
+    with pytest.raises(ValueError, match=r"field 'lable': the store at .* has"):
+        store.values("lable")
+    with pytest.raises(ValueError, match=r"field 'pad': its rows are float32 \(100,\)"):
+        store.values("pad")
+
+
+def test_order_of_a_data_module_needs_no_set_up(tmp_path: Path) -> None:
+    data = labelled(tmp_path, subset=RandomSplit(30))
+    order = make_data(tmp_path, subset=RandomSplit(30)).train_sampler(
+        data.stores["train"], DataTopology((torch.device("cpu"),) * 2)
+    )
+    assert order == data.order

@@ -1,0 +1,243 @@
+"""Rows drawn by weight through loaders and the data module: the same under every division."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.callbacks import RunSummary
+from lightning_memmap.loading import SuperBatchLoader, load_split
+from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.sampling import (
+    RowSubset,
+    Sampler,
+    SamplerFactory,
+    Shards,
+    ShuffledSampler,
+    StridedRows,
+    Subset,
+    Weighted,
+)
+from lightning_memmap.store import Store
+from tests.models import Points, Regression, make_trainer
+from tests.rows import CPU, check_save_and_resume, epoch_rows, joined
+
+ROWS, SAMPLES = 101, 140
+#: Some rows never come, one comes often, and the weights go with the shards.
+WEIGHTS = np.where(np.arange(ROWS) % 12 == 3, 5.0, np.where(np.arange(ROWS) % 5 == 0, 0.0, 1.0))
+WEIGHTS[50] = 17.0
+
+
+def make_loader(
+    store: Store,
+    num_devices: int = 1,
+    batch_size: int = 12,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    residency: str = "mmap",
+    subset: RowSubset | None = None,
+    factory: SamplerFactory | None = None,
+) -> SuperBatchLoader:
+    """A loader of one process, on logical data devices."""
+    chosen = factory or Weighted(WEIGHTS, num_samples=SAMPLES)
+
+    def order(shards: Shards, window: int) -> Sampler:
+        return chosen.make(shards, 5, store)
+
+    topology = DataTopology((CPU,) * num_devices, rank, size)
+    sized = SplitSize.of("train", store.manifest, topology, subset, None, order)
+    placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: 2**40})
+    rows = load_split(store, topology, placement.splits["train"])
+    sampler = order(sized.shards.base, sized.window)
+    return SuperBatchLoader(rows, sampler, batch_size, collate=store.schema.builder(), seed=5)
+
+
+@pytest.mark.parametrize("residency", ["mmap", "device"])
+@pytest.mark.parametrize("subset", [None, StridedRows(1, 3, excluded=True)])
+def test_rows_are_the_same_on_any_number_of_devices_and_processes(
+    numbered_store: Callable[..., Store], residency: str, subset: RowSubset | None
+) -> None:
+    store = numbered_store(ROWS, 12)
+    options: dict[str, Any] = {"residency": residency, "subset": subset}
+    alone = make_loader(store, **options)
+    expected = alone.order.dataset_rows(0, range(SAMPLES)).tolist()
+    assert alone.order.num_positions == SAMPLES != store.num_rows
+    steps = epoch_rows(alone)
+    assert joined(steps) == expected
+    for num_devices in (2, 3, 4):
+        loader = make_loader(store, num_devices, 12 // num_devices, **options)
+        assert epoch_rows(loader) == steps
+    ranks = [
+        epoch_rows(make_loader(store, 2, 3, rank=rank, size=2, **options)) for rank in range(2)
+    ]
+    for step, first, second in zip(steps, *ranks, strict=True):
+        assert sorted(first + second) == sorted(step)
+        assert (first, second) == (step[::2], step[1::2]) or (second, first) == (
+            step[::2],
+            step[1::2],
+        )
+
+
+def test_store_that_devices_do_not_divide_is_striped_anew(
+    numbered_store: Callable[..., Store],
+) -> None:
+    store = numbered_store(ROWS, 12)
+    with pytest.warns(UserWarning, match="re-striped over 15"):
+        loader = make_loader(store, 5, 4)
+    rows = joined(epoch_rows(loader))
+    assert rows == loader.order.dataset_rows(0, range(SAMPLES)).tolist()
+    assert {row for row in rows if WEIGHTS[row] == 0} == set()
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_loader_is_saved_and_resumed(
+    numbered_store: Callable[..., Store], num_devices: int
+) -> None:
+    store = numbered_store(ROWS, 12)
+    check_save_and_resume(lambda: make_loader(store, num_devices, 12 // num_devices), 1)
+    check_save_and_resume(
+        lambda: make_loader(store, num_devices, 12 // num_devices),
+        1,
+        lambda: make_loader(store, 4, 3),
+    )
+
+
+def test_checkpoint_of_other_weights_is_refused(numbered_store: Callable[..., Store]) -> None:
+    store = numbered_store(ROWS, 12)
+    saved = make_loader(store)
+    steps = iter(saved)
+    next(steps)
+    for factory, words in (
+        (Weighted(WEIGHTS + 1, num_samples=SAMPLES), "digest="),
+        (Weighted(WEIGHTS, num_samples=SAMPLES + 1), "num_positions=140"),
+    ):
+        loader = make_loader(store, factory=factory)
+        loader.load_state_dict(saved.state_dict())
+        with pytest.raises(ValueError, match=words):
+            next(iter(loader))
+
+
+def test_only_rows_that_may_come_are_held(numbered_store: Callable[..., Store]) -> None:
+    store = numbered_store(ROWS, 12)
+    for weights, most in ((WEIGHTS, np.count_nonzero(WEIGHTS) + 11), (np.eye(1, ROWS, 7)[0], 12)):
+        made = partial(Weighted(weights).make, seed=0, fields=store)
+        size = SplitSize.of(
+            "train",
+            store.manifest,
+            DataTopology((CPU,)),
+            order=lambda shards, _, made=made: made(shards),
+        )
+        assert size.num_rows <= most
+        assert sum(size.shard_bytes) == size.num_rows * store.manifest.row_bytes
+
+
+# The data module
+
+
+class Classes(Points):
+    """Points with a class in each row: one of two, of which the second is rare."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "label": int(index % 9 == 0)}
+
+
+def make_data(path: Path, **options: Any) -> MemmapDataModule:
+    defaults: dict[str, Any] = {"batch_size": 6, "sampler": Weighted("label")}
+    return MemmapDataModule(Classes(90), store_dir=path / "stores", **{**defaults, **options})
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("memmap_superbatch", 3)])
+def test_fit_has_classes_equally_often(tmp_path: Path, strategy: str, devices: int) -> None:
+    module = Regression()
+    data = make_data(tmp_path, batch_size=6 // devices)
+    trainer = make_trainer(
+        tmp_path, strategy=strategy, devices=devices, max_epochs=4, limit_val_batches=0
+    )
+    trainer.fit(module, data)
+    rows = joined(module.seen["train"])
+    assert len(rows) == 4 * 90
+    rare = sum(row % 9 == 0 for row in rows)
+    assert abs(rare - 2 * 90) < 12
+    counts = Counter(rows)
+    assert all(4 * 4 <= counts[row] <= 4 * 5 for row in range(0, 90, 9))
+
+
+def test_num_samples_is_the_length_of_an_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Regression()
+    data = make_data(tmp_path, sampler=Weighted("label", num_samples=300))
+    make_trainer(tmp_path, max_epochs=2, limit_val_batches=0, callbacks=[RunSummary()]).fit(
+        module, data
+    )
+    assert len(joined(module.seen["train"])) == 600
+    assert len(module.seen["train"]) == 100
+    assert "samples/s" in capsys.readouterr().out
+
+
+def test_weights_go_with_a_subset(tmp_path: Path) -> None:
+    data = make_data(tmp_path, subset=Subset(np.arange(90) >= 45), sampler=Weighted("label"))
+    data.prepare_data()
+    data.setup("fit")
+    rows = [row for batch in data.train_dataloader() for row in batch["row"].tolist()]
+    assert min(rows) >= 45
+    assert len(rows) == 45
+    assert abs(sum(row % 9 == 0 for row in rows) - 22.5) < 6
+
+
+def test_overfit_batches_are_in_dataset_order(tmp_path: Path) -> None:
+    module = Regression()
+    data = make_data(tmp_path, val_dataset=Points(12))
+    make_trainer(tmp_path, max_epochs=2, overfit_batches=2).fit(module, data)
+    assert module.seen["train"] == [list(range(6)), list(range(6, 12))] * 2
+
+
+def test_sampler_that_is_set_later_needs_a_set_up(tmp_path: Path) -> None:
+    data = make_data(tmp_path)
+    data.prepare_data()
+    data.setup("fit")
+    data.sampler = Weighted("label", num_samples=30)
+    with pytest.raises(ValueError, match=r"needs other rows than those that are set up"):
+        data.train_dataloader()
+    data.setup("fit")
+    assert sum(len(batch["row"]) for batch in data.train_dataloader()) == 30
+
+
+def test_factory_of_a_user_may_look_up_fields(tmp_path: Path) -> None:
+    class ByLabel(SamplerFactory):
+        def make(self, shards: Shards, seed: int, fields: Any) -> Sampler:
+            return ShuffledSampler(shards, int(fields.values("label").sum()))
+
+    data = make_data(tmp_path, sampler=ByLabel())
+    data.prepare_data()
+    data.setup("fit")
+    assert data.train_dataloader().state_dict()["sampler"]["seed"] == 10
+
+
+@pytest.mark.parametrize(
+    ("sampler", "options", "words"),
+    [
+        (Weighted("labels"), {}, r"field 'labels': the store at .* has \['row', 'x', 'y', 'label'"),
+        (Weighted("x"), {}, r"field 'x': its rows are float32 \(8,\)"),
+        (Weighted([1.0]), {}, r"weights of shape \(1,\), and the dataset has 90 rows"),
+        (Weighted("label"), {"residency": "stream"}, "must be shuffled within these"),
+        (Weighted("label", num_samples=1), {}, "an epoch of 1 rows for 2 data devices"),
+    ],
+)
+def test_sampler_that_cannot_be_is_refused(
+    tmp_path: Path, sampler: Weighted, options: dict[str, Any], words: str
+) -> None:
+    trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2, limit_val_batches=0)
+    with pytest.raises(ValueError, match=words):
+        trainer.fit(Regression(), make_data(tmp_path, sampler=sampler, **options))
+
+
+def test_weighted_class_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="give Weighted"):
+        make_data(tmp_path, sampler=Weighted)
