@@ -78,6 +78,17 @@ NAMES = {
         "shard_starts",
         "striping",
     ],
+    "lightning_memmap.schema": [
+        "DTYPES",
+        "Field",
+        "Form",
+        "Jagged",
+        "Node",
+        "Pad",
+        "Rows",
+        "Schema",
+        "read_forms",
+    ],
     "lightning_memmap.store": [
         "ColumnDataset",
         "Damage",

@@ -119,6 +119,15 @@ class TestInfo:
         assert "60 rows" in command.out
         assert "25 rows" in command.out
 
+    def test_info_tells_fields_whose_rows_differ_in_length(
+        self, command: Command, tmp_path: Path
+    ) -> None:
+        store = build_store([b"abc", b"", b"d"], tmp_path / "s", progress=False)
+        assert store.manifest.num_bytes == 4
+        assert command("info", tmp_path / "s") == 0
+        assert "(None,)" in command.out
+        assert "2 on average" in command.out
+
     def test_info_of_nothing_says_so(self, command: Command, tmp_path: Path) -> None:
         assert command("info", tmp_path / "none") == 2
         assert command.err.startswith("error: no store at")
@@ -351,9 +360,11 @@ class TestPlan:
 
 
 class TestConfig:
-    def test_config_accepts_residency_and_window(self, tmp_path: Path) -> None:
+    def test_config_accepts_residency_window_and_forms(self, tmp_path: Path) -> None:
         config = tmp_path / "stream.yaml"
-        config.write_text("data:\n  init_args:\n    residency: stream\n    shuffle_window: 8\n")
+        forms = {"image": "jagged", "label": {"form": "pad", "value": -1}}
+        options = {"residency": "stream", "shuffle_window": 8, "variable": forms}
+        config.write_text(yaml.safe_dump({"data": {"init_args": options}}))
         root = Path(__file__).parents[2]
         # In another process, since the examples import packages that change the environment.
         program = subprocess.run(
@@ -368,7 +379,7 @@ class TestConfig:
         )
         assert program.returncode == 0, program.stderr
         found = yaml.safe_load(program.stdout)["data"]["init_args"]
-        assert (found["residency"], found["shuffle_window"]) == ("stream", 8)
+        assert {name: found[name] for name in options} == options
 
 
 class TestProgram:
