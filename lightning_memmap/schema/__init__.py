@@ -1,8 +1,9 @@
 """Fields: what one sample consists of, and how a batch is put back together.
 
-A sample is any nesting of tuple, list, dict, named tuple and dataclass around leaves: tensors,
-numpy arrays and scalars, PIL images, numbers and bools. Each leaf is a field with a dtype and a
-shape, which every row shares. A long list or tuple of numbers of one dtype is one field as well.
+A sample is any nesting of tuple, list, dict, named tuple, dataclass, TensorDict and tensorclass
+around leaves: tensors, numpy arrays and scalars, PIL images, numbers and bools. Each leaf is a
+field with a dtype and a shape, which every row shares. A long list or tuple of numbers of one dtype
+is one field as well.
 `Schema` is a value: it touches no file.
 """
 
@@ -12,6 +13,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError
@@ -49,7 +51,7 @@ class Schema:
         """Describe the samples of a dataset by one of them.
 
         Args:
-            sample: Any nesting of tuple, list, dict, named tuple and dataclass around tensors,
+            sample: Any nesting of the containers above around tensors,
                 numpy arrays and scalars, PIL images, numbers and bools.
 
         Returns:
@@ -99,7 +101,7 @@ class Schema:
 
     @property
     def has_classes(self) -> bool:
-        """Whether a named tuple or dataclass is part of a sample."""
+        """Whether a named tuple, dataclass or tensorclass is part of a sample."""
         return any(node.name for _, node in self.structure.walk())
 
     def flatten(self, sample: Any) -> list[Tensor | np.ndarray]:
@@ -219,4 +221,16 @@ class Schema:
                 len(field.shape) == 1 and MIN_NUMBERS <= field.shape[0] <= MAX_NUMBERS
             ):
                 raise SchemaError(f"field {name!r}: {field} is not a list of numbers")
+        _check_batch_sizes(schema)
         return schema
+
+
+def _check_batch_sizes(schema: Schema) -> None:
+    """Check that the fields of each TensorDict share its batch size."""
+    if any(node.kind in ("tensordict", "tensorclass") for _, node in schema.structure.walk()):
+        try:
+            schema.builder()(
+                [torch.empty(f.shape, dtype=f.dtype, device="meta") for f in schema.fields]
+            )
+        except (RuntimeError, ValueError) as error:
+            raise SchemaError(f"the fields do not fit into a TensorDict: {error}") from error

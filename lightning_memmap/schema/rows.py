@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError
@@ -107,6 +108,10 @@ def _collect(values: Sequence[Any], node: Node, leaves: list[Any]) -> bool:
             return False
     elif node.kind == "namedtuple" and getattr(kind, "_fields", None) == node.keys:
         children = zip(*values, strict=True)
+    elif kind is TensorDict and node.kind == "tensordict":
+        if any(tuple(value.keys()) != node.keys for value in values):
+            return False
+        children = [[value.get(key) for value in values] for key in node.keys]
     elif node.kind == "dataclass" and _field_names(kind) == node.keys:
         children = [list(map(attrgetter(str(key)), values)) for key in node.keys]
     else:
