@@ -7,8 +7,8 @@ is one field as well.
 `Schema` is a value: it touches no file.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_memmap.schema.leaves import (
     describe_rows,
     to_array,
 )
+from lightning_memmap.schema.narrowing import narrowed
 from lightning_memmap.schema.structure import Node, builder, describe, flatten
 
 __all__ = ["DTYPES", "Field", "Node", "Schema"]
@@ -94,6 +95,36 @@ class Schema:
         check_names(field.name for field in fields)
         return cls(tuple(fields), structure)
 
+    def stored_as(self, dtypes: Mapping[str, torch.dtype]) -> "Schema":
+        """Return this schema with other dtypes in which fields are kept.
+
+        Args:
+            dtypes: The dtypes by name of the field.
+
+        Returns:
+            The schema, which takes the same samples.
+
+        Raises:
+            SchemaError: There is no such field, or a complex one would lose its imaginary part.
+        """
+        names = [field.name for field in self.fields]
+        for name in dtypes:
+            if name not in names:
+                raise SchemaError(
+                    f"store_dtypes[{name!r}]: there is no such field; the fields are"
+                    f" {', '.join(names)}"
+                )
+        fields = []
+        for field in self.fields:
+            dtype, given = dtypes.get(field.name, field.dtype), field.sample_dtype
+            if given.is_complex and not dtype.is_complex:
+                raise SchemaError(
+                    f"store_dtypes[{field.name!r}]={dtype_name(dtype)!r}: the field is"
+                    f" {dtype_name(given)}; choose complex64 or complex128"
+                )
+            fields.append(replace(field, dtype=dtype, given=None if given == dtype else given))
+        return replace(self, fields=tuple(fields))
+
     @property
     def row_bytes(self) -> int:
         """Bytes of one row over all fields."""
@@ -129,12 +160,15 @@ class Schema:
                 raise SchemaError(f"{error}; expected {field} ({field.kind})") from error
             # Palette and grey images may have the same shape and dtype, but differ in meaning.
             other_mode = kind.startswith("image") and kind != field.kind
-            if (dtype, shape) != (field.dtype, field.shape) or other_mode:
+            if (dtype, shape) != (field.sample_dtype, field.shape) or other_mode:
                 raise SchemaError(
                     f"field {field.name!r}: found {dtype_name(dtype)} {shape} ({kind}), expected"
-                    f" {field} ({field.kind})"
+                    f" {dtype_name(field.sample_dtype)} {field.shape} ({field.kind})"
                 )
-            arrays.append(array)
+            try:
+                arrays.append(narrowed(field, array))
+            except ValueError as error:
+                raise SchemaError(str(error)) from error
         return arrays
 
     def flatten_batch(self, batch: Any) -> list[Tensor]:

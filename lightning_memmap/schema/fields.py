@@ -51,12 +51,19 @@ class Field:
         shape: The shape of one row, without a batch dimension.
         kind: What the dataset gave: ``tensor``, ``array``, ``number`` or, for PIL images,
             ``image:<mode>``. A list of numbers is an array, or a tensor where they are tensors.
+        given: The dtype in which the dataset gives it, if rows are kept in another one; else None.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     kind: str
+    given: torch.dtype | None = None
+
+    @property
+    def sample_dtype(self) -> torch.dtype:
+        """The dtype in which the dataset gives it."""
+        return self.given or self.dtype
 
     @property
     def row_bytes(self) -> int:
@@ -75,6 +82,7 @@ class Field:
             "dtype": dtype_name(self.dtype),
             "shape": list(self.shape),
             "kind": self.kind,
+            **({"given": dtype_name(self.given)} if self.given is not None else {}),
         }
 
     @classmethod
@@ -102,7 +110,11 @@ class Field:
         kind = entry(value, "kind", str)
         if not _KIND.fullmatch(kind):
             raise SchemaError(f"unknown kind {short_repr(kind)}")
-        return cls(entry(value, "name", str), dtype, tuple(shape), kind)
+        given = value.get("given")
+        if given is not None and (not isinstance(given, str) or given not in DTYPES):
+            raise SchemaError(f"unknown dtype {short_repr(given)} of the dataset")
+        name = entry(value, "name", str)
+        return cls(name, dtype, tuple(shape), kind, None if given is None else DTYPES[given])
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {tuple(self.shape)}"

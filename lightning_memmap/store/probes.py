@@ -1,7 +1,7 @@
 """Probe rows: a few rows that identify a dataset, and show whether it is random."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -221,7 +221,12 @@ class _PickledSample:
             return None
 
 
-def take_probes(dataset: Any, num_rows: int, num_workers: int) -> list[Probe]:
+def take_probes(
+    dataset: Any,
+    num_rows: int,
+    num_workers: int,
+    store_dtypes: Mapping[str, torch.dtype],
+) -> list[Probe]:
     """Read each probe row twice and hash it.
 
     Args:
@@ -230,20 +235,22 @@ def take_probes(dataset: Any, num_rows: int, num_workers: int) -> list[Probe]:
         num_workers: Processes that read. Unless it is 0, this process reads no row: a file that the
             dataset opens at the first read would be shared with all processes that are forked
             later, and with it the position of the next read.
+        store_dtypes: Other dtypes in which fields are kept, by name.
 
     Returns:
         The probes in ascending order of rows. All have the schema of row 0.
 
     Raises:
-        SchemaError: A sample cannot be stored, or has another schema than that of row 0.
+        SchemaError: A sample cannot be stored, or has another schema than that of row 0; or
+            ``store_dtypes`` does not fit the samples.
         DatasetError: A row differs between the two reads, so the dataset is random; or the dataset
             raised an error, or a worker process died.
     """
     rows, probes = probe_rows(num_rows), list[Probe]()
-    run_tasks(_Prober(dataset), [rows], min(num_workers, 1), probes.extend)
+    run_tasks(_Prober(dataset, store_dtypes), [rows], min(num_workers, 1), probes.extend)
     # Where rows are slow, the others are read by several processes.
     others = [[row] for row in rows[len(probes) :]]
-    prober = _Prober(dataset, probes[0].schema)
+    prober = _Prober(dataset, store_dtypes, probes[0].schema)
     run_tasks(prober, others, min(num_workers, len(others)), probes.extend)
     return sorted(probes, key=lambda probe: probe.row)
 
@@ -256,6 +263,7 @@ class _Prober:
     """
 
     dataset: Any
+    store_dtypes: Mapping[str, torch.dtype]
     schema: Schema | None = None
 
     def __call__(self, rows: list[int]) -> list[Probe]:
@@ -272,7 +280,7 @@ class _Prober:
         sample = read_sample(self.dataset, row)
         duration_s = perf_counter() - start
         try:
-            schema = schema or Schema.from_sample(sample)
+            schema = schema or Schema.from_sample(sample).stored_as(self.store_dtypes)
         except SchemaError as error:
             raise SchemaError(f"row {row}, {error}") from error
         leaves = flatten_row(sample, row, schema)
