@@ -3,7 +3,7 @@
 ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI with the strategy names of this
 pack registered. ``store`` works on stores: ``build``, ``info``, ``verify``, ``plan``, ``show``.
 ``compare`` trains under several strategies and reports what each one costs; ``advise`` predicts it.
-``doctor`` says what will work on this machine.
+``rows`` lists the rows of any step, and ``doctor`` says what will work on this machine.
 """
 
 import os
@@ -37,6 +37,7 @@ from lightning_memmap.placement import (
     parse_bytes,
     plan_placement,
 )
+from lightning_memmap.rows_command import rows
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
@@ -46,7 +47,8 @@ from lightning_memmap.strategies import STRATEGIES
 _DESCRIPTION = """Train with data that stays resident on every device.
 Further commands: "lightning-memmap store --help" works on stores,
 "lightning-memmap compare --help" compares strategies,
-"lightning-memmap advise --help" tells which strategy is right, and
+"lightning-memmap advise --help" tells which strategy is right,
+"lightning-memmap rows --help" lists the rows of any step, and
 "lightning-memmap doctor" says what will work on this machine."""
 
 #: The most devices that ``store plan`` tries in search of the fewest that hold the data.
@@ -99,7 +101,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: With code 1 or 2 after a user's mistake, 130 after Ctrl-C, and the code of
-            ``store``, ``compare``, ``advise`` or ``doctor``.
+            ``store``, ``compare``, ``advise``, ``rows`` or
+            ``doctor``.
     """
     try:
         try:
@@ -127,7 +130,13 @@ def _run(args: Sequence[str] | None) -> None:
     # A class_path may name a module in the working directory, as with `python -m`.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    commands = {"store": _store_command, "compare": compare, "advise": advise, "doctor": doctor}
+    commands = {
+        "store": _store_command,
+        "compare": compare,
+        "advise": advise,
+        "rows": rows,
+        "doctor": doctor,
+    }
     if given and given[0] in commands:
         sys.exit(commands[given[0]](given[1:]))
     if given and not given[0].startswith("-") and given[0] not in TrainingCLI.subcommands():
@@ -317,15 +326,17 @@ def _print_info(store: Store, console: Console) -> None:
         table.add_column(name)
     for name in ("bytes per row", "bytes", "bytes per shard"):
         table.add_column(name, justify="right")
-    for field in store.schema.fields:
+    for field, column in zip(store.schema.fields, manifest.columns, strict=True):
+        num_bytes = column.num_bytes(range(store.num_rows))
+        row_bytes = -(-num_bytes // store.num_rows)
         table.add_row(
             _printable(field.name),
             str(field.dtype).removeprefix("torch."),
-            str(tuple(field.shape)),
+            str(field.shape),
             field.kind,
-            str(field.row_bytes),
-            format_bytes(field.row_bytes * store.num_rows),
-            format_bytes(field.row_bytes * -(-store.num_rows // store.num_shards)),
+            str(row_bytes) if not field.num_variable else f"{row_bytes} on average",
+            format_bytes(num_bytes),
+            format_bytes(row_bytes * -(-store.num_rows // store.num_shards)),
         )
     console.print(table)
 

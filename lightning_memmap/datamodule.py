@@ -28,6 +28,7 @@ from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError,
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
+    FormedCollate,
     SplitRows,
     SuperBatchLoader,
     load_split,
@@ -65,6 +66,7 @@ from lightning_memmap.sampling import (
     Subset,
 )
 from lightning_memmap.sampling.sampler import check_sampler
+from lightning_memmap.schema import read_forms
 from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.splits import (
     SPLITS,
@@ -205,6 +207,11 @@ class MemmapDataModule(L.LightningDataModule):
             `lightning_memmap.sampling.Weighted`: a `lightning_memmap.sampling.SamplerFactory`, or a
             function of the `lightning_memmap.sampling.Shards` and the seed that returns a
             `lightning_memmap.sampling.Sampler`.
+        variable: How batches give fields whose rows differ in length, by field name: ``"pad"``, the
+            default, ``"jagged"``, ``"list"``, or a `lightning_memmap.schema.Form` such as
+            ``Pad(value=-1, multiple=8)``; in a config ``{form: pad, value: -1, multiple: 8}``.
+            Fields must be named here where the first rows that are read do not show that they
+            differ. The form is no part of the store.
 
     The arguments except the datasets are attributes too. Setting one takes effect at the next
     `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
@@ -236,6 +243,7 @@ class MemmapDataModule(L.LightningDataModule):
     member = Option[int | None]()
     shuffle_window = Option[int | None]()
     sampler = Option[SamplerFactory | Callable[[Shards, int], Sampler] | None]()
+    variable = Option[Mapping[str, Any] | None]()
     train_dataset = _SplitDataset("train")
     val_dataset = _SplitDataset("val")
     test_dataset = _SplitDataset("test")
@@ -269,6 +277,7 @@ class MemmapDataModule(L.LightningDataModule):
         member: int | None = None,
         shuffle_window: int | None = None,
         sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None = None,
+        variable: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.options = DataOptions(
@@ -293,6 +302,7 @@ class MemmapDataModule(L.LightningDataModule):
             member,
             shuffle_window,
             sampler,
+            variable,
         )
         selection = self.options.selection("val")
         if (
@@ -502,6 +512,7 @@ class MemmapDataModule(L.LightningDataModule):
                 fingerprint=self.options.fingerprint_of(split),
                 check=self.check,
                 store_dtypes=self.store_dtypes,
+                variable=self.variable,
             )
             self._built[split] = self._source(split, store)
 
@@ -601,6 +612,12 @@ class MemmapDataModule(L.LightningDataModule):
                 f"the strategy asks for the fields {unknown}, and the train store has {names}: name"
                 " fields of the store (memmap_pipeline takes them from input_fields and loss_fields"
                 " of the module)"
+            )
+        others = [field for field in store.schema.fields if field.name not in topology.train_fields]
+        if variable := [field.name for field in others if field.num_variable]:
+            raise ValueError(
+                f"the rows of field {variable[0]!r} differ in length, and this process would not"
+                " hold it, since the module has input_fields and loss_fields: leave both out"
             )
         if self.transform is not None:
             raise ValueError(
@@ -936,9 +953,21 @@ class MemmapDataModule(L.LightningDataModule):
                 " that directory: choose another store_dir, or delete this store"
             )
 
+    def store_path(self, split: str) -> Path:
+        """Where the store is that has the rows of a split.
+
+        Args:
+            split: Its name, such as ``train`` or ``val/clean``.
+
+        Raises:
+            ValueError: ``store_dir`` has ``{member}`` in it, and the member is not known.
+        """
+        return self.store_directory / self._stored_split(split)
+
     def _open(self, split: str) -> Store | None:
+        path = self.store_path(split)
         split = self._stored_split(split)
-        dataset, path = self._datasets[split], self.store_directory / split
+        dataset = self._datasets[split]
         try:
             store = open_store(path)
         except StoreNotFoundError:
@@ -1022,7 +1051,7 @@ class MemmapDataModule(L.LightningDataModule):
         sample = None
         if dataset is not None and schema.has_classes:
             sample = first_sample(dataset, self.num_workers)
-        return schema.builder(sample)
+        return FormedCollate(schema, read_forms(self.variable), sample)
 
 
 def _check_state(state: object) -> LoaderState | None:

@@ -32,7 +32,7 @@ _STYLES = {"ok": "green", "limited": "yellow", "bad": "bold red"}
 _PACKAGE = "lightning_memmap"
 #: What the extras of this package are for. The others are for its developers.
 _EXTRAS = {
-    "compare": "report.html of lightning-memmap compare",
+    "compare": "the pages of lightning-memmap compare and of lightning-memmap store show",
     "nvml": "energy of GPUs in lightning-memmap compare",
     "examples": "the examples",
 }
@@ -285,7 +285,7 @@ def strategies() -> Iterator[Finding]:
     """
     count = torch.cuda.device_count()
     machine = Machine("cuda", count) if count else Machine("cpu", 1)
-    where = f"on {count} GPUs" if count else "on logical devices of the CPU: for tests, no faster"
+    where = f"on {count} GPUs" if count else "on the CPU, with logical devices or processes"
     for name in (*(name for name, *_ in STRATEGIES), *LIGHTNING_STRATEGIES):
         obstacle = Variant(name).obstacle(machine, max(count, 1), configures_itself=True)
         yield Finding(name, "limited" if obstacle else "ok", obstacle or where)

@@ -20,6 +20,7 @@ from lightning_memmap.sampling import (
     Subset,
 )
 from lightning_memmap.sampling.sampler import check_seed
+from lightning_memmap.schema import read_forms
 from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.splits import SPLITS
 from lightning_memmap.store.fingerprint import check_given
@@ -37,7 +38,7 @@ class DataOptions:
 
     Raises:
         TypeError: A transform or the sampler cannot be called, a count or the seed is not an
-            integer, or a fingerprint is not a string.
+            integer, a fingerprint is not a string, or a form has arguments that it cannot have.
         ValueError: An option is out of range, or two of them exclude each other.
     """
 
@@ -62,6 +63,7 @@ class DataOptions:
     member: int | None
     shuffle_window: int | None
     sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None
+    variable: Mapping[str, Any] | None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "store_dir", _directory(self.store_dir))
@@ -95,6 +97,7 @@ class DataOptions:
         self._check_window()
         check_choice(self.check)
         check_store_dtypes(self.store_dtypes)
+        read_forms(self.variable)
         given = self.fingerprint
         for split, each in (given if isinstance(given, Mapping) else {"train": given}).items():
             if split.partition("/")[0] not in SPLITS:

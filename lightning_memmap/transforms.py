@@ -18,6 +18,7 @@ from lightning_memmap.errors import with_article
 from lightning_memmap.loading import OnSuperBatch
 from lightning_memmap.loading.collate import named_leaves
 from lightning_memmap.loading.transform import check_callable
+from lightning_memmap.loading.variable_batch import is_variable
 
 __all__ = ["OnSuperBatch", "PerSample"]
 
@@ -79,6 +80,13 @@ class PerSample:
         set_random_seed = getattr(self.function, "set_random_seed", None)
         if set_random_seed is not None:
             set_random_seed(int(torch.randint(2**31, ())))
+        for name, leaf in named_leaves(batch):
+            if is_variable(leaf):
+                raise TypeError(
+                    f"PerSample: the rows at batch{name} differ in length, so that its results"
+                    " could not be collated: give the field with variable={...: 'pad'}, or write a"
+                    " transform of batches"
+                )
         if self.keywords is not None:
             return self._call_with_keywords(batch, self.keywords)
         rows = _num_rows(batch)

@@ -42,6 +42,29 @@ _SETTLE_S = 5.0
 
 #: One test that takes as long as many others.
 _LONGEST = "test_simulated_gpu.py"
+#: What starts programs or trains for long, by the beginning of its name: all but the fast tier.
+_SLOW = (
+    "benchmarks/",
+    "distributed/",
+    "parity/",
+    "reliability/",
+    "strategies/",
+    "test_benchmarks.py",
+    "test_compare.py",
+    "test_docs.py::test_python_of_a_page_runs",
+    "test_simulated_gpu.py",
+    "unit/compare/test_faults.py",
+    "unit/compare/test_html.py",
+    "unit/compare/test_worker.py",
+    "unit/loading/test_streamed.py",
+    "unit/sampling/test_weighted.py",
+    "unit/store/test_build.py::test_build_on_full_disk",
+    "unit/store/test_concurrency.py",
+    "unit/store/test_crash.py",
+    "unit/store/test_shared_directory.py",
+    "unit/store/test_table.py",
+    "unit/test_process_group.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +77,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != _LONGEST)
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(_SLOW):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

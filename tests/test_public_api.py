@@ -38,7 +38,10 @@ NAMES = {
         "BatchLoader",
         "DeviceLoader",
         "EpochRows",
+        "FormedCollate",
         "OnSuperBatch",
+        "Padded",
+        "RowList",
         "RowSource",
         "SplitRows",
         "SuperBatch",
@@ -126,6 +129,7 @@ DATA_MODULE = {
     "member": None,
     "shuffle_window": None,
     "sampler": None,
+    "variable": None,
 }
 
 STRATEGY = {

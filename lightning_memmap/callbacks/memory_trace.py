@@ -22,6 +22,7 @@ from lightning_memmap._compat.snapshots import (
 from lightning_memmap._compat.tensors import TorchDispatchMode, tree_leaves
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.loading.collate import named_leaves
+from lightning_memmap.loading.variable_batch import dense_tensors
 from lightning_memmap.strategies.scattering.batch import ScatteredBatch
 
 #: The kinds of memory, from the bottom of a picture to its top.
@@ -52,9 +53,10 @@ def tensors_of(batch: Any) -> list[Tensor]:
         batch: Any nesting of mappings, sequences and dataclasses.
 
     Returns:
-        The tensors themselves, on their devices; other values are left out.
+        The tensors themselves, on their devices, and those that nested ones consist of; other
+        values are left out.
     """
-    return [leaf for _, leaf in named_leaves(batch) if isinstance(leaf, Tensor)]
+    return [tensor for _, leaf in named_leaves(batch) for tensor in dense_tensors(leaf)]
 
 
 def batches_of(batch: Any) -> list[Any]:

@@ -7,6 +7,8 @@ split            all sources of a split (store_offsets, upload)
 fetch            the rows of coming steps (buffers, device_streams)
 transform        batch transforms, repeatable
 super_batch      the batches of all data devices in one step (collate)
+variable_rows    rows that differ in length, not copied yet
+variable_batch   what a batch has for them
 loader           super-batches in the order of the sampler (state)
 device_loader    the same, assembled on one device (prefetch)
 batches          the same without a Trainer
@@ -20,12 +22,16 @@ from lightning_memmap.loading.row_source import EpochRows, RowSource
 from lightning_memmap.loading.split import SplitRows, load_split
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import OnSuperBatch
+from lightning_memmap.loading.variable_batch import FormedCollate, Padded, RowList
 
 __all__ = [
     "BatchLoader",
     "DeviceLoader",
     "EpochRows",
+    "FormedCollate",
     "OnSuperBatch",
+    "Padded",
+    "RowList",
     "RowSource",
     "SplitRows",
     "SuperBatch",

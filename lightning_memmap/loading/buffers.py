@@ -107,6 +107,8 @@ def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
         for tensor, target in zip(source.tensors, out.tensors, strict=True):
             torch.index_select(tensor, 0, locations, out=target)
         return
+    if not source.tensors:
+        return
     chosen: NDArray[np.int64] = locations.numpy()
     # As an unsigned integer, a negative location is larger than any other.
     if len(chosen) and (largest := int(chosen.view(np.uint64).max())) >= len(source.tensors[0]):

@@ -17,9 +17,21 @@ from lightning_memmap.errors import with_article
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.transform import DeviceTransform, OnSuperBatch
+from lightning_memmap.loading.variable_batch import (
+    RowList,
+    interleaved,
+    is_on,
+    is_variable,
+    sent_leaf,
+)
+from lightning_memmap.loading.variable_rows import VariableRows
 
-#: Nests one tensor per field like the dataset's samples.
-Collate: TypeAlias = Callable[[Sequence[Tensor]], Any]
+#: Nests one leaf per field like the dataset's samples; see `FormedCollate`.
+Collate: TypeAlias = Callable[[Sequence[Tensor | VariableRows]], Any]
+
+
+#: Sequences that are leaves.
+_NOT_NESTED = (str, bytes, RowList)
 
 
 class Collator:
@@ -84,16 +96,23 @@ class Collator:
         """
         leaves = _checked_leaves(batches, first, num_rows)
         if len(batches) == 1:
-            if all(leaf.device == device for leaf in leaves[0]):
+            if all(is_on(leaf, device) for leaf in leaves[0]):
                 return batches[0]
-            outs = [send(leaf, device) for leaf in leaves[0]]
+            outs = [sent_leaf(leaf, device) for leaf in leaves[0]]
         else:
-            outs = self._buffers(leaves[0], num_rows, device)
-            for index, columns in enumerate(leaves):
-                start = (index - first) % len(batches)
-                for out, leaf in zip(outs, columns, strict=True):
+            columns = list(zip(*leaves, strict=True))
+            dense = [column for column in columns if not is_variable(column[0])]
+            buffers = iter(self._buffers([column[0] for column in dense], num_rows, device))
+            outs = []
+            for column in columns:
+                if is_variable(column[0]):
+                    outs.append(interleaved(column, first, num_rows, device))
+                    continue
+                outs.append(next(buffers))
+                for index, leaf in enumerate(column):
                     # Contiguous between devices, and strided on the device.
-                    out[start :: len(batches)].copy_(send(leaf, device))
+                    start = (index - first) % len(batches)
+                    outs[-1][start :: len(batches)].copy_(send(leaf, device))
         return rebuilt(batches[0], iter(outs))
 
     def _buffers(self, leaves: list[Tensor], num_rows: int, device: torch.device) -> list[Tensor]:
@@ -106,8 +125,8 @@ class Collator:
         return self._pool.get(num_rows).tensors
 
 
-def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[Tensor]]:
-    """The tensors of each batch, after checking that they are alike and have all rows."""
+def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[Any]]:
+    """The leaves of each batch, after checking that they are alike and have all rows."""
     named = [dict(named_leaves(batch)) for batch in batches]
     for index, leaves in enumerate(named):
         rows = len(range((index - first) % len(batches), num_rows, len(batches)))
@@ -119,6 +138,8 @@ def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[
         for name, leaf in leaves.items():
             _check_leaf(name, leaf, rows, f"data device {index}")
             other = named[0][name]
+            if is_variable(leaf) and type(leaf) is type(other):
+                continue
             if leaf.shape[1:] != other.shape[1:]:
                 raise ValueError(
                     f"transform: it returned rows of shape {tuple(leaf.shape[1:])} at batch{name}"
@@ -137,38 +158,45 @@ def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[
 
 def _check_leaf(name: str, leaf: Any, num_rows: int, place: str) -> None:
     """Check that what a transform returned is a tensor with a row for each row of its batch."""
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, Tensor | RowList):
         raise TypeError(
             f"transform: it returned {with_article(type(leaf).__name__)} at batch{name}; return"
             " tensors, in any nesting of dicts, lists, tuples and dataclasses"
         )
-    if leaf.ndim == 0 or len(leaf) != num_rows:
+    if (isinstance(leaf, Tensor) and leaf.ndim == 0) or len(leaf) != num_rows:
+        found = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{len(leaf)} rows"
         raise ValueError(
-            f"transform: it returned a tensor of shape {tuple(leaf.shape)} for a batch of"
+            f"transform: it returned a tensor of {found} for a batch of"
             f" {num_rows} rows on {place}; the first dimension of every tensor must be the rows of"
             " the batch"
         )
 
 
-def named_leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def named_leaves(
+    batch: Any, name: str = "", whole: tuple[type, ...] = ()
+) -> Iterator[tuple[str, Any]]:
     """Names and values of the leaves of a batch, in the order of `rebuilt`.
 
     Args:
-        batch: Leaves in any nesting of mappings, sequences and dataclasses. Strings are leaves.
+        batch: Leaves in any nesting of mappings, sequences and dataclasses. Strings are leaves, and
+            so is a `RowList`.
         name: What the names begin with.
+        whole: Types of containers that are leaves as well.
 
     Returns:
         An iterator over the name of each leaf, such as ``['target'].mask``, and its value.
     """
-    if isinstance(batch, Mapping):
+    if isinstance(batch, whole):
+        yield name, batch
+    elif isinstance(batch, Mapping):
         for key, child in batch.items():
-            yield from named_leaves(child, f"{name}[{key!r}]")
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+            yield from named_leaves(child, f"{name}[{key!r}]", whole)
+    elif isinstance(batch, Sequence) and not isinstance(batch, _NOT_NESTED):
         for index, child in enumerate(batch):
-            yield from named_leaves(child, f"{name}[{index}]")
+            yield from named_leaves(child, f"{name}[{index}]", whole)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Tensor)):
         for field in dataclasses.fields(batch):
-            yield from named_leaves(getattr(batch, field.name), f"{name}.{field.name}")
+            yield from named_leaves(getattr(batch, field.name), f"{name}.{field.name}", whole)
     else:
         yield name, batch
 
@@ -194,14 +222,13 @@ def rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
         return TensorDict(named, [*num_rows, *batch.batch_size[1:]])
     if is_tensorclass(batch):
         names = [field.name for field in dataclasses.fields(batch)]
-        children = {name: rebuilt(getattr(batch, name), leaves) for name in names}
-        size = [len(next(iter(children.values())))] if batch.batch_dims else []
-        filled = TensorDict(children, [*size, *batch.batch_size[1:]])
-        return type(batch).from_tensordict(filled)
+        found = {name: rebuilt(getattr(batch, name), leaves) for name in names}
+        size = [len(next(iter(found.values())))] if batch.batch_dims else []
+        return type(batch).from_tensordict(TensorDict(found, [*size, *batch.batch_size[1:]]))
     if isinstance(batch, Mapping):
         made: Any = type(batch)
         return made({key: rebuilt(child, leaves) for key, child in batch.items()})
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
+    if isinstance(batch, Sequence) and not isinstance(batch, _NOT_NESTED):
         children = [rebuilt(child, leaves) for child in batch]
         made = type(batch)
         return made(*children) if hasattr(batch, "_fields") else made(children)

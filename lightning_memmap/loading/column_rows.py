@@ -8,9 +8,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers
-from lightning_memmap.loading.row_source import RandomAccessRows
+from lightning_memmap.loading.row_source import Leaf, RandomAccessRows
+from lightning_memmap.loading.variable_rows import located_rows
 from lightning_memmap.sampling import Integers, Sampler
-from lightning_memmap.store.columns import Column, OpenColumn
+from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
 from lightning_memmap.store.manifest import rows_bytes
 
 
@@ -44,10 +45,15 @@ class ColumnRows(RandomAccessRows):
     @override
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> list[Tensor]:
-        fetched = [column.fetch(locations.numpy()) for column in self._columns]
-        if out is not None:
-            for target, found in zip(out.tensors, fetched, strict=True):
-                target.copy_(found)
-            return out.tensors
-        return [found.pin_memory() for found in fetched] if pin_memory else fetched
+    ) -> list[Leaf]:
+        fetched, targets = list[Leaf](), iter(() if out is None else out.tensors)
+        for column in self._columns:
+            if isinstance(column, ItemRows):
+                fetched.append(located_rows(column, column.shards.locate(locations.numpy())))
+                continue
+            found = column.fetch(locations.numpy())
+            assert isinstance(found, Tensor)
+            if out is not None:
+                found = next(targets).copy_(found)
+            fetched.append(found.pin_memory() if pin_memory else found)
+        return fetched

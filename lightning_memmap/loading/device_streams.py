@@ -22,7 +22,10 @@ def stream_module(device: torch.device) -> Any:
     Returns:
         A module such as ``torch.cuda``, or ``torch.cpu`` where the device has no streams.
     """
-    module = torch.get_device_module(device)
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:  # torch has no module of this type, as for "meta".
+        return torch.cpu
     return module if hasattr(module, "Stream") else torch.cpu
 
 

@@ -12,10 +12,11 @@ from lightning_memmap.loading.absent import absent_rows
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.collate import Collate, Collator
 from lightning_memmap.loading.device_streams import has_streams, send
-from lightning_memmap.loading.row_source import EpochRows
+from lightning_memmap.loading.row_source import EpochRows, Leaf, fixed_fields, has_variable
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import BatchTransform, DeviceTransform, OnSuperBatch
+from lightning_memmap.loading.variable_rows import joined_rows, send_rows, share_widths
 from lightning_memmap.sampling import Integers, Sampler, derive_seed
 
 #: Small steps are fetched several at once, up to this number of bytes and of steps.
@@ -128,7 +129,9 @@ class Fetcher:
 
     def _fetch_whole(self, source: EpochRows, steps: Steps) -> Iterator[SuperBatch]:
         lengths, positions = steps.lengths, steps.positions
-        locations = send(torch.from_numpy(source.locate(positions)), source.device)
+        locations = torch.from_numpy(source.locate(positions))
+        if not has_variable(source.fields):
+            locations = send(locations, source.device)
         # Several small steps in one fetch; the steps are views of what it returns.
         longest = lengths[0]
         together = max(1, _FETCH_BYTES // max(1, longest * source.row_bytes))
@@ -195,7 +198,12 @@ class Fetcher:
         }
         if self._is_mixed:
             return located
-        return {key: send(found, sources[key[0]].device) for key, found in located.items()}
+        return {
+            (which, device): found
+            if has_variable(sources[which].fields)
+            else send(found, sources[which].device)
+            for (which, device), found in located.items()
+        }
 
     def _leaves(
         self,
@@ -203,8 +211,8 @@ class Fetcher:
         located: dict[tuple[int, int], Tensor],
         served: list[range],
         rows: list[slice],
-    ) -> list[list[Tensor]]:
-        """One tensor per field for each data device, on that device, its rows in order.
+    ) -> list[list[Leaf]]:
+        """One leaf per field for each data device, on that device, its rows in order.
 
         Args:
             sources: From `epoch`.
@@ -212,7 +220,7 @@ class Fetcher:
             served: The positions that each data device serves.
             rows: Which of them the step has.
         """
-        fetched: list[list[tuple[Integers | None, list[Tensor]]]] = [[] for _ in served]
+        fetched: list[list[tuple[Integers | None, list[Leaf]]]] = [[] for _ in served]
         for which, source in enumerate(sources):
             users = [d for d, found in enumerate(self._sources_of) if which in found]
             wanted = [located[which, device][rows[device]] for device in users]
@@ -223,19 +231,23 @@ class Fetcher:
                     home = self._rows.source_of_shard[positions % self._rows.shards.num_shards]
                     order[at] = mine = np.flatnonzero(home == which)
                     wanted[at] = wanted[at][torch.from_numpy(mine)]
-            locations = send(wanted[0] if len(wanted) == 1 else torch.cat(wanted), source.device)
+            locations = wanted[0] if len(wanted) == 1 else torch.cat(wanted)
+            if not has_variable(source.fields):
+                locations = send(locations, source.device)
             devices = [self._devices[device] for device in users]
             leaves = self._fetch(source, locations, devices)
             sizes = [len(each) for each in wanted]
             split = [leaf.split_with_sizes(sizes) if len(users) > 1 else (leaf,) for leaf in leaves]
             for device, places, columns in zip(users, order, zip(*split, strict=True), strict=True):
                 target = self._devices[device]
-                fetched[device].append((places, [send(column, target) for column in columns]))
-        return [
+                fetched[device].append((places, [send_rows(rows, target) for rows in columns]))
+        leaves_of = [
             _in_order(found, device) for found, device in zip(fetched, self._devices, strict=True)
         ]
+        share_widths(leaves_of)
+        return leaves_of
 
-    def _transformed(self, device: int, leaves: list[Tensor], epoch: int, step: int) -> Any:
+    def _transformed(self, device: int, leaves: list[Leaf], epoch: int, step: int) -> Any:
         batch = self._collator.collate(leaves)
         if self._transforms:
             topology = self._rows.topology
@@ -249,17 +261,17 @@ class Fetcher:
         locations: Tensor,
         devices: Sequence[torch.device],
         usual_rows: int = 0,
-    ) -> list[Tensor]:
+    ) -> list[Leaf]:
         """Fetch rows.
 
         Args:
             source: Where from.
-            locations: Which rows, int64 of shape (B,), on the source's device.
+            locations: Which rows, int64 of shape (B,); see `EpochRows.fetch`.
             devices: Where they go next.
             usual_rows: Rows of most fetches. Smaller ones use the same memory.
 
         Returns:
-            One tensor per field of the store. Those that this process does not hold are
+            One leaf per field of the store. Those that this process does not hold are
             `AbsentRows`.
         """
         if source.device.type != "cpu":
@@ -271,8 +283,9 @@ class Fetcher:
         else:
             pool = self._pool_for(max(len(locations), usual_rows), source)
             leaves = source.fetch(locations, pool.get(len(locations)))
+        leaves = list(leaves)
         for index, field in self._rows.absent:
-            rows = absent_rows(len(locations), field.shape, field.dtype)
+            rows = absent_rows(len(locations), field.item_shape, field.dtype)
             leaves = [*leaves[:index], rows, *leaves[index:]]
         return leaves
 
@@ -280,13 +293,13 @@ class Fetcher:
         if num_rows not in self._pools:
             # Two steps may be under way, each with a batch on every data device.
             slots = 2 * len(self._devices) + 2
-            self._pools[num_rows] = BufferPool(source.fields, num_rows, slots)
+            self._pools[num_rows] = BufferPool(fixed_fields(source.fields), num_rows, slots)
         return self._pools[num_rows]
 
 
 def _in_order(
-    fetched: list[tuple[Integers | None, list[Tensor]]], device: torch.device
-) -> list[Tensor]:
+    fetched: list[tuple[Integers | None, list[Leaf]]], device: torch.device
+) -> list[Leaf]:
     """The rows of one data device, whose shards may live in several places, in their order.
 
     Args:
@@ -298,5 +311,5 @@ def _in_order(
     places = np.concatenate([places for places, _ in fetched if places is not None])
     order = send(torch.from_numpy(np.argsort(places)), device)
     columns = zip(*(leaves for _, leaves in fetched), strict=True)
-    joined = map(torch.cat, columns)
+    joined = map(joined_rows, columns)
     return [leaf if leaf.is_meta else leaf.index_select(0, order) for leaf in joined]

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from lightning_memmap.loading.collate import named_leaves
 from lightning_memmap.loading.device_streams import SideStreams
 from lightning_memmap.loading.super_batch import SuperBatch
+from lightning_memmap.loading.variable_batch import dense_tensors
 
 
 class Steps(Protocol):
@@ -94,7 +96,9 @@ def prefetched(
             steps.deliver(super_batch)
             if on_step is not None:
                 on_step(super_batch)
-            streams.hand_over(event, [leaf for _, leaf in named_leaves(batch) if not leaf.is_meta])
+            tensors = chain.from_iterable(dense_tensors(leaf) for _, leaf in named_leaves(batch))
+            streams.hand_over(event, [tensor for tensor in tensors if not tensor.is_meta])
+            del tensors
             # Not referenced while the consumer works: its memory may be free by then.
             del super_batch
             yield batch

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers, copy_rows
-from lightning_memmap.loading.device_streams import has_streams
-from lightning_memmap.loading.row_source import RandomAccessRows
+from lightning_memmap.loading.device_streams import has_streams, send
+from lightning_memmap.loading.row_source import Leaf, RandomAccessRows, fixed_fields
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.upload import Uploader
+from lightning_memmap.loading.variable_rows import located_rows
 from lightning_memmap.sampling import Integers, Sampler
+from lightning_memmap.store.columns import ItemRows, OpenColumn
 
 #: Rows that lie apart whose offsets are computed at once.
 _READ_ROWS = 2**16
@@ -23,24 +26,41 @@ class ResidentRows(RandomAccessRows):
     """Rows of some shards in one place in memory.
 
     Args:
-        tensors: One tensor per field, each of shape (rows here, *field shape).
+        columns: For each field a tensor of shape (rows here, *field shape), or its rows where they
+            differ in length. All have their rows in the same order.
+        device: Where they are. Text is on the CPU even so.
         starts: Where each shard of the split starts in the tensors, int64 of shape (C,), -1 for
             shards of other sources. Or, where the tensors are the files of a store that is divided
             into other shards, where the rows lie in them.
     """
 
-    def __init__(self, tensors: list[Tensor], starts: Integers | StoreOffsets) -> None:
-        self.device = tensors[0].device
-        self.fields = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
+    def __init__(
+        self,
+        columns: Sequence[Tensor | ItemRows],
+        device: torch.device,
+        starts: Integers | StoreOffsets,
+    ) -> None:
+        self.device = device
+        self.fields = [
+            (column.field.shape, column.field.dtype)
+            if isinstance(column, ItemRows)
+            else (tuple(column.shape[1:]), column.dtype)
+            for column in columns
+        ]
         self._starts = starts
-        #: The rows; nothing once they are released.
-        self.memory = Buffers.of(tensors)
+        #: The rows of the fields whose rows have one shape; nothing once they are released.
+        self.memory = Buffers.of([column for column in columns if isinstance(column, Tensor)])
         self.row_bytes = self.memory.row_bytes
+        #: The others, by their place among the fields.
+        self._variable = {
+            index: column for index, column in enumerate(columns) if isinstance(column, ItemRows)
+        }
 
     @override
     def release(self) -> None:
         super().release()
         self.memory = Buffers([], [])
+        self._variable = {}
 
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
@@ -51,31 +71,43 @@ class ResidentRows(RandomAccessRows):
     @override
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> list[Tensor]:
+    ) -> list[Leaf]:
+        leaves: list[Leaf]
         if self.device.type != "cpu":
-            return [tensor.index_select(0, locations) for tensor in self.memory.tensors]
-        if out is None:
-            out = Buffers.empty(self.fields, len(locations), pin_memory=pin_memory)
-        copy_rows(self.memory, locations, out)
-        return out.tensors
+            here = send(locations, self.device)
+            leaves = [tensor.index_select(0, here) for tensor in self.memory.tensors]
+        else:
+            if out is None:
+                fields = fixed_fields(self.fields)
+                out = Buffers.empty(fields, len(locations), pin_memory=pin_memory)
+            copy_rows(self.memory, locations, out)
+            leaves = [*out.tensors]
+        for index, rows in self._variable.items():
+            leaves.insert(index, located_rows(rows, locations.numpy()))
+        return leaves
 
 
-def mapped_rows(mapped: Sequence[Tensor], offsets: StoreOffsets) -> ResidentRows:
+def mapped_rows(mapped: Sequence[OpenColumn], offsets: StoreOffsets) -> ResidentRows:
     """The rows in the file mapping of a store. Nothing is read yet.
 
     Args:
-        mapped: A mapped tensor for each field that this process needs, with all rows of the store.
+        mapped: The open column of each field that this process needs.
         offsets: Where the rows of the split lie in them.
 
     Returns:
         The rows of all shards, on the CPU.
     """
-    tensors = [tensor.as_subclass(Tensor) for tensor in mapped]
-    return ResidentRows(tensors, offsets if offsets.starts is None else offsets.starts)
+    columns = [_mapped(column) for column in mapped]
+    starts = offsets if offsets.starts is None else offsets.starts
+    return ResidentRows(columns, torch.device("cpu"), starts)
+
+
+def _mapped(column: OpenColumn) -> Tensor | ItemRows:
+    return column if isinstance(column, ItemRows) else column.tensor.as_subclass(Tensor)
 
 
 def copied_rows(
-    mapped: Sequence[Tensor],
+    mapped: Sequence[OpenColumn],
     offsets: StoreOffsets,
     shards: list[int],
     device: torch.device,
@@ -83,7 +115,7 @@ def copied_rows(
     """Rows of a store that are copied to a device, in long reads, each shard once.
 
     Args:
-        mapped: A mapped tensor for each field that this process needs, with all rows of the store.
+        mapped: The open column of each field that this process needs.
         offsets: Where the rows of the split lie in them.
         shards: The shards of the split to copy.
         device: Where to.
@@ -95,23 +127,67 @@ def copied_rows(
     starts = np.full(offsets.shards.num_shards, -1, np.int64)
     starts[shards] = np.cumsum(rows) - rows
     total = int(rows.sum())
-    tensors = []
+    columns = list[Tensor | ItemRows]()
     with ExitStack() as stack:
         # From a file mapping, which is not page-locked, a device would copy through the driver's
         # own small buffers, and not begin before the pages are read.
         uploader = stack.enter_context(Uploader(device)) if has_streams(device) else None
-        for stored in mapped:
+        for column in mapped:
+            stored = _mapped(column)
+            if isinstance(stored, ItemRows):
+                place = torch.device("cpu") if stored.field.is_text else device
+                columns.append(_copied_items(stored, offsets, shards, place, uploader))
+                continue
             shape = (total, *stored.shape[1:])
             target = torch.empty(shape, dtype=stored.dtype, device=device)
             for shard, count in zip(shards, rows.tolist(), strict=True):
                 shard_rows = target[starts[shard] : starts[shard] + count]
-                read = _shard_reader(stored.as_subclass(Tensor), offsets, shard)
+                read = _shard_reader(stored, offsets, shard)
                 if uploader is None:
                     read(0, shard_rows)
                 else:
                     uploader.copy(shard_rows, read)
-            tensors.append(target)
-    return ResidentRows(tensors, starts)
+            columns.append(target)
+    return ResidentRows(columns, device, starts)
+
+
+def _copied_items(
+    stored: ItemRows,
+    offsets: StoreOffsets,
+    shards: list[int],
+    device: torch.device,
+    uploader: Uploader | None,
+) -> ItemRows:
+    """Copy rows that differ in length: the items of all shards, one after the other."""
+    sizes = offsets.shards.sizes
+    pieces = [
+        located_rows(stored, offsets.of(np.full(count, shard), np.arange(first, first + count)))
+        for shard in shards
+        for first in range(0, int(sizes[shard]), _READ_ROWS)
+        for count in [min(_READ_ROWS, int(sizes[shard]) - first)]
+    ]
+    row_sizes = np.concatenate([piece.sizes for piece in pieces])
+    ends = np.cumsum(row_sizes.prod(axis=1))
+    items = torch.empty(
+        (int(ends[-1]), *stored.field.item_shape), dtype=stored.field.dtype, device=device
+    )
+    place = 0
+    for piece in pieces:
+        count, begin = int(piece.lengths.sum()), int(piece.starts[0])
+        is_one_run = offsets.starts is not None
+        source = stored.items[begin : begin + count] if is_one_run else piece.packed()
+        target = items[place : place + count]
+        if uploader is None or device.type == "cpu":
+            target.copy_(source)
+        else:
+            uploader.copy(target, partial(_read_items, source))
+        place += count
+    index = ends[:, None] if row_sizes.shape[1] == 1 else np.c_[ends, row_sizes]
+    return ItemRows(stored.field, offsets.shards, items, index)
+
+
+def _read_items(source: Tensor, first: int, out: Tensor) -> None:
+    out.copy_(source[first : first + len(out)])
 
 
 def _shard_reader(

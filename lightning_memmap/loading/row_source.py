@@ -9,13 +9,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import Buffers
+from lightning_memmap.loading.buffers import Buffers, Fields
+from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling import Integers, Sampler
+
+#: One tensor per row, or rows that are not copied yet.
+Leaf: TypeAlias = Tensor | VariableRows
+#: The shape of one row and the dtype of a field. None stands for dimensions that differ.
+FieldRows: TypeAlias = tuple[tuple[int | None, ...], torch.dtype]
+
+
+def has_variable(fields: Sequence[FieldRows]) -> bool:
+    """Whether the rows of a field differ in shape.
+
+    Args:
+        fields: Shape of one row and dtype of each field.
+    """
+    return any(None in shape for shape, _ in fields)
+
+
+def fixed_fields(fields: Sequence[FieldRows]) -> Fields:
+    """The fields whose rows have one shape.
+
+    Args:
+        fields: Shape of one row and dtype of each field.
+    """
+    return [(shape, dtype) for shape, dtype in fields if None not in shape]  # type: ignore[misc]
 
 
 class EpochRows(Protocol):
@@ -26,8 +50,9 @@ class EpochRows(Protocol):
         """Where rows are fetched."""
 
     @property
-    def fields(self) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape of one row and dtype of each field that this process needs."""
+    def fields(self) -> Sequence[FieldRows]:
+        """Shape of one row and dtype of each field that this process needs. None stands for
+        dimensions that differ from row to row."""
 
     @property
     def row_bytes(self) -> int:
@@ -45,19 +70,21 @@ class EpochRows(Protocol):
 
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> list[Tensor]:
+    ) -> Sequence[Leaf]:
         """Copy rows into a batch.
 
         Args:
-            locations: Of `locate`, int64 of shape (B,), on this device. Epochs that are read
-                window by window must be fetched in their order.
-            out: Buffers to copy into, where the rows are on a CPU. New ones are made where it is
-                None.
+            locations: Of `locate`, int64 of shape (B,), on this device, or on the CPU where a field
+                has dimensions that differ. Epochs that are read window by window must be fetched in
+                their order.
+            out: Buffers to copy into, for the fields whose rows have one shape, where the rows are
+                on a CPU. New ones are made where it is None.
             pin_memory: Whether new buffers are page-locked, for copies to a device. torch's host
                 allocator uses their memory again once they are freed and the copies are done.
 
         Returns:
-            One tensor of shape (B, *field shape) for each of these fields, on this device.
+            One tensor of shape (B, *field shape) for each of these fields, on this device, or
+            `VariableRows`, which are not copied yet.
 
         Raises:
             IndexError: A location is outside the rows of this source.
@@ -115,8 +142,8 @@ class RandomAccessRows(ABC):
 
     #: Where rows are fetched.
     device: torch.device
-    #: Shape of one row and dtype of each field.
-    fields: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    #: Shape of one row and dtype of each field; see `EpochRows.fields`.
+    fields: Sequence[FieldRows]
     #: Bytes of one row over these fields.
     row_bytes: int
     is_released = False
@@ -168,7 +195,7 @@ class RandomAccessRows(ABC):
     @abstractmethod
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> list[Tensor]:
+    ) -> Sequence[Leaf]:
         """Copy rows into a batch; see `EpochRows.fetch`.
 
         Args:
@@ -178,7 +205,7 @@ class RandomAccessRows(ABC):
             pin_memory: Whether new buffers are page-locked.
 
         Returns:
-            One tensor of shape (B, *field shape) for each field, on this device.
+            What `EpochRows.fetch` returns.
         """
 
 
@@ -195,7 +222,7 @@ class _RandomAccessEpoch:
         return self.rows.device
 
     @property
-    def fields(self) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+    def fields(self) -> Sequence[FieldRows]:
         return self.rows.fields
 
     @property
@@ -207,7 +234,7 @@ class _RandomAccessEpoch:
 
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> list[Tensor]:
+    ) -> Sequence[Leaf]:
         if self.rows.is_released:
             raise released_error()
         return self.rows.fetch(locations, out, pin_memory=pin_memory)

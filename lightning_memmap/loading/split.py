@@ -17,7 +17,7 @@ from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
-from lightning_memmap.store.columns import Column
+from lightning_memmap.store.columns import Column, VariableColumn
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.row_file import open_row_files
 
@@ -83,7 +83,9 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
         if fields is None or pair[0].field.name in fields
     ]
     columns, opened = [column for column, _ in needed], [rows for _, rows in needed]
-    others = [column for column in columns if not isinstance(column, FixedColumn)]
+    known = (FixedColumn, VariableColumn)
+    others = [column for column in columns if type(column) not in known]
+    variable = [column for column in columns if isinstance(column, VariableColumn)]
     offsets = StoreOffsets(store.manifest.shards, placement.shards)
     cpu = torch.device("cpu")
     groups: dict[tuple[Residency, torch.device], list[int]] = {}
@@ -102,15 +104,20 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
                 f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
                 f" {store.path} can be read from the file mapping alone: use residency='mmap'"
             )
+        if variable and residency is Residency.STREAM:
+            raise StoreError(
+                f"residency='stream': the rows of field {variable[0].field.name!r} at {store.path}"
+                " differ in length, and only rows of one size are read window by window: use"
+                " residency='mmap'"
+            )
         if others or not columns:
             sources.append(ColumnRows(columns, opened))
         elif residency is Residency.STREAM:
             sources.append(_streamed_rows(store, columns, offsets, placement, shards))
         elif residency is Residency.MMAP:
-            sources.append(mapped_rows([rows.tensor for rows in opened], offsets))
+            sources.append(mapped_rows(opened, offsets))
         else:
-            mapped = [rows.tensor for rows in opened]
-            sources.append(copied_rows(mapped, offsets, shards, device))
+            sources.append(copied_rows(opened, offsets, shards, device))
     absent = tuple(
         (index, field)
         for index, field in enumerate(store.schema.fields)

@@ -98,7 +98,7 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         position: int,
         idle: list[Buffers],
     ) -> None:
-        self.fields = [(field.shape, field.dtype) for field in layout.fields]
+        self.fields = [(field.item_shape, field.dtype) for field in layout.fields]
         self.row_bytes = sum(field.row_bytes for field in layout.fields)
         self._layout = layout
         self._windows = windows

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.loading.collate import Collator
-from lightning_memmap.loading.device_streams import send
+from lightning_memmap.loading.variable_rows import VariableRows, send_rows
 
 
 class SuperBatch:
@@ -21,8 +21,8 @@ class SuperBatch:
         num_rows: Rows of all batches.
         first: The data device whose batch has the first row.
         collator: Collates and assembles.
-        columns: One tensor per field of shape (num_rows, *field shape), all rows in order, where
-            they lie on one device.
+        columns: One tensor per field of shape (num_rows, *field shape), or rows that are not copied
+            yet, all rows in order, where they lie on one device.
         batches: Otherwise, the batch of each data device.
 
     Attributes:
@@ -51,7 +51,7 @@ class SuperBatch:
         first: int,
         *,
         collator: Collator,
-        columns: list[Tensor] | None = None,
+        columns: Sequence[Tensor | VariableRows] | None = None,
         batches: list[Any] | None = None,
     ) -> None:
         self.data_devices = data_devices
@@ -104,12 +104,8 @@ class SuperBatch:
         if self._columns is None:
             batch = self._collator.assemble(self._batches, self.first, self.num_rows, target)
         else:
-            leaves = self._columns
-            if leaves[0].device != target:
-                leaves = [
-                    send(leaf, target) if non_blocking else leaf.to(target) for leaf in leaves
-                ]
-            batch = self._collator.collate(leaves)
+            send = send_rows if non_blocking else _copied
+            batch = self._collator.collate([send(leaf, target) for leaf in self._columns])
         return self._collator.finish(batch, self.num_rows, target, self.seed)
 
     def __len__(self) -> int:
@@ -118,3 +114,7 @@ class SuperBatch:
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self.data_devices)
         return f"SuperBatch({self.num_rows} rows on {devices})"
+
+
+def _copied(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:
+    return leaf.to(device)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_memmap.errors import with_article
-from lightning_memmap.loading.device_streams import current
+from lightning_memmap.loading.device_streams import current, stream_module
 
 BatchTransform = Callable[..., Any]
 
@@ -113,9 +113,9 @@ def _takes_generator(function: Any) -> bool:
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     # Those of CUDA and XPU have a generator each, which torch can save and restore.
-    module = torch.get_device_module(device)
+    module = stream_module(device)
     devices = [device] if hasattr(module, "default_generators") else []
-    with torch.random.fork_rng(devices, device_type=device.type):
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cpu"):
         torch.default_generator.manual_seed(seed)
         if devices:
             module.manual_seed(seed)

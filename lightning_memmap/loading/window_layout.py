@@ -107,7 +107,7 @@ class WindowLayout:
         """
         buffers = []
         for field in self.fields:
-            shape = (self.num_slots, *field.shape)
+            shape = (self.num_slots, *field.item_shape)
             if not field.row_bytes:
                 buffers.append(torch.empty(shape, dtype=field.dtype))
                 continue

@@ -15,8 +15,8 @@ from lightning_memmap.sampling.sampler import Sampler, check_seed
 from lightning_memmap.sampling.shards import Integers, Shards, shard_rows
 from lightning_memmap.sampling.weighted_shards import WeightedShards
 
-#: The part of an epoch's random bits for where its points lie, and the first one for the orders
-#: of rows on the line; the one before them is for the order of positions.
+#: The part of an epoch's random bits for where its points lie, and the first of those for the
+#: orders of rows on the line. Part 0 is for the order of positions.
 _OFFSET, _ORDERS = 1, 2
 
 
@@ -144,7 +144,7 @@ class WeightedSampler(Sampler):
 
 
 class _Draws:
-    """The rows of one epoch: for each shard, its rows as often as they come, and their order.
+    """The rows of one epoch, shard after shard, each as often as it comes, and their order.
 
     Args:
         sampler: The sampler.
@@ -152,42 +152,65 @@ class _Draws:
     """
 
     def __init__(self, sampler: WeightedSampler, epoch: int) -> None:
-        shards = sampler.shards
-        self._line = shards.line
-        self._words = sampler.seed, epoch
-        num_shards, num_positions = shards.num_shards, shards.num_positions
-        self._order = permuted(shard_rows(num_positions, num_shards), random_bits(*self._words))
-        bits = random_bits(*self._words, _OFFSET).random_raw(1)[0]
-        self._offset = int(bits) >> (64 - self._line.unit_bits)
-        dtype = np.uint32 if shards.sizes.max() <= 2**32 else np.int64
-        #: Offsets of the rows that come, shard after shard; those of a shard once it is asked for.
-        self._drawn = np.empty(num_positions, dtype)
-        self._is_drawn = np.zeros(num_shards, np.bool_)
+        shards, line = sampler.shards, sampler.shards.line
+        words = sampler.seed, epoch
+        self._cuts, self._starts = line.cuts, shards.starts
+        self._order = permuted(
+            shard_rows(shards.num_positions, shards.num_shards), random_bits(*words)
+        )
+        offset = int(random_bits(*words, _OFFSET).random_raw(1)[0]) >> (64 - line.unit_bits)
+        on_line = _permuted_within(shards.sizes, *words)
+        ends = np.cumsum(line.pieces.take(on_line))
+        # The points before an end: point k lies at k, plus the offset.
+        ends += (1 << line.unit_bits) - 1 - offset
+        ends >>= line.unit_bits
+        ends[1:] -= ends[:-1].copy()
+        dtype = np.uint32 if len(on_line) <= 2**32 else np.int64
+        self._drawn = np.repeat(on_line.astype(dtype), ends)
 
     def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
         """The rows of positions; see `Sampler.grid`."""
-        for shard in columns[~self._is_drawn[columns]].tolist():
-            self._draw(shard)
-        places = self._order.grid(first, last, columns, self._line.cuts[columns])
+        places = self._order.grid(first, last, columns, self._cuts[columns])
         # Behind the last position, places may be anywhere.
         drawn = self._drawn.take(places, mode="wrap").reshape(-1, len(columns))
-        rows: Integers = np.add(drawn, begins, dtype=np.int64).ravel()
+        rows: Integers = np.add(drawn, begins - self._starts[columns], dtype=np.int64).ravel()
         return rows
 
-    def _draw(self, shard: int) -> None:
-        line, size = self._line, int(self._line.sizes[shard])
-        order = np.arange(size, dtype=np.int64)
-        if size > 3:
-            inner, one = np.array([size - 2]), np.ones(1, np.int64)
-            bits = random_bits(*self._words, _ORDERS + shard)
-            order[1:-1] = permuted(inner, bits).grid(0, size - 3, np.zeros(1, np.int64), one)
-        first, last = (int(cut) for cut in line.cuts[shard : shard + 2])
-        ends = np.cumsum(line.lengths_of(shard)[order])
-        # The points before an end: point k lies at k, plus the offset.
-        ends += (first << line.unit_bits) - self._offset + (1 << line.unit_bits) - 1
-        ends >>= line.unit_bits
-        self._drawn[first:last] = np.repeat(order, np.diff(ends, prepend=first))
-        self._is_drawn[shard] = True
+
+def _permuted_within(sizes: Integers, seed: int, epoch: int) -> Integers:
+    """A permutation of the rows of each shard, the first and the last of which stay.
+
+    Args:
+        sizes: Rows of each shard, int64 of shape (C,).
+        seed: Seed of the permutations.
+        epoch: The epoch.
+
+    Returns:
+        Rows of all shards, numbered shard after shard, int64 of shape (all rows,).
+    """
+    rows = np.arange(sizes.sum(), dtype=np.int64)
+    bits = random_bits(seed, epoch, _ORDERS)
+    most = max(1, int(sizes.max()) - 2)
+    starts = (bits.random_raw(len(sizes)) % np.uint64(most)).tolist()
+    shared = np.tile(_permutation(most, bits), 2)
+    end = 0
+    for shard, (size, start) in enumerate(zip(sizes.tolist(), starts, strict=True)):
+        first, end, inner = end + 1, end + size, size - 2
+        if inner < 2:
+            continue
+        if most > 4 * inner:
+            order = _permutation(inner, random_bits(seed, epoch, _ORDERS + 1 + shard))
+        else:
+            # That of the largest shard, from a random place on, without numbers too large.
+            order = shared[start : start + most]
+            order = order[order < inner]
+        np.add(order, first, out=rows[first : end - 1])
+    return rows
+
+
+def _permutation(size: int, bits: np.random.Philox) -> Integers:
+    zero = np.zeros(1, np.int64)
+    return permuted(np.array([size]), bits).grid(0, size - 1, zero, zero)
 
 
 @lru_cache(maxsize=2)

@@ -150,19 +150,18 @@ class _Line:
         # A piece of no length has no row.
         self.sizes = np.where(shard_rows(num_positions, num_shards) > 0, lasts + 1 - self.firsts, 0)
 
-    def lengths_of(self, shard: int) -> Integers:
-        """How much of each of its rows is in a shard.
+    @cached_property
+    def pieces(self) -> Integers:
+        """How much of each row is in each shard, shard after shard.
 
-        Args:
-            shard: Its number.
-
-        Returns:
-            Units, int64 of shape (rows of the shard,).
+        Units, int64 of shape (sizes.sum(),).
         """
-        first, size = int(self.firsts[shard]), int(self.sizes[shard])
-        begin, end = (int(cut) << self.unit_bits for cut in self.cuts[shard : shard + 2])
-        ends = np.minimum(self.ends[first : first + size], end)
-        return np.diff(ends, prepend=begin)
+        firsts = np.cumsum(self.sizes) - self.sizes
+        homes = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        rows = self.firsts[homes] + np.arange(len(homes)) - firsts[homes]
+        ends = np.minimum(self.ends[rows], (self.cuts << self.unit_bits)[homes + 1])
+        pieces: Integers = np.diff(ends, prepend=0)
+        return pieces
 
 
 def _unit_bits(num_positions: int) -> int:

@@ -1,9 +1,10 @@
 """Fields: what one sample consists of, and how a batch is put back together.
 
 A sample is any nesting of tuple, list, dict, named tuple, dataclass, TensorDict and tensorclass
-around leaves: tensors, numpy arrays and scalars, PIL images, numbers and bools. Each leaf is a
-field with a dtype and a shape, which every row shares. A long list or tuple of numbers of one dtype
-is one field as well.
+around leaves: tensors, numpy arrays and scalars, PIL images, numbers, bools, text and bytes. Each
+leaf is a field with a dtype and a shape, which every row shares, except for leading dimensions that
+are declared to differ from row to row or were found to. A long list or tuple of numbers of one
+dtype is one field as well.
 `Schema` is a value: it touches no file.
 """
 
@@ -17,7 +18,15 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import DTYPES, Field, check_names, dtype_name, entry
+from lightning_memmap.schema.fields import (
+    DTYPES,
+    TEXT_KINDS,
+    Field,
+    check_names,
+    dtype_name,
+    entry,
+)
+from lightning_memmap.schema.forms import Form, Jagged, Pad, Rows, read_forms
 from lightning_memmap.schema.leaves import (
     MAX_NUMBERS,
     MIN_NUMBERS,
@@ -27,9 +36,19 @@ from lightning_memmap.schema.leaves import (
     to_array,
 )
 from lightning_memmap.schema.narrowing import narrowed
-from lightning_memmap.schema.structure import Node, builder, describe, flatten
+from lightning_memmap.schema.structure import EMPTY, Node, builder, describe, flatten, merge
 
-__all__ = ["DTYPES", "Field", "Node", "Schema"]
+__all__ = [
+    "DTYPES",
+    "Field",
+    "Form",
+    "Jagged",
+    "Node",
+    "Pad",
+    "Rows",
+    "Schema",
+    "read_forms",
+]
 
 #: Each field is a file and a mapping, of which a process has at most some ten thousand.
 _MAX_FIELDS = 4096
@@ -48,26 +67,61 @@ class Schema:
     structure: Node
 
     @classmethod
-    def from_sample(cls, sample: Any) -> "Schema":
+    def from_sample(cls, sample: Any, variable: Mapping[str, int] | None = None) -> "Schema":
         """Describe the samples of a dataset by one of them.
 
         Args:
-            sample: Any nesting of the containers above around tensors,
-                numpy arrays and scalars, PIL images, numbers and bools.
+            sample: Any nesting of the containers above around tensors, numpy arrays and scalars,
+                PIL images, numbers, bools, text and bytes.
+            variable: By the name of a field, how many of its leading dimensions may differ from
+                this sample to the others.
 
         Returns:
             The schema that all other samples must fit.
 
         Raises:
             SchemaError: A leaf has a type or dtype that cannot be stored, the sample has no leaf or
-                is nested too deeply, or the name of a field cannot be the name of a file. The
-                message names the field.
+                is nested too deeply, the name of a field cannot be the name of a file, or a field
+                has fewer dimensions than may differ. The message names the field.
         """
         leaves: list[tuple[str, Any]] = []
-        structure = describe(sample, leaves, number_ndim=0)
+        variable = variable or {}
+        structure = describe(sample, leaves, number_ndim=0, variable=variable)
         if not leaves:
             raise SchemaError(f"the sample {sample!r} holds no tensor, array, image or number")
-        return cls._checked(structure, [describe_leaf(*leaf) for leaf in leaves])
+        fields = [describe_leaf(*leaf) for leaf in leaves]
+        names = [field.name for field in fields]
+        if unknown := sorted(set(variable) - set(names)):
+            raise SchemaError(f"variable: there is no field {unknown[0]!r}, among {names}")
+        for index, field in enumerate(fields):
+            count = variable.get(field.name, 0)
+            if count > len(field.shape):
+                raise SchemaError(
+                    f"field {field.name!r}: variable: {field} has fewer than {count} dimensions"
+                )
+            count = max(count, field.num_variable)
+            fields[index] = replace(field, shape=(None,) * count + field.shape[count:])
+        return cls._checked(structure, fields)
+
+    def merged(self, other: "Schema") -> "Schema | None":
+        """The schema that has the samples of two.
+
+        Args:
+            other: The schema of other samples of the same dataset.
+
+        Returns:
+            The schema, in which leading dimensions of fields that differ are None, and lists of
+            numbers that differ in length are fields; or None if the two differ in more than that.
+        """
+        fields: list[Field] = []
+        structure = merge(
+            self.structure, other.structure, self._by_path(), other._by_path(), fields
+        )
+        return None if structure is None else Schema(tuple(fields), structure)
+
+    def _by_path(self) -> dict[tuple[str | int, ...], Field]:
+        paths = [path for path, node in self.structure.walk() if node.is_field]
+        return dict(zip(paths, self.fields, strict=True))
 
     @classmethod
     def from_batch(cls, batch: Any) -> "Schema":
@@ -117,6 +171,10 @@ class Schema:
         fields = []
         for field in self.fields:
             dtype, given = dtypes.get(field.name, field.dtype), field.sample_dtype
+            if field.is_text and dtype != given:
+                raise SchemaError(
+                    f"store_dtypes[{field.name!r}]: text is kept as UTF-8; leave it out"
+                )
             if given.is_complex and not dtype.is_complex:
                 raise SchemaError(
                     f"store_dtypes[{field.name!r}]={dtype_name(dtype)!r}: the field is"
@@ -124,11 +182,6 @@ class Schema:
                 )
             fields.append(replace(field, dtype=dtype, given=None if given == dtype else given))
         return replace(self, fields=tuple(fields))
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row over all fields."""
-        return sum(field.row_bytes for field in self.fields)
 
     @property
     def has_classes(self) -> bool:
@@ -142,8 +195,8 @@ class Schema:
             sample: A sample of the dataset.
 
         Returns:
-            One dense CPU tensor or numpy array per field, of the field's dtype and shape. It may
-            share memory with the sample; a numpy array keeps its byte order.
+            One dense CPU tensor or numpy array per field, of the field's dtype and of a shape that
+            it admits. It may share memory with the sample; a numpy array keeps its byte order.
 
         Raises:
             SchemaError: The sample has another structure, or a leaf another dtype, shape or image
@@ -151,19 +204,23 @@ class Schema:
         """
         leaves: list[Any] = []
         flatten(sample, self.structure, leaves, number_ndim=0)
-        arrays = []
+        arrays: list[Tensor | np.ndarray] = []
         for field, leaf in zip(self.fields, leaves, strict=True):
+            if leaf is EMPTY:
+                arrays.append(torch.empty((0, *field.item_shape), dtype=field.dtype))
+                continue
             try:
                 array, kind = to_array(field.name, leaf)
                 dtype, shape = array_dtype(field.name, array), tuple(array.shape)
             except SchemaError as error:
                 raise SchemaError(f"{error}; expected {field} ({field.kind})") from error
             # Palette and grey images may have the same shape and dtype, but differ in meaning.
-            other_mode = kind.startswith("image") and kind != field.kind
-            if (dtype, shape) != (field.sample_dtype, field.shape) or other_mode:
+            has_mode = kind.startswith("image") or field.is_text or kind in TEXT_KINDS
+            other_mode = has_mode and kind != field.kind
+            if dtype != field.sample_dtype or not field.admits(shape) or other_mode:
                 raise SchemaError(
                     f"field {field.name!r}: found {dtype_name(dtype)} {shape} ({kind}), expected"
-                    f" {dtype_name(field.sample_dtype)} {field.shape} ({field.kind})"
+                    f" {replace(field, dtype=field.sample_dtype)} ({field.kind})"
                 )
             try:
                 arrays.append(narrowed(field, array))
@@ -202,8 +259,8 @@ class Schema:
                 )
         return [leaf.detach().resolve_conj().resolve_neg() for leaf in leaves]
 
-    def builder(self, sample: Any = None) -> Callable[[Sequence[Tensor]], Any]:
-        """Make a function that nests one tensor per field as ``default_collate`` would.
+    def builder(self, sample: Any = None) -> Callable[[Sequence[Any]], Any]:
+        """Make a function that nests one value per field as ``default_collate`` would.
 
         Tuples become lists; every other container keeps its kind. A list of numbers becomes a list
         of tensors.
@@ -213,8 +270,8 @@ class Schema:
                 are taken. Without it, classes with the same names and fields are made.
 
         Returns:
-            A function that takes one tensor per field, in the order of the fields, and returns the
-            nested sample or batch.
+            A function that takes one tensor, or what stands in its place, per field, in the order
+            of the fields, and returns the nested sample or batch.
         """
         return builder(self.structure, sample, count())
 
@@ -251,9 +308,13 @@ class Schema:
         if [field.name for field in schema.fields] != [name for name, _ in leaves]:
             raise SchemaError("the fields are not the leaves of the structure")
         for field, (name, node) in zip(schema.fields, leaves, strict=True):
-            if node.kind == "numbers" and not (
-                len(field.shape) == 1 and MIN_NUMBERS <= field.shape[0] <= MAX_NUMBERS
-            ):
+            is_numbers = len(field.shape) == 1 and not field.is_text
+            if node.kind == "numbers":
+                size = field.shape[0] if is_numbers else None
+                is_numbers = size is not None and MIN_NUMBERS <= size <= MAX_NUMBERS
+            elif node.kind == "sequence":
+                is_numbers = is_numbers and field.num_variable == 1
+            if node.kind != "leaf" and not is_numbers:
                 raise SchemaError(f"field {name!r}: {field} is not a list of numbers")
         _check_batch_sizes(schema)
         return schema
@@ -264,7 +325,10 @@ def _check_batch_sizes(schema: Schema) -> None:
     if any(node.kind in ("tensordict", "tensorclass") for _, node in schema.structure.walk()):
         try:
             schema.builder()(
-                [torch.empty(f.shape, dtype=f.dtype, device="meta") for f in schema.fields]
+                [
+                    torch.empty([size or 0 for size in f.shape], dtype=f.dtype, device="meta")
+                    for f in schema.fields
+                ]
             )
         except (RuntimeError, ValueError) as error:
             raise SchemaError(f"the fields do not fit into a TensorDict: {error}") from error

@@ -3,14 +3,15 @@
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from reprlib import repr as short_repr
 from typing import Any
 from urllib.parse import quote
 
 import torch
+from torch import Tensor
 
-from lightning_memmap.errors import SchemaError
+from lightning_memmap.errors import SchemaError, StoreError
 
 #: The dtypes that a store can hold. Others (float8 and sub-byte types, complex32) do not survive a
 #: round trip through tensordict's memory-mapped files.
@@ -26,6 +27,8 @@ DTYPES: dict[str, torch.dtype] = {
 #: The longest name of a field: what file systems allow, less the longest suffix of its files.
 MAX_NAME_LENGTH = 255 - len(".memmap")
 _MAX_DIMENSIONS = 64
+#: Kinds of fields whose rows are given back as Python objects and not as tensors.
+TEXT_KINDS = ("text", "bytes")
 _KIND = re.compile(r"[a-z]+(:[A-Za-z0-9;]{1,32})?")
 
 
@@ -48,15 +51,17 @@ class Field:
     Args:
         name: Where the leaf is in the sample: keys, names and positions joined by dots.
         dtype: The dtype of each row.
-        shape: The shape of one row, without a batch dimension.
-        kind: What the dataset gave: ``tensor``, ``array``, ``number`` or, for PIL images,
-            ``image:<mode>``. A list of numbers is an array, or a tensor where they are tensors.
+        shape: The shape of one row, without a batch dimension. Leading dimensions that differ from
+            row to row are None; see `num_variable`.
+        kind: What the dataset gave: ``tensor``, ``array``, ``number``, ``text``, ``bytes`` or, for
+            PIL images, ``image:<mode>``. A list of numbers is an array, or a tensor where they are
+            tensors. Text is stored as UTF-8, so both ``text`` and ``bytes`` are uint8 (None,).
         given: The dtype in which the dataset gives it, if rows are kept in another one; else None.
     """
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
     kind: str
     given: torch.dtype | None = None
 
@@ -66,9 +71,96 @@ class Field:
         return self.given or self.dtype
 
     @property
+    def num_variable(self) -> int:
+        """How many leading dimensions differ from row to row."""
+        return sum(size is None for size in self.shape)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether rows are given back as str or bytes."""
+        return self.kind in TEXT_KINDS
+
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        """The dimensions that all rows share. What they hold is an item: rows have one or more, and
+        exactly one where no dimension differs."""
+        return tuple(size for size in self.shape if size is not None)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one item."""
+        return math.prod(self.item_shape) * self.dtype.itemsize
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of one row of a field whose rows all have one shape."""
+        assert not self.num_variable
+        return self.item_bytes
+
+    def admits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a row may have a shape.
+
+        Args:
+            shape: The shape.
+        """
+        pairs = zip(shape, self.shape, strict=False)
+        return len(shape) == len(self.shape) and all(b is None or a == b for a, b in pairs)
+
+    def merged(self, other: "Field") -> "Field | None":
+        """The field that has the rows of two.
+
+        Args:
+            other: The same field as another sample has it.
+
+        Returns:
+            A field whose leading dimensions, up to the last one that differs, are None. None where
+            the two differ in more than their sizes.
+        """
+        is_alike = self.sample_dtype == other.sample_dtype and len(self.shape) == len(other.shape)
+        is_other_kind = (self.kind != other.kind) and (
+            self.kind.startswith("image") or other.kind.startswith("image") or self.is_text
+        )
+        if not is_alike or is_other_kind:
+            return None
+        differing = [a is None or a != b for a, b in zip(self.shape, other.shape, strict=True)]
+        count = len(differing) - differing[::-1].index(True) if any(differing) else 0
+        return replace(self, shape=(None,) * count + self.shape[count:])
+
+    def value(self, row: Tensor) -> Any:
+        """What a store gives back for a row.
+
+        Args:
+            row: The row as it is stored, on the CPU.
+
+        Returns:
+            The row itself; text as str, and bytes as such.
+
+        Raises:
+            StoreError: The row is no text.
+        """
+        return self.decode(row.numpy().tobytes()) if self.is_text else row
+
+    def decode(self, data: bytes) -> str | bytes:
+        """Convert the bytes of a row of text to what a store gives back for it.
+
+        Args:
+            data: The bytes.
+
+        Returns:
+            A str, or the bytes themselves where the field's kind is ``bytes``.
+
+        Raises:
+            StoreError: The bytes are no text.
+        """
+        if self.kind == "bytes":
+            return data
+        try:
+            return data.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise StoreError(
+                f"field {self.name!r}: a row is not UTF-8 ({error.reason}): its store is damaged,"
+                " build it again"
+            ) from None
 
     def to_json(self) -> dict[str, Any]:
         """Convert this field to JSON values.
@@ -103,7 +195,8 @@ class Field:
             known = ", ".join(DTYPES)
             raise SchemaError(f"unknown dtype {short_repr(value['dtype'])}; known: {known}")
         shape = entry(value, "shape", list)
-        if any(type(size) is not int or not 0 <= size < 2**40 for size in shape):
+        fixed = shape[sum(size is None for size in shape) :]
+        if any(type(size) is not int or not 0 <= size < 2**40 for size in fixed):
             raise SchemaError(f"shape {short_repr(shape)} is not a list of sizes")
         if len(shape) > _MAX_DIMENSIONS:
             raise SchemaError(f"{len(shape)} dimensions: a field has at most {_MAX_DIMENSIONS}")
@@ -113,8 +206,11 @@ class Field:
         given = value.get("given")
         if given is not None and (not isinstance(given, str) or given not in DTYPES):
             raise SchemaError(f"unknown dtype {short_repr(given)} of the dataset")
-        name = entry(value, "name", str)
-        return cls(name, dtype, tuple(shape), kind, None if given is None else DTYPES[given])
+        name, given_dtype = entry(value, "name", str), None if given is None else DTYPES[given]
+        found = cls(name, dtype, tuple(shape), kind, given_dtype)
+        if found.is_text and (dtype, found.shape) != (torch.uint8, (None,)):
+            raise SchemaError(f"a field of {found} is no {kind}")
+        return found
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {tuple(self.shape)}"

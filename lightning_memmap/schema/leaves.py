@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, with_article
-from lightning_memmap.schema.fields import DTYPES, Field, dtype_name
+from lightning_memmap.schema.fields import DTYPES, TEXT_KINDS, Field, dtype_name
 
 #: A list or tuple of at least this many numbers of one dtype is one field. In a shorter one, such
 #: as ``(image, label)``, each is a field of its own.
@@ -43,7 +44,8 @@ def describe_leaf(name: str, leaf: Any) -> Field:
             field.
     """
     array, kind = to_array(name, leaf)
-    return Field(name, array_dtype(name, array), tuple(array.shape), kind)
+    shape = (None,) if kind in TEXT_KINDS else tuple(array.shape)
+    return Field(name, array_dtype(name, array), shape, kind)
 
 
 def describe_rows(name: str, leaf: Any) -> Field:
@@ -99,6 +101,11 @@ def to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
             f"field {name!r}: found a masked array, whose mask would be lost: give filled() and"
             " the mask as two arrays"
         )
+    # Before numpy's scalars, of which strings are some.
+    if isinstance(leaf, (str, PurePath)):
+        return np.frombuffer(str(leaf).encode("utf-8", "surrogatepass"), np.uint8), "text"
+    if isinstance(leaf, (bytes, bytearray)):
+        return np.frombuffer(leaf, np.uint8), "bytes"
     if isinstance(leaf, (np.ndarray, np.generic)):
         return np.asarray(leaf), "array"
     number = _python_dtype(type(leaf))
@@ -109,8 +116,7 @@ def to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
         return _image_array(name, leaf), f"image:{leaf.mode}"
     raise SchemaError(
         f"field {name!r}: found {type(leaf).__name__}, which cannot be stored; give a tensor, a"
-        " numpy array, a PIL image, a number or a bool (text: token or byte codes padded to one"
-        " length)"
+        " numpy array, a PIL image, a number, a bool, a str or bytes"
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -12,11 +12,18 @@ from typing import Any
 from unicodedata import normalize
 
 import numpy as np
+import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import MAX_NAME_LENGTH, check_name_length, entry, field_name
+from lightning_memmap.schema.fields import (
+    MAX_NAME_LENGTH,
+    Field,
+    check_name_length,
+    entry,
+    field_name,
+)
 from lightning_memmap.schema.leaves import MIN_NUMBERS, number_dtype, stack_numbers
 
 _MAX_DEPTH = 32
@@ -26,7 +33,7 @@ _TENSOR_KINDS = ("tensordict", "tensorclass")
 _CLASS_KINDS = ("namedtuple", "dataclass", "tensorclass")
 
 Path = tuple[str | int, ...]
-Build = Callable[[Sequence[Tensor]], Any]
+Build = Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -35,8 +42,8 @@ class Node:
 
     Args:
         kind: ``leaf``, a field of one value, ``numbers``, a field of a list or tuple of numbers,
-            ``tuple``, ``list``, ``dict``, ``namedtuple``, ``dataclass``, ``tensordict`` or
-            ``tensorclass``.
+            ``sequence``, the same where their count differs from row to row, ``tuple``, ``list``,
+            ``dict``, ``namedtuple``, ``dataclass``, ``tensordict`` or ``tensorclass``.
         keys: The key, name or position of each child.
         children: The children, in the order of ``keys``.
         name: The class name of a named tuple, dataclass or tensorclass.
@@ -53,7 +60,7 @@ class Node:
     @property
     def is_field(self) -> bool:
         """Whether this is a field and not a container."""
-        return self.kind in ("leaf", "numbers")
+        return self.kind in _FIELDS
 
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
         """Iterate over this node and all below it, in the order of the leaves.
@@ -122,9 +129,19 @@ class Node:
 
 _LEAF = Node("leaf")
 _NUMBERS = Node("numbers")
+_SEQUENCE = Node("sequence")
+#: The leaf of a list without numbers, whose count differs from row to row.
+EMPTY = object()
+_FIELDS = {node.kind: node for node in (_LEAF, _NUMBERS, _SEQUENCE)}
 
 
-def describe(value: Any, leaves: list[tuple[str, Any]], number_ndim: int, path: Path = ()) -> Node:
+def describe(
+    value: Any,
+    leaves: list[tuple[str, Any]],
+    number_ndim: int,
+    path: Path = (),
+    variable: Collection[str] = (),
+) -> Node:
     """Find the structure of a sample or of a batch.
 
     Args:
@@ -132,6 +149,7 @@ def describe(value: Any, leaves: list[tuple[str, Any]], number_ndim: int, path: 
         leaves: The name and value of each leaf are appended to this list.
         number_ndim: Dimensions of a tensor that counts as one number: 0 in a sample, 1 in a batch.
         path: Where the value is in the sample.
+        variable: Names of fields whose rows may differ in length.
 
     Returns:
         The structure, whose fields are in the order of ``leaves``.
@@ -147,17 +165,18 @@ def describe(value: Any, leaves: list[tuple[str, Any]], number_ndim: int, path: 
         leaves.append((field_name(path), value))
         return _LEAF
     kind, keys, values = found
+    is_variable = field_name(path) in variable
     if (
         kind in ("tuple", "list")
-        and len(values) >= MIN_NUMBERS
+        and (len(values) >= MIN_NUMBERS or is_variable)
         and number_dtype(values, number_ndim) is not None
     ):
         name = field_name(path)
         leaves.append((name, stack_numbers(name, values, number_ndim)))
-        return _NUMBERS
+        return _SEQUENCE if is_variable else _NUMBERS
     first = len(leaves)
     children = tuple(
-        describe(child, leaves, number_ndim, (*path, key))
+        describe(child, leaves, number_ndim, (*path, key), variable)
         for key, child in zip(keys, values, strict=True)
     )
     name = type(value).__name__ if kind in _CLASS_KINDS else ""
@@ -167,7 +186,84 @@ def describe(value: Any, leaves: list[tuple[str, Any]], number_ndim: int, path: 
         raise SchemaError(
             f"field {field_name(path)!r}: found an empty {type(value).__name__}: leave it out"
         )
+    for name_of_leaf, leaf in leaves[first:]:
+        if not isinstance(leaf, Tensor):
+            raise SchemaError(
+                f"field {name_of_leaf!r}: found {type(leaf).__name__} in a {type(value).__name__},"
+                " of which only tensors are stored: give it beside the tensors, in a dict or tuple"
+            )
     return Node(kind, tuple(keys), children, name, np.ndim(leaves[first][1]) - value.batch_dims)
+
+
+def merge(
+    one: Node,
+    other: Node,
+    fields: Mapping[Path, Field],
+    other_fields: Mapping[Path, Field],
+    merged: list[Field],
+    path: Path = (),
+) -> Node | None:
+    """Find the structure that has the samples of two.
+
+    They may differ in the lengths of lists of numbers, in the sizes of fields, and in the order of
+    a dict's keys.
+
+    Args:
+        one: The structure of some samples, whose order of keys the result has.
+        other: The structure of others.
+        fields: The fields of ``one``, by path.
+        other_fields: The fields of ``other``, by path.
+        merged: The fields of the result are appended to this list.
+        path: Where the two are in the sample.
+
+    Returns:
+        The structure; None if the two differ in more than that.
+    """
+    if one.is_field and other.is_field and (one.kind == "leaf") == (other.kind == "leaf"):
+        field = fields[path].merged(other_fields[path])
+        if field is None:
+            return None
+        merged.append(field)
+        return _SEQUENCE if one.kind != "leaf" and field.num_variable else one
+    is_of_other_length = one.is_field or other.is_field or len(one.keys) != len(other.keys)
+    if _is_list(one) and _is_list(other) and is_of_other_length:
+        numbers = _numbers(one, fields, path) | _numbers(other, other_fields, path)
+        if len(numbers) != 1 or None in numbers:
+            return None
+        (found,) = numbers
+        assert found is not None
+        merged.append(Field(field_name(path), found[0], (None,), found[1]))
+        return _SEQUENCE
+    if (one.kind, one.name, set(one.keys)) != (other.kind, other.name, set(other.keys)):
+        return None
+    others = dict(zip(other.keys, other.children, strict=True))
+    children = []
+    for key, child in zip(one.keys, one.children, strict=True):
+        found_child = merge(child, others[key], fields, other_fields, merged, (*path, key))
+        if found_child is None:
+            return None
+        children.append(found_child)
+    return dataclasses.replace(one, children=tuple(children))
+
+
+def _is_list(node: Node) -> bool:
+    return node.kind in ("tuple", "list", "numbers", "sequence")
+
+
+def _numbers(
+    node: Node, fields: Mapping[Path, Field], path: Path
+) -> set[tuple[torch.dtype, str] | None]:
+    """The dtypes and kinds of the numbers in a list; None among them where it has other things."""
+    if node.is_field:
+        return {(fields[path].dtype, fields[path].kind)}
+    kinds = {"number": "array"}
+    found = [fields.get((*path, key)) for key in node.keys]
+    return {
+        (field.dtype, kinds.get(field.kind, field.kind))
+        if field is not None and field.shape == ()
+        else None
+        for field in found
+    }
 
 
 def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: Path = ()) -> None:
@@ -187,13 +283,16 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: P
         leaves.append(value)
         return
     found = _children(value, ())
-    if node.kind == "numbers":
+    if node.is_field:
         if found is None or found[0] not in ("tuple", "list"):
             raise SchemaError(
                 f"field {field_name(path)!r}: found {type(value).__name__}, expected a list or"
                 " tuple of numbers"
             )
-        leaves.append(stack_numbers(field_name(path), found[2], number_ndim))
+        # Without numbers there is no dtype.
+        is_empty = node.kind == "sequence" and not found[2]
+        numbers = EMPTY if is_empty else stack_numbers(field_name(path), found[2], number_ndim)
+        leaves.append(numbers)
         return
     if found is None or found[0] != node.kind:
         raise SchemaError(
@@ -225,7 +324,7 @@ def builder(node: Node, sample: Any, indices: Iterator[int]) -> Build:
     """
     if node.is_field:
         index = next(indices)
-        if node.kind == "leaf":
+        if node.kind != "numbers":
             return lambda leaves: leaves[index]
         # Each contiguous, as default_collate makes them.
         return lambda leaves: list(leaves[index].movedim(-1, 0).contiguous().unbind())
@@ -316,10 +415,8 @@ def _node_from_json(value: Any, depth: int) -> Node:
     if depth > _MAX_DEPTH:
         raise SchemaError(f"the structure is nested deeper than {_MAX_DEPTH} levels")
     kind = entry(value, "kind", str)
-    if kind == "leaf":
-        return _LEAF
-    if kind == "numbers":
-        return _NUMBERS
+    if kind in _FIELDS:
+        return _FIELDS[kind]
     if kind not in ("tuple", "list", "dict", *_CLASS_KINDS, "tensordict"):
         raise SchemaError(f"unknown container {short_repr(kind)}")
     keys, children = entry(value, "keys", list), entry(value, "children", list)

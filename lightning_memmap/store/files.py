@@ -4,11 +4,16 @@ import errno
 import os
 import stat
 import sys
+from itertools import pairwise
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_memmap.errors import StoreError
+from lightning_memmap.sampling import Integers
 
 #: Suffix of files that a build needs only until its store is in place.
 TEMPORARY = ".tmp"
@@ -96,6 +101,27 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+
+
+def write_rows(descriptor: int, locations: Integers, rows: NDArray[np.uint8]) -> None:
+    """Write rows of one size into a file.
+
+    Args:
+        descriptor: A file that is open for writing.
+        locations: Where they go, in rows from the start of the file, each once: int64 of shape
+            (B,).
+        rows: Their bytes, uint8 of shape (B, bytes of a row).
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    order = np.argsort(locations)
+    locations, size = locations[order], rows.shape[1]
+    data = rows.take(order, axis=0).reshape(-1).data
+    # One call for all rows whose locations follow one another.
+    bounds = [0, *(np.flatnonzero(np.diff(locations) != 1) + 1).tolist(), len(rows)]
+    for first, end in pairwise(bounds):
+        write_all(descriptor, data[first * size : end * size], int(locations[first]) * size)
 
 
 def sync_path(path: Path) -> None:

@@ -19,7 +19,7 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.columns import Column, columns_to_json, grow_columns
-from lightning_memmap.store.files import sync_path
+from lightning_memmap.store.files import TEMPORARY, sync_path
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.manifest import Manifest, rows_bytes
 from lightning_memmap.store.probes import hash_row
@@ -144,14 +144,16 @@ class StorePlan:
         )
 
     def sync(self) -> None:
-        """Bring the files of `file_bytes` to the disk.
+        """Bring the files of `file_bytes`, and the temporary ones of columns, to the disk.
 
         Raises:
             OSError: The disk reports an error.
         """
+        temporary = (name for name in os.listdir(self.building) if name.endswith(TEMPORARY))
+        paths = [self.building / name for name in {*self.file_bytes, *temporary}]
         # A disk can take several files at once.
         with ThreadPoolExecutor(_NUM_SYNCS) as pool:
-            list(pool.map(sync_path, [self.building / name for name in self.file_bytes]))
+            list(pool.map(sync_path, paths))
 
     def finish_columns(self) -> tuple[Column, ...]:
         """Finish the columns once all rows are written.

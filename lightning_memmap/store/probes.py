@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -114,10 +114,35 @@ def flatten_row(sample: Any, row: int, schema: Schema) -> list[Tensor | np.ndarr
     try:
         return schema.flatten(sample)
     except SchemaError as error:
-        raise SchemaError(
-            f"row {row}, {error}. All rows of a store share one structure, and each field one"
-            " dtype and shape: convert, crop or pad it in the dataset"
-        ) from error
+        way_out = (
+            "All rows of a store share one structure, and each field one dtype and shape: convert,"
+            " crop or pad it in the dataset"
+        )
+        if (merged := _merged(schema, sample)) is not None:
+            way_out = (
+                "Where rows differ in length, that must be declared:"
+                f" variable={_declaration(schema, merged)}"
+            )
+        raise SchemaError(f"row {row}, {error}. {way_out}") from error
+
+
+def _declaration(schema: Schema, merged: Schema) -> dict[str, Any]:
+    """The argument ``variable`` that makes a schema the merged one."""
+    known = {field.name: field.num_variable for field in schema.fields}
+    found = {f.name: f.num_variable for f in merged.fields if f.num_variable and not f.is_text}
+    return {
+        name: "pad" if count == 1 else {"form": "pad", "dims": count}
+        for name, count in found.items()
+        if known.get(name) != count
+    }
+
+
+def _merged(schema: Schema, sample: Any) -> Schema | None:
+    """The schema that has a sample as well, where they differ in the lengths of fields alone."""
+    try:
+        return schema.merged(Schema.from_sample(sample))
+    except SchemaError:
+        return None
 
 
 def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
@@ -179,12 +204,14 @@ class Probe:
         schema: The schema of its sample.
         digest: Its hash; see `hash_row`.
         duration_s: Seconds that the first of the two reads took.
+        num_bytes: Bytes of the row over all fields.
     """
 
     row: int
     schema: Schema
     digest: str
     duration_s: float
+    num_bytes: int
 
 
 def first_sample(dataset: Any, num_workers: int) -> Any:
@@ -225,7 +252,8 @@ def take_probes(
     dataset: Any,
     num_rows: int,
     num_workers: int,
-    store_dtypes: Mapping[str, torch.dtype],
+    variable: Mapping[str, int] | None = None,
+    store_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[Probe]:
     """Read each probe row twice and hash it.
 
@@ -235,23 +263,33 @@ def take_probes(
         num_workers: Processes that read. Unless it is 0, this process reads no row: a file that the
             dataset opens at the first read would be shared with all processes that are forked
             later, and with it the position of the next read.
+        variable: By the name of a field, how many of its leading dimensions may differ from row to
+            row. Those that differ between probe rows may do so anyhow.
         store_dtypes: Other dtypes in which fields are kept, by name.
 
     Returns:
-        The probes in ascending order of rows. All have the schema of row 0.
+        The probes in ascending order of rows. All have the schema that has all their samples.
 
     Raises:
-        SchemaError: A sample cannot be stored, or has another schema than that of row 0; or
-            ``store_dtypes`` does not fit the samples.
+        SchemaError: A sample cannot be stored, or differs from row 0 in more than the lengths of
+            fields; or ``store_dtypes`` does not fit the samples.
         DatasetError: A row differs between the two reads, so the dataset is random; or the dataset
             raised an error, or a worker process died.
     """
     rows, probes = probe_rows(num_rows), list[Probe]()
-    run_tasks(_Prober(dataset, store_dtypes), [rows], min(num_workers, 1), probes.extend)
+    first = _Prober(dataset, variable, store_dtypes)
+    run_tasks(first, [rows], min(num_workers, 1), probes.extend)
     # Where rows are slow, the others are read by several processes.
     others = [[row] for row in rows[len(probes) :]]
-    prober = _Prober(dataset, store_dtypes, probes[0].schema)
+    prober = replace(first, schema=probes[-1].schema)
     run_tasks(prober, others, min(num_workers, len(others)), probes.extend)
+    schema = probes[0].schema
+    for probe in probes:
+        # Each was merged with the first one, so that any two can be merged.
+        merged = schema.merged(probe.schema)
+        assert merged is not None
+        schema = merged
+    probes = [replace(probe, schema=schema) for probe in probes]
     return sorted(probes, key=lambda probe: probe.row)
 
 
@@ -259,11 +297,12 @@ def take_probes(
 class _Prober:
     """Probes as many rows as fit into `_MOMENT_S`.
 
-    The first row sets the schema where none is given.
+    The first row sets the schema where none is given; later ones may differ in length.
     """
 
     dataset: Any
-    store_dtypes: Mapping[str, torch.dtype]
+    variable: Mapping[str, int] | None
+    store_dtypes: Mapping[str, torch.dtype] | None
     schema: Schema | None = None
 
     def __call__(self, rows: list[int]) -> list[Probe]:
@@ -272,7 +311,7 @@ class _Prober:
         for row in rows[1:]:
             if perf_counter() > end:
                 break
-            probes.append(self._probe(row, probes[0].schema))
+            probes.append(self._probe(row, probes[-1].schema))
         return probes
 
     def _probe(self, row: int, schema: Schema | None) -> Probe:
@@ -280,15 +319,20 @@ class _Prober:
         sample = read_sample(self.dataset, row)
         duration_s = perf_counter() - start
         try:
-            schema = schema or Schema.from_sample(sample).stored_as(self.store_dtypes)
+            if schema is None:
+                schema = Schema.from_sample(sample, self.variable).stored_as(
+                    self.store_dtypes or {}
+                )
         except SchemaError as error:
             raise SchemaError(f"row {row}, {error}") from error
+        schema = _merged(schema, sample) or schema
         leaves = flatten_row(sample, row, schema)
         again = read_row(self.dataset, row, schema)
         for field, one, other in zip(schema.fields, leaves, again, strict=True):
             if leaf_bytes(one).tobytes() != leaf_bytes(other).tobytes():
                 raise random_dataset_error(row, field.name)
-        return Probe(row, schema, hash_row(leaves), duration_s)
+        num_bytes = sum(leaf_bytes(leaf).nbytes for leaf in leaves)
+        return Probe(row, schema, hash_row(leaves), duration_s, num_bytes)
 
 
 def random_dataset_error(row: int, field: str) -> DatasetError:

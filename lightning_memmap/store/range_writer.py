@@ -40,16 +40,18 @@ class RangeWriter:
         dataset: The dataset.
         plan: The store that is being built.
         journal: The descriptor of its journal.
+        row_bytes: Bytes of a row, estimated where rows differ in length.
 
     Attributes:
         has_arrays: Whether the rows lie in arrays, which are read by slices.
         max_rows: The most rows of a range.
     """
 
-    def __init__(self, dataset: Any, plan: StorePlan, journal: int) -> None:
+    def __init__(self, dataset: Any, plan: StorePlan, journal: int, row_bytes: int) -> None:
         self._dataset = dataset
         self._plan = plan
         self._journal = journal
+        self._row_bytes = max(1, row_bytes)
         self._arrays: Sequence[FieldArray] = field_arrays(dataset, plan.schema) or ()
         self._fields: Sequence[Field] = plan.schema.fields
         if isinstance(dataset, Spool):  # Its rows have been checked and converted.
@@ -64,7 +66,7 @@ class RangeWriter:
 
     def _rows_of(self, num_bytes: int) -> int:
         """The rows that take so many bytes, at least one."""
-        return max(1, num_bytes * self._plan.num_rows // max(1, self._plan.num_bytes))
+        return max(1, num_bytes // self._row_bytes)
 
     def __call__(self, task: tuple[int, int]) -> tuple[range, float]:
         """Write a range.

@@ -26,8 +26,9 @@ _BLOCK_ROWS = 2**18
 class Store:
     """An open store. Use `open_store` or `build_store` to get one.
 
-    It is a map-style dataset as well: ``store[i]`` is row ``i`` in dataset order, with tensors as
-    leaves. Processes on one machine that open the same store share its pages in memory.
+    It is a map-style dataset as well: ``store[i]`` is row ``i`` in dataset order, with tensors, and
+    for text str and bytes, as leaves. Processes on one machine that open the same store share its
+    pages in memory.
 
     Attributes:
         path: The directory.
@@ -39,7 +40,7 @@ class Store:
         self.path = path
         self.manifest = manifest
         self.columns = [column.open(path) for column in manifest.columns]
-        self._build: Callable[[Sequence[Tensor]], Any] = self.schema.builder()
+        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder()
 
     @property
     def num_rows(self) -> int:
@@ -84,16 +85,17 @@ class Store:
         if field not in names:
             raise ValueError(f"field {field!r}: the store at {self.path} has {names}")
         index = names.index(field)
-        shape = self.schema.fields[index].shape
-        if math.prod(shape) != 1:
+        found = self.schema.fields[index]
+        if found.num_variable or math.prod(found.item_shape) != 1:
             raise ValueError(
-                f"field {field!r}: its rows have shape {tuple(shape)}; give a field with one value"
-                " in each row"
+                f"field {field!r}: its rows are {found}; give a field with one value in each row"
             )
         blocks = []
         for first in range(0, self.num_rows, _BLOCK_ROWS):
             rows = np.arange(first, min(first + _BLOCK_ROWS, self.num_rows), dtype=np.int64)
-            values = self.columns[index].fetch(rows).reshape(-1)
+            fetched = self.columns[index].fetch(rows)
+            assert isinstance(fetched, Tensor)  # The rows have one shape.
+            values = fetched.reshape(-1)
             # numpy has no bfloat16.
             blocks.append((values.float() if values.dtype == torch.bfloat16 else values).numpy())
         return np.concatenate(blocks)
@@ -169,7 +171,9 @@ class Store:
         if not -self.num_rows <= index < self.num_rows:
             raise IndexError(f"row {row}: the store has {self.num_rows} rows")
         index %= self.num_rows
-        return self._build([column.row(index) for column in self.columns])
+        fields = self.schema.fields
+        rows = zip(fields, self.columns, strict=True)
+        return self._build([field.value(column.row(index)) for field, column in rows])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_store, (str(self.path),)

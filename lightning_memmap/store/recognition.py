@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
+from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store.columns import OpenColumn
@@ -219,17 +220,18 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
     assert num_compared == store.manifest.num_rows
 
 
-def _sample_bytes(store: StoredRows, row: int, sample: Any) -> list[np.ndarray]:
+def _leaves(store: StoredRows, row: int, sample: Any) -> list[Tensor | np.ndarray]:
     try:
-        return [leaf_bytes(leaf) for leaf in flatten_row(sample, row, store.manifest.schema)]
+        return flatten_row(sample, row, store.manifest.schema)
     except SchemaError as error:
         raise _other_dataset(store, str(error)) from error
 
 
 def _check_row(store: StoredRows, row: int, sample: Any) -> None:
-    found = _sample_bytes(store, row, sample)
+    found = _leaves(store, row, sample)
     for field, column, leaf in zip(store.manifest.schema.fields, store.columns, found, strict=True):
-        if not np.array_equal(leaf, leaf_bytes(column.row(row))):
+        stored = column.row(row)
+        if leaf.shape != stored.shape or not np.array_equal(leaf_bytes(leaf), leaf_bytes(stored)):
             raise _other_dataset(
                 store,
                 f"row {row} of the dataset differs from the stored row, in field {field.name!r}",
@@ -254,7 +256,7 @@ class _ProbeCheck:
 
     def __call__(self, row: int) -> None:
         sample = read_sample(self.dataset, row)
-        found, expected = hash_row(_sample_bytes(self.store, row, sample)), self.digests[row]
+        found, expected = hash_row(_leaves(self.store, row, sample)), self.digests[row]
         if expected is not None and found != expected:
             raise _other_dataset(
                 self.store, f"row {row} of the dataset differs from the stored row"

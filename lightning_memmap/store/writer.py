@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lightning_memmap.errors import StoreError, with_article
+from lightning_memmap.schema import read_forms
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.store.checksums import compute_checksums
@@ -70,6 +71,7 @@ def build_store(
     check: str = "probes",
     fresh: bool = False,
     store_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    variable: Mapping[str, Any] | None = None,
 ) -> Store:
     """Store a dataset, or open the store where it was built before from the same dataset.
 
@@ -101,6 +103,10 @@ def build_store(
         fresh: Do not resume an interrupted build.
         store_dtypes: Other dtypes than those of the samples in which fields are kept, by name of
             the field, such as ``{"image": "uint8"}``. Every value must stay what it is.
+        variable: The fields whose rows may differ in length, each with a form, such as
+            ``{"audio": "pad"}``. Those that differ among the first rows that are read need not be
+            named. Of the form only the number of dimensions matters here; see
+            `lightning_memmap.schema.forms`.
 
     Returns:
         The open store.
@@ -123,6 +129,7 @@ def build_store(
     check_given(fingerprint)
     check_choice(check)
     dtypes = check_store_dtypes(store_dtypes)
+    dims = {name: form.dims for name, form in read_forms(variable).items()}
     if num_workers and is_stream(dataset):
         raise ValueError(
             f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
@@ -170,7 +177,9 @@ def build_store(
                 build = _Build.of_stream(dataset, spool, directory, num_shards, identity)
                 build.run(num_workers, show, resume=False)
         else:
-            build = _Build.prepare(dataset, directory, num_shards, num_workers, identity, dtypes)
+            build = _Build.prepare(
+                dataset, directory, num_shards, num_workers, identity, dims, dtypes
+            )
             build.run(num_workers, show, resume=not (overwrite or fresh))
     return open_store(directory)
 
@@ -253,6 +262,7 @@ class _Build:
     probes: tuple[tuple[int, str], ...]
     fingerprint: Fingerprint
     row_s: float
+    row_bytes: int
 
     @classmethod
     def prepare(
@@ -262,6 +272,7 @@ class _Build:
         num_shards: int,
         num_workers: int,
         fingerprint: Fingerprint,
+        variable: Mapping[str, int],
         dtypes: Mapping[str, torch.dtype],
     ) -> "_Build":
         """Read the probe rows, and check that a store can be made of the dataset.
@@ -272,15 +283,17 @@ class _Build:
             num_shards: Shards that the rows are divided into.
             num_workers: Processes that read the probe rows; with 0, this one.
             fingerprint: The identity of the dataset.
+            variable: Leading dimensions that may differ from row to row, by field name.
             dtypes: Other dtypes in which fields are kept, by name.
         """
         num_rows = len(dataset)
-        probes = take_probes(dataset, num_rows, num_workers, dtypes)
+        probes = take_probes(dataset, num_rows, num_workers, variable, dtypes)
         plan = StorePlan(path, num_rows, num_shards, probes[0].schema)
         plan.check()
         digests = tuple((probe.row, probe.digest) for probe in probes)
         row_s = median(probe.duration_s for probe in probes)
-        return cls(dataset, _class_name(dataset), plan, digests, fingerprint, row_s)
+        row_bytes = max(probe.num_bytes for probe in probes)
+        return cls(dataset, _class_name(dataset), plan, digests, fingerprint, row_s, row_bytes)
 
     @classmethod
     def of_stream(
@@ -302,8 +315,9 @@ class _Build:
         """
         plan = StorePlan(path, len(spool), num_shards, spool.schema)
         plan.check()
+        row_bytes = plan.num_bytes // plan.num_rows
         probes = tuple((row, hash_row(spool.leaves(row))) for row in probe_rows(len(spool)))
-        return cls(spool, _class_name(stream), plan, probes, fingerprint, 0.0)
+        return cls(spool, _class_name(stream), plan, probes, fingerprint, 0.0, row_bytes)
 
     def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
         """Write all rows that are not yet written, then commit.
@@ -315,8 +329,7 @@ class _Build:
         """
         plan, journal = self.plan, self._open_journal(resume)
         try:
-            row_bytes = plan.num_bytes // plan.num_rows
-            with progress("storing", plan.num_rows, row_bytes, journal.num_done) as advance:
+            with progress("storing", plan.num_rows, self.row_bytes, journal.num_done) as advance:
                 self._write_rows(journal, num_workers, advance)
             columns = plan.finish_columns()
             num_bytes = sum(size for column in columns for size in column.file_bytes.values())
@@ -361,7 +374,7 @@ class _Build:
         return Journal.create(plan.building, build)
 
     def _write_rows(self, journal: Journal, num_workers: int, advance: Advance) -> None:
-        writer = RangeWriter(self.dataset, self.plan, journal.descriptor)
+        writer = RangeWriter(self.dataset, self.plan, journal.descriptor, self.row_bytes)
         ranges = RowRanges(
             missing_ranges(journal.done, self.plan.num_rows),
             max_rows=writer.max_rows,

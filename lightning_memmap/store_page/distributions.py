@@ -58,7 +58,9 @@ def distributions(store: Store, column: OpenColumn, name: str) -> Iterator[Distr
     """
     if not column.row(0).dim():
         rows, note = _spaced(store.num_rows, _MAX_ROWS)
-        yield _distribution(name, column.fetch(rows.numpy()), note)
+        fetched = column.fetch(rows.numpy())
+        assert isinstance(fetched, Tensor)  # Rows without dimensions have one shape.
+        yield _distribution(name, fetched, note)
         return
     rows, note = _spaced(store.num_rows, _MAX_ARRAYS)
     values = [column.row(int(row)).reshape(-1) for row in rows]

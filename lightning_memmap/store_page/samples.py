@@ -3,6 +3,7 @@
 import base64
 import io
 from dataclasses import dataclass
+from textwrap import shorten
 
 import numpy as np
 from PIL import Image
@@ -14,6 +15,8 @@ from lightning_memmap.store import Store
 _NUM_SAMPLES = 24
 #: The longest side of a picture, and the most values that are written out.
 _MAX_PIXELS, _MAX_VALUES = 192, 8
+#: The most characters of text.
+_MAX_TEXT = 200
 _CHANNELS = (1, 3, 4)
 
 
@@ -62,6 +65,10 @@ def show(field: Field, row: Tensor) -> Value:
         field: The field.
         row: Its value.
     """
+    if field.is_text:
+        # A lone half of a surrogate pair cannot be part of a page.
+        text = str(field.value(row)).encode("utf-8", "replace").decode()
+        return Value(field.name, "", shorten(text, _MAX_TEXT))
     shape = " x ".join(map(str, row.shape))
     pixels = _pixels(row)
     if pixels is not None:

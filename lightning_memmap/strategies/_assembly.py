@@ -12,6 +12,8 @@ from typing_extensions import override
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
+    Padded,
+    RowList,
     SuperBatch,
     SuperBatchLoader,
     has_streams,
@@ -123,12 +125,15 @@ class SuperBatchAssembly(Strategy):
 
 
 def _is_on(batch: Any, device: torch.device) -> bool:
-    """Whether a batch of plain containers has nothing but tensors on a device."""
+    """Whether a batch of plain containers has nothing but tensors on a device, and text."""
     if isinstance(batch, Tensor):
         return batch.device == device
     if type(batch) is dict:
         return all(_is_on(child, device) for child in batch.values())
-    return type(batch) in (list, tuple) and all(_is_on(child, device) for child in batch)
+    if isinstance(batch, (str, bytes)):
+        return True
+    is_plain = type(batch) in (list, tuple, Padded, RowList)
+    return is_plain and all(_is_on(child, device) for child in batch)
 
 
 class RowWeighting(SuperBatchAssembly, ParallelStrategy):

@@ -161,6 +161,6 @@ def _device(name: str | torch.device) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"data_devices: {name!r} is no device: {error}") from error
     # "cuda" and "cuda:0" are one device, and are compared.
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", 0)
+    if device.type not in ("cpu", "meta") and device.index is None:
+        device = torch.device(device.type, 0)
     return device

@@ -266,8 +266,8 @@ def _leaves(batch: Any) -> list[Tensor]:
 
 
 def _shape(batch: Any) -> tuple[Any, ...] | None:
-    """What batches of one graph have in common; None for a batch that has other than tensors."""
+    """What batches of one graph have in common; None for one that has other than dense tensors."""
     leaves = list(named_leaves(batch))
-    if not all(isinstance(leaf, Tensor) for _, leaf in leaves):
+    if not all(isinstance(leaf, Tensor) and not leaf.is_nested for _, leaf in leaves):
         return None
     return tuple((name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in leaves)

@@ -67,7 +67,7 @@ def measured(args: argparse.Namespace, bench: Bench, directory: Path) -> Iterato
         "scale": lambda: bench.scales(
             args.strategies.split(","), directory, num_rows, args.batch, args.width
         ),
-        "show": lambda: bench.showcase(args.cifar10, args.accuracy, args.epochs),
+        "show": lambda: bench.showcase(args.cifar10, args.accuracy, args.epochs, args.width),
     }
     for name in FIGURES:
         if name in args.only:

@@ -274,7 +274,9 @@ class Bench:
 
     # The showcase
 
-    def showcase(self, folder: str | None, target: float, max_epochs: int) -> Iterator[Row]:
+    def showcase(
+        self, folder: str | None, target: float, max_epochs: int, width: int
+    ) -> Iterator[Row]:
         """A row with the time in which `examples.cifar` reaches an accuracy."""
         sys.path.append(str(ROOT))
         from examples.cifar import CropAndFlip, SmallImages, SmallResNet
@@ -298,7 +300,7 @@ class Bench:
                 callbacks=[reached],
                 **_QUIET,
             )
-            trainer.fit(SmallResNet(0.4, 64 if self.device.type != "cpu" else 8), datamodule)
+            trainer.fit(SmallResNet(0.4, width), datamodule)
         yield Row(
             f"{data}, validation accuracy {target:.0%}"
             + ("" if reached.seconds else " not reached"),

@@ -1,5 +1,7 @@
 """``python -m tests.simulated_gpu [arguments]``: pytest on simulated GPUs.
 
+Without options it runs the tests that are marked ``gpu``, of the files given or of all.
+
 With ``--program FILE [arguments]``, another program on them.
 """
 
@@ -48,9 +50,16 @@ def main(arguments: list[str]) -> int:
                 pytest.fail(f"{len(devices.reports)} reports:\n{text}", pytrace=False)
             return result
 
-    files = (path for path in sorted(_TESTS.rglob("test_*.py")) if "mark.gpu" in path.read_text())
-    given = arguments or ["-m", "gpu", "--tb=short", "--show-capture=no", *map(str, files)]
+    given = arguments or marked_files()
+    if not any(each.startswith("-") for each in given):
+        given = ["-m", "gpu", "--tb=short", "--show-capture=no", *given]
     return pytest.main(["-p", "no:xdist", *given], plugins=[Reports()])
+
+
+def marked_files() -> list[str]:
+    """The files with tests that are marked ``gpu``."""
+    files = sorted(_TESTS.rglob("test_*.py"))
+    return [str(path) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
 
 
 if __name__ == "__main__":

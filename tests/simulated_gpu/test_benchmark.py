@@ -11,7 +11,8 @@ import pytest
 from tests.preloaded import python
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = "tests/unit/loading/test_gpu.py"
+#: A few of them are marked gpu.
+TESTS = "tests/strategies/test_cuda_graph.py"
 
 pytestmark = pytest.mark.gpu
 
@@ -34,15 +35,15 @@ def test_one_command_runs_everything_and_writes_both_files(tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(answer.read_text())
-    assert report["tests"]["passed"] > 10
-    assert report["tests"]["failures"] == report["tests"]["errors"] == 0
+    assert report["tests"].pop("passed")
+    assert not any(report["tests"].values())
     figures = report["figures"]
     assert list(figures) == ["fetch", "load", "wait", "graph", "scale", "show"]
     assert list(figures["graph"]) == ["kernel by kernel", "one graph"]
     assert list(figures["scale"]) == ["ddp, 1 devices", "ddp, 2 devices"]
     for rows in figures.values():
         for values in rows.values():
-            assert all(len(found) == 1 for found in values.values())
+            assert all(values.values())
     written = page.read_text()
     assert "nothing of a GPU" in written
     assert "| ddp, 2 devices |" in written

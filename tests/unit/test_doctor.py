@@ -155,7 +155,7 @@ def test_doctor_without_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     found = by_name(strategies())
     assert found["fsdp"].state == "limited"
     assert "only on GPUs" in found["fsdp"].text
-    assert "logical devices" in found["memmap_superbatch"].text
+    assert "with logical devices" in found["memmap_superbatch"].text
 
 
 def test_doctor_misspelt_command_and_option_are_two_lines(

@@ -1,7 +1,8 @@
 """Several datasets to validate, test and predict on; and rows of one store for several splits."""
 
 import copy
-import sys
+import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import KFold, Parts, RandomSplit, Subset
 from tests.models import Points, Regression, make_trainer
+from tests.preloaded import python
 from tests.rows import joined
 
 CLEAN, NOISY = Points(20, 100), Points(13, 200)
@@ -237,25 +239,24 @@ def test_store_commands_describe_all_of_them(
             main(["store", command, str(tmp_path / "stores")])
         assert end.value.code == 0
     output = capsys.readouterr()
-    assert output.err == ""
+    assert "skipped" not in output.err
     assert "20 rows" in output.out
     assert "val/noisy" in output.out
 
 
-@pytest.mark.parametrize("form", ["list", "dict"])
-def test_config_names_several(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    given = [
-        {"class_path": "tests.models.Points", "init_args": {"num_rows": size, "offset": 100}}
-        for size in (7, 9)
-    ]
+def test_config_names_several_and_samplers(tmp_path: Path) -> None:
+    points = {"class_path": "tests.models.Points", "init_args": {"num_rows": 7, "offset": 100}}
     config = {
+        "seed_everything": 0,
         "model": {"class_path": "tests.unit.test_sets.Several"},
         "data": {
             "class_path": "lightning_memmap.MemmapDataModule",
             "init_args": {
-                "val_dataset": given if form == "list" else dict(zip("ab", given, strict=True)),
+                "train_dataset": points,
+                "val_dataset": [points, points],
+                "test_dataset": {"clean": points, "noisy": points},
                 "store_dir": "stores",
+                "batch_size": 5,
                 "subset": {
                     "class_path": "lightning_memmap.sampling.Subset",
                     "init_args": {"rows": [0, 2]},
@@ -266,13 +267,42 @@ def test_config_names_several(tmp_path: Path, form: str, monkeypatch: pytest.Mon
                 },
             },
         },
-        "trainer": {"accelerator": "cpu", "logger": False, "enable_progress_bar": False},
+        "trainer": {
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_checkpointing": False,
+            "max_epochs": 1,
+        },
     }
-    Path("config.yaml").write_text(yaml.safe_dump(config))
-    monkeypatch.setattr(sys, "argv", ["lightning-memmap", "validate", "--config", "config.yaml"])
-    main()
-    names = ["0", "1"] if form == "list" else ["a", "b"]
-    assert [open_store(f"stores/val/{name}").num_rows for name in names] == [7, 9]
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(config))
+    for command, lines in (
+        ("fit", ["6/6", "val_loss/1"]),
+        ("test", ["test_loss/clean", "test_loss/noisy"]),
+    ):
+        program = [python(), "-m", "lightning_memmap", command, "--config", "given.yaml"]
+        if command == "fit":
+            program += ["--trainer.callbacks", "tests.unit.test_sets.Lengths"]
+        done = subprocess.run(
+            program,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert all(line in done.stdout for line in lines), done.stdout
+    for name in ("train", "val/0", "val/1", "test/clean", "test/noisy"):
+        assert open_store(tmp_path / "stores" / name).num_rows == 7
+
+
+class Lengths(L.Callback):
+    """Prints the steps of an epoch, and the metrics."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        print(f"{trainer.global_step}/{trainer.num_training_batches}", *trainer.callback_metrics)
 
 
 # Index views of one store

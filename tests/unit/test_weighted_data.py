@@ -52,9 +52,7 @@ def make_loader(
 
     topology = DataTopology((CPU,) * num_devices, rank, size)
     sized = SplitSize.of("train", store.manifest, topology, subset, None, order)
-    placement = plan_placement(
-        {"train": sized}, topology, residency, budget_bytes={CPU: 2**40}, pinned_budget_bytes=0
-    )
+    placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: 2**40})
     rows = load_split(store, topology, placement.splits["train"])
     sampler = order(sized.shards.base, sized.window)
     return SuperBatchLoader(rows, sampler, batch_size, collate=store.schema.builder(), seed=5)

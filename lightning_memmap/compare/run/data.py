@@ -4,7 +4,8 @@ It contains everything that a comparison knows of data modules, stores, placemen
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -21,10 +22,14 @@ from lightning_memmap.compare.run.rows import MappedLoader, hash_batch, hash_row
 from lightning_memmap.compare.run.variants import Variant
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import with_article
+from lightning_memmap.loading import FormedCollate, has_streams
+from lightning_memmap.loading.collate import Collate
+from lightning_memmap.loading.column_rows import ColumnRows
 from lightning_memmap.loading.transform import DeviceTransform
+from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.placement import DataTopology, Placement, data_parallel_rank, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
-from lightning_memmap.schema import Schema
+from lightning_memmap.schema import Field, Form, Schema, read_forms
 from lightning_memmap.store import Store, open_store
 from lightning_memmap.store.recovery import is_store
 
@@ -119,7 +124,7 @@ def prepare_store(
         store_path=str(path),
         num_rows=store.num_rows,
         num_shards=store.num_shards,
-        row_bytes=store.schema.row_bytes,
+        row_bytes=store.manifest.row_bytes,
         num_bytes=store.manifest.num_bytes,
         fields={field.name: str(field) for field in store.schema.fields},
         store_s=None if was_built else built_s,
@@ -136,15 +141,15 @@ def _is_random(data: MemmapDataModule, store: Store) -> bool:
     """Whether two seeds make the training transform give two results for the same rows."""
     if data.transform is None:
         return False
-    dataset: Any = data.train_dataset
-    sample = None if dataset is None else dataset[0]
-    build = store.schema.builder(sample if store.schema.has_classes else None)
-    rows = min(_PROBE_ROWS, store.num_rows)
+    sample = data.train_dataset[0] if data.train_dataset is not None else None
+    sample = sample if store.schema.has_classes else None
+    collate = FormedCollate(store.schema, read_forms(data.variable), sample)
+    rows = ColumnRows(store.manifest.columns, store.columns)
+    probes = torch.arange(min(_PROBE_ROWS, store.num_rows))
     results = []
     for seed in (1, 2):
-        leaves = [tensor[:rows].clone().as_subclass(torch.Tensor) for tensor in store.tensors]
         transform = DeviceTransform(data.transform, _CPU)
-        results.append(hash_batch(transform(build(leaves), seed)))
+        results.append(hash_batch(transform(collate(rows.fetch(probes)), seed)))
     return results[0] != results[1]
 
 
@@ -231,12 +236,17 @@ class _Collate:
     """``default_collate``, and then the batch transform, where a worker process does both.
 
     Samples that ``default_collate`` does not take, such as PIL images and dataclasses, become the
-    tensors that the store has of them.
+    tensors that the store has of them. Fields whose rows differ in length have the form that they
+    have in batches of the store.
     """
 
-    def __init__(self, schema: Schema, transform: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, schema: Schema, variable: dict[str, Form], transform: Callable[..., Any] | None
+    ) -> None:
         self._schema = schema
-        self._build: Callable[[Sequence[Tensor]], Any] | None = None
+        self._variable = variable
+        self._has_variable = any(field.num_variable for field in schema.fields)
+        self._build: Collate | None = None
         self._transform = None if transform is None else DeviceTransform(transform, _CPU)
 
     def __call__(self, samples: list[Any]) -> Any:
@@ -247,17 +257,21 @@ class _Collate:
 
     def _collate(self, samples: list[Any]) -> Any:
         if self._build is None:
-            try:
-                return default_collate(samples)
-            except TypeError:
-                # Not before a worker has a sample at hand: reading one before the workers are
-                # forked would make them share the files that it opens.
-                self._build = self._schema.builder(samples[0])
+            if not self._has_variable:
+                with suppress(TypeError):
+                    return default_collate(samples)
+            # Not before a worker has a sample at hand: reading one before the workers are forked
+            # would make them share the files that it opens.
+            self._build = FormedCollate(self._schema, self._variable, samples[0])
         columns = zip(*map(self._schema.flatten, samples), strict=True)
-        return self._build([_stack(column) for column in columns])
+        pairs = zip(self._schema.fields, columns, strict=True)
+        return self._build([_stack(field, column) for field, column in pairs])
 
 
-def _stack(rows: tuple[Any, ...]) -> Tensor:
+def _stack(field: Field, rows: tuple[Any, ...]) -> Tensor | VariableRows:
+    if field.num_variable:
+        tensors = (row if isinstance(row, Tensor) else torch.from_numpy(row.copy()) for row in rows)
+        return rows_in_memory(field, list(tensors))
     if isinstance(rows[0], Tensor):
         return torch.stack(rows)
     return torch.from_numpy(np.stack(rows))
@@ -302,9 +316,13 @@ class PlainData(L.LightningDataModule):
             dataset if dataset is not None else store,  # type: ignore[arg-type]  # is map-style
             batch_sampler=RowBatches(order, schedule, rank, size),
             num_workers=self._num_workers,
-            collate_fn=_Collate(store.schema, None if self._transform_here else transform),
+            collate_fn=_Collate(
+                store.schema,
+                read_forms(self._data.variable),
+                None if self._transform_here else transform,
+            ),
             persistent_workers=self._num_workers > 0,
-            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+            pin_memory=has_streams(self.trainer.strategy.root_device),
         )
         if self._transform_here and transform is not None:
             here = DeviceTransform(transform, _CPU)

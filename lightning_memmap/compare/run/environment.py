@@ -31,7 +31,7 @@ def describe_environment() -> Environment:
         load_before=os.getloadavg()[0],
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         cuda=torch.version.cuda,
-        devices=tuple(map(_device, range(torch.cuda.device_count()))),
+        devices=_devices(),
     )
 
 
@@ -51,6 +51,10 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _device(index: int) -> Device:
-    properties = torch.cuda.get_device_properties(index)
-    return Device(properties.name, properties.total_memory)
+def _devices() -> tuple[Device, ...]:
+    """The accelerators of this machine, where torch can describe them."""
+    accelerator, module = torch.accelerator.current_accelerator(), torch.get_device_module()
+    if accelerator is None or not hasattr(module, "get_device_properties"):
+        return ()
+    found = (module.get_device_properties(index) for index in range(module.device_count()))
+    return tuple(Device(properties.name, properties.total_memory) for properties in found)

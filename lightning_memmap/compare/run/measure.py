@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from lightning_memmap.callbacks.memory_trace import batches_of
+from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
 from lightning_memmap.compare.report.records import (
     CheckRank,
     DevicePeak,
@@ -39,7 +39,7 @@ from lightning_memmap.compare.run.memory import (
 )
 from lightning_memmap.compare.run.movement import MovementRecorder
 from lightning_memmap.compare.run.plan import RunSpec
-from lightning_memmap.compare.run.rows import MODULUS, hash_batch, leaves_of
+from lightning_memmap.compare.run.rows import MODULUS, hash_batch
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.placement import DataTopology, data_parallel_rank
 
@@ -280,7 +280,7 @@ class CheckRun(RunCallback):
             # Assembled on the root device, or still the batches of the data devices.
             parts = batches_of(batch)
             self._is_assembled = parts[0] is batch
-            self._batch_bytes = sum(leaf.nbytes for part in parts for leaf in leaves_of(part))
+            self._batch_bytes = sum(leaf.nbytes for part in parts for leaf in tensors_of(part))
         if step == _FLOPS_STEP:
             self._open.enter_context(self._flops)
         if step == _MOVEMENT_STEP:
@@ -357,8 +357,10 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     """
 
     def wait() -> None:
-        if device.type != "cpu":
-            for index in used_devices():
-                torch.accelerator.synchronize(index)
+        # Waiting for a device of another process would take memory on it.
+        for index in used_devices():
+            torch.accelerator.synchronize(index)
+        if device.type == "mps":  # Its memory is not counted.
+            torch.accelerator.synchronize()
 
     return wait

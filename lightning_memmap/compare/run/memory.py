@@ -32,28 +32,30 @@ def process_memory() -> tuple[ProcessMemory, ...]:
     return tuple(found)
 
 
+def _counting_module() -> Any:
+    """torch's module of the accelerator, where it counts memory and this process uses it."""
+    module = torch.get_device_module()
+    # Asking for the figures of a device must not make a context on it.
+    return module if hasattr(module, "memory_reserved") and module.is_initialized() else None
+
+
 def used_devices() -> list[int]:
     """The accelerators on which this process has memory.
 
     Returns:
-        Their indices. No context is made on any other device.
+        Their indices; nothing where torch does not count, as for Apple's.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return []
-    module = torch.get_device_module(accelerator)
-    if not hasattr(module, "memory_reserved"):  # Apple's has one device, and no such count.
-        return [0]
-    if not module.is_initialized():
+    module = _counting_module()
+    if module is None:
         return []
     return [index for index in range(module.device_count()) if module.memory_reserved(index)]
 
 
 def reset_device_peaks() -> None:
-    """Forget the peaks of all accelerators that this process uses."""
-    for index in used_devices():
-        module = torch.get_device_module()
-        if hasattr(module, "reset_peak_memory_stats"):
+    """Forget the peaks of all accelerators that this process has used."""
+    module = _counting_module()
+    if module is not None:
+        for index in range(module.device_count()):
             module.reset_peak_memory_stats(index)
 
 
@@ -61,18 +63,18 @@ def device_peaks() -> dict[str, DevicePeak]:
     """Read the peaks of the accelerators' allocators since `reset_device_peaks`.
 
     Returns:
-        By accelerator that this process uses, such as ``cuda:0``, its peak; nothing where torch
-        does not count.
+        By accelerator that this process uses, such as ``cuda:0``, its peak.
     """
-    accelerator, module = torch.accelerator.current_accelerator(), torch.get_device_module()
-    if accelerator is None or not hasattr(module, "max_memory_reserved"):
+    module, accelerator = _counting_module(), torch.accelerator.current_accelerator()
+    if module is None or accelerator is None:
         return {}
-    return {
+    peaks = {
         f"{accelerator.type}:{index}": DevicePeak(
             module.max_memory_allocated(index), module.max_memory_reserved(index)
         )
-        for index in used_devices()
+        for index in range(module.device_count())
     }
+    return {device: peak for device, peak in peaks.items() if peak.reserved}
 
 
 def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ModelBytes]:

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,24 +10,31 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
+from lightning_memmap.callbacks.memory_trace import batches_of
+from lightning_memmap.loading import Padded, RowList
+from lightning_memmap.loading.collate import named_leaves
 
 MODULUS = 2**64
 
 
-def hash_rows(leaves: list[Tensor]) -> int:
+def hash_rows(leaves: Sequence[Tensor | list[Tensor]]) -> int:
     """Sum, modulo 2**64, the XXH3 of each row over the bytes of all its leaves.
 
     The sum does not depend on the order of rows, and the sums of two halves of a batch add up to
     that of the batch. A row that is repeated or missing changes it.
 
     Args:
-        leaves: Tensors of shape (B, ...), on any device.
+        leaves: Tensors of shape (B, ...), on any device, or where rows differ in length, lists of
+            ``B`` tensors.
 
     Returns:
         The sum; 0 where there are no bytes.
     """
-    columns = [_bytes(leaf) for leaf in leaves if leaf.numel()]
+    columns: list[Any] = [
+        [_bytes(row[None])[0] for row in leaf] if isinstance(leaf, list) else _bytes(leaf)
+        for leaf in leaves
+        if isinstance(leaf, list) or leaf.numel()
+    ]
     total = 0
     for row in range(len(columns[0]) if columns else 0):
         digest = xxhash.xxh3_64()
@@ -39,20 +46,37 @@ def hash_rows(leaves: list[Tensor]) -> int:
 
 def _bytes(leaf: Tensor) -> np.ndarray:
     plain = leaf.detach().cpu().as_subclass(Tensor).contiguous()
-    flat: np.ndarray = plain.reshape(len(plain), -1).view(torch.uint8).numpy()
+    # A row may be empty.
+    flat: np.ndarray = plain.view(len(plain), plain[0].numel()).view(torch.uint8).numpy()
     return flat
 
 
-def leaves_of(batch: Any) -> list[Tensor]:
-    """List the tensors of a batch that have rows, in the order of its containers.
+def leaves_of(batch: Any) -> list[Tensor | list[Tensor]]:
+    """List the leaves of a batch that have rows, in the order of its containers.
 
     Args:
         batch: Any nesting of tensors; those without dimensions are left out.
 
     Returns:
-        The tensors, each of shape (B, ...), on the device that they were on.
+        The tensors, each of shape (B, ...), on the device that they were on; for rows that differ
+        in length, a list of them, without their padding.
     """
-    return [leaf for leaf in tensors_of(batch) if leaf.ndim]
+    found = list[Tensor | list[Tensor]]()
+    for _, leaf in named_leaves(batch, whole=(Padded,)):
+        if isinstance(leaf, Padded):
+            found.append(leaf.rows())
+        elif isinstance(leaf, RowList):
+            found.append([_tensor(row) for row in leaf])
+        elif isinstance(leaf, Tensor) and leaf.ndim:
+            found.append(list(leaf.unbind()) if leaf.is_nested else leaf)
+    return found
+
+
+def _tensor(row: Tensor | str | bytes) -> Tensor:
+    if isinstance(row, Tensor):
+        return row
+    data = row.encode("utf-8", "surrogatepass") if isinstance(row, str) else row
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
 def hash_batch(batch: Any) -> int:

@@ -12,14 +12,24 @@ from typing import Any
 
 from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Field, Schema
-from lightning_memmap.store.columns.column import Block, Column, FileRange, OpenColumn
+from lightning_memmap.store.columns.column import (
+    Block,
+    Column,
+    FileRange,
+    OpenColumn,
+    PackedRows,
+)
 from lightning_memmap.store.columns.fixed import FixedColumn
+from lightning_memmap.store.columns.variable import ItemRows, VariableColumn
 
 __all__ = [
     "Block",
     "Column",
     "FileRange",
+    "ItemRows",
     "OpenColumn",
+    "PackedRows",
+    "VariableColumn",
     "columns_from_json",
     "columns_to_json",
     "grow_columns",
@@ -27,7 +37,7 @@ __all__ = [
 ]
 
 #: All kinds of columns. A field of a new store gets the first one that takes it.
-_KINDS: list[type[Column]] = [FixedColumn]
+_KINDS: list[type[Column]] = [VariableColumn, FixedColumn]
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,15 @@ from lightning_memmap.store.files import OpenFiles
 
 #: A piece of a file: its name, the first byte, and one past the last byte.
 FileRange = tuple[str, int, int]
+
+
+class PackedRows(NamedTuple):
+    """Rows that differ in length, one after the other."""
+
+    items: Tensor
+    """Of shape (items of all rows, *item shape), on any device."""
+    sizes: Integers
+    """Sizes of each row in the dimensions that differ, int64 of shape (B, number of these)."""
 
 
 class OpenColumn(Protocol):
@@ -44,15 +53,15 @@ class OpenColumn(Protocol):
             A tensor of the field's dtype and shape on the CPU.
         """
 
-    def fetch(self, rows: Integers) -> Tensor:
+    def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
         """Copy rows into one batch.
 
         Args:
             rows: Rows in dataset order, int64 of shape (B,).
 
         Returns:
-            A tensor of shape (B, *field shape) on the CPU; where rows differ in shape, a jagged
-            one.
+            A tensor of shape (B, *field shape) on the CPU; where rows differ in shape, a tensor for
+            each.
         """
 
 
@@ -62,11 +71,12 @@ class Column(ABC):
 
     A column is made when a build begins, and `finish` makes the one that the manifest records.
     Where all rows have one size, the two are equal. Otherwise the location of a row is not known
-    while other rows are still being written: each `write` then makes a file of its own, whose name
-    ends in `files.TEMPORARY`, and records in an index of fixed size where each row is; `finish`
+    while other rows are still being written: each process then writes files of its own, whose names
+    end in `files.TEMPORARY`, and records in an index of fixed size where each row is; `finish`
     joins these files.
 
-    File names begin with the field's name and a dot, and have up to seven more characters.
+    File names begin with the field's name and a dot. A column that needs more than seven characters
+    for the rest checks that they fit.
 
     Args:
         field: The field.
@@ -127,7 +137,7 @@ class Column(ABC):
     def num_bytes(self, rows: range | Integers) -> int:
         """Return the bytes that rows take where they are resident.
 
-        A column that does not know the size of each row rounds up.
+        A column that does not know the size of each row estimates it.
 
         Args:
             rows: Rows in dataset order.
@@ -159,17 +169,17 @@ class Column(ABC):
         return Block(self, max_rows)
 
     @abstractmethod
-    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor) -> None:
+    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor | PackedRows) -> None:
         """Write rows in any order. Several processes may do this at once, each with other rows.
 
-        When this returns, the rows survive a kill of the process. Once ``file_bytes`` have been
-        brought to the disk, they survive a power cut.
+        When this returns, the rows survive a kill of the process. Once ``file_bytes`` and all
+        temporary files have been brought to the disk, they survive a power cut.
 
         Args:
             files: The files of the store that is being built.
             rows: The rows in dataset order, a range of step 1 or int64 of shape (B,).
             values: A tensor of shape (B, *field shape), on any device; where rows differ in shape,
-                a jagged one.
+                all of them packed.
 
         Raises:
             OSError: The files cannot be written.
@@ -228,7 +238,7 @@ class Block:
 
     def __init__(self, column: Column, max_rows: int) -> None:
         self._column = column
-        shape, dtype = (max_rows, *column.field.shape), column.field.dtype
+        shape, dtype = (max_rows, *column.field.item_shape), column.field.dtype
         self._rows = torch.empty(shape, dtype=dtype, device="cpu")
 
     def put(self, index: int, leaf: Tensor | np.ndarray) -> None:

@@ -21,8 +21,8 @@ from typing_extensions import override
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns.column import Column, FileRange, OpenColumn
-from lightning_memmap.store.files import OpenFiles, write_all
+from lightning_memmap.store.columns.column import Column, FileRange, OpenColumn, PackedRows
+from lightning_memmap.store.files import OpenFiles, write_all, write_rows
 from lightning_memmap.store.probes import leaf_bytes
 
 _MAX_FILE_BYTES = 2**62
@@ -33,14 +33,18 @@ class FixedColumn(Column):
     """The column of a field whose rows all have one shape.
 
     Raises:
-        ValueError: The rows would need a file of more than 2**62 bytes.
+        ValueError: The rows would need a file of more than 2**62 bytes, or differ in shape.
     """
 
     kind: ClassVar[str] = "fixed"
 
     def __post_init__(self) -> None:
+        if self.field.num_variable:
+            raise ValueError(f"the rows of field {self.field.name!r} differ in shape")
         # Empty sizes count as one: torch multiplies them in this way for the strides.
-        row_bytes = math.prod(max(1, size) for size in self.field.shape) * self.field.dtype.itemsize
+        row_bytes = (
+            math.prod(max(1, size) for size in self.field.item_shape) * self.field.dtype.itemsize
+        )
         if self.shards.num_rows * row_bytes > _MAX_FILE_BYTES:
             raise ValueError(f"{self.shards.num_rows} rows of {self.field} fit into no file")
 
@@ -73,24 +77,18 @@ class FixedColumn(Column):
         return [[(self.file_name, first * size, end * size)] for first, end in pairwise(bounds)]
 
     @override
-    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor) -> None:
+    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor | PackedRows) -> None:
         size = self.field.row_bytes
         if not size or not len(rows):
             return
-        # As numbers, small rows are copied faster than as bytes.
-        kind = "u" if size in (1, 2, 4, 8) else "V"
-        data = leaf_bytes(values.detach().cpu()).view(f"{kind}{size}")
-        file = files.open(self.file_name)
+        assert isinstance(values, Tensor)
+        file, data = files.open(self.file_name), leaf_bytes(values.detach().cpu())
         if isinstance(rows, range):
-            self._write_range(file, rows.start, data)
-            return
-        locations = self.shards.locate(rows)
-        order = np.argsort(locations)
-        locations, data = locations[order], data.take(order)
-        # One call for all rows whose locations follow one another.
-        bounds = [0, *(np.flatnonzero(np.diff(locations) != 1) + 1).tolist(), len(rows)]
-        for first, end in pairwise(bounds):
-            write_all(file, data[first:end].view(np.uint8).data, int(locations[first]) * size)
+            # As numbers, small rows are copied faster than as bytes.
+            kind = "u" if size in (1, 2, 4, 8) else "V"
+            self._write_range(file, rows.start, data.view(f"{kind}{size}"))
+        else:
+            write_rows(file, self.shards.locate(rows), data.reshape(len(rows), size))
 
     def _write_range(self, file: int, first: int, data: NDArray[Any]) -> None:
         size, step = self.field.row_bytes, self.shards.num_shards
@@ -117,20 +115,36 @@ class FixedColumn(Column):
 
     @override
     def open(self, directory: Path) -> OpenColumn:
-        shape, dtype = (self.shards.num_rows, *self.field.shape), self.field.dtype
+        shape, dtype = (self.shards.num_rows, *self.field.item_shape), self.field.dtype
         if not self.file_bytes:
             return _Mapped(self.shards, torch.empty(shape, dtype=dtype, device="cpu"))
-        # Mode "r" maps copy-on-write: what a process writes does not reach the file.
-        path = str(directory / self.file_name)
-        try:
-            mapped: Tensor = MemoryMappedTensor.from_filename(path, dtype, shape, mode="r")
-        except (OSError, RuntimeError) as error:
-            raise StoreError(
-                f"{path} cannot be mapped: {error}: see that you have the right to read it, that"
-                " its disk works, and that the process may map that much (`ulimit -v`) and that"
-                " many files (`sysctl vm.max_map_count`)"
-            ) from error
-        return _Mapped(self.shards, mapped)
+        return _Mapped(self.shards, map_rows(directory / self.file_name, dtype, shape))
+
+
+def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Map a file as a tensor.
+
+    Args:
+        path: The file, whose size was checked.
+        dtype: Dtype of the tensor.
+        shape: Its shape.
+
+    Returns:
+        The tensor, on the CPU. What a process writes into it does not reach the file.
+
+    Raises:
+        StoreError: The file cannot be mapped.
+    """
+    try:
+        # Mode "r" maps copy-on-write.
+        mapped: Tensor = MemoryMappedTensor.from_filename(str(path), dtype, shape, mode="r")
+    except (OSError, RuntimeError) as error:
+        raise StoreError(
+            f"{path} cannot be mapped: {error}: see that you have the right to read it, that its"
+            " disk works, and that the process may map that much (`ulimit -v`) and that many files"
+            " (`sysctl vm.max_map_count`)"
+        ) from error
+    return mapped
 
 
 @dataclass(frozen=True)

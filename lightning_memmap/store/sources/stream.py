@@ -101,11 +101,18 @@ class Spool:
             self.schema = Schema.from_sample(first[0]).stored_as(store_dtypes)
         except SchemaError as error:
             raise SchemaError(f"row 0, {error}") from error
+        for field in self.schema.fields:
+            if field.num_variable:
+                raise SchemaError(
+                    f"field {field.name!r}: rows of a stream cannot differ in length: give a"
+                    " dataset with __len__ and __getitem__"
+                )
         with ExitStack() as stack:
             self.arrays = [SpooledRows(field, directory) for field in self.schema.fields]
             for array in self.arrays:
                 stack.callback(array.close)
-            piece_rows = max(1, _PIECE_BYTES // max(1, self.schema.row_bytes))
+            row_bytes = sum(field.row_bytes for field in self.schema.fields)
+            piece_rows = max(1, _PIECE_BYTES // max(1, row_bytes))
             piece = first
             while piece:
                 self._append(piece)
@@ -167,7 +174,7 @@ class SpooledRows(FieldArray):
     @override
     def read(self, first: int, end: int) -> Tensor:
         self._file.flush()
-        rows = torch.empty((end - first, *self._field.shape), dtype=self._field.dtype)
+        rows = torch.empty((end - first, *self._field.item_shape), dtype=self._field.dtype)
         data, done = leaf_bytes(rows), 0  # The same memory.
         while done < len(data):
             start = first * self._field.row_bytes + done

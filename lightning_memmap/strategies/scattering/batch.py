@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from lightning_memmap.loading.collate import named_leaves, rebuilt
+from lightning_memmap.loading.variable_batch import interleaved, is_variable
 
 _WITH_ROWS = (Tensor, TensorDictBase)
 
@@ -125,6 +126,8 @@ class ScatteredBatch:
             return rows
         if count == 1:
             return self._move(values[0])
+        if isinstance(values[0], Tensor) and values[0].is_nested:
+            return interleaved([v.detach() for v in values], self.first, self.num_rows, self.device)
         position = torch.arange(self.num_rows)
         order = torch.cat([position[start::count] for start in starts]).argsort()
         return torch.cat([self._move(value) for value in values])[order.to(self.device)]
@@ -206,7 +209,10 @@ def scatter(batch: Any, devices: Sequence[torch.device]) -> ScatteredBatch:
     is_leaf = isinstance(batch, _WITH_ROWS)
     leaves = [batch] if is_leaf else [leaf for _, leaf in named_leaves(batch)]
     lengths = {
-        leaf.shape[0] if isinstance(leaf, _WITH_ROWS) and leaf.ndim else -1 for leaf in leaves
+        leaf.shape[0]
+        if isinstance(leaf, _WITH_ROWS) and leaf.ndim and not is_variable(leaf)
+        else -1
+        for leaf in leaves
     }
     num_rows = max(lengths.pop() if len(lengths) == 1 else 1, 1)
     count = min(len(devices), num_rows)

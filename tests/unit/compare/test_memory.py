@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable
 from subprocess import Popen
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,7 +13,12 @@ from torch import nn
 
 from lightning_memmap.compare.report.records import DevicePeak, ModelBytes, Movement
 from lightning_memmap.compare.run.data import resident_bytes
-from lightning_memmap.compare.run.memory import device_peaks, model_bytes, process_memory
+from lightning_memmap.compare.run.memory import (
+    device_peaks,
+    model_bytes,
+    process_memory,
+    used_devices,
+)
 from lightning_memmap.compare.run.movement import MovementRecorder
 from lightning_memmap.costs import sent_bytes
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
@@ -64,12 +70,18 @@ def test_peaks_are_those_of_the_gpus_that_this_process_uses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert device_peaks() == {}
-    for name in ("is_available", "is_initialized"):
-        monkeypatch.setattr(torch.cuda, name, lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", [5, 0].__getitem__)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", [8, 0].__getitem__)
-    assert device_peaks() == {"cuda:0": DevicePeak(5, 8)}
+    assert used_devices() == []
+    module = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 3,
+        memory_reserved=[0, 0, 4].__getitem__,
+        max_memory_allocated=[5, 0, 2].__getitem__,
+        max_memory_reserved=[8, 0, 4].__getitem__,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert device_peaks() == {"xpu:0": DevicePeak(5, 8), "xpu:2": DevicePeak(2, 4)}
+    assert used_devices() == [2]
 
 
 def test_resident_bytes_are_those_of_the_plan(numbered_store: Callable[..., Store]) -> None:

@@ -29,7 +29,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def resident(tensors: list[Tensor]) -> EpochRows:
     """Rows in memory, of one shard, in the order of an epoch."""
     num_rows = len(tensors[0])
-    rows = ResidentRows(tensors, np.array([0]))
+    rows = ResidentRows(tensors, torch.device("cpu"), np.array([0]))
     with rows.epoch(make_sampler(num_rows, 1), 0, 0) as epoch:
         return epoch
 

@@ -267,7 +267,7 @@ def test_store_by_slices_has_the_bytes_of_one_written_item_by_item(
     assert field_arrays(dataset, Schema.from_sample(dataset[0])) is not None
     by_items = build_store(Wrapped(dataset), tmp_path / "items", num_shards=7, progress=False)
     # In many ranges, of which the last one is not whole.
-    monkeypatch.setattr(range_writer, "_RANGE_BYTES", 37 * by_items.schema.row_bytes)
+    monkeypatch.setattr(range_writer, "_RANGE_BYTES", 37 * by_items.manifest.row_bytes)
     monkeypatch.setattr(range_writer, "read_samples", not_called)
     by_slices = build_store(dataset, tmp_path / "slices", num_shards=7, progress=False)
     assert files_of(by_slices) == files_of(by_items)

@@ -1,0 +1,254 @@
+"""What a batch has for fields whose rows differ in length, and how it is put together."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memmap.loading.buffers import BufferPool
+from lightning_memmap.loading.device_streams import send
+from lightning_memmap.loading.variable_rows import VariableRows
+from lightning_memmap.schema import Field, Form, Jagged, Pad, Schema
+
+#: Memory that is made has this much more than is asked for, since the next step may need more.
+_SLACK = 1.25
+
+
+class Padded(NamedTuple):
+    """Rows that were padded to one length."""
+
+    values: Tensor
+    """Of shape (B, *padded lengths, *item shape)."""
+    lengths: Tensor
+    """How much of each row is not padding: int64 of shape (B,), or (B, k) where ``k`` dimensions
+    differ. On the device of ``values``."""
+
+    def rows(self) -> list[Tensor]:
+        """The rows without their padding, views of ``values``."""
+        sizes = self.lengths.view(len(self.lengths), -1).tolist()
+        return [
+            row[tuple(slice(size) for size in each)]
+            for row, each in zip(self.values, sizes, strict=True)
+        ]
+
+
+class RowList(list[Any]):
+    """The rows of one field, one by one: tensors, or for text str or bytes. A list like any other,
+    but no container of fields."""
+
+
+class Former:
+    """Puts one field of a batch together.
+
+    Args:
+        field: The field, whose rows differ in length.
+        form: How the batch gives it. Text is always given as a list of str or bytes.
+
+    Raises:
+        ValueError: The field cannot have this form.
+    """
+
+    def __init__(self, field: Field, form: Form) -> None:
+        if isinstance(form, Jagged) and field.num_variable > 1:
+            raise ValueError(
+                f"variable: field {field.name!r} differs in {field.num_variable} dimensions, and a"
+                " jagged tensor in one: choose 'pad' or 'list'"
+            )
+        if isinstance(form, Pad):
+            try:
+                torch.tensor([form.value]).to(field.dtype)
+                fits = torch.tensor([form.value], dtype=field.dtype).item() == form.value
+            except (RuntimeError, OverflowError):
+                fits = False
+            if not fits and field.dtype not in _INEXACT:
+                raise ValueError(
+                    f"variable: value={form.value!r} is no {field.dtype}, which field"
+                    f" {field.name!r} is padded with: choose another value"
+                )
+        self._field = field
+        self._form = form
+        self._pool: BufferPool | None = None
+        self._capacity = 0
+
+    def form(self, rows: VariableRows) -> Any:
+        """Copy rows into what the batch has for them.
+
+        Args:
+            rows: The rows, where they lie.
+
+        Returns:
+            A `Padded`, a nested tensor or a `RowList`, on the device of the rows.
+        """
+        if self._field.is_text:
+            return RowList(self._texts(rows))
+        if isinstance(self._form, Pad):
+            multiple = self._form.multiple
+            widths = tuple(-(-width // multiple) * multiple for width in rows.widths)
+            sizes = rows.sizes[:, 0] if len(widths) == 1 else rows.sizes
+            lengths = send(torch.from_numpy(sizes.copy()), rows.device)
+            return Padded(rows.padded(widths, self._form.value, self._memory), lengths)
+        if isinstance(self._form, Jagged):
+            offsets = send(torch.from_numpy(np.append(0, np.cumsum(rows.lengths))), rows.device)
+            return torch.nested.nested_tensor_from_jagged(rows.packed(self._memory), offsets)
+        parts = rows.packed(self._memory).split_with_sizes(rows.lengths.tolist())
+        if rows.sizes.shape[1] > 1:
+            shapes, item = rows.sizes.tolist(), self._field.item_shape
+            return RowList(p.view(*shape, *item) for p, shape in zip(parts, shapes, strict=True))
+        return RowList(parts)
+
+    def _texts(self, rows: VariableRows) -> Iterable[str | bytes]:
+        data = rows.packed().numpy().tobytes()
+        ends = np.cumsum(rows.lengths).tolist()
+        for begin, end in zip([0, *ends], ends, strict=False):
+            yield self._field.decode(data[begin:end])
+
+    def _memory(self, num_bytes: int) -> Tensor:
+        """Memory that nobody else holds, on the CPU."""
+        if self._pool is None or num_bytes > self._capacity:
+            self._capacity = int(num_bytes * _SLACK)
+            self._pool = BufferPool([((), torch.uint8)], self._capacity)
+        return self._pool.get(num_bytes).tensors[0]
+
+
+#: Dtypes that round what they are padded with.
+_INEXACT = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128
+)  # fmt: skip
+
+
+class FormedCollate:
+    """Nests a batch like the dataset's samples, with each variable field in its form.
+
+    Args:
+        schema: The fields of the store.
+        variable: The form of each variable field by its name; by default they are padded with 0.
+        sample: A sample of the dataset for its classes; see `Schema.builder`.
+
+    Raises:
+        ValueError: A name is of no field, or of one whose rows have one shape, or a field cannot
+            have its form.
+    """
+
+    def __init__(
+        self, schema: Schema, variable: dict[str, Form] | None = None, sample: Any = None
+    ) -> None:
+        variable = variable or {}
+        fields = {field.name: field for field in schema.fields}
+        for name in variable:
+            if name not in fields:
+                raise ValueError(f"variable: the store has no field {name!r}, among {list(fields)}")
+            if not fields[name].num_variable:
+                raise ValueError(
+                    f"variable: in the store, all rows of field {name!r} have the shape"
+                    f" {fields[name].shape}: leave it out, or build the store anew with"
+                    " overwrite=True"
+                )
+        self._build = schema.builder(sample)
+        self._formers = [
+            Former(field, variable.get(field.name, Pad())) if field.num_variable else None
+            for field in schema.fields
+        ]
+
+    def __call__(self, leaves: Sequence[Tensor | VariableRows]) -> Any:
+        """Make a batch.
+
+        Args:
+            leaves: One for each field of the schema, with the same rows.
+
+        Returns:
+            The nested batch.
+        """
+        return self._build(
+            [
+                leaf if former is None else former.form(leaf)  # type: ignore[arg-type]
+                for former, leaf in zip(self._formers, leaves, strict=True)
+            ]
+        )
+
+
+def is_variable(leaf: Any) -> bool:
+    """Whether a leaf of a batch has rows that differ in length: a nested tensor or a `RowList`.
+
+    Args:
+        leaf: The leaf.
+    """
+    return isinstance(leaf, RowList) or (isinstance(leaf, Tensor) and leaf.is_nested)
+
+
+def dense_tensors(leaf: Any) -> list[Tensor]:
+    """The tensors in a leaf of a batch that have memory.
+
+    Args:
+        leaf: A tensor, a `RowList`, or anything else, which has none.
+    """
+    if isinstance(leaf, RowList):
+        return [row for row in leaf if isinstance(row, Tensor)]
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        nested: Any = leaf
+        return [nested.values(), nested.offsets()]
+    return [leaf] if isinstance(leaf, Tensor) else []
+
+
+def is_on(leaf: Any, device: torch.device) -> bool:
+    """Whether a leaf of a batch is on a device. Text is, on each of them.
+
+    Args:
+        leaf: A tensor or a `RowList`.
+        device: The device.
+    """
+    rows = leaf if isinstance(leaf, RowList) else [leaf]
+    return all(row.device == device for row in rows if isinstance(row, Tensor))
+
+
+def sent_leaf(leaf: Any, device: torch.device) -> Any:
+    """A leaf of a batch on a device; see `send`.
+
+    Args:
+        leaf: A tensor or a `RowList`.
+        device: Where it goes.
+    """
+    if not isinstance(leaf, RowList):
+        return leaf.to(device) if leaf.is_nested else send(leaf, device)
+    if is_on(leaf, device):
+        return leaf
+    # In one copy.
+    flat = send(torch.cat([row.flatten() for row in leaf]), device)
+    parts = flat.split_with_sizes([row.numel() for row in leaf])
+    return RowList(part.view(row.shape) for part, row in zip(parts, leaf, strict=True))
+
+
+def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.device) -> Any:
+    """Assemble the rows of one field, which differ in length.
+
+    Args:
+        leaves: The nested tensor or `RowList` of each data device.
+        first: The data device that has the first row; see `SuperBatch`.
+        num_rows: Rows of all of them together.
+        device: Where they are assembled.
+
+    Returns:
+        The rows in order, as a leaf of the same kind.
+    """
+    count = len(leaves)
+    sent = [sent_leaf(leaf, device) for leaf in leaves]
+    if isinstance(sent[0], RowList):
+        rows: list[Any] = [None] * num_rows
+        for index, leaf in enumerate(sent):
+            rows[(index - first) % count :: count] = leaf
+        return RowList(rows)
+    # Where each row of the result is among those of all leaves, one after the other.
+    places = np.concatenate(
+        [np.arange((index - first) % count, num_rows, count) for index in range(count)]
+    )
+    order = send(torch.from_numpy(np.argsort(places)), device)
+    values = torch.cat([leaf.values() for leaf in sent])
+    lengths = torch.cat([leaf.offsets().diff() for leaf in sent])
+    starts = (lengths.cumsum(0) - lengths)[order]
+    lengths = lengths[order]
+    ends = lengths.cumsum(0)
+    shifts = (starts - ends + lengths).repeat_interleave(lengths, output_size=len(values))
+    values = values.index_select(0, shifts + torch.arange(len(values), device=device))
+    offsets = torch.cat([ends.new_zeros(1), ends])
+    return torch.nested.nested_tensor_from_jagged(values, offsets)

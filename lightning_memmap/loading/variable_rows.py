@@ -1,0 +1,343 @@
+"""Rows that differ in length on their way into a batch.
+
+They are not copied before the form of the batch is known: until then they are places in memory. So
+padded rows are written once, straight to where they stay, and only bare rows cross a link.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memmap.loading.device_streams import has_streams, send
+from lightning_memmap.sampling import Integers
+from lightning_memmap.schema import Field
+from lightning_memmap.store.columns.segments import copy_segments, fill_segments
+from lightning_memmap.store.columns.variable import ItemRows, pack_rows
+
+#: Rows that are padded to more than this are copied one by one.
+_WINDOW_BYTES = 2**15
+#: At most this many times the bytes of the rows are copied to spare calls.
+_MOST_PADDED = 2.5
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Gives memory on the CPU for a number of bytes, uint8 of shape (bytes,).
+Allocate = Callable[[int], Tensor]
+
+
+def fresh_memory(num_bytes: int) -> Tensor:
+    """New memory on the CPU.
+
+    Args:
+        num_bytes: Its size.
+
+    Returns:
+        uint8 of shape (num_bytes,), with undefined content.
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class VariableRows:
+    """Rows of a field that differ in length, where they lie.
+
+    It has the methods of a tensor with a row along its first dimension that a loader needs.
+
+    Args:
+        field: The field.
+        items: Memory with the items of these rows, and perhaps of others, of shape (items, *item
+            shape).
+        starts: The first item of each row, int64 of shape (B,).
+        sizes: Its sizes in the ``k`` dimensions that differ, int64 of shape (B, k).
+        widths: The largest sizes among all rows of the step, over all data devices of the process.
+    """
+
+    field: Field
+    items: Tensor
+    starts: Integers
+    sizes: Integers
+    widths: tuple[int, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows lie."""
+        return self.items.device
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether the rows have no values; they always have."""
+        return False
+
+    @property
+    def lengths(self) -> Integers:
+        """Items of each row, int64 of shape (B,)."""
+        if self.sizes.shape[1] == 1:
+            return self.sizes[:, 0]
+        lengths: Integers = self.sizes.prod(axis=1)
+        return lengths
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, rows: slice | Integers) -> "VariableRows":
+        return replace(self, starts=self.starts[rows], sizes=self.sizes[rows])
+
+    def contiguous(self) -> "VariableRows":
+        """These rows: they are copied later."""
+        return self
+
+    def index_select(self, dim: int, order: Tensor) -> "VariableRows":
+        """The rows in another order.
+
+        Args:
+            dim: 0, the rows.
+            order: Which rows, int64 of any length.
+        """
+        return self[order.cpu().numpy()]
+
+    def split_with_sizes(self, sizes: Sequence[int]) -> "list[VariableRows]":
+        """Divide the rows. The widths are those of each part.
+
+        Args:
+            sizes: Rows of each part.
+        """
+        ends = np.cumsum(sizes).tolist()
+        parts = [self[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        return [replace(part, widths=widths_of([part])) for part in parts]
+
+    def to(self, device: torch.device) -> "VariableRows":
+        """The rows on another device: packed where they lie, and then copied. Text stays here.
+
+        Args:
+            device: Where they go.
+        """
+        if self.device == device or self.field.is_text:
+            return self
+        pin = self.device.type == "cpu" and has_streams(device)
+        items = send(self.packed(_page_locked_memory if pin else fresh_memory), device)
+        lengths = self.lengths
+        return replace(self, items=items, starts=np.cumsum(lengths) - lengths)
+
+    def packed(self, allocate: Allocate = fresh_memory) -> Tensor:
+        """Copy the rows, one after the other.
+
+        Args:
+            allocate: Gives the memory, where they are on a CPU.
+
+        Returns:
+            The items of all rows, of shape (items, *item shape), on their device.
+        """
+        lengths = self.lengths
+        ends = np.cumsum(lengths)
+        total = int(ends[-1]) if len(ends) else 0
+        places = ends - lengths
+        if self.device.type != "cpu":
+            starts, counts = self._on_device(self.starts - places, lengths).unbind(1)
+            shifts = starts.repeat_interleave(counts, output_size=total)
+            return self.items.index_select(0, shifts + torch.arange(total, device=self.device))
+        size = self.field.item_bytes
+        memory = allocate(total * size)
+        _copy(self.items, self.starts * size, memory, places * size, lengths * size)
+        return memory.view(self.field.dtype).view(total, *self.field.item_shape)
+
+    def padded(
+        self, widths: tuple[int, ...], value: float, allocate: Allocate = fresh_memory
+    ) -> Tensor:
+        """Copy the rows, padded to one shape.
+
+        Args:
+            widths: The sizes of the result in the dimensions that differ, ``k`` of them.
+            value: What the rest is filled with.
+            allocate: Gives the memory, where they are on a CPU.
+
+        Returns:
+            Of shape (B, *widths, *item shape), on the device of the rows.
+        """
+        shape = (len(self), *widths, *self.field.item_shape)
+        if self.device.type != "cpu":
+            return self._padded_on_device(widths, value).view(shape)
+        size = self.field.item_bytes
+        memory = allocate(int(np.prod(shape)) * self.field.dtype.itemsize)
+        out = memory.view(self.field.dtype).view(shape)
+        item = torch.tensor([value], dtype=self.field.dtype)
+        if self._are_short(shape):
+            self._copy_windows(out, item)
+            return out
+        # What lies in one piece: a row, or where several dimensions differ, a part along the last.
+        starts, places, lengths = self._runs(widths)
+        _copy(self.items, starts * size, memory, places * size, lengths * size)
+        # From the end of each piece to the start of the next one.
+        ends = np.append(0, places + lengths) * size
+        gaps = np.append(places * size, memory.numel()) - ends
+        fill_segments(memory.numpy(), ends, gaps, item.view(torch.uint8).numpy())
+        return out
+
+    def _are_short(self, shape: tuple[int, ...]) -> bool:
+        """Whether rows of a padded shape can be copied together with what follows them."""
+        width, row_bytes = shape[1], shape[1] * self.field.item_bytes
+        return (
+            self.sizes.shape[1] == 1
+            and 0 < width <= len(self.items)
+            and row_bytes <= _WINDOW_BYTES
+            and len(self) * width <= _MOST_PADDED * self.sizes.sum()
+            and self.field.dtype.itemsize in _INTEGERS
+        )
+
+    def _copy_windows(self, out: Tensor, item: Tensor) -> None:
+        """Copy rows and what follows them in memory, in one call, and then overwrite the latter.
+
+        Args:
+            out: The padded rows.
+            item: What they are padded with, of shape (1,).
+        """
+        width, stride = out.shape[1], self.items.stride()
+        last = len(self.items) - width
+        windows = self.items.as_strided((last + 1, *out.shape[1:]), (stride[0], *stride))
+        torch.index_select(windows, 0, torch.from_numpy(np.minimum(self.starts, last)), out=out)
+        # Too close to the end of the memory.
+        for row in np.flatnonzero(self.starts > last).tolist():
+            start, length = int(self.starts[row]), int(self.sizes[row, 0])
+            out[row, :length] = self.items[start : start + length]
+        # Not all dtypes can be filled by a mask, but integers of the same size can.
+        integer = _INTEGERS[item.element_size()]
+        # Half the bytes of int64 are compared in less than half the time.
+        lengths = torch.from_numpy(self.sizes.astype(np.int32))
+        is_padding = torch.arange(width, dtype=torch.int32) >= lengths
+        is_padding = is_padding.view(*out.shape[:2], *(1 for _ in self.field.item_shape))
+        out.view(integer).masked_fill_(is_padding, item.view(integer).item())
+
+    def _runs(self, widths: tuple[int, ...]) -> tuple[Integers, Integers, Integers]:
+        """Pieces without gaps: first item, first item in the padded rows, and length in items."""
+        starts, sizes = self.starts, self.sizes
+        places = np.arange(len(self), dtype=np.int64) * int(np.prod(widths))
+        for dim in range(1, len(widths)):
+            # Each piece becomes as many as it has sizes along the dimension before.
+            counts = sizes[:, dim - 1]
+            pieces = np.repeat(np.arange(len(counts)), counts)
+            numbers = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
+            sizes = sizes[pieces]
+            starts = starts[pieces] + numbers * sizes[:, dim:].prod(axis=1)
+            places = places[pieces] + numbers * int(np.prod(widths[dim:]))
+        return starts, places, sizes[:, -1]
+
+    def _padded_on_device(self, widths: tuple[int, ...], value: float) -> Tensor:
+        uploaded = self._on_device(self.starts, self.sizes)
+        starts, sizes = uploaded[:, 0], uploaded[:, 1:]
+        index = starts.view(-1, *(1 for _ in widths))
+        is_row = torch.ones((), dtype=torch.bool, device=self.device)
+        strides = sizes.flip(1).cumprod(1).flip(1)
+        for dim, width in enumerate(widths):
+            ones = [-1 if d == dim else 1 for d in range(len(widths))]
+            along = torch.arange(width, device=self.device).view(1, *ones)
+            per_row = [len(self), *(1 for _ in widths)]
+            is_row = is_row & (along < sizes[:, dim].view(per_row))
+            step = strides[:, dim + 1].view(per_row) if dim + 1 < len(widths) else 1
+            index = index + along * step
+        if not len(self.items):
+            shape = (*is_row.shape, *self.field.item_shape)
+            return torch.full(shape, value, dtype=self.field.dtype, device=self.device)
+        index = index.where(is_row, 0).flatten()
+        items = self.items.index_select(0, index)
+        is_padding = ~is_row.flatten().view(-1, *(1 for _ in self.field.item_shape))
+        return items.masked_fill_(is_padding, value)
+
+    def _on_device(self, *numbers: Integers) -> Tensor:
+        """Upload arrays that have an entry for each row, side by side and in one copy."""
+        return send(torch.from_numpy(np.column_stack(numbers)), self.device)
+
+
+def _page_locked_memory(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _copy(
+    items: Tensor, starts: Integers, memory: Tensor, places: Integers, lengths: Integers
+) -> None:
+    source = items.view(-1).view(torch.uint8).numpy()
+    copy_segments(source, starts, memory.numpy(), places, lengths)
+
+
+def send_rows(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:
+    """Rows on a device: `device_streams.send` for both kinds.
+
+    Args:
+        leaf: The rows.
+        device: Where they go. Text stays on the CPU.
+    """
+    return leaf.to(device) if isinstance(leaf, VariableRows) else send(leaf, device)
+
+
+def joined_rows(parts: Sequence[Tensor | VariableRows]) -> Tensor | VariableRows:
+    """Rows of one field from several places, one part after the other.
+
+    Args:
+        parts: The rows of each place, all on one device.
+    """
+    variable = [part for part in parts if isinstance(part, VariableRows)]
+    if not variable:
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    lengths = np.concatenate([part.lengths for part in variable])
+    return VariableRows(
+        variable[0].field,
+        torch.cat([part.packed() for part in variable]),
+        np.cumsum(lengths) - lengths,
+        np.concatenate([part.sizes for part in variable]),
+        widths_of(variable),
+    )
+
+
+def share_widths(leaves: Sequence[list[Tensor | VariableRows]]) -> None:
+    """Let the rows of all data devices in one step have the same widths.
+
+    Args:
+        leaves: One list for each data device, with one entry per field; they are replaced there.
+    """
+    for index, first in enumerate(leaves[0]):
+        if isinstance(first, VariableRows):
+            parts = [rows for each in leaves if isinstance(rows := each[index], VariableRows)]
+            widths = widths_of(parts)
+            for each, rows in zip(leaves, parts, strict=True):
+                each[index] = replace(rows, widths=widths)
+
+
+def widths_of(parts: Sequence[VariableRows]) -> tuple[int, ...]:
+    """The largest sizes among rows.
+
+    Args:
+        parts: Rows of one field, at least one.
+
+    Returns:
+        The largest size in each dimension that differs.
+    """
+    sizes = np.concatenate([part.sizes for part in parts])
+    return tuple(map(int, sizes.max(axis=0, initial=0)))
+
+
+def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
+    """Rows of a field that were not read from a store.
+
+    Args:
+        field: The field.
+        rows: Tensors of its dtype and of shapes that it admits, on one device, at least one.
+    """
+    items, sizes = pack_rows(field, rows)
+    lengths = sizes.prod(axis=1)
+    widths = tuple(map(int, sizes.max(axis=0)))
+    return VariableRows(field, items, np.cumsum(lengths) - lengths, sizes, widths)
+
+
+def located_rows(rows: ItemRows, locations: Integers) -> VariableRows:
+    """Rows of a store, or of a part of one that was copied.
+
+    Args:
+        rows: The memory that they lie in.
+        locations: Where, int64 of shape (B,).
+
+    Raises:
+        IndexError: There is no such place.
+        StoreError: The index of the store is damaged.
+    """
+    starts, sizes = rows.at(locations)
+    found = VariableRows(rows.field, rows.items, starts, sizes, ())
+    return replace(found, widths=widths_of([found]))

@@ -1,0 +1,110 @@
+"""Forms: how a batch gives a field whose rows differ in length."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from reprlib import repr as short_repr
+from typing import Any, ClassVar
+
+from lightning_memmap.errors import check_integer
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a batch gives a field whose rows differ in length: `Pad`, `Jagged` or `Rows`.
+
+    Args:
+        dims: Leading dimensions that may differ from row to row, where the first rows that are read
+            do not show it, at least 1. It matters only while the store is built.
+
+    Raises:
+        TypeError: A number is none.
+        ValueError: A number is out of range.
+    """
+
+    #: The name of this form, as in ``variable={"audio": "pad"}``.
+    name: ClassVar[str]
+    dims: int = 1
+
+    def __post_init__(self) -> None:
+        check_integer("dims", self.dims)
+        if self.dims < 1:
+            raise ValueError(f"dims={self.dims}: at least 1 dimension differs from row to row")
+
+
+@dataclass(frozen=True)
+class Pad(Form):
+    """Rows padded to the longest of their step, with their lengths beside them: a
+    `lightning_memmap.loading.Padded`.
+
+    Args:
+        dims: As for every `Form`.
+        value: What the rows are padded with.
+        multiple: The padded length is a multiple of this, at least 1.
+    """
+
+    name = "pad"
+    value: float = 0
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.value, (int, float)):
+            raise TypeError(f"value={self.value!r}: give the number to pad with")
+        check_integer("multiple", self.multiple)
+        if self.multiple < 1:
+            raise ValueError(f"multiple={self.multiple}: at least 1")
+
+
+@dataclass(frozen=True)
+class Jagged(Form):
+    """A nested tensor of torch, with ``layout=torch.jagged``. One dimension may differ."""
+
+    name = "jagged"
+
+
+@dataclass(frozen=True)
+class Rows(Form):
+    """A list with one tensor for each row."""
+
+    name = "list"
+
+
+_FORMS: dict[str, type[Form]] = {form.name: form for form in (Pad, Jagged, Rows)}
+
+
+def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:
+    """Check the argument ``variable`` of a data module or of a build.
+
+    Args:
+        given: By field name a form, its name, or for configs a mapping with its name under ``form``
+            and its arguments, such as ``{"form": "pad", "value": -1}``.
+
+    Returns:
+        The form of each field.
+
+    Raises:
+        TypeError: The argument is no such mapping, or a number in it is none.
+        ValueError: There is no such form, or a number is out of range.
+    """
+    if not isinstance(given, Mapping | None):
+        raise TypeError(
+            f"variable={short_repr(given)}: give a form for each field, such as"
+            " variable={'audio': 'pad'}"
+        )
+    return {name: _form(name, form) for name, form in (given or {}).items()}
+
+
+def _form(name: str, given: Any) -> Form:
+    if isinstance(given, Form):
+        return given
+    arguments = dict(given) if isinstance(given, Mapping) else {"form": given}
+    kind = arguments.pop("form", None)
+    if not isinstance(kind, str) or kind not in _FORMS:
+        raise ValueError(
+            f"variable: {short_repr(given)} for field {name!r} is no form: choose one of"
+            f" {', '.join(_FORMS)}"
+        )
+    try:
+        return _FORMS[kind](**arguments)
+    except TypeError as error:
+        raise TypeError(f"variable: field {name!r}: {error}") from error

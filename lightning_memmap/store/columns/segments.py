@@ -1,0 +1,87 @@
+"""Copies of many pieces of memory, each of its own length, without a Python loop over them."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_memmap.sampling import Integers
+
+Bytes = NDArray[np.uint8]
+
+#: From this length on, one call for each piece costs less than dividing it into blocks.
+LONG_BYTES = 2**13
+#: Blocks are copied through a buffer of this size, which stays in the processor's cache.
+_PASS_BYTES = 2**17
+
+
+def copy_segments(
+    source: Bytes, starts: Integers, target: Bytes, places: Integers, lengths: Integers
+) -> None:
+    """Copy pieces of memory.
+
+    Args:
+        source: Memory to copy from, of shape (bytes,).
+        starts: The first byte of each piece in it, int64 of shape (n,).
+        target: Memory to copy to, of shape (bytes,), which does not overlap with the source.
+        places: The first byte of each piece there, int64 of shape (n,).
+        lengths: Bytes of each piece, int64 of shape (n,).
+
+    Raises:
+        IndexError: A piece is outside one of the two.
+    """
+    if not len(lengths):
+        return
+    for memory, firsts in ((source, starts), (target, places)):
+        if firsts.min() < 0 or (firsts + lengths).max() > len(memory) or lengths.min() < 0:
+            raise IndexError("a piece is outside the memory that it is copied from or to")
+    long = np.flatnonzero(lengths >= LONG_BYTES)
+    for start, place, length in zip(
+        starts[long].tolist(), places[long].tolist(), lengths[long].tolist(), strict=True
+    ):
+        target[place : place + length] = source[start : start + length]
+    for block, found in _by_block(lengths, LONG_BYTES):
+        taken, put = _windows(source, block), _windows(target, block)
+        begins, ends, rests = starts[found], places[found], lengths[found] - block
+        step = _PASS_BYTES // block
+        for first in range(0, len(found), step):
+            begin, end = begins[first : first + step], ends[first : first + step]
+            rest = rests[first : first + step]
+            put[end] = taken[begin]
+            put[end + rest] = taken[begin + rest]
+
+
+def fill_segments(target: Bytes, places: Integers, lengths: Integers, item: Bytes) -> None:
+    """Fill pieces of memory with one item, over and over.
+
+    Args:
+        target: The memory, of shape (bytes,).
+        places: The first byte of each piece, int64 of shape (n,).
+        lengths: Bytes of each piece, multiples of those of the item, int64 of shape (n,).
+        item: The bytes of the item: 1, 2, 4, 8 or 16.
+    """
+    number = np.dtype(f"u{len(item)}" if len(item) <= 8 else np.complex128)
+    long = np.flatnonzero(lengths >= LONG_BYTES)
+    for place, length in zip(places[long].tolist(), lengths[long].tolist(), strict=True):
+        target[place : place + length].view(number)[:] = item.view(number)
+    for block, found in _by_block(lengths, LONG_BYTES):
+        filled = np.tile(item, block // len(item)).view(np.dtype((np.void, block)))[0]
+        put = _windows(target, block)
+        put[places[found]] = filled
+        put[places[found] + lengths[found] - block] = filled
+
+
+def _by_block(lengths: Integers, below: int) -> Iterator[tuple[int, Integers]]:
+    """Which pieces are covered by two blocks of the same size, of which the second ends where the
+    piece does: the size, a power of two, and the pieces."""
+    # The exponent of the largest power of two that is not larger; -1 for empty pieces.
+    powers = np.frexp(lengths.astype(np.float64))[1] - 1
+    powers[lengths >= below] = -1
+    for power in np.flatnonzero(np.bincount(powers + 1)[1:]).tolist():
+        yield 1 << power, np.flatnonzero(powers == power)
+
+
+def _windows(memory: Bytes, block: int) -> NDArray[np.void]:
+    """A view of memory whose element ``i`` is the block that begins at byte ``i``."""
+    dtype = np.dtype((np.void, block))
+    return np.ndarray((len(memory) - block + 1,), dtype, memory, 0, (1,))

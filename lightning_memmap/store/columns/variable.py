@@ -1,0 +1,372 @@
+"""The column of a field whose rows differ in length.
+
+It has two files. ``values`` holds the items of all rows, one row after the other, without padding.
+``index`` holds an int64 for each row: where it ends, counted in items from the start of ``values``.
+Where several dimensions differ, their sizes follow it.
+
+While the column grows, each process appends its rows to a file of its own, and a file of fixed size
+says where each row is.
+"""
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap.errors import StoreError
+from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.schema import Field
+from lightning_memmap.store.columns.column import Block, Column, FileRange, PackedRows
+from lightning_memmap.store.columns.fixed import map_rows
+from lightning_memmap.store.columns.segments import copy_segments
+from lightning_memmap.store.files import TEMPORARY, OpenFiles, sync_path, write_all, write_rows
+
+_MAX_FILE_BYTES = 2**62
+#: No dimension of a row is larger, so that products of sizes can be checked.
+_MAX_SIZE = 2**40
+_JOIN_BYTES = 32 * 2**20
+#: What the names of the files have beside the field's.
+_MAX_SUFFIX = len(".0123456789abcdef") + len(TEMPORARY)
+#: By process, the number of the file that it appends rows to.
+_pieces: dict[int, int] = {}
+
+
+@dataclass(frozen=True)
+class VariableColumn(Column):
+    """The column of a field whose rows differ in length.
+
+    Args:
+        field: The field.
+        shards: The rows of the store, and the shards that they are divided into.
+        shard_items: Items of each shard, int64 of shape (C,); nothing while the column grows.
+
+    Raises:
+        ValueError: The rows of the field have one shape, its items have no bytes, its name is too
+            long, or no file could hold its items.
+    """
+
+    kind: ClassVar[str] = "variable"
+    shard_items: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        field = self.field
+        if not field.num_variable or not field.item_bytes:
+            raise ValueError(f"{field} is no field whose rows differ in length, or has no bytes")
+        if len(field.name) + _MAX_SUFFIX > 255:
+            raise ValueError(f"the name of field {field.name!r} is too long for its files")
+        if sum(self.shard_items) * field.item_bytes > _MAX_FILE_BYTES:
+            raise ValueError(f"{sum(self.shard_items)} items of {field} fit into no file")
+
+    @property
+    def _index_name(self) -> str:
+        return f"{self.field.name}.index"
+
+    @property
+    def _values_name(self) -> str:
+        return f"{self.field.name}.values"
+
+    @property
+    def _places_name(self) -> str:
+        return f"{self.field.name}.at{TEMPORARY}"
+
+    def _piece_name(self, piece: int) -> str:
+        return f"{self.field.name}.{piece:016x}{TEMPORARY}"
+
+    @property
+    def _index_width(self) -> int:
+        count = self.field.num_variable
+        return 1 if count == 1 else 1 + count
+
+    @property
+    @override
+    def file_bytes(self) -> Mapping[str, int]:
+        num_rows = self.shards.num_rows
+        if not self.shard_items:
+            return {self._places_name: 8 * (2 + self.field.num_variable) * num_rows}
+        sizes = {self._index_name: 8 * self._index_width * num_rows}
+        num_bytes = sum(self.shard_items) * self.field.item_bytes
+        return {**sizes, self._values_name: num_bytes} if num_bytes else sizes
+
+    @classmethod
+    @override
+    def takes(cls, field: Field) -> bool:
+        return field.num_variable > 0
+
+    @classmethod
+    @override
+    def from_json(cls, field: Field, shards: Shards, entry: Mapping[str, Any]) -> "VariableColumn":
+        items = entry.get("shard_items")
+        if not isinstance(items, list) or len(items) != shards.num_shards:
+            raise ValueError(f"the items of {field.name!r} are not given for each shard")
+        if any(type(count) is not int or not 0 <= count <= _MAX_FILE_BYTES for count in items):
+            raise ValueError(f"the items of {field.name!r} are no counts")
+        return cls(field, shards, tuple(items))
+
+    @override
+    def to_json(self) -> dict[str, Any]:
+        return {"shard_items": list(self.shard_items or (0,) * self.shards.num_shards)}
+
+    @override
+    def num_bytes(self, rows: range | Integers) -> int:
+        size, shards = self.field.item_bytes, self.shards
+        if not self.shard_items:
+            return len(rows) * size
+        first = rows.start if isinstance(rows, range) else -1
+        if 0 <= first < shards.num_shards and rows == shards.rows_of(first):
+            return self.shard_items[first] * size
+        return -(-sum(self.shard_items) * size * len(rows) // shards.num_rows)
+
+    @override
+    def shard_ranges(self) -> list[list[FileRange]]:
+        width, size = 8 * self._index_width, self.field.item_bytes
+        rows = (*self.shards.starts.tolist(), self.shards.num_rows)
+        items = np.cumsum((0, *self.shard_items)).tolist()
+        ranges = []
+        for (first, end), (begin, stop) in zip(pairwise(rows), pairwise(items), strict=True):
+            found = [(self._index_name, first * width, end * width)]
+            if stop > begin:
+                found.append((self._values_name, begin * size, stop * size))
+            ranges.append(found)
+        return ranges
+
+    @override
+    def block(self, max_rows: int) -> Block:
+        return _VariableBlock(self)
+
+    @override
+    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor | PackedRows) -> None:
+        if not len(rows):
+            return
+        assert isinstance(values, PackedRows)
+        data = values.items.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        piece = _pieces.setdefault(os.getpid(), secrets.randbits(63))
+        file = files.open(self._piece_name(piece), os.O_CREAT)
+        # At its end: this process has written there before, perhaps part of a row.
+        begin = os.fstat(file).st_size
+        write_all(file, data.data, begin)
+        num_bytes = values.sizes.prod(axis=1) * self.field.item_bytes
+        places = np.empty((len(rows), 2 + self.field.num_variable), np.int64)
+        places[:, 0] = piece
+        places[:, 1] = begin + np.cumsum(num_bytes) - num_bytes
+        places[:, 2:] = values.sizes
+        write_rows(
+            files.open(self._places_name),
+            self.shards.locate(np.asarray(rows)),
+            places.view(np.uint8),
+        )
+
+    @override
+    def finish(self, directory: Path) -> "VariableColumn":
+        shape = (self.shards.num_rows, 2 + self.field.num_variable)
+        places = np.memmap(directory / self._places_name, np.int64, "r", shape=shape)
+        sizes = places[:, 2:]
+        ends = np.cumsum(sizes.prod(axis=1))
+        index = ends[:, None] if self.field.num_variable == 1 else np.c_[ends, sizes]
+        np.ascontiguousarray(index).tofile(directory / self._index_name)
+        sync_path(directory / self._index_name)
+        with open(directory / self._values_name, "wb") as values:
+            for joined in self._joined(directory, places, ends * self.field.item_bytes):
+                values.write(joined.data)
+        sync_path(directory / self._values_name)
+        if not ends[-1]:
+            (directory / self._values_name).unlink()
+        bounds = np.append(self.shards.starts, self.shards.num_rows)
+        return replace(self, shard_items=tuple(np.diff(np.append(0, ends)[bounds]).tolist()))
+
+    def _joined(
+        self, directory: Path, places: Integers, ends: Integers
+    ) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of all rows in their order, some rows at a time.
+
+        Args:
+            directory: The directory in which the store is being built.
+            places: For each row its piece, the first byte in it, and its sizes.
+            ends: Where each row ends in what is returned, in bytes.
+        """
+        pieces: dict[int, NDArray[np.uint8]] = {}
+        first, begin = 0, 0
+        while first < len(ends):
+            end = max(first + 1, int(np.searchsorted(ends, begin + _JOIN_BYTES, side="right")))
+            rows = places[first:end]
+            starts = np.append(begin, ends[first : end - 1])
+            lengths = ends[first:end] - starts
+            out = np.empty(int(ends[end - 1]) - begin, np.uint8)
+            for piece in np.unique(rows[lengths > 0, 0]).tolist():
+                if piece not in pieces:
+                    pieces[piece] = np.memmap(directory / self._piece_name(piece), np.uint8, "r")
+                mine = rows[:, 0] == piece
+                copy_segments(
+                    pieces[piece], rows[mine, 1], out, starts[mine] - begin, lengths[mine]
+                )
+            yield out
+            first, begin = end, int(ends[end - 1])
+
+    @override
+    def read(self, directory: Path, row: int) -> NDArray[np.uint8]:
+        location = int(self.shards.locate(np.array(row)))
+        width, size = 8 * self._index_width, self.field.item_bytes
+        with ExitStack() as stack:
+            index = stack.enter_context(open(directory / self._index_name, "rb", buffering=0))
+            data = os.pread(index.fileno(), 2 * width, max(0, location - 1) * width)
+            ends = np.frombuffer(data, np.int64).reshape(-1, self._index_width)[:, 0].tolist()
+            first, end = (0, ends[0]) if not location else (ends[0], ends[1])
+            if not 0 <= first <= end <= sum(self.shard_items):
+                raise _damaged(self.field)
+            if first == end:
+                return np.empty(0, np.uint8)
+            values = stack.enter_context(open(directory / self._values_name, "rb", buffering=0))
+            values.seek(first * size)
+            return np.fromfile(values, np.uint8, (end - first) * size)
+
+    @override
+    def open(self, directory: Path) -> "ItemRows":
+        assert self.shard_items
+        num_rows = self.shards.num_rows
+        index = map_rows(directory / self._index_name, torch.int64, (num_rows, self._index_width))
+        shape = (sum(self.shard_items), *self.field.item_shape)
+        if shape[0]:
+            items = map_rows(directory / self._values_name, self.field.dtype, shape)
+        else:
+            items = torch.empty(shape, dtype=self.field.dtype, device="cpu")
+        return ItemRows(self.field, self.shards, items.as_subclass(Tensor), index.numpy())
+
+
+class _VariableBlock(Block):
+    """Consecutive rows of a field whose rows differ in length, which are written together."""
+
+    def __init__(self, column: VariableColumn) -> None:
+        self._column = column
+        self._leaves: list[Tensor] = []
+
+    @override
+    def put(self, index: int, leaf: Tensor | np.ndarray) -> None:
+        # Rows of a range that failed may be there still.
+        del self._leaves[index:]
+        # Copies: a dataset may use its memory again.
+        if isinstance(leaf, Tensor):
+            self._leaves.append(leaf.clone())
+        else:
+            native = leaf.astype(leaf.dtype.newbyteorder("="))
+            self._leaves.append(torch.from_numpy(native))
+
+    @override
+    def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
+        rows = range(first, first + num_rows)
+        self._column.write(files, rows, pack_rows(self._column.field, self._leaves[:num_rows]))
+        self._leaves.clear()
+
+
+def pack_rows(field: Field, rows: Sequence[Tensor]) -> PackedRows:
+    """Lay rows one after the other.
+
+    Args:
+        field: Their field.
+        rows: Tensors of the field's dtype and of shapes that it admits, on one device, at least
+            one.
+    """
+    count = field.num_variable
+    sizes = np.array([row.shape[:count] for row in rows], np.int64)
+    return PackedRows(torch.cat([row.reshape(-1, *field.item_shape) for row in rows]), sizes)
+
+
+class Located(NamedTuple):
+    """Where rows lie among items."""
+
+    starts: Integers
+    """The first item of each row, int64 of shape (B,)."""
+    sizes: Integers
+    """Its sizes in the dimensions that differ, int64 of shape (B, number of these)."""
+
+
+@dataclass(frozen=True)
+class ItemRows:
+    """Rows that differ in length, in one place in memory. An open column is one.
+
+    The index may come from an untrusted source, and may change while it is mapped: each entry is
+    copied, and checked, before it is used.
+
+    Args:
+        field: Their field.
+        shards: The rows of the store, and the shards that they are divided into.
+        items: The items of all rows, of shape (items, *item shape), on any device.
+        index: Where each row ends in them and, where several dimensions differ, its sizes. int64 of
+            shape (rows, 1 or 1 + number of these).
+    """
+
+    field: Field
+    shards: Shards
+    items: Tensor
+    index: Integers
+
+    @property
+    def tensor(self) -> Tensor:
+        """Never: the rows do not lie in one tensor.
+
+        Raises:
+            StoreError: Always.
+        """
+        raise StoreError(
+            f"field {self.field.name!r}: its rows differ in length, so that they do not lie in one"
+            " tensor: read them by row, or through a loader"
+        )
+
+    def at(self, locations: Integers) -> Located:
+        """Find rows.
+
+        Args:
+            locations: Places in the index, int64 of shape (B,).
+
+        Raises:
+            IndexError: There is no such place.
+            StoreError: The index is damaged.
+        """
+        # As an unsigned integer, a negative location is larger than any other.
+        if len(locations) and int(locations.view(np.uint64).max()) >= len(self.index):
+            raise IndexError(f"locations {locations.min()} to {locations.max()}: outside the rows")
+        found = self.index[locations]
+        ends = found[:, 0]
+        starts = np.where(locations > 0, self.index[locations - 1, 0], 0)
+        # Compared, not subtracted: a difference may overflow.
+        is_valid = ((starts >= 0) & (starts <= ends) & (ends <= len(self.items))).all()
+        lengths = ends - starts
+        sizes = lengths[:, None]
+        if is_valid and self.field.num_variable > 1:
+            sizes = found[:, 1:]
+            is_small = ((sizes >= 0) & (sizes < _MAX_SIZE)).all()
+            # As floats too, which do not overflow.
+            products = sizes.astype(np.float64).prod(axis=1)
+            is_valid = is_small and (products == lengths).all()
+        if not is_valid:
+            raise _damaged(self.field)
+        return Located(starts, sizes)
+
+    def row(self, row: int) -> Tensor:
+        """Copy one row, given in dataset order."""
+        return self.fetch(np.array([row]))[0]
+
+    def fetch(self, rows: Integers) -> list[Tensor]:
+        """Copy rows, given in dataset order: one tensor for each."""
+        starts, sizes = self.at(self.shards.locate(rows))
+        return [
+            self.items[start : start + int(np.prod(shape))]
+            .clone()
+            .view(*shape, *self.field.item_shape)
+            for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)
+        ]
+
+
+def _damaged(field: Field) -> StoreError:
+    return StoreError(
+        f"field {field.name!r}: the index of its rows is damaged: check the store with"
+        " `lightning-memmap store verify`, and build it again"
+    )

@@ -1,0 +1,10 @@
+"""Several processes, each with a simulated GPU."""
+
+import pytest
+
+from tests.test_simulated_gpu import SEVERAL, TIMEOUT_S, run_on_simulated_devices
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_strategies_of_several_processes_pass_on_simulated_devices() -> None:
+    run_on_simulated_devices([SEVERAL])

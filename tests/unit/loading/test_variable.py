@@ -1,0 +1,246 @@
+"""Batches of rows that differ in length: padded, jagged, lists, from any place, in any order."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_memmap.errors import StoreError
+from lightning_memmap.loading import FormedCollate, RowList, SplitRows, SuperBatchLoader
+from lightning_memmap.loading.transform import OnSuperBatch
+from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
+from lightning_memmap.placement import DataTopology, Residency
+from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows
+from lightning_memmap.schema import Field, Form, Jagged, Pad, Rows
+from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.transforms import PerSample
+from tests.rows import CPU, make_split, split_with
+from tests.variable import Ragged, assert_is_batch, padded
+
+NUM_ROWS = 200
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    path = tmp_path_factory.mktemp("variable") / "s"
+    return build_store(Ragged(NUM_ROWS), path, num_shards=12, progress=False)
+
+
+FORMS: dict[str, dict[str, Form]] = {
+    "pad": {},
+    "pad with": {name: Pad(value=7, multiple=4) for name in ("sound", "image", "ids")},
+    "jagged": {"sound": Jagged(), "image": Rows(), "ids": Jagged()},
+    "list": {name: Rows() for name in ("sound", "image", "ids")},
+}
+
+
+def loader_over(
+    store: Store, rows: SplitRows, batch_size: int, form: str = "pad", **options: Any
+) -> SuperBatchLoader:
+    sampler = ShuffledSampler(rows.shards, 3)
+    collate = FormedCollate(store.schema, FORMS[form])
+    return SuperBatchLoader(rows, sampler, batch_size, collate=collate, **options)
+
+
+def assert_gives_all_rows(loader: SuperBatchLoader, form: str = "pad") -> None:
+    """Each step has its rows of the order, and no more padding than they need."""
+    dataset, start = Ragged(NUM_ROWS), 0
+    order = loader.order.dataset_rows(0, range(loader.order.num_positions)).tolist()
+    for step in loader:
+        samples = [dataset[row] for row in order[start : start + len(step)]]
+        options = {"value": 7, "multiple": 4} if form == "pad with" else {}
+        assert_is_batch(step.to("cpu"), samples, **options)
+        start += len(step)
+    assert start == len(order)
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_do_not_depend_on_the_number_of_data_devices(
+    store: Store, form: str, num_devices: int, transform: Any
+) -> None:
+    rows = make_split(store, num_devices)
+    loader = loader_over(store, rows, 24 // num_devices, form, transform=transform)
+    assert_gives_all_rows(loader, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_of_each_device_have_the_widths_of_the_step(store: Store, form: str) -> None:
+    whole = loader_over(store, make_split(store, 3), 4, form)
+    apart = loader_over(store, make_split(store, 3), 4, form, transform=lambda batch: batch)
+    dataset = Ragged(NUM_ROWS)
+    for one, other in zip(whole, apart, strict=True):
+        for a, b in zip(one.batches, other.batches, strict=True):
+            assert a["text"] == b["text"]
+            rows = [dataset[row] for row in a["row"].tolist()]
+            for name in ("sound", "image"):
+                if form.startswith("pad"):
+                    assert torch.equal(a[name].values, b[name].values)
+                    assert torch.equal(a[name].lengths, b[name].lengths)
+                    widths = {batch[name].values.shape[1] for batch in one.batches}
+                    assert len(widths) == 1
+                else:
+                    expected = [torch.as_tensor(row[name]) for row in rows]
+                    assert all(map(torch.equal, a[name], expected))
+                    assert all(map(torch.equal, b[name], expected))
+
+
+@pytest.mark.parametrize("subset", [None, StridedRows(1, 3), StridedRows(1, 3, excluded=True)])
+@pytest.mark.parametrize("num_devices", [1, 3, 5])
+@pytest.mark.parametrize("residency", ["mmap", "device"])
+def test_rows_lie_where_they_are_wanted(
+    store: Store, residency: str, num_devices: int, subset: StridedRows | None
+) -> None:
+    topology = DataTopology((CPU,) * num_devices)
+    shards = 12 if num_devices != 5 else 15
+    rows = split_with(store, topology, (Residency(residency),) * shards, subset)
+    assert_gives_all_rows(loader_over(store, rows, 4))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shards_of_one_device_may_lie_in_several_places(store: Store, form: str) -> None:
+    residency = (Residency.MMAP, Residency.DEVICE, Residency.MMAP) * 4
+    rows = split_with(store, DataTopology((CPU,) * 2), residency)
+    assert len(rows.sources) > 1
+    assert_gives_all_rows(loader_over(store, rows, 6, form), form)
+
+
+def test_rows_that_differ_in_length_are_not_streamed(store: Store) -> None:
+    with pytest.raises(StoreError, match=r"'stream': the rows of field 'sound' .*'mmap'"):
+        make_split(store, residency="stream")
+
+
+@pytest.mark.parametrize("num_steps", [1, 7, 15])
+@pytest.mark.parametrize("form", ["pad", "jagged", "list"])
+def test_loader_goes_on_in_the_middle_of_an_epoch(store: Store, form: str, num_steps: int) -> None:
+    saved = loader_over(store, make_split(store, 2), 6, form)
+    saved.set_epoch(1)
+    for _, _ in zip(range(num_steps), saved, strict=False):
+        pass
+    for num_devices in (2, 3):
+        loader = loader_over(store, make_split(store, num_devices), 12 // num_devices, form)
+        loader.load_state_dict(saved.state_dict())
+        loader.set_epoch(1)
+        order = loader.order.dataset_rows(1, range(12 * num_steps, NUM_ROWS)).tolist()
+        for step in loader:
+            rows, order = order[: len(step)], order[len(step) :]
+            assert_is_batch(step.to("cpu"), [Ragged(NUM_ROWS)[row] for row in rows])
+        assert not order
+
+
+def test_transform_sees_the_form_that_is_declared(store: Store) -> None:
+    seen = []
+
+    def double(batch: Any) -> Any:
+        seen.append(type(batch["sound"]).__name__)
+        sound = batch["sound"]
+        return {**batch, "sound": sound._replace(values=sound.values * 2)}
+
+    for transform in (double, OnSuperBatch(double)):
+        found = [
+            step.to("cpu")
+            for step in loader_over(store, make_split(store, 2), 4, transform=transform)
+        ]
+        plain = [step.to("cpu") for step in loader_over(store, make_split(store, 2), 4)]
+        for one, other in zip(found, plain, strict=True):
+            assert torch.equal(one["sound"].values, other["sound"].values * 2)
+    assert set(seen) == {"Padded"}
+
+
+def test_transform_that_drops_rows_of_a_list_is_refused(store: Store) -> None:
+    def drop(batch: Any) -> Any:
+        return {**batch, "sound": RowList(batch["sound"][1:])}
+
+    loader = loader_over(store, make_split(store, 2), 4, "list", transform=drop)
+    with pytest.raises(ValueError, match="3 rows for a batch of 4 rows on data device 0"):
+        next(iter(loader)).to("cpu")
+
+
+def test_per_sample_transform_of_a_list_is_refused(store: Store) -> None:
+    transform = PerSample(lambda sample: sample)
+    loader = loader_over(store, make_split(store), 4, "list", transform=transform)
+    with pytest.raises(TypeError, match=r"rows at batch\['sound'\] differ in length"):
+        next(iter(loader)).to("cpu")
+
+
+def test_memory_of_padded_rows_is_used_again_once_it_is_dropped(store: Store) -> None:
+    loader = loader_over(store, make_split(store), 20)
+    addresses = {step.to("cpu")["sound"].values.data_ptr() for step in loader}
+    assert len(addresses) < loader.num_steps
+    kept = [step.to("cpu") for step in loader]
+    assert len({batch["sound"].values.data_ptr() for batch in kept}) == len(kept)
+    order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
+    for batch in kept:
+        rows, order = order[: len(batch["row"])], order[len(batch["row"]) :]
+        assert_is_batch(batch, [Ragged(NUM_ROWS)[row] for row in rows])
+
+
+def test_index_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> None:
+    store = build_store(Ragged(NUM_ROWS), tmp_path / "s", num_shards=12, progress=False)
+    rows = make_split(store)
+    index = np.memmap(store.path / "sound.index", np.int64, "r+")
+    index[:] = 2**40
+    index.flush()
+    with pytest.raises(StoreError, match="'sound': the index of its rows is damaged"):
+        for _ in loader_over(store, rows, 4):
+            pass
+    with pytest.raises(StoreError, match="'sound': the index of its rows is damaged"):
+        make_split(open_store(store.path), residency="device")
+
+
+@pytest.mark.parametrize(
+    ("forms", "words"),
+    [
+        ({"sounds": Pad()}, r"the store has no field 'sounds', among \['row', 'sound'"),
+        ({"row": Pad()}, r"all rows of field 'row' have the shape \(\): leave it out"),
+        ({"image": Jagged()}, "'image' differs in 2 dimensions, and a jagged tensor in one"),
+        ({"image": Pad(value=-1)}, "value=-1 is no torch.uint8"),
+        ({"ids": Pad(value=0.5)}, "value=0.5 is no torch.int64"),
+    ],
+)
+def test_form_that_a_field_cannot_have_is_refused(
+    store: Store, forms: dict[str, Form], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        FormedCollate(store.schema, forms)
+
+
+lengths = st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=12)
+
+
+@given(lengths, st.integers(1, 3), st.integers(1, 5), st.data())
+@settings(deadline=None, max_examples=60)
+def test_rows_of_any_sizes_are_padded_packed_and_divided(
+    shapes: list[list[int]], num_variable: int, multiple: int, data: Any
+) -> None:
+    shape = (None,) * num_variable + (2,) * (3 - num_variable)
+    field = Field("x", torch.int32, shape, "tensor")
+    tensors = []
+    for sizes in shapes:
+        full = (*sizes[:num_variable], *shape[num_variable:], 3)
+        tensors.append(torch.randint(1, 99, full, dtype=torch.int32))
+    field = Field("x", torch.int32, (*shape, 3), "tensor")
+    rows = rows_in_memory(field, tensors)
+    order = data.draw(st.lists(st.integers(0, len(shapes) - 1), min_size=1, max_size=9))
+    chosen = rows.index_select(0, torch.tensor(order))
+    expected = [tensors[index] for index in order]
+    assert torch.equal(
+        chosen.packed(), torch.cat([row.view(-1, *field.item_shape) for row in expected])
+    )
+    (part,) = chosen.split_with_sizes([len(order)])
+    assert isinstance(part, VariableRows)
+    widths = tuple(-(-width // multiple) * multiple for width in part.widths)
+    assert torch.equal(part.padded(widths, -5), padded(expected, -5, multiple, num_variable))
+
+
+def test_rows_in_dataset_order_line_up(store: Store) -> None:
+    rows = make_split(store, 2)
+    collate = FormedCollate(store.schema)
+    loader = SuperBatchLoader(rows, SequentialSampler(rows.shards), 5, collate=collate)
+    texts = [text for step in loader for text in step.to("cpu")["text"]]
+    assert texts == [Ragged(NUM_ROWS)[row]["text"] for row in range(NUM_ROWS)]

@@ -1,0 +1,381 @@
+"""Fields whose rows differ in length: stored, found by themselves, resumed, verified, refused."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_memmap.errors import DatasetError, SchemaError, StoreError
+from lightning_memmap.sampling import Shards
+from lightning_memmap.store import Store, build_store, open_store, verify_store
+from lightning_memmap.store.columns.segments import copy_segments, fill_segments
+from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.recovery import building_path
+from tests.datasets import Counting, Replaced
+from tests.unit.store.signing import sign_manifest
+from tests.variable import Ragged
+
+NUM_ROWS = 300
+
+
+def build(path: Path, dataset: Any, **options: Any) -> Store:
+    return build_store(dataset, path, **{"num_shards": 7, "progress": False, **options})
+
+
+def assert_holds(store: Store, dataset: Any) -> None:
+    assert len(store) == len(dataset)
+    for row in range(len(dataset)):
+        sample, found = dataset[row], store[row]
+        assert sample.keys() == found.keys()
+        for name, value in sample.items():
+            if isinstance(value, str):
+                assert found[name] == value
+            else:
+                leaf = found[name]
+                # A list of numbers whose count is fixed comes back as a list.
+                leaf = leaf if isinstance(leaf, torch.Tensor) else torch.stack(leaf)
+                assert torch.equal(leaf, torch.as_tensor(value).to(leaf.dtype)), (row, name)
+
+
+pieces = st.lists(
+    st.tuples(st.integers(0, 5000), st.sampled_from([0, 1, 3, 31, 32, 200, 4100, 40_000])),
+    max_size=30,
+)
+
+
+@given(pieces, st.integers(0, 2**31))
+@settings(deadline=None, max_examples=50)
+def test_segments_are_copied_as_slices_are(found: list[tuple[int, int]], seed: int) -> None:
+    source = np.random.default_rng(seed).integers(0, 256, 50_000, dtype=np.uint8)
+    starts = np.array([start for start, _ in found], np.int64)
+    lengths = np.array([length for _, length in found], np.int64)
+    places = np.cumsum(lengths) - lengths
+    target = np.zeros(int(lengths.sum()), np.uint8)
+    copy_segments(source, starts, target, places, lengths)
+    parts = [source[start : start + length] for start, length in found]
+    assert np.array_equal(target, np.concatenate([np.zeros(0, np.uint8), *parts]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), max_size=20))
+@settings(deadline=None, max_examples=50)
+def test_segments_are_filled_between_others(found: list[tuple[int, int]]) -> None:
+    item = np.array([1, 2, 3, 4], np.uint8)
+    target, places, at = np.zeros(4 * sum(map(sum, found)), np.uint8), [], 0
+    expected = target.copy()
+    for gap, length in found:
+        at += 4 * gap
+        places.append(at)
+        expected[at : at + 4 * length] = np.tile(item, length)
+        at += 4 * length
+    lengths = np.array([4 * length for _, length in found], np.int64)
+    fill_segments(target, np.array(places, np.int64), lengths, item)
+    assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize(
+    ("start", "place", "length"), [(-1, 0, 4), (0, -1, 4), (7, 0, 4), (0, 7, 4), (0, 0, -1)]
+)
+def test_segment_outside_memory_is_refused(start: int, place: int, length: int) -> None:
+    memory = [np.zeros(10, np.uint8) for _ in range(2)]
+    numbers = [np.array([number], np.int64) for number in (start, place, length)]
+    with pytest.raises(IndexError, match="outside the memory"):
+        copy_segments(memory[0], numbers[0], memory[1], numbers[1], numbers[2])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_variable_fields_are_found_built_verified_and_read(
+    tmp_path: Path, num_workers: int
+) -> None:
+    store = build(tmp_path / "s", Ragged(NUM_ROWS), num_workers=num_workers)
+    assert [(field.name, field.shape) for field in store.schema.fields] == [
+        ("row", ()),
+        ("sound", (None,)),
+        ("image", (None, None, 2)),
+        ("ids", (None,)),
+        ("text", (None,)),
+    ]
+    assert_holds(store, Ragged(NUM_ROWS))
+    names = {f"{name}.{kind}" for name in ("sound", "image", "ids", "text") for kind in KINDS}
+    assert set(os.listdir(store.path)) == {"manifest.json", "row.memmap"} | names
+    samples = [Ragged(NUM_ROWS)[row] for row in range(NUM_ROWS)]
+    num_items = sum(len(sample["sound"]) for sample in samples)
+    assert (store.path / "sound.values").stat().st_size == 4 * num_items
+    assert verify_store(store.path) == []
+    again = build(tmp_path / "s", Ragged(NUM_ROWS), check="full", num_workers=num_workers)
+    assert again.manifest == store.manifest
+
+
+KINDS = ("index", "values")
+
+
+def test_store_of_a_store_has_the_same_files(tmp_path: Path) -> None:
+    store = build(tmp_path / "s", Ragged(NUM_ROWS))
+    other = build(tmp_path / "t", store)
+    for name in os.listdir(store.path):
+        if name != "manifest.json":
+            assert (other.path / name).read_bytes() == (store.path / name).read_bytes()
+    assert other.manifest.probes == store.manifest.probes
+    assert_holds(other, Ragged(NUM_ROWS))
+
+
+rows = st.lists(st.integers(0, 9), min_size=1, max_size=40)
+
+
+@given(rows, rows, st.integers(1, 9))
+@settings(deadline=None, max_examples=25)
+def test_rows_of_any_lengths_come_back(
+    tmp_path_factory: pytest.TempPathFactory, first: list[int], second: list[int], shards: int
+) -> None:
+    pairs = list(zip(first, second, strict=False))
+    dataset = [torch.arange(a * b * 3, dtype=torch.int16).view(a, b, 3) for a, b in pairs]
+    path = tmp_path_factory.mktemp("lengths") / "s"
+    variable = {"value": {"form": "list", "dims": 2}}
+    store = build(path, dataset, num_shards=shards, variable=variable)
+    assert all(torch.equal(store[row], value) for row, value in enumerate(dataset))
+    assert verify_store(path) == []
+    sizes = [
+        sum(dataset[row].nbytes for row in Shards(len(dataset), shards).rows_of(shard))
+        for shard in range(shards)
+    ]
+    assert store.manifest.shard_bytes().tolist() == sizes
+
+
+def late(sample: Any) -> Replaced:
+    """A dataset of which one row, which is no probe row, differs."""
+    assert 150 not in probe_rows(NUM_ROWS)
+    return Replaced([{"a": torch.zeros(3, 4), "ids": [1, 2]}] * NUM_ROWS, {150: sample})
+
+
+@pytest.mark.parametrize(
+    ("sample", "argument"),
+    [
+        ({"a": torch.zeros(5, 4), "ids": [1, 2]}, {"a": "pad"}),
+        ({"a": torch.zeros(3, 7), "ids": [1, 2]}, {"a": {"form": "pad", "dims": 2}}),
+        ({"a": torch.zeros(3, 4), "ids": [1]}, {"ids": "pad"}),
+    ],
+)
+def test_later_row_that_differs_in_length_names_the_argument_that_stores_it(
+    tmp_path: Path, sample: Any, argument: dict[str, Any]
+) -> None:
+    (name,) = argument
+    with pytest.raises(SchemaError, match=f"row 150, field '{name}'") as caught:
+        build(tmp_path / "s", late(sample))
+    assert f"variable={argument}" in str(caught.value)
+    store = build(tmp_path / "s", late(sample), variable=argument)
+    assert_holds(store, late(sample))
+
+
+def test_row_that_differs_in_more_than_length_is_refused_as_ever(tmp_path: Path) -> None:
+    sample = {"a": torch.zeros(3, 4, 1), "ids": [1, 2]}
+    with pytest.raises(SchemaError, match=r"row 150, .* one dtype and shape") as caught:
+        build(tmp_path / "s", late(sample))
+    assert "variable" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ({"b": "pad"}, "there is no field 'b'"),
+        ({"a": {"form": "pad", "dims": 3}}, "fewer than 3 dimensions"),
+        ({"a": "pads"}, "'pads' for field 'a' is no form: choose one of pad, jagged, list"),
+        ({"a": {"form": "pad", "valu": 1}}, "field 'a': .*valu"),
+        ({"a": {"form": "pad", "multiple": 0}}, "multiple=0"),
+        ({"a": {"form": "pad", "dims": 0}}, "dims=0"),
+        ("pad", "variable='pad': give a form for each field"),
+    ],
+)
+def test_variable_that_cannot_be_is_refused(tmp_path: Path, variable: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError, SchemaError), match=words):
+        build(tmp_path / "s", [{"a": torch.zeros(3, 4)}] * 9, variable=variable)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["a", "", "żółw \U0001f422", "\udcff"],
+        [b"a", b"", b"\xff\x00", b"longer"],
+        [np.str_("a"), np.str_("bc"), np.str_(""), np.str_("d")],
+    ],
+)
+def test_text_and_bytes_come_back(tmp_path: Path, values: list[Any]) -> None:
+    store = build(tmp_path / "s", values)
+    assert [store[row] for row in range(4)] == values
+    assert type(store[0]) is (bytes if isinstance(values[0], bytes) else str)
+
+
+def test_path_comes_back_as_text(tmp_path: Path) -> None:
+    store = build(tmp_path / "s", [{"file": PurePosixPath(f"a/{row}.png")} for row in range(9)])
+    assert store[8] == {"file": "a/8.png"}
+
+
+def test_text_among_bytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match=r"row 1, .*\(bytes\), expected .* \(text\)"):
+        build(tmp_path / "s", ["a", b"a", "b"])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_build_that_failed_is_resumed(tmp_path: Path, num_workers: int) -> None:
+    dataset = Ragged(3000)
+    broken = Replaced(dataset, {2900: ValueError("broken")})
+    with pytest.raises(DatasetError, match="row 2900"):
+        build(tmp_path / "s", broken, num_workers=num_workers, fingerprint="one")
+    counting = Counting(dataset)
+    store = build(tmp_path / "s", counting, fingerprint="one")
+    assert len(counting.rows) < 3000
+    assert_holds(store, dataset)
+    assert verify_store(store.path) == []
+
+
+BUILD = """
+import sys, time
+from tests.variable import Ragged
+from lightning_memmap.store import build_store
+import lightning_memmap.store.writer as writer
+writer._JOURNAL_INTERVAL_S = 0.0
+writer._MAX_RANGE_ROWS = 20
+
+class Slow(Ragged):
+    def __getitem__(self, row):
+        time.sleep(0.001)
+        return super().__getitem__(row)
+
+build_store(Slow(600), sys.argv[1], num_shards=7, progress=False, fingerprint="one",
+    num_workers=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_build_killed_while_it_writes_is_resumed(tmp_path: Path, num_workers: int) -> None:
+    path = tmp_path / "s"
+    command = [sys.executable, "-c", BUILD, str(path), str(num_workers)]
+    process = subprocess.Popen(command)
+    journal = building_path(path) / "journal"
+    deadline = monotonic() + 120
+    while not (journal.exists() and journal.stat().st_size > 20):
+        assert process.poll() is None
+        assert monotonic() < deadline
+        sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not path.exists()
+    counting = Counting(Ragged(600))
+    store = build(path, counting, fingerprint="one")
+    assert 16 < len(counting.rows) < 600
+    assert_holds(store, Ragged(600))
+    assert verify_store(path) == []
+    assert not [name for name in os.listdir(path) if name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("name", ["sound", "image", "text"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_flipped_bit_is_found(tmp_path: Path, name: str, kind: str) -> None:
+    path = build(tmp_path / "s", Ragged(NUM_ROWS)).path
+    file = path / f"{name}.{kind}"
+    data = bytearray(file.read_bytes())
+    for byte, shard in ((0, 0), (len(data) - 1, 6)):
+        data[byte] ^= 1
+        file.write_bytes(data)
+        (damage,) = verify_store(path)
+        assert (damage.field, damage.shard) == (name, shard)
+        data[byte] ^= 1
+    file.write_bytes(data[:-1])
+    with pytest.raises(StoreError, match=rf"{name}\.{kind} has {len(data) - 1} bytes"):
+        open_store(path)
+
+
+@pytest.mark.parametrize("place", [0, 40, NUM_ROWS - 1])
+@pytest.mark.parametrize("value", [-1, -(2**63), 2**62, 2**63 - 1, 10**9])
+def test_hostile_index_is_refused_before_a_row_is_copied(
+    tmp_path: Path, place: int, value: int
+) -> None:
+    store = build(tmp_path / "s", Ragged(NUM_ROWS))
+    index = np.memmap(store.path / "sound.index", np.int64, "r+")
+    index[place] = value
+    del index
+    row = int(store.manifest.shards.rows_at(np.array([place]))[0])
+    with pytest.raises(StoreError, match=r"'sound': the index of its rows is damaged"):
+        open_store(store.path)[row]
+    with pytest.raises(StoreError, match="is damaged"):
+        store.manifest.columns[1].read(store.path, row)
+
+
+@pytest.mark.parametrize("sizes", [(2**32, 2**32), (-1, -1), (2**62, 0), (3, 1), (2**40, 0)])
+def test_hostile_sizes_are_refused(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    store = build(tmp_path / "s", Ragged(NUM_ROWS))
+    index = np.memmap(store.path / "image.index", np.int64, "r+").reshape(-1, 3)
+    lengths = np.diff(index[:, 0], prepend=0)
+    place = int(np.flatnonzero(lengths == 0)[0])
+    index[place, 1:] = sizes
+    del index
+    row = int(store.manifest.shards.rows_at(np.array([place]))[0])
+    with pytest.raises(StoreError, match=r"'image': the index of its rows is damaged"):
+        open_store(store.path)[row]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {},
+        {"sound": {"kind": "fixed"}},
+        {"sound": {"kind": "variable"}},
+        {"sound": {"kind": "variable", "shard_items": []}},
+        {"sound": {"kind": "variable", "shard_items": [0] * 6}},
+        {"sound": {"kind": "variable", "shard_items": [-1] + [1] * 6}},
+        {"sound": {"kind": "variable", "shard_items": [2**62] * 7}},
+        {"sound": {"kind": "variable", "shard_items": [True] * 7}},
+        {"row": {"kind": "variable", "shard_items": [1] * 7}},
+    ],
+)
+def test_manifest_whose_variable_columns_are_a_lie_is_refused(tmp_path: Path, columns: Any) -> None:
+    path = build(tmp_path / "s", Ragged(NUM_ROWS)).path
+    with_others = lambda body: {**body["columns"], **columns} if columns else {}  # noqa: E731
+    sign_manifest(path, lambda body: body.update(columns=with_others(body)))
+    with pytest.raises(StoreError, match="cannot be trusted"):
+        open_store(path)
+
+
+@pytest.mark.parametrize("count", [1, 10**9])
+def test_manifest_with_other_sizes_than_its_files_is_refused(tmp_path: Path, count: int) -> None:
+    path = build(tmp_path / "s", Ragged(NUM_ROWS)).path
+    items = {"kind": "variable", "shard_items": [count] * 7}
+    sign_manifest(path, lambda body: body["columns"].update(sound=items))
+    with pytest.raises(StoreError, match=r"sound\.values has .* bytes"):
+        open_store(path)
+
+
+def test_text_that_is_none_is_refused(tmp_path: Path) -> None:
+    store = build(tmp_path / "s", ["a" * 9] * 9)
+    (store.path / "value.values").write_bytes(b"\xff" * 81)
+    with pytest.raises(StoreError, match="'value': a row is not UTF-8"):
+        open_store(store.path)[3]
+
+
+def test_rows_without_any_items_are_stored(tmp_path: Path) -> None:
+    store = build(tmp_path / "s", [torch.zeros(0, 3)] * 20, variable={"value": "list"})
+    assert os.listdir(store.path).count("value.values") == 0
+    assert [tuple(store[row].shape) for row in range(20)] == [(0, 3)] * 20
+    assert verify_store(store.path) == []
+
+
+def test_rows_that_differ_in_shape_alone_are_told_apart(tmp_path: Path) -> None:
+    dataset = [torch.zeros(2, 6 + row % 2, 2) for row in range(50)]
+    build(tmp_path / "s", dataset)
+    others = [dataset[row] if row != 33 else torch.zeros(7, 2, 2) for row in range(50)]
+    with pytest.raises(DatasetError, match="row 33 of the dataset differs"):
+        build(tmp_path / "s", others, check="full")
+
+
+def test_rows_that_differ_in_length_do_not_lie_in_one_tensor(tmp_path: Path) -> None:
+    store = build(tmp_path / "s", Ragged(NUM_ROWS))
+    for ask in (lambda: store.tensors, lambda: store.shard(0), store.as_tensordict):
+        with pytest.raises(StoreError, match="'sound': its rows differ in length"):
+            ask()

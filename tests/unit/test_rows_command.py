@@ -1,0 +1,230 @@
+"""``lightning-memmap rows``: any step is looked up, and is what a training has seen."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from matplotlib.image import imread
+from torch.utils.data import Dataset
+
+from lightning_memmap import MemmapDataModule, build_store
+from lightning_memmap.cli import main
+from tests.models import Points, Regression, make_trainer
+from tests.rows import NumberedRows, image_of, joined
+
+ROWS, BATCH = 90, 6
+
+
+class Forbidden(Dataset[Any]):
+    """A dataset that must not be made."""
+
+    def __init__(self) -> None:
+        raise AssertionError("the dataset was loaded")
+
+
+class Command:
+    """Runs ``lightning-memmap rows`` in this process, with a config of this data."""
+
+    def __init__(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.path = path
+        self.capsys = capsys
+        self.out = self.err = ""
+
+    def write(self, trainer: dict[str, Any] | None = None, **options: Any) -> None:
+        data = {
+            "class_path": "lightning_memmap.MemmapDataModule",
+            "init_args": {
+                "train_dataset": {"class_path": "tests.unit.test_rows_command.Forbidden"},
+                "store_dir": str(self.path / "stores"),
+                "batch_size": BATCH,
+                **options,
+            },
+        }
+        config = {"data": data, "trainer": {"accelerator": "cpu", **(trainer or {})}}
+        (self.path / "config.yaml").write_text(yaml.safe_dump(config))
+
+    def __call__(self, *arguments: object) -> int:
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main(["rows", "--config", str(self.path / "config.yaml"), *map(str, arguments)])
+        self.out, self.err = self.capsys.readouterr()
+        assert isinstance(end.value.code, int)
+        return end.value.code
+
+    def steps(self, *arguments: object) -> list[dict[str, Any]]:
+        assert self(*arguments, "--json") == 0, self.err
+        found: list[dict[str, Any]] = json.loads(self.out)
+        return found
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Command:
+    monkeypatch.setenv("COLUMNS", "200")
+    build_store(Points(ROWS), tmp_path / "stores" / "train", progress=False)
+    return Command(tmp_path, capsys)
+
+
+WEIGHTED = {
+    "class_path": "lightning_memmap.sampling.Weighted",
+    "init_args": {"weights": "row", "num_samples": 75},
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"sampler": WEIGHTED}])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_steps_are_those_of_a_training(
+    command: Command, tmp_path: Path, devices: int, options: dict[str, Any]
+) -> None:
+    trainer = {"strategy": "memmap_superbatch", "devices": devices}
+    command.write(trainer, **options)
+    module = Regression()
+    data_options = dict(options)
+    if "sampler" in options:
+        from lightning_memmap.sampling import Weighted
+
+        data_options["sampler"] = Weighted("row", num_samples=75)
+    data = MemmapDataModule(
+        Points(ROWS), store_dir=tmp_path / "stores", batch_size=BATCH, **data_options
+    )
+    make_trainer(tmp_path, **trainer, max_epochs=2, limit_val_batches=0).fit(module, data)
+    seen = module.seen["train"]
+    num_steps = len(seen) // 2
+    for epoch in range(2):
+        for step in (0, num_steps - 1):
+            (found,) = command.steps("--epoch", epoch, "--step", step)
+            assert found["rows"] == seen[epoch * num_steps + step]
+            assert len(found["devices"]) == devices
+            assert sorted(joined([each["rows"] for each in found["devices"]])) == sorted(
+                found["rows"]
+            )
+    assert command("--step", num_steps) == 2
+    assert f"step={num_steps}: epoch 0 has the steps 0 to {num_steps - 1}" in command.err
+
+
+def test_devices_serve_their_own_shards(command: Command) -> None:
+    command.write()
+    (alone,) = command.steps("--epoch", 3, "--step", 1, "--devices", 1)
+    (found,) = command.steps("--epoch", 3, "--step", 0, "--devices", 4)
+    assert found["rows"][6:12] == alone["rows"]
+    assert all(row % 24 % 4 == each["device"] for each in found["devices"] for row in each["rows"])
+
+
+def test_ranks_are_those_of_the_strategy(command: Command) -> None:
+    command.write({"strategy": "ddp", "devices": 2})
+    (found,) = command.steps()
+    assert [(each["device"], each["rank"]) for each in found["devices"]] == [(0, 0), (1, 1)]
+    assert len(found["rows"]) == 2 * BATCH
+
+
+def test_checkpoint_tells_what_it_has_seen_and_what_comes_next(
+    command: Command, tmp_path: Path
+) -> None:
+    command.write()
+    module = Regression()
+    data = MemmapDataModule(Points(ROWS), store_dir=tmp_path / "stores", batch_size=BATCH)
+    trainer = make_trainer(tmp_path, max_steps=4, max_epochs=1, limit_val_batches=0)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    whole = Regression()
+    make_trainer(tmp_path, max_epochs=2, limit_val_batches=0).fit(whole, data)
+    seen, coming = command.steps("--ckpt_path", tmp_path / "one.ckpt")
+    assert seen["rows"] == module.seen["train"][-1]
+    assert (seen["step"], coming["step"]) == (3, 4)
+    assert coming["rows"] == whole.seen["train"][4]
+    # On other devices, it goes on with the same positions.
+    _, coming = command.steps("--ckpt_path", tmp_path / "one.ckpt", "--devices", 2)
+    assert coming["rows"] == whole.seen["train"][4] + whole.seen["train"][5]
+    trainer = make_trainer(tmp_path, max_epochs=1, limit_val_batches=0)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    seen, coming = command.steps("--ckpt_path", tmp_path / "end.ckpt")
+    assert (seen["epoch"], coming["epoch"], coming["step"]) == (0, 1, 0)
+    assert seen["rows"] == whole.seen["train"][14]
+    assert coming["rows"] == whole.seen["train"][15]
+    command.write(seed=3)
+    assert command("--ckpt_path", tmp_path / "one.ckpt") == 2
+    assert "its rows come in the order" in command.err
+
+
+def test_checkpoint_of_something_else_is_refused(command: Command, tmp_path: Path) -> None:
+    class Planted:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    command.write()
+    torch.save({"planted": Planted()}, tmp_path / "planted.ckpt")
+    assert command("--ckpt_path", tmp_path / "planted.ckpt") == 2
+    assert "is not unpickled" in command.err
+    assert not (tmp_path / "ran").exists()
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    assert command("--ckpt_path", tmp_path / "other.ckpt") == 2
+    assert "it has no state of a MemmapDataModule" in command.err
+
+
+def test_table_names_rows_by_device(command: Command) -> None:
+    command.write(shuffle=False)
+    assert command("--devices", 2) == 0
+    assert "epoch 0, step 0: positions 0 to 11 of 90, SequentialSampler" in command.out
+    assert "0 2 4 6 8 10" in command.out
+    assert "1 3 5 7 9 11" in command.out
+
+
+def test_show_lists_values_and_draws_images(command: Command, tmp_path: Path) -> None:
+    build_store(NumberedRows(40), tmp_path / "images" / "train", progress=False)
+    command.write(shuffle=False, store_dir=str(tmp_path / "images"))
+    assert command("--show", tmp_path / "out" / "rows.png", "--step", 2) == 0
+    assert "rows.png" in command.out
+    sheet = (imread(tmp_path / "out" / "rows.png") * 255).round().astype(np.uint8)
+    # Images of 2 x 3 pixels, with a margin of 2.
+    first = image_of(torch.tensor(12))[0].numpy()
+    assert (sheet[:2, :3, 0] == first).all()
+    second = image_of(torch.tensor(13))[0].numpy()
+    assert (sheet[:2, 5:8, 1] == second).all() or (sheet[4:6, :3, 1] == second).all()
+    command.write(shuffle=False)
+    assert command("--show", tmp_path / "none.png") == 0
+    assert "none.png" not in command.out
+    assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--epoch", "-1"), "epoch=-1: counted from 0"),
+        (("--devices", "0"), "devices=0: at least 1"),
+        (("--ckpt_path", "x", "--step", "2"), "leave them out"),
+        (("--show", "rows.txt"), "name a PNG file"),
+        (("--ckpt_path", "missing.ckpt"), "missing.ckpt"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    command: Command, arguments: tuple[str, ...], words: str
+) -> None:
+    command.write()
+    assert command(*arguments) == 2
+    assert words in command.err
+
+
+def test_config_that_cannot_be_is_refused(command: Command, tmp_path: Path) -> None:
+    for text, words in (
+        ("[1", "is no yaml file"),
+        ("model: 3", "it has no section 'data'"),
+        ("data: {class_path: lightning.pytorch.LightningDataModule}", "only the order of a"),
+        ("data: {class_path: lightning_memmap.MemmapDataModule}", "store_dir"),
+    ):
+        (tmp_path / "config.yaml").write_text(text)
+        assert command() == 2
+        assert words in command.err, command.err
+    command.write({"accelerator": "gpu", "devices": 8})
+    assert command() == 2
+    assert "give the number of data devices over all processes with --devices" in command.err
+    assert command("--devices", 8) == 0
+    command.write(store_dir=str(tmp_path / "elsewhere"))
+    assert command("--devices", 1) == 2
+    assert "no store at" in command.err
