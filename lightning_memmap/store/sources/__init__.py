@@ -51,7 +51,7 @@ def field_arrays(dataset: Any, schema: Schema) -> list[FieldArray] | None:
     """
     if isinstance(dataset, Spool):
         return list(dataset.arrays)
-    if any(field.kind.startswith("image") for field in schema.fields):
+    if any(field.kind.startswith("image") or field.num_variable for field in schema.fields):
         return None
     try:
         return _arrays_of(dataset, schema.structure, schema.fields)
