@@ -67,6 +67,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.sampling.sampler import check_sampler
 from lightning_memmap.schema import read_forms
+from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.splits import (
     SPLITS,
     argument_of,
@@ -181,6 +182,9 @@ class MemmapDataModule(L.LightningDataModule):
             dataset; see `lightning_memmap.store.build_store`.
         check: How a dataset without a fingerprint is compared with its store: ``"probes"``,
             ``"full"`` or ``"off"``; see there.
+        store_dtypes: Other dtypes than those of the samples in which the stores keep fields, by
+            name of the field, such as ``{"image": "uint8"}``. A value that would change is an
+            error.
         num_folds: Train on all rows of the training store but every ``num_folds``-th, and validate
             on those: fold ``f`` is the rows ``i`` with ``i % num_folds == f``. One store serves all
             folds. It is ``subset=KFold(num_folds, shuffle=False)``.
@@ -232,6 +236,7 @@ class MemmapDataModule(L.LightningDataModule):
     overwrite = Option[bool]()
     fingerprint = Option[str | Mapping[str, str] | None]()
     check = Option[str]()
+    store_dtypes = Option[Mapping[str, str | torch.dtype] | None]()
     num_folds = Option[int | None]()
     num_parts = Option[int | None]()
     subset = Option[Selection | Mapping[str, Subset] | None]()
@@ -265,6 +270,7 @@ class MemmapDataModule(L.LightningDataModule):
         overwrite: bool = False,
         fingerprint: str | dict[str, str] | None = None,
         check: str = "probes",
+        store_dtypes: dict[str, str] | None = None,
         num_folds: int | None = None,
         num_parts: int | None = None,
         subset: Selection | dict[str, Subset] | None = None,
@@ -289,6 +295,7 @@ class MemmapDataModule(L.LightningDataModule):
             overwrite,
             fingerprint,
             check,
+            store_dtypes,
             num_folds,
             num_parts,
             subset,
@@ -504,6 +511,7 @@ class MemmapDataModule(L.LightningDataModule):
                 overwrite=self.overwrite and split not in self._built,
                 fingerprint=self.options.fingerprint_of(split),
                 check=self.check,
+                store_dtypes=self.store_dtypes,
                 variable=self.variable,
             )
             self._built[split] = self._source(split, store)
@@ -522,7 +530,8 @@ class MemmapDataModule(L.LightningDataModule):
     def _source(self, split: str, store: Store) -> tuple[Any, ...]:
         """A dataset, the options that its store depends on, and the content of the store."""
         options = self.options
-        given = options.num_shards, options.fingerprint_of(split), options.check
+        dtypes = check_store_dtypes(options.store_dtypes)
+        given = options.num_shards, options.fingerprint_of(split), options.check, dtypes
         return self._datasets[split], *given, store.manifest.content
 
     def setup(self, stage: str | None = None) -> None:

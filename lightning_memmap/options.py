@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
+import torch
+
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.transform import check_callable
 from lightning_memmap.placement import RESIDENCIES
@@ -19,6 +21,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.sampling.sampler import check_seed
 from lightning_memmap.schema import read_forms
+from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.splits import SPLITS
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
@@ -53,6 +56,7 @@ class DataOptions:
     overwrite: bool
     fingerprint: str | Mapping[str, str] | None
     check: str
+    store_dtypes: Mapping[str, str | torch.dtype] | None
     num_folds: int | None
     num_parts: int | None
     subset: Selection | Mapping[str, Subset] | None
@@ -92,6 +96,7 @@ class DataOptions:
         self._check_sampler()
         self._check_window()
         check_choice(self.check)
+        check_store_dtypes(self.store_dtypes)
         read_forms(self.variable)
         given = self.fingerprint
         for split, each in (given if isinstance(given, Mapping) else {"train": given}).items():

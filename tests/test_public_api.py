@@ -133,6 +133,7 @@ DATA_MODULE = {
     "overwrite": False,
     "fingerprint": None,
     "check": "probes",
+    "store_dtypes": None,
     "num_folds": None,
     "num_parts": None,
     "subset": None,

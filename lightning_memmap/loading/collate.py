@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import with_article
@@ -220,6 +220,11 @@ def rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
         named = {key: rebuilt(child, leaves) for key, child in batch.items()}
         num_rows = [len(child) for child in named.values()][: min(1, batch.batch_dims)]
         return TensorDict(named, [*num_rows, *batch.batch_size[1:]])
+    if is_tensorclass(batch):
+        names = [field.name for field in dataclasses.fields(batch)]
+        found = {name: rebuilt(getattr(batch, name), leaves) for name in names}
+        size = [len(next(iter(found.values())))] if batch.batch_dims else []
+        return type(batch).from_tensordict(TensorDict(found, [*size, *batch.batch_size[1:]]))
     if isinstance(batch, Mapping):
         made: Any = type(batch)
         return made({key: rebuilt(child, leaves) for key, child in batch.items()})

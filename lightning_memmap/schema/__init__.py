@@ -1,9 +1,10 @@
 """Fields: what one sample consists of, and how a batch is put back together.
 
-A sample is any nesting of tuple, list, dict, named tuple and dataclass around leaves: tensors,
-numpy arrays and scalars, PIL images, numbers, bools, text and bytes. Each leaf is a field with a
-dtype and a shape, which every row shares, except for leading dimensions that are declared to differ
-from row to row or were found to. A long list or tuple of numbers of one dtype is one field as well.
+A sample is any nesting of tuple, list, dict, named tuple, dataclass, TensorDict and tensorclass
+around leaves: tensors, numpy arrays and scalars, PIL images, numbers, bools, text and bytes. Each
+leaf is a field with a dtype and a shape, which every row shares, except for leading dimensions that
+are declared to differ from row to row or were found to. A long list or tuple of numbers of one
+dtype is one field as well.
 `Schema` is a value: it touches no file.
 """
 
@@ -34,6 +35,7 @@ from lightning_memmap.schema.leaves import (
     describe_rows,
     to_array,
 )
+from lightning_memmap.schema.narrowing import narrowed
 from lightning_memmap.schema.structure import EMPTY, Node, builder, describe, flatten, merge
 
 __all__ = [
@@ -69,8 +71,8 @@ class Schema:
         """Describe the samples of a dataset by one of them.
 
         Args:
-            sample: Any nesting of tuple, list, dict, named tuple and dataclass around tensors,
-                numpy arrays and scalars, PIL images, numbers, bools, text and bytes.
+            sample: Any nesting of the containers above around tensors, numpy arrays and scalars,
+                PIL images, numbers, bools, text and bytes.
             variable: By the name of a field, how many of its leading dimensions may differ from
                 this sample to the others.
 
@@ -147,9 +149,43 @@ class Schema:
         check_names(field.name for field in fields)
         return cls(tuple(fields), structure)
 
+    def stored_as(self, dtypes: Mapping[str, torch.dtype]) -> "Schema":
+        """Return this schema with other dtypes in which fields are kept.
+
+        Args:
+            dtypes: The dtypes by name of the field.
+
+        Returns:
+            The schema, which takes the same samples.
+
+        Raises:
+            SchemaError: There is no such field, or a complex one would lose its imaginary part.
+        """
+        names = [field.name for field in self.fields]
+        for name in dtypes:
+            if name not in names:
+                raise SchemaError(
+                    f"store_dtypes[{name!r}]: there is no such field; the fields are"
+                    f" {', '.join(names)}"
+                )
+        fields = []
+        for field in self.fields:
+            dtype, given = dtypes.get(field.name, field.dtype), field.sample_dtype
+            if field.is_text and dtype != given:
+                raise SchemaError(
+                    f"store_dtypes[{field.name!r}]: text is kept as UTF-8; leave it out"
+                )
+            if given.is_complex and not dtype.is_complex:
+                raise SchemaError(
+                    f"store_dtypes[{field.name!r}]={dtype_name(dtype)!r}: the field is"
+                    f" {dtype_name(given)}; choose complex64 or complex128"
+                )
+            fields.append(replace(field, dtype=dtype, given=None if given == dtype else given))
+        return replace(self, fields=tuple(fields))
+
     @property
     def has_classes(self) -> bool:
-        """Whether a named tuple or dataclass is part of a sample."""
+        """Whether a named tuple, dataclass or tensorclass is part of a sample."""
         return any(node.name for _, node in self.structure.walk())
 
     def flatten(self, sample: Any) -> list[Tensor | np.ndarray]:
@@ -181,12 +217,15 @@ class Schema:
             # Palette and grey images may have the same shape and dtype, but differ in meaning.
             has_mode = kind.startswith("image") or field.is_text or kind in TEXT_KINDS
             other_mode = has_mode and kind != field.kind
-            if dtype != field.dtype or not field.admits(shape) or other_mode:
+            if dtype != field.sample_dtype or not field.admits(shape) or other_mode:
                 raise SchemaError(
                     f"field {field.name!r}: found {dtype_name(dtype)} {shape} ({kind}), expected"
-                    f" {field} ({field.kind})"
+                    f" {replace(field, dtype=field.sample_dtype)} ({field.kind})"
                 )
-            arrays.append(array)
+            try:
+                arrays.append(narrowed(field, array))
+            except ValueError as error:
+                raise SchemaError(str(error)) from error
         return arrays
 
     def flatten_batch(self, batch: Any) -> list[Tensor]:
@@ -277,4 +316,19 @@ class Schema:
                 is_numbers = is_numbers and field.num_variable == 1
             if node.kind != "leaf" and not is_numbers:
                 raise SchemaError(f"field {name!r}: {field} is not a list of numbers")
+        _check_batch_sizes(schema)
         return schema
+
+
+def _check_batch_sizes(schema: Schema) -> None:
+    """Check that the fields of each TensorDict share its batch size."""
+    if any(node.kind in ("tensordict", "tensorclass") for _, node in schema.structure.walk()):
+        try:
+            schema.builder()(
+                [
+                    torch.empty([size or 0 for size in f.shape], dtype=f.dtype, device="meta")
+                    for f in schema.fields
+                ]
+            )
+        except (RuntimeError, ValueError) as error:
+            raise SchemaError(f"the fields do not fit into a TensorDict: {error}") from error

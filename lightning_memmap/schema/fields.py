@@ -56,12 +56,19 @@ class Field:
         kind: What the dataset gave: ``tensor``, ``array``, ``number``, ``text``, ``bytes`` or, for
             PIL images, ``image:<mode>``. A list of numbers is an array, or a tensor where they are
             tensors. Text is stored as UTF-8, so both ``text`` and ``bytes`` are uint8 (None,).
+        given: The dtype in which the dataset gives it, if rows are kept in another one; else None.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int | None, ...]
     kind: str
+    given: torch.dtype | None = None
+
+    @property
+    def sample_dtype(self) -> torch.dtype:
+        """The dtype in which the dataset gives it."""
+        return self.given or self.dtype
 
     @property
     def num_variable(self) -> int:
@@ -109,7 +116,7 @@ class Field:
             A field whose leading dimensions, up to the last one that differs, are None. None where
             the two differ in more than their sizes.
         """
-        is_alike = self.dtype == other.dtype and len(self.shape) == len(other.shape)
+        is_alike = self.sample_dtype == other.sample_dtype and len(self.shape) == len(other.shape)
         is_other_kind = (self.kind != other.kind) and (
             self.kind.startswith("image") or other.kind.startswith("image") or self.is_text
         )
@@ -167,6 +174,7 @@ class Field:
             "dtype": dtype_name(self.dtype),
             "shape": list(self.shape),
             "kind": self.kind,
+            **({"given": dtype_name(self.given)} if self.given is not None else {}),
         }
 
     @classmethod
@@ -195,7 +203,11 @@ class Field:
         kind = entry(value, "kind", str)
         if not _KIND.fullmatch(kind):
             raise SchemaError(f"unknown kind {short_repr(kind)}")
-        found = cls(entry(value, "name", str), dtype, tuple(shape), kind)
+        given = value.get("given")
+        if given is not None and (not isinstance(given, str) or given not in DTYPES):
+            raise SchemaError(f"unknown dtype {short_repr(given)} of the dataset")
+        name, given_dtype = entry(value, "name", str), None if given is None else DTYPES[given]
+        found = cls(name, dtype, tuple(shape), kind, given_dtype)
         if found.is_text and (dtype, found.shape) != (torch.uint8, (None,)):
             raise SchemaError(f"a field of {found} is no {kind}")
         return found

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.leaves import array_dtype, to_array
+from lightning_memmap.schema.narrowing import narrowed
 from lightning_memmap.schema.structure import Node
 
 _NUMBERS: dict[type, torch.dtype] = {
@@ -39,19 +41,19 @@ def fitting_rows(field: Field, rows: Any) -> Tensor | np.ndarray | None:
         latter in either byte order; None if the rows are not of that kind.
     """
     if isinstance(rows, np.ndarray) and rows.dtype.hasobject:
-        return (
-            stack_leaves(field, rows.tolist()) if rows.ndim == 1 and rows.dtype == object else None
-        )
+        is_list = rows.ndim == 1 and rows.dtype == object
+        return stack_leaves(field, rows.tolist()) if is_list else None
     return _fitting(field, rows)
 
 
-def _fitting(field: Field, rows: Any) -> Any:
+def _fitting(field: Field, rows: Any) -> Tensor | np.ndarray | None:
     try:
         array, _ = to_array(field.name, rows)
         dtype = array_dtype(field.name, array)
-    except SchemaError:
+        is_fit = (dtype, tuple(array.shape[1:])) == (field.sample_dtype, field.shape)
+        return narrowed(field, array) if is_fit else None
+    except (SchemaError, ValueError):
         return None
-    return array if (dtype, tuple(array.shape[1:])) == (field.dtype, field.shape) else None
 
 
 def stack_samples(
@@ -107,6 +109,10 @@ def _collect(values: Sequence[Any], node: Node, leaves: list[Any]) -> bool:
             return False
     elif node.kind == "namedtuple" and getattr(kind, "_fields", None) == node.keys:
         children = zip(*values, strict=True)
+    elif kind is TensorDict and node.kind == "tensordict":
+        if any(tuple(value.keys()) != node.keys for value in values):
+            return False
+        children = [[value.get(key) for value in values] for key in node.keys]
     elif node.kind == "dataclass" and _field_names(kind) == node.keys:
         children = [list(map(attrgetter(str(key)), values)) for key in node.keys]
     else:
@@ -141,14 +147,15 @@ def stack_leaves(field: Field, leaves: Sequence[Any]) -> Tensor | np.ndarray | N
         return _stack_tensors(field, leaves)
     if kind is np.ndarray or issubclass(kind, np.generic):
         return _stack_arrays(field, leaves)
-    if _NUMBERS.get(kind) is not field.dtype or field.shape:
+    if _NUMBERS.get(kind) is not field.sample_dtype or field.shape:
         return None
-    return _numbers(field.dtype, leaves)
+    numbers = _numbers(field.sample_dtype, leaves)
+    return None if numbers is None else _fitting(field, numbers)
 
 
-def _stack_tensors(field: Field, leaves: Sequence[Tensor]) -> Tensor | None:
+def _stack_tensors(field: Field, leaves: Sequence[Tensor]) -> Tensor | np.ndarray | None:
     # Of mixed dtypes, torch would make another one.
-    if set(map(_dtype, leaves)) != {field.dtype}:
+    if set(map(_dtype, leaves)) != {field.sample_dtype}:
         return None
     try:
         with torch.no_grad():
@@ -157,10 +164,10 @@ def _stack_tensors(field: Field, leaves: Sequence[Tensor]) -> Tensor | None:
         return None
     if stacked.is_nested or stacked.layout is not torch.strided or stacked.device.type != "cpu":
         return None
-    return stacked if stacked.shape[1:] == field.shape else None
+    return _fitting(field, stacked)
 
 
-def _stack_arrays(field: Field, leaves: Sequence[Any]) -> np.ndarray | None:
+def _stack_arrays(field: Field, leaves: Sequence[Any]) -> Tensor | np.ndarray | None:
     if len(set(map(_dtype, leaves))) != 1 or leaves[0].dtype.hasobject:
         return None
     try:
@@ -178,7 +185,7 @@ def _stack_lists(lists: Sequence[Any]) -> np.ndarray | None:
     return None if dtype is None else _numbers(dtype, lists)
 
 
-def _stack_images(field: Field, images: Sequence[Any]) -> np.ndarray | None:
+def _stack_images(field: Field, images: Sequence[Any]) -> Tensor | np.ndarray | None:
     try:
         found = [to_array(field.name, image) for image in images]
     except SchemaError:

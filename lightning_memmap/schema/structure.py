@@ -5,12 +5,15 @@ from collections import namedtuple
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from keyword import iskeyword
 from reprlib import repr as short_repr
 from typing import Any
 from unicodedata import normalize
 
+import numpy as np
 import torch
+from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError
@@ -26,6 +29,8 @@ from lightning_memmap.schema.leaves import MIN_NUMBERS, number_dtype, stack_numb
 _MAX_DEPTH = 32
 #: An untrusted schema may name many classes, and making one takes a millisecond.
 _MAX_CLASSES = 256
+_TENSOR_KINDS = ("tensordict", "tensorclass")
+_CLASS_KINDS = ("namedtuple", "dataclass", "tensorclass")
 
 Path = tuple[str | int, ...]
 Build = Callable[[Sequence[Any]], Any]
@@ -38,16 +43,19 @@ class Node:
     Args:
         kind: ``leaf``, a field of one value, ``numbers``, a field of a list or tuple of numbers,
             ``sequence``, the same where their count differs from row to row, ``tuple``, ``list``,
-            ``dict``, ``namedtuple`` or ``dataclass``.
+            ``dict``, ``namedtuple``, ``dataclass``, ``tensordict`` or ``tensorclass``.
         keys: The key, name or position of each child.
         children: The children, in the order of ``keys``.
-        name: The class name of a named tuple or dataclass.
+        name: The class name of a named tuple, dataclass or tensorclass.
+        feature_dims: Of a TensorDict or tensorclass: the dimensions of its first field that are not
+            those of its ``batch_size``.
     """
 
     kind: str
     keys: Path = ()
     children: tuple["Node", ...] = ()
     name: str = ""
+    feature_dims: int = 0
 
     @property
     def is_field(self) -> bool:
@@ -95,6 +103,7 @@ class Node:
             "kind": self.kind,
             "keys": list(self.keys),
             **({"name": self.name} if self.name else {}),
+            **({"feature_dims": self.feature_dims} if self.kind in _TENSOR_KINDS else {}),
             "children": [child.to_json() for child in self.children],
         }
 
@@ -165,12 +174,25 @@ def describe(
         name = field_name(path)
         leaves.append((name, stack_numbers(name, values, number_ndim)))
         return _SEQUENCE if is_variable else _NUMBERS
+    first = len(leaves)
     children = tuple(
         describe(child, leaves, number_ndim, (*path, key), variable)
         for key, child in zip(keys, values, strict=True)
     )
-    name = type(value).__name__ if kind in ("namedtuple", "dataclass") else ""
-    return Node(kind, tuple(keys), children, name)
+    name = type(value).__name__ if kind in _CLASS_KINDS else ""
+    if kind not in _TENSOR_KINDS:
+        return Node(kind, tuple(keys), children, name)
+    if len(leaves) == first:
+        raise SchemaError(
+            f"field {field_name(path)!r}: found an empty {type(value).__name__}: leave it out"
+        )
+    for name_of_leaf, leaf in leaves[first:]:
+        if not isinstance(leaf, Tensor):
+            raise SchemaError(
+                f"field {name_of_leaf!r}: found {type(leaf).__name__} in a {type(value).__name__},"
+                " of which only tensors are stored: give it beside the tensors, in a dict or tuple"
+            )
+    return Node(kind, tuple(keys), children, name, np.ndim(leaves[first][1]) - value.batch_dims)
 
 
 def merge(
@@ -279,7 +301,7 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: P
         )
     _, keys, values = found
     if tuple(keys) != node.keys:
-        if node.kind != "dict" or set(keys) != set(node.keys):
+        if node.kind not in ("dict", "tensordict") or set(keys) != set(node.keys):
             raise SchemaError(
                 f"field {field_name(path)!r}: found {node.kind} of {short_repr(keys)}, expected"
                 f" {short_repr(list(node.keys))}"
@@ -306,6 +328,8 @@ def builder(node: Node, sample: Any, indices: Iterator[int]) -> Build:
             return lambda leaves: leaves[index]
         # Each contiguous, as default_collate makes them.
         return lambda leaves: list(leaves[index].movedim(-1, 0).contiguous().unbind())
+    if node.kind in _TENSOR_KINDS:
+        return _tensordict_builder(node, sample, indices)
     found = _children(sample, ()) if sample is not None else None
     if found is not None and (found[0] != node.kind or set(found[1]) != set(node.keys)):
         found = None
@@ -330,10 +354,33 @@ def builder(node: Node, sample: Any, indices: Iterator[int]) -> Build:
     return build_dataclass
 
 
+def _tensordict_builder(node: Node, sample: Any, indices: Iterator[int]) -> Build:
+    """A function that makes a TensorDict, or the tensorclass of a sample that is given."""
+    first = next(indices)
+    within = chain([first], indices)
+    is_sample = node.kind == "tensordict" or type(sample).__name__ == node.name
+    samples = dict(zip(*found[1:], strict=True)) if (found := _children(sample, ())) else {}
+    children = [
+        (str(key), builder(child, samples.get(key), within))
+        for key, child in zip(node.keys, node.children, strict=True)
+    ]
+    class_type: Any = type(sample) if is_sample and is_tensorclass(sample) else None
+
+    def build(leaves: Sequence[Tensor]) -> Any:
+        shape = leaves[first].shape
+        batch_size = shape[: max(0, len(shape) - node.feature_dims)]
+        made = TensorDict({key: child(leaves) for key, child in children}, batch_size)
+        return made if class_type is None else class_type.from_tensordict(made)
+
+    return build
+
+
 def _children(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | None:
     """Kind, keys and values of a container; None for a leaf."""
     if isinstance(value, Tensor):
         return None
+    if isinstance(value, TensorDictBase):
+        return "tensordict", list(value.keys()), list(value.values())
     if isinstance(value, Mapping):
         for key in value:
             # Not their subclasses either: a store could not give an enum's member back.
@@ -350,7 +397,8 @@ def _children(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | None
         return kind, list(range(len(value))), list(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        return "dataclass", names, [getattr(value, name) for name in names]
+        kind = "tensorclass" if is_tensorclass(value) else "dataclass"
+        return kind, names, [getattr(value, name) for name in names]
     return None
 
 
@@ -369,10 +417,11 @@ def _node_from_json(value: Any, depth: int) -> Node:
     kind = entry(value, "kind", str)
     if kind in _FIELDS:
         return _FIELDS[kind]
-    if kind not in ("tuple", "list", "dict", "namedtuple", "dataclass"):
+    if kind not in ("tuple", "list", "dict", *_CLASS_KINDS, "tensordict"):
         raise SchemaError(f"unknown container {short_repr(kind)}")
     keys, children = entry(value, "keys", list), entry(value, "children", list)
-    name = entry(value, "name", str) if kind in ("namedtuple", "dataclass") else ""
+    name = entry(value, "name", str) if kind in _CLASS_KINDS else ""
+    feature_dims = entry(value, "feature_dims", int) if kind in _TENSOR_KINDS else 0
     plain = all(type(key) in (str, int) for key in keys)
     if not plain or len(set(keys)) != len(keys) or len(keys) != len(children):
         raise SchemaError(f"the keys {short_repr(keys)} do not fit {len(children)} children")
@@ -380,10 +429,12 @@ def _node_from_json(value: Any, depth: int) -> Node:
         raise SchemaError(f"a key is longer than {MAX_NAME_LENGTH} characters")
     if kind in ("tuple", "list") and keys != list(range(len(keys))):
         raise SchemaError(f"the keys of a {kind} are {short_repr(keys)}")
-    if kind in ("namedtuple", "dataclass"):
+    if kind in _CLASS_KINDS:
         _check_class(kind, name, keys)
+    if kind in _TENSOR_KINDS and not (keys and feature_dims >= 0):
+        raise SchemaError(f"a {kind} of {feature_dims} dimensions and the keys {short_repr(keys)}")
     nodes = tuple(_node_from_json(child, depth + 1) for child in children)
-    return Node(kind, tuple(keys), nodes, name)
+    return Node(kind, tuple(keys), nodes, name, feature_dims)
 
 
 def _check_class(kind: str, name: str, keys: list[str | int]) -> None:

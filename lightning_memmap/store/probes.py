@@ -249,7 +249,11 @@ class _PickledSample:
 
 
 def take_probes(
-    dataset: Any, num_rows: int, num_workers: int, variable: Mapping[str, int] | None = None
+    dataset: Any,
+    num_rows: int,
+    num_workers: int,
+    variable: Mapping[str, int] | None = None,
+    store_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[Probe]:
     """Read each probe row twice and hash it.
 
@@ -261,21 +265,23 @@ def take_probes(
             later, and with it the position of the next read.
         variable: By the name of a field, how many of its leading dimensions may differ from row to
             row. Those that differ between probe rows may do so anyhow.
+        store_dtypes: Other dtypes in which fields are kept, by name.
 
     Returns:
         The probes in ascending order of rows. All have the schema that has all their samples.
 
     Raises:
         SchemaError: A sample cannot be stored, or differs from row 0 in more than the lengths of
-            fields.
+            fields; or ``store_dtypes`` does not fit the samples.
         DatasetError: A row differs between the two reads, so the dataset is random; or the dataset
             raised an error, or a worker process died.
     """
     rows, probes = probe_rows(num_rows), list[Probe]()
-    run_tasks(_Prober(dataset, variable), [rows], min(num_workers, 1), probes.extend)
+    first = _Prober(dataset, variable, store_dtypes)
+    run_tasks(first, [rows], min(num_workers, 1), probes.extend)
     # Where rows are slow, the others are read by several processes.
     others = [[row] for row in rows[len(probes) :]]
-    prober = _Prober(dataset, variable, probes[-1].schema)
+    prober = replace(first, schema=probes[-1].schema)
     run_tasks(prober, others, min(num_workers, len(others)), probes.extend)
     schema = probes[0].schema
     for probe in probes:
@@ -295,7 +301,8 @@ class _Prober:
     """
 
     dataset: Any
-    variable: Mapping[str, int] | None = None
+    variable: Mapping[str, int] | None
+    store_dtypes: Mapping[str, torch.dtype] | None
     schema: Schema | None = None
 
     def __call__(self, rows: list[int]) -> list[Probe]:
@@ -312,7 +319,10 @@ class _Prober:
         sample = read_sample(self.dataset, row)
         duration_s = perf_counter() - start
         try:
-            schema = schema or Schema.from_sample(sample, self.variable)
+            if schema is None:
+                schema = Schema.from_sample(sample, self.variable).stored_as(
+                    self.store_dtypes or {}
+                )
         except SchemaError as error:
             raise SchemaError(f"row {row}, {error}") from error
         schema = _merged(schema, sample) or schema

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.reduction import DupFd
 from time import perf_counter
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import DatasetError
+from lightning_memmap.schema import Field
 from lightning_memmap.schema.rows import fitting_rows, stack_samples
 from lightning_memmap.store.columns import Block
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import flatten_row, read_samples
 from lightning_memmap.store.sources import FieldArray, field_arrays
+from lightning_memmap.store.sources.stream import Spool
 from lightning_memmap.store.workers import describe_error, exit_if_orphaned
 
 _RANGE_BYTES = 32 * 2**20
@@ -50,6 +53,9 @@ class RangeWriter:
         self._journal = journal
         self._row_bytes = max(1, row_bytes)
         self._arrays: Sequence[FieldArray] = field_arrays(dataset, plan.schema) or ()
+        self._fields: Sequence[Field] = plan.schema.fields
+        if isinstance(dataset, Spool):  # Its rows have been checked and converted.
+            self._fields = [replace(field, given=None) for field in self._fields]
         self._blocks: list[Block] = []
         self.has_arrays = bool(self._arrays)
         self.max_rows = self._rows_of(_RANGE_BYTES)
@@ -88,15 +94,16 @@ class RangeWriter:
 
         False where they must be read as items. So must rows that do not fit, to be named.
         """
-        for array, column in zip(self._arrays, self._plan.columns, strict=True):
+        columns = self._plan.columns
+        for array, field, column in zip(self._arrays, self._fields, columns, strict=True):
             try:
                 found = array.read(rows.start, rows.stop)
             except Exception as error:
                 raise DatasetError(
                     f"the dataset raised at rows {rows.start} to {rows.stop - 1}, field"
-                    f" {column.field.name!r}: {describe_error(error)}"
+                    f" {field.name!r}: {describe_error(error)}"
                 ) from error
-            values = fitting_rows(column.field, found)
+            values = fitting_rows(field, found)
             if values is None or len(values) != len(rows):
                 return False
             exit_if_orphaned()

@@ -17,8 +17,12 @@ from statistics import median
 from time import monotonic
 from typing import Any
 
+import torch
+
 from lightning_memmap.errors import StoreError, with_article
 from lightning_memmap.schema import read_forms
+from lightning_memmap.schema.fields import dtype_name
+from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
@@ -66,6 +70,7 @@ def build_store(
     fingerprint: str | None = None,
     check: str = "probes",
     fresh: bool = False,
+    store_dtypes: Mapping[str, str | torch.dtype] | None = None,
     variable: Mapping[str, Any] | None = None,
 ) -> Store:
     """Store a dataset, or open the store where it was built before from the same dataset.
@@ -96,6 +101,8 @@ def build_store(
             ``"probes"``: eight rows, and all rows once where its identity has changed. ``"full"``:
             all rows, each time. ``"off"``: length and schema alone.
         fresh: Do not resume an interrupted build.
+        store_dtypes: Other dtypes than those of the samples in which fields are kept, by name of
+            the field, such as ``{"image": "uint8"}``. Every value must stay what it is.
         variable: The fields whose rows may differ in length, each with a form, such as
             ``{"audio": "pad"}``. Those that differ among the first rows that are read need not be
             named. Of the form only the number of dimensions matters here; see
@@ -121,6 +128,7 @@ def build_store(
     check_num_workers(num_workers)
     check_given(fingerprint)
     check_choice(check)
+    dtypes = check_store_dtypes(store_dtypes)
     dims = {name: form.dims for name, form in read_forms(variable).items()}
     if num_workers and is_stream(dataset):
         raise ValueError(
@@ -131,7 +139,7 @@ def build_store(
     directory = _directory(path)
 
     def use_what_is_there() -> tuple[Store, Fingerprint | None]:
-        store = _reopen(directory, num_shards)
+        store = _reopen(directory, num_shards, dtypes)
         return store, recognise(
             store, dataset, fingerprint, check=check, num_workers=num_workers, progress=show
         )
@@ -164,12 +172,14 @@ def build_store(
         identity = Fingerprint.of(dataset, fingerprint)
         if is_stream(dataset):
             with show("reading", None, 0) as advance:
-                spool = Spool(dataset, directory.parent, advance)
+                spool = Spool(dataset, directory.parent, advance, dtypes)
             with closing(spool):
                 build = _Build.of_stream(dataset, spool, directory, num_shards, identity)
                 build.run(num_workers, show, resume=False)
         else:
-            build = _Build.prepare(dataset, directory, num_shards, num_workers, identity, dims)
+            build = _Build.prepare(
+                dataset, directory, num_shards, num_workers, identity, dims, dtypes
+            )
             build.run(num_workers, show, resume=not (overwrite or fresh))
     return open_store(directory)
 
@@ -207,7 +217,7 @@ def _check_length(dataset: Any) -> None:
         raise ValueError("the dataset is empty: there is nothing to store")
 
 
-def _reopen(directory: Path, num_shards: int) -> Store:
+def _reopen(directory: Path, num_shards: int, dtypes: Mapping[str, torch.dtype]) -> Store:
     if not is_store(directory):
         raise StoreError(
             f"{directory} exists and is not a store: choose another `store_dir`, or remove it"
@@ -218,6 +228,13 @@ def _reopen(directory: Path, num_shards: int) -> Store:
             f"num_shards={num_shards}: the store at {directory} has {store.num_shards} shards;"
             f" build it anew with overwrite=True, or give num_shards={store.num_shards}"
         )
+    for field in store.schema.fields:
+        if field.dtype != dtypes.get(field.name, field.sample_dtype):
+            raise StoreError(
+                f"store_dtypes: the store at {directory} keeps {field.name!r} as"
+                f" {dtype_name(field.dtype)}; build it anew with overwrite=True, or give"
+                f" store_dtypes={{{field.name!r}: {dtype_name(field.dtype)!r}}}"
+            )
     return store
 
 
@@ -256,6 +273,7 @@ class _Build:
         num_workers: int,
         fingerprint: Fingerprint,
         variable: Mapping[str, int],
+        dtypes: Mapping[str, torch.dtype],
     ) -> "_Build":
         """Read the probe rows, and check that a store can be made of the dataset.
 
@@ -266,9 +284,10 @@ class _Build:
             num_workers: Processes that read the probe rows; with 0, this one.
             fingerprint: The identity of the dataset.
             variable: Leading dimensions that may differ from row to row, by field name.
+            dtypes: Other dtypes in which fields are kept, by name.
         """
         num_rows = len(dataset)
-        probes = take_probes(dataset, num_rows, num_workers, variable)
+        probes = take_probes(dataset, num_rows, num_workers, variable, dtypes)
         plan = StorePlan(path, num_rows, num_shards, probes[0].schema)
         plan.check()
         digests = tuple((probe.row, probe.digest) for probe in probes)
@@ -278,7 +297,12 @@ class _Build:
 
     @classmethod
     def of_stream(
-        cls, stream: Any, spool: Spool, path: Path, num_shards: int, fingerprint: Fingerprint
+        cls,
+        stream: Any,
+        spool: Spool,
+        path: Path,
+        num_shards: int,
+        fingerprint: Fingerprint,
     ) -> "_Build":
         """Plan to store the rows of a stream.
 

@@ -51,7 +51,7 @@ def field_arrays(dataset: Any, schema: Schema) -> list[FieldArray] | None:
     """
     if isinstance(dataset, Spool):
         return list(dataset.arrays)
-    if any(field.kind.startswith("image") for field in schema.fields):
+    if any(field.kind.startswith("image") or field.num_variable for field in schema.fields):
         return None
     try:
         return _arrays_of(dataset, schema.structure, schema.fields)
@@ -78,8 +78,13 @@ def _arrays_of(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldA
         return None
     leaves: list[Any] = []
     flatten(dataset, node, leaves, number_ndim=1)
-    arrays = [_array(leaf) or _duck_typed(leaf, kind) for leaf in leaves]
-    return arrays if all(arrays) else None  # type: ignore[return-value]
+    arrays = []
+    for leaf in leaves:
+        array = _duck_typed(leaf) if kind is ColumnDataset else _array(leaf)
+        if array is None:
+            return None
+        arrays.append(array)
+    return arrays
 
 
 def _array(values: Any) -> FieldArray | None:
@@ -89,11 +94,11 @@ def _array(values: Any) -> FieldArray | None:
     return FileArray(values) if is_file and _is_array_like(values) else None
 
 
-def _duck_typed(values: Any, kind: type) -> FieldArray | None:
+def _duck_typed(values: Any) -> FieldArray | None:
     """An array of any library, which the user has given as a column."""
     if isinstance(values, FieldArray):
         return values
-    return FileArray(values) if kind is ColumnDataset and _is_array_like(values) else None
+    return _array(values) or (FileArray(values) if _is_array_like(values) else None)
 
 
 def _is_array_like(values: Any) -> bool:

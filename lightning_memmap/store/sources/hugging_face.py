@@ -85,7 +85,7 @@ class _ArrowColumn(FieldArray):
         values = to_numpy(table.column(self.name))
         if self.item is not None and values.ndim == 2 and values.shape[1] == self.width:
             values = values[:, self.item]
-        wanted = torch.empty(0, dtype=self.field.dtype).numpy().dtype
+        wanted = torch.empty(0, dtype=self.field.sample_dtype).numpy().dtype
         kinds = values.dtype.kind + wanted.kind
         # What does not fit is left as it is, and then read item by item.
         fits = kinds in ("bb", "ff") or (

@@ -8,7 +8,7 @@ and a stream need not give the same rows twice.
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -72,10 +72,11 @@ class Spool:
         stream: The stream, which is read to its end.
         directory: Where the files are.
         advance: Called with the number of rows read since the last call.
+        store_dtypes: Other dtypes in which fields are kept, by name.
 
     Attributes:
         schema: The schema of all samples, which is that of the first one.
-        arrays: The rows of each field.
+        arrays: The rows of each field, in the dtype in which it is kept.
 
     Raises:
         ValueError: The stream is empty.
@@ -84,14 +85,20 @@ class Spool:
         OSError: The disk is full.
     """
 
-    def __init__(self, stream: Any, directory: Path, advance: Advance) -> None:
+    def __init__(
+        self,
+        stream: Any,
+        directory: Path,
+        advance: Advance,
+        store_dtypes: Mapping[str, torch.dtype],
+    ) -> None:
         self._num_rows = 0
         samples = samples_of(stream)
         first = list(islice(samples, 1))
         if not first:
             raise ValueError("the dataset is empty: there is nothing to store")
         try:
-            self.schema = Schema.from_sample(first[0])
+            self.schema = Schema.from_sample(first[0]).stored_as(store_dtypes)
         except SchemaError as error:
             raise SchemaError(f"row 0, {error}") from error
         for field in self.schema.fields:
@@ -123,7 +130,7 @@ class Spool:
             row: The row.
 
         Returns:
-            One tensor for each field, of its dtype and shape.
+            One tensor for each field, of the dtype in which it is kept.
         """
         return [array.read(row, row + 1)[0] for array in self.arrays]
 
@@ -171,7 +178,7 @@ class SpooledRows(FieldArray):
         data, done = leaf_bytes(rows), 0  # The same memory.
         while done < len(data):
             start = first * self._field.row_bytes + done
-            count = os.preadv(self._file.fileno(), [data[done:]], start)
+            count = os.preadv(self._file.fileno(), [data[done:].data], start)
             if not count:
                 raise OSError(f"field {self._field.name!r}: its temporary file was cut short")
             done += count
