@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns.column import OpenColumn
 
@@ -45,29 +46,33 @@ class Distribution:
     note: str
 
 
-def distributions(store: Store, column: OpenColumn, name: str) -> Iterator[Distribution]:
-    """Count the values of a field, and their number in a row where that differs.
+def distributions(store: Store, field: Field, column: OpenColumn) -> Iterator[Distribution]:
+    """Count the values of a field, and their number in a row where that differs. Of text and
+    bytes, only the lengths are counted.
 
     Args:
         store: The store.
-        column: The field's column.
-        name: The field's name.
+        field: The field.
+        column: Its column.
 
     Yields:
         The distributions. Of many rows, some are looked at that are evenly spaced.
     """
-    if not column.row(0).dim():
+    name = field.name
+    if not field.shape:
         rows, note = _spaced(store.num_rows, _MAX_ROWS)
-        fetched = column.fetch(rows.numpy())
-        assert isinstance(fetched, Tensor)  # Rows without dimensions have one shape.
-        yield _distribution(name, fetched, note)
+        numbers = column.fetch(rows.numpy())
+        yield _distribution(name, torch.as_tensor(numbers), note)
         return
     rows, note = _spaced(store.num_rows, _MAX_ARRAYS)
-    values = [column.row(int(row)).reshape(-1) for row in rows]
-    lengths = [len(each) for each in values]
-    if len(set(lengths)) > 1:
-        yield _distribution(f"{name}: values in a row", torch.tensor(lengths), note)
-    yield _distribution(name, torch.cat(values)[:_MAX_VALUES], note)
+    values = [column.row(row).reshape(-1) for row in rows.tolist()]
+    if field.num_variable:
+        what = "bytes" if field.is_text else "values"
+        lengths = torch.tensor([len(each) for each in values])
+        yield _distribution(f"{name}: {what} in a row", lengths, note)
+    if not field.is_text:
+        every = torch.cat(values)
+        yield _distribution(name, every[:: 1 + len(every) // _MAX_VALUES], note)
 
 
 def _spaced(num_rows: int, most: int) -> tuple[Tensor, str]:

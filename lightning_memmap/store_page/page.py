@@ -49,7 +49,7 @@ def _describe(name: str, store: Store) -> dict[str, Any]:
         "source": dict(manifest.source),
         "samples": samples(store),
         "distributions": [
-            each for field, column in fields for each in distributions(store, column, field.name)
+            each for field, column in fields for each in distributions(store, field, column)
         ],
         "fields": [
             (field, Bar(format_bytes(size), size, size / max(max(sizes), 1)))

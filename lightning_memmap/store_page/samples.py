@@ -3,7 +3,6 @@
 import base64
 import io
 from dataclasses import dataclass
-from textwrap import shorten
 
 import numpy as np
 from PIL import Image
@@ -68,7 +67,7 @@ def show(field: Field, row: Tensor) -> Value:
     if field.is_text:
         # A lone half of a surrogate pair cannot be part of a page.
         text = str(field.value(row)).encode("utf-8", "replace").decode()
-        return Value(field.name, "", shorten(text, _MAX_TEXT))
+        return Value(field.name, "", text[:_MAX_TEXT] + "..." * (len(text) > _MAX_TEXT))
     shape = " x ".join(map(str, row.shape))
     pixels = _pixels(row)
     if pixels is not None:

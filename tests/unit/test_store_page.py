@@ -45,7 +45,7 @@ def bars(store: Store) -> dict[str, dict[str, int]]:
     return {
         each.title: {bar.label: bar.count for bar in each.bars}
         for field, column in zip(store.schema.fields, store.columns, strict=True)
-        for each in distributions(store, column, field.name)
+        for each in distributions(store, field, column)
     }
 
 
@@ -64,13 +64,30 @@ def test_every_value_is_in_one_bar(tmp_path: Path, dtype: torch.dtype) -> None:
     assert len(found) <= 24
 
 
+def test_rows_of_different_lengths_have_their_lengths_counted(tmp_path: Path) -> None:
+    tokens = [torch.arange(length) for length in (1, 2, 2, 5)]
+    store = store_of(tmp_path, tokens=tokens, text=["a", "b", "<i>", "ä" * 300], raw=[b"\0<b>"] * 4)
+    found = bars(store)
+    assert found["tokens: values in a row"] == {"1": 1, "2": 2, "5": 1}
+    assert found["tokens"] == {"0": 4, "1": 3, "2": 1, "3": 1, "4": 1}
+    assert found["text: bytes in a row"] == {"1": 2, "3": 1, "600": 1}
+    assert not {"text", "raw"} & found.keys()
+    shown = {value.name: value.text for value in samples(store)[3][1]}
+    assert shown["text"] == "ä" * 200 + "..."
+    assert shown["raw"] == "b'\\x00<b>'"
+    assert shown["tokens"] == "0, 1, 2, 3, 4"
+    page = render_stores({"train": store})
+    assert "<i>" not in page.replace("<i style", "")
+    assert "<b>&#39;" not in page
+
+
 def test_values_that_are_not_finite_are_told(tmp_path: Path) -> None:
     values = torch.tensor([1.0, float("nan"), float("inf"), 2.0])
     store = store_of(tmp_path, x=values, none=torch.full((4,), float("nan")))
     first, second = (
         each
         for field, column in zip(store.schema.fields, store.columns, strict=True)
-        for each in distributions(store, column, field.name)
+        for each in distributions(store, field, column)
     )
     assert sum(bar.count for bar in first.bars) == 2
     assert first.note == "1 to 2, mean 1.5, 2 not finite"
