@@ -277,9 +277,10 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
-        if self._cpu_offload:
+        # Before the processes make further groups together.
+        if self._cpu_offload and dist.is_initialized():
             self._check_backend()
+        super().setup_environment()
         if self._replicate_size == 1:
             mesh = self.device_mesh["data_parallel"]
         else:

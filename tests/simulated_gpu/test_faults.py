@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import buffers, super_batch
+from lightning_memmap.loading import buffers
 from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.store import Store
 from lightning_memmap.strategies import LocalModelParallelStrategy
@@ -214,8 +214,8 @@ def test_copy_to_the_host_that_is_not_waited_for_is_noticed(
     def send(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
-    monkeypatch.setattr(super_batch, "send", send)
-    monkeypatch.setattr("lightning_memmap.loading.collate.send", send)
+    for module in ("collate", "variable_rows"):
+        monkeypatch.setattr(f"lightning_memmap.loading.{module}.send", send)
     loader = gpu_loader(numbered_store(96, 24, 2**12), "device")
     rows = [row for batch in loader for row in batch.to("cpu")["row"].tolist()]
     assert sorted(rows) != list(range(96))

@@ -47,6 +47,7 @@ def offload(out: Path) -> dict[str, Any]:
         trainer.fit(Wide(), data)
     except ValueError as error:
         found["refused"] = str(error)
+    dist.barrier()
     dist.destroy_process_group()
     for name, epochs, checkpoint in (
         ("half", 1, None),
