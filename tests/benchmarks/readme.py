@@ -3,7 +3,7 @@
     lightning-memmap compare --config examples/configs/photos.yaml ...    # as in the README
     python tests/benchmarks/readme.py runs/compare/report.json
 
-Whatever stands between the two comments ``<!-- figures -->`` and ``<!-- end of figures -->`` is
+The machine must be idle. Whatever stands between the two comments ``<!-- figures -->`` and ``<!-- end of figures -->`` is
 replaced, so that nobody types a figure.
 """
 
@@ -43,16 +43,22 @@ def figures(report: Report) -> Iterator[str]:
         report: A comparison of `FLAGSHIP` with a ``DataLoader`` and the ideal loader.
 
     Raises:
-        ValueError: A variant is missing, or parity does not hold.
+        ValueError: A variant is missing, parity does not hold, or the machine was busy.
     """
     if report.exit_code:
         raise ValueError(f"the comparison ended with exit code {report.exit_code}: not shown")
+    machine = report.environment
+    if machine.load_before > machine.cores + 1:
+        raise ValueError(
+            f"the machine was busy, with a load of {machine.load_before:.1f} on {machine.cores}"
+            " cores: run the command again when it is idle"
+        )
     rates = {each.variant: each.rate for each in report.measured}
     plain = {each.variant: each.rate for each in report.measured if "workers" in each.loader}
     ideal = rates.get(f"{FLAGSHIP}+ideal")
     if FLAGSHIP not in rates or not plain or ideal is None:
         raise ValueError(f"the report has {', '.join(rates)}: run the command of the README")
-    machine, best = report.environment, max(plain.values())
+    best = max(plain.values())
     yield (
         f"**{rates[FLAGSHIP] / best:.1f} times as fast as the best DataLoader, and"
         f" {rates[FLAGSHIP] / ideal:.0%} of what an ideal loader reaches**, with"
