@@ -147,18 +147,18 @@ class DataOptions:
                 f"subset={self.subset!r}: give Subset(...), RandomSplit(...), KFold(...) or"
                 " Parts(...), or Subsets by split"
             )
-        self.selection("train")
+        selection = self.selection("train")
         if self.member is not None and self.member < 0:
             raise ValueError(f"member={self.member}: members are counted from 0")
         if (
             self.member is not None
-            and self.num_folds is None
-            and self.num_parts is None
+            and (selection is None or selection.num_members is None)
             and "{member}" not in str(self.store_dir)
         ):
             raise ValueError(
-                f"member={self.member}: it chooses nothing without num_folds, num_parts or a"
-                " store_dir with {member} in it; give one of them, or leave member out"
+                f"member={self.member}: it chooses nothing without num_folds, num_parts, a subset"
+                " of folds or parts, or a store_dir with {member} in it; give one of them, or leave"
+                " member out"
             )
 
     def selection(self, split: str) -> Selection | None:

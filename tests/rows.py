@@ -169,8 +169,8 @@ def loader_over(
 ) -> SuperBatchLoader:
     """A loader over the rows of a split of a store."""
     order = sampler_over(split.shards, seed, shuffle, shuffle_window)
-    collate = store.schema.builder()
-    return SuperBatchLoader(split, order, batch_size, collate=collate, seed=seed, **options)
+    options = {"collate": store.schema.builder(), **options}
+    return SuperBatchLoader(split, order, batch_size, seed=seed, **options)
 
 
 def assembled(

@@ -16,8 +16,8 @@
 - show: the time in which `examples/cifar.py` reaches an accuracy.
 
 ``--all`` also runs the tests that are marked ``gpu``, writes everything to one JSON file, and the
-tables to docs/gpu.md beside those that `gpu_model` predicts. On one GPU it takes less than a
-quarter of an hour.
+tables to docs/gpu.md beside those that `gpu_model` predicts. It is meant to take less than a
+quarter of an hour on one GPU.
 
 Without a GPU it says so and fails. On ``--device cpu``, and on the simulated devices of
 ``python -m tests.simulated_gpu --program tests/benchmarks/gpu.py --all --tiny``, it shows that it

@@ -35,8 +35,7 @@ def make_loader(
     size = SplitSize.of(
         "train", store.manifest, topology, subset, order=lambda shards, window: order(shards)
     )
-    budgets = {"budget_bytes": {CPU: 2**40}, "pinned_budget_bytes": 0}
-    placement = plan_placement({"train": size}, topology, "mmap", **budgets)
+    placement = plan_placement({"train": size}, topology, "mmap", budget_bytes={CPU: 2**40})
     rows = load_split(store, topology, placement.splits["train"])
     sampler = order(size.shards.base)
     return SuperBatchLoader(rows, sampler, batch, collate=store.schema.builder())

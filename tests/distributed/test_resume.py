@@ -3,12 +3,13 @@ bit, and on other variants and other numbers of processes with the same sampler.
 
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_memmap.sampling import BatchSchedule
+from lightning_memmap.sampling import BatchSchedule, Shards
 from tests.distributed.harness import launch
 from tests.distributed.scenarios import resume
 from tests.rows import make_sampler
@@ -84,6 +85,36 @@ def test_resume_is_bitwise_on_one_arm_and_goes_on_with_the_rows_on_others(
             # Stock ddp weighs processes, not rows, in the two short steps of an epoch.
             whole = ranks[0]["whole"]["weights"]
             torch.testing.assert_close(alone["weights"], whole, rtol=0, atol=2e-6)
+
+
+# The resumed runs save nothing.
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("arm", [DDP, SUPERBATCH_DDP])
+def test_weighted_rows_of_several_processes_are_those_of_one_and_resume_bitwise(
+    tmp_path: Path, arm: dict[str, Any]
+) -> None:
+    step = 25
+    ranks = launch("resume.weighted", tmp_path, processes=2, rows=ROWS, arm=arm, step=step)
+    order = resume.weighted_sampler(ROWS).make(
+        Shards(ROWS, 24), 0, SimpleNamespace(num_rows=ROWS, values=None)
+    )
+    plan = BatchSchedule(2 * ROWS, GLOBAL_BATCH, 24)
+    for epoch in range(resume.EPOCHS):
+        found = order.dataset_rows(epoch, range(2 * ROWS)).tolist()
+        expected = [sorted(found[slice(*plan.bounds(k))]) for k in range(len(plan))]
+        assert steps_of([rank["whole"] for rank in ranks], epoch) == expected
+        left = expected[max(0, step - epoch * len(plan)) :]
+        assert steps_of([rank["resumed"] for rank in ranks], epoch) == left
+    for rank in ranks:
+        assert torch.equal(rank["resumed"]["weights"], rank["whole"]["weights"])
+    alone = resume.fit(
+        tmp_path,
+        ROWS,
+        **SUPERBATCH,
+        sampler=resume.weighted_sampler(ROWS),
+        checkpoint=f"step={step}.ckpt",
+    )
+    assert steps_of([alone], 1) == steps_of([rank["resumed"] for rank in ranks], 1)
 
 
 # The resumed run saves nothing.

@@ -112,7 +112,15 @@ def test_two_processes_train_on_rows_that_differ_in_length_as_one(
     one = launch(
         run, tmp_path / "one", processes=1, strategy="memmap_superbatch", devices=2, form=form
     )[0]
-    two = launch(run, tmp_path, processes=2, strategy="memmap_superbatch_ddp", devices=2, form=form)
+    two = launch(
+        run,
+        tmp_path,
+        processes=2,
+        strategy="memmap_superbatch_ddp",
+        strategy_options={"data_devices_per_process": 1},
+        devices=2,
+        form=form,
+    )
     found = [sorted(step) for step in global_batches([rank["seen"] for rank in two])]
     assert found == [sorted(step) for step in one["seen"]]
     assert sorted(two[0]["texts"] + two[1]["texts"]) == sorted(one["texts"])

@@ -10,7 +10,8 @@ know, two processes on one device. Messages between two processes have no tags. 
 of a group, or a batch of messages, must be called by all of its processes.
 
 Not simulated: time, deadlocks by the order of calls on several groups, time-outs, aborts, several
-nodes.
+nodes. Nor do collectives pass torch's dispatcher, as those of real groups do, which are in C++: a
+dispatch mode, such as that of ``compare``, does not see them.
 """
 
 import ctypes

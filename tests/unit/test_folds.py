@@ -131,7 +131,7 @@ def test_member_in_the_directory_gives_each_a_store_of_its_own(tmp_path: Path) -
         ({"num_folds": 2, "num_parts": 2}, "leave one of them out"),
         ({"num_folds": 2, "val_dataset": Points(5)}, "num_folds=2 with a val_dataset"),
         ({"member": -1}, "member=-1: members are counted from 0"),
-        ({"member": 1}, "member=1: it chooses nothing without num_folds, num_parts or a store_dir"),
+        ({"member": 1}, "member=1: it chooses nothing without num_folds, num_parts, a subset"),
     ],
 )
 def test_folds_that_cannot_be_are_refused(

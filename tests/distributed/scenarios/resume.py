@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.sampling import Weighted
 from tests.distributed.scenarios.training import make_strategy
 from tests.models import Points, Regression, make_trainer, weights
 
@@ -95,6 +96,24 @@ def save_and_resume(
         for step in steps
     }
     return {"whole": whole, "resumed": resumed, "interrupted": interrupted}
+
+
+def weighted_sampler(rows: int) -> Weighted:
+    """Rows by weight, more than there are, some of which never come."""
+    return Weighted([float(row % 7) for row in range(rows)], num_samples=2 * rows)
+
+
+def weighted(out: Path, rows: int, arm: dict[str, Any], step: int) -> dict[str, Any]:
+    """Train on rows drawn by weight with checkpoints, and from one of the checkpoints.
+
+    Returns:
+        By name, the runs.
+    """
+    sampler = weighted_sampler(rows)
+    return {
+        "whole": fit(out, rows, **arm, save=True, sampler=sampler),
+        "resumed": fit(out, rows, **arm, sampler=sampler, checkpoint=f"step={step}.ckpt"),
+    }
 
 
 def stream_and_mapping(

@@ -170,3 +170,22 @@ def test_store_without_its_dataset_supplies_a_dataloader(tmp_path: Path) -> None
     without = config(tmp_path, train_dataset=None)
     parities, _ = compare(tmp_path / "again", ("auto", "auto+workers0"), without)
     assert all(parity.holds for parity in parities.values())
+
+
+@pytest.mark.parametrize(
+    "sound", ["pad", "jagged", "list", {"form": "pad", "value": -1, "multiple": 8}]
+)
+def test_rows_that_differ_in_length_are_compared_without_their_padding(
+    tmp_path: Path, sound: Any
+) -> None:
+    sections = config(
+        tmp_path,
+        "tests.variable.Sounds",
+        train_dataset={"class_path": "tests.variable.Ragged", "init_args": {"num_rows": ROWS}},
+        variable={"sound": sound, "image": "list"},
+    )
+    parities, facts = compare(tmp_path, (*VARIANTS, "memmap_dp"), sections)
+    for parity in parities.values():
+        assert parity.holds is True
+        assert parity.rows == (6, 6)
+    assert facts.data.fields["sound"] == "float32 (None,)"

@@ -2,16 +2,21 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_memmap.loading import SuperBatchLoader, load_split
+from lightning_memmap.loading import DeviceLoader, FormedCollate, SuperBatchLoader, load_split
+from lightning_memmap.loading.collate import named_leaves, rebuilt
 from lightning_memmap.loading.upload import Uploader
+from lightning_memmap.loading.variable_batch import dense_tensors, sent_leaf
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.store import Store
-from tests.rows import assembled, loader_over, make_loader
+from lightning_memmap.schema import read_forms
+from lightning_memmap.store import Store, build_store
+from tests.rows import CPU, assembled, loader_over, make_loader
+from tests.variable import Ragged, assert_is_batch
 
 Stores = Callable[..., Store]
 
@@ -82,3 +87,25 @@ def test_staging_brings_all_rows() -> None:
     with Uploader(torch.device("cuda"), 40_000) as staging:
         staging.copy(target, lambda first, out: out.copy_(rows[first : first + len(out)]))
     assert torch.equal(target.cpu(), rows)
+
+
+@pytest.mark.parametrize("form", ["pad", "jagged", "list"])
+@pytest.mark.parametrize("residency", ["device", "pinned", "mmap"])
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+def test_rows_that_differ_in_length_on_a_gpu_are_those_of_the_dataset(
+    tmp_path: Path, form: str, residency: str, transform: Any
+) -> None:
+    dataset, root = Ragged(96), torch.device("cuda", 0)
+    store = build_store(dataset, tmp_path / "s", progress=False)
+    variable: dict[str, Any] = dict.fromkeys(("sound", "ids"), form)
+    variable["image"] = "list" if form == "jagged" else form
+    collate = FormedCollate(store.schema, read_forms(variable))
+    loader = gpu_loader(store, residency, transform=transform, collate=collate)
+    order = loader.order.dataset_rows(0, range(96)).tolist()
+    for batch in DeviceLoader(loader, root, prefetch=2):
+        rows, order = order[: len(batch["row"])], order[len(batch["row"]) :]
+        tensors = [tensor for _, leaf in named_leaves(batch) for tensor in dense_tensors(leaf)]
+        assert all(tensor.device == root for tensor in tensors)
+        on_cpu = rebuilt(batch, iter([sent_leaf(leaf, CPU) for _, leaf in named_leaves(batch)]))
+        assert_is_batch(on_cpu, [dataset[row] for row in rows])
+    assert not order
