@@ -3,8 +3,8 @@
     lightning-memmap compare --config examples/configs/photos.yaml ...    # as in the README
     python tests/benchmarks/readme.py runs/compare/report.json
 
-The machine must be idle. Whatever stands between the two comments ``<!-- figures -->`` and ``<!-- end of figures -->`` is
-replaced, so that nobody types a figure.
+The machine must be idle. Whatever stands between the two comments ``<!-- figures -->`` and
+``<!-- end of figures -->`` is replaced, so that nobody types a figure.
 """
 
 from collections.abc import Iterator
