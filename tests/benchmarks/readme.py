@@ -64,8 +64,8 @@ def figures(report: Report) -> Iterator[str]:
         f" {rates[FLAGSHIP] / ideal:.0%} of what an ideal loader reaches**, with"
         f" {_equal(report)}. Measured on {machine.cores} cores of {machine.processor}"
         f"{'' if machine.devices else ', without a GPU'}, with torch"
-        f" {machine.packages.get('torch')}; {report.settings.repeats} runs of"
-        f" {report.settings.steps} steps each, {report.settings.global_batch} rows a step:"
+        f" {machine.packages.get('torch')}, in {report.settings.steps} steps of"
+        f" {report.settings.global_batch} rows{_runs(report.settings.repeats)}:"
     )
     yield ""
     yield "| variant | | samples/s | of the best DataLoader | of ideal |"
@@ -86,9 +86,14 @@ def _equal(report: Report) -> str:
     return f"{rows} and weights within {largest:.0e} of each other"
 
 
+def _runs(repeats: int) -> str:
+    return f", medians of {repeats} runs (lowest..highest)" if repeats > 1 else ""
+
+
 def _range(variant: VariantResult) -> str:
     runs = variant.figures["samples_per_s"]
-    return f"{variant.rate:,.0f} ({min(runs):,.0f}..{max(runs):,.0f})"
+    spread = f" ({min(runs):,.0f}..{max(runs):,.0f})" if len(runs) > 1 else ""
+    return f"{variant.rate:,.0f}{spread}"
 
 
 if __name__ == "__main__":
