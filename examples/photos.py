@@ -180,7 +180,8 @@ def _convolution(channels_in: int, channels_out: int) -> nn.Module:
         nn.Conv2d(channels_in, channels_out, 3, stride=2, padding=1, bias=False),
         # Not over the batch: so the result does not depend on which process has which rows.
         nn.GroupNorm(4, channels_out),
-        nn.ReLU(),
+        # Smooth: in a patch of plain sky, rounding would move all pixels over the edge of a ReLU.
+        nn.SiLU(),
     )
 
 

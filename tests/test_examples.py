@@ -892,7 +892,7 @@ def few_photos(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_photos")
 def test_photos_are_patches_of_the_photographs(tmp_path: Path) -> None:
     dataset = Photos("train", tmp_path)
-    temple, flower = (torch.from_numpy(image) for image in photos.load_sample_images().images)
+    temple, flower = (torch.tensor(image) for image in photos.load_sample_images().images)
     assert len(dataset) == 16
     labels = []
     for row in range(len(dataset)):

@@ -3,8 +3,8 @@
     lightning-memmap compare --config examples/configs/photos.yaml ...    # as in the README
     python tests/benchmarks/readme.py runs/compare/report.json
 
-Whatever stands between the two comments ``<!-- figures -->`` and ``<!-- end of figures -->`` is
-replaced, so that nobody types a figure.
+The machine must be idle. Whatever stands between the two comments ``<!-- figures -->`` and
+``<!-- end of figures -->`` is replaced, so that nobody types a figure.
 """
 
 from collections.abc import Iterator
@@ -43,23 +43,29 @@ def figures(report: Report) -> Iterator[str]:
         report: A comparison of `FLAGSHIP` with a ``DataLoader`` and the ideal loader.
 
     Raises:
-        ValueError: A variant is missing, or parity does not hold.
+        ValueError: A variant is missing, parity does not hold, or the machine was busy.
     """
     if report.exit_code:
         raise ValueError(f"the comparison ended with exit code {report.exit_code}: not shown")
+    machine = report.environment
+    if machine.load_before > machine.cores + 1:
+        raise ValueError(
+            f"the machine was busy, with a load of {machine.load_before:.1f} on {machine.cores}"
+            " cores: run the command again when it is idle"
+        )
     rates = {each.variant: each.rate for each in report.measured}
     plain = {each.variant: each.rate for each in report.measured if "workers" in each.loader}
     ideal = rates.get(f"{FLAGSHIP}+ideal")
     if FLAGSHIP not in rates or not plain or ideal is None:
         raise ValueError(f"the report has {', '.join(rates)}: run the command of the README")
-    machine, best = report.environment, max(plain.values())
+    best = max(plain.values())
     yield (
         f"**{rates[FLAGSHIP] / best:.1f} times as fast as the best DataLoader, and"
         f" {rates[FLAGSHIP] / ideal:.0%} of what an ideal loader reaches**, with"
         f" {_equal(report)}. Measured on {machine.cores} cores of {machine.processor}"
         f"{'' if machine.devices else ', without a GPU'}, with torch"
-        f" {machine.packages.get('torch')}; {report.settings.repeats} runs of"
-        f" {report.settings.steps} steps each, {report.settings.global_batch} rows a step:"
+        f" {machine.packages.get('torch')}, in {report.settings.steps} steps of"
+        f" {report.settings.global_batch} rows{_runs(report.settings.repeats)}:"
     )
     yield ""
     yield "| variant | | samples/s | of the best DataLoader | of ideal |"
@@ -80,9 +86,14 @@ def _equal(report: Report) -> str:
     return f"{rows} and weights within {largest:.0e} of each other"
 
 
+def _runs(repeats: int) -> str:
+    return f", medians of {repeats} runs (lowest..highest)" if repeats > 1 else ""
+
+
 def _range(variant: VariantResult) -> str:
     runs = variant.figures["samples_per_s"]
-    return f"{variant.rate:,.0f} ({min(runs):,.0f}..{max(runs):,.0f})"
+    spread = f" ({min(runs):,.0f}..{max(runs):,.0f})" if len(runs) > 1 else ""
+    return f"{variant.rate:,.0f}{spread}"
 
 
 if __name__ == "__main__":

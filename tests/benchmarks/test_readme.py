@@ -1,11 +1,13 @@
 """The figures of the README are those of a report."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from readme import END, README, START, figures, write_figures
 
-from tests.unit.compare.reports import make_parity, make_report, make_variant
+from tests.unit.compare.reports import ENVIRONMENT, make_parity, make_report, make_variant
 
 PLAIN = make_variant("auto+workers0", (900.0, 1100.0))
 WORKERS = make_variant("auto+workers2", (2000.0, 2000.0))
@@ -17,6 +19,7 @@ def test_figures_compare_with_the_best_loader_and_the_ideal_one() -> None:
     first, _, _, _, *rows = figures(make_report(PLAIN, WORKERS, FLAGSHIP, IDEAL))
     assert first.startswith("**2.4 times as fast as the best DataLoader, and 94% of what an ideal")
     assert "2 cores of a processor, without a GPU" in first
+    assert first.endswith("in 10 steps of 32 rows, medians of 2 runs (lowest..highest):")
     assert [row.split("`")[1] for row in rows] == [
         "memmap_superbatch+ideal",
         "memmap_superbatch",
@@ -57,6 +60,17 @@ def test_figures_replace_only_what_is_between_the_comments(tmp_path: Path) -> No
         write_figures(str(report), str(readme))
 
 
-def test_readme_has_figures() -> None:
-    shown = README.read_text().partition(START)[2].partition(END)[0]
-    assert "times as fast as the best DataLoader" in shown
+def test_readme_has_a_place_for_figures(tmp_path: Path) -> None:
+    report, readme = tmp_path / "report.json", tmp_path / "README.md"
+    make_report(PLAIN, WORKERS, FLAGSHIP, IDEAL).write(report)
+    shutil.copy(README, readme)
+    write_figures(str(report), str(readme))
+    shown = readme.read_text().partition(START)[2].partition(END)[0]
+    assert shown.startswith("**2.4 times as fast")
+    assert readme.read_text().partition(END)[2] == README.read_text().partition(END)[2]
+
+
+def test_figures_of_a_busy_machine_are_refused() -> None:
+    busy = replace(ENVIRONMENT, load_before=9.5)
+    with pytest.raises(ValueError, match=r"a load of 9\.5 on 2 cores"):
+        list(figures(make_report(PLAIN, FLAGSHIP, IDEAL, environment=busy)))
