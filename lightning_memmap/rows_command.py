@@ -25,11 +25,13 @@ from lightning_memmap.arguments import BriefParser, refuse_several_configs
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.loading.state import LoaderState
+from lightning_memmap.pixels import pixels_of
 from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.schema import Field
 from lightning_memmap.splits import SPLITS
 from lightning_memmap.store import Store, open_store
+from lightning_memmap.store.columns import OpenColumn
 
 _DESCRIPTION = """List the rows of a global batch, device by device: of any step of any epoch, or of
 the last and the next step of a checkpoint. The order of rows is computed: no data is loaded."""
@@ -339,15 +341,15 @@ def _write_sheet(store: Store, steps: Sequence[StepRows], path: Path) -> bool:
         ValueError: Nothing is installed that writes images.
     """
     columns = zip(store.schema.fields, store.columns, strict=True)
-    images = [
-        column
-        for field, column in columns
-        if not field.num_variable and _layout(field.item_shape) is not None
-    ]
     rows = [row for step in steps for row in step.rows][:_SHEET_ROWS]
+    images = [
+        found
+        for field, column in columns
+        if not field.num_variable and (found := _images(column, rows))
+    ]
     if not images:
         return False
-    pixels = [_pixels(images[0].row(row)) for row in rows]
+    pixels = images[0]
     height, width, depth = pixels[0].shape
     across = math.ceil(math.sqrt(len(pixels) * height / width))
     down = -(-len(pixels) // across)
@@ -367,23 +369,8 @@ def _write_sheet(store: Store, steps: Sequence[StepRows], path: Path) -> bool:
     return True
 
 
-def _layout(shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The dimensions of an image in the order height, width, channels; None for anything else."""
-    if len(shape) == 2 and min(shape) > 4:
-        return (0, 1)
-    if len(shape) == 3 and shape[0] in (1, 3, 4):
-        return (1, 2, 0)
-    return (0, 1, 2) if len(shape) == 3 and shape[2] in (1, 3, 4) else None
-
-
-def _pixels(value: Tensor) -> NDArray[np.uint8]:
-    """An image as uint8 of shape (height, width, channels)."""
-    layout = _layout(value.shape)
-    assert layout is not None
-    image = value.permute(layout).reshape(*(value.shape[axis] for axis in layout[:2]), -1)
-    if image.dtype != torch.uint8:
-        image = image.double()
-        low, high = image.min(), image.max()
-        image = (image - low) * 255 / (high - low).clamp(min=1e-12)
-    found: NDArray[np.uint8] = image.to(torch.uint8).numpy()
-    return found
+def _images(column: OpenColumn, rows: Sequence[int]) -> list[NDArray[np.uint8]]:
+    """The rows of a field as images; none where they are no images."""
+    if not rows or pixels_of(column.row(rows[0])) is None:
+        return []
+    return [found for row in rows if (found := pixels_of(column.row(row))) is not None]

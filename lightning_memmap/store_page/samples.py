@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from lightning_memmap.pixels import pixels_of
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
 
@@ -16,7 +17,6 @@ _NUM_SAMPLES = 24
 _MAX_PIXELS, _MAX_VALUES = 192, 8
 #: The most characters of text.
 _MAX_TEXT = 200
-_CHANNELS = (1, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def show(field: Field, row: Tensor) -> Value:
         text = str(field.value(row)).encode("utf-8", "replace").decode()
         return Value(field.name, "", text[:_MAX_TEXT] + "..." * (len(text) > _MAX_TEXT))
     shape = " x ".join(map(str, row.shape))
-    pixels = _pixels(row)
+    pixels = pixels_of(row)
     if pixels is not None:
         return Value(field.name, _picture(pixels), shape)
     values = row.reshape(-1)[:_MAX_VALUES].tolist()
@@ -77,25 +77,6 @@ def show(field: Field, row: Tensor) -> Value:
     if row.numel() > _MAX_VALUES:
         text = f"{shape}: {text}, ..."
     return Value(field.name, "", text)
-
-
-def _pixels(row: Tensor) -> np.ndarray | None:
-    """The pixels of an image, uint8 of shape (H, W, C), or None for anything else."""
-    if row.is_complex() or row.dim() not in (2, 3) or 0 in row.shape:
-        return None
-    if row.dim() == 2:
-        row = row[None]
-    if row.shape[0] in _CHANNELS:
-        row = row.movedim(0, -1)
-    if row.shape[-1] not in _CHANNELS or min(row.shape[:2]) < 8:
-        return None
-    numbers = row.double()
-    if str(row.dtype) != "torch.uint8":
-        numbers = numbers.nan_to_num(0.0, 0.0, 0.0)
-        low, high = numbers.min(), numbers.max()
-        numbers = (numbers - low) * (255 / (high - low if high > low else 1))
-    pixels: np.ndarray = numbers.numpy().astype(np.uint8)
-    return pixels
 
 
 def _picture(pixels: np.ndarray) -> str:
