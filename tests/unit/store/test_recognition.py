@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError, StoreError
-from lightning_memmap.store import build_store, open_store, verify_store, writer
+from lightning_memmap.store import build_store, open_store, range_writer, verify_store, writer
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.recovery import building_path
 from lightning_memmap.store.workers import run_tasks
@@ -115,7 +115,7 @@ def test_build_notes_its_rows_every_few_seconds(
                 sizes.append(len(journal.read_text().splitlines()))
             return row
 
-    monkeypatch.setattr(writer, "_MAX_RANGE_ROWS", 300)
+    monkeypatch.setattr(range_writer, "_MAX_RANGE_ROWS", 300)
     build(Watching({}), tmp_path)
     # Ten ranges: the third is the first one to end after more than five seconds.
     assert [sizes[row] for row in range(0, NUM_ROWS, 300)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
