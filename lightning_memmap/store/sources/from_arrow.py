@@ -28,7 +28,7 @@ def to_numpy(column: Any) -> np.ndarray:
     """Convert a column to a numpy array.
 
     Args:
-        column: A ChunkedArray.
+        column: A ChunkedArray, or an Array.
 
     Returns:
         For numbers and times an array of their type; for lists of numbers of one length a
@@ -37,6 +37,8 @@ def to_numpy(column: Any) -> np.ndarray:
     """
     import pyarrow as pa
 
+    if not isinstance(column, pa.ChunkedArray):
+        return to_numpy(pa.chunked_array([column]))
     kind = column.type
     if isinstance(kind, pa.DictionaryType):
         return to_numpy(column.cast(kind.value_type))
