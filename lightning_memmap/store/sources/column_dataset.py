@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.store.sources import from_arrow, from_pandas, from_polars
+from lightning_memmap.store.sources.field_array import object_array
 from lightning_memmap.store.sources.names import chosen
 from lightning_memmap.store.sources.parquet import parquet_columns
 from lightning_memmap.store.sources.refusals import (
@@ -105,10 +106,11 @@ def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
 def _by_position(name: str, column: Any) -> Any:
     """A column whose item ``i`` is row ``i``: that of a Series is the row with the label ``i``."""
     if isinstance(column, (list, tuple)):
-        return np.asarray(column)
+        return _list_to_numpy(column)
     if isinstance(column, Tensor):
         return column.detach() if column.requires_grad else column
-    if is_frame(column) or isinstance(column, (Mapping, str, bytes)):
+    is_group = isinstance(column, Mapping) and not hasattr(column, "shape")  # No TensorDict.
+    if is_group or is_frame(column) or isinstance(column, (str, bytes)):
         raise TypeError(
             f"column {name!r}: found a {type(column).__name__}, which has no rows: give an array,"
             " and the columns of a table or dict each under a name of its own"
@@ -117,6 +119,15 @@ def _by_position(name: str, column: Any) -> Any:
         return _SERIES[library](column)
     # A Series of yet another library.
     return np.asarray(column) if hasattr(column, "iloc") else column
+
+
+def _list_to_numpy(values: Sequence[Any]) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # They differ in length.
+        return object_array(values)
+    # An array of text would make text of numbers, and cut off zeros at the end.
+    return array if array.dtype.kind in "biufc" else object_array(values)
 
 
 def _length(name: str, column: Any) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_memmap.store.sources.field_array import object_array
 from lightning_memmap.store.sources.names import chosen
 
 
@@ -37,7 +38,4 @@ def to_numpy(series: Any) -> np.ndarray:
         values: np.ndarray = series.to_numpy()
         return values
     # As an array of numbers, the column would have NaN in place of what is missing.
-    objects = np.empty(len(series), object)
-    for index, value in enumerate(series):
-        objects[index] = value
-    return objects
+    return object_array(series.to_list())

@@ -1,7 +1,6 @@
 """What is given as a dataset, and is none: the way out, in words for a message."""
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 _FRAMES = {("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table")}
@@ -54,7 +53,7 @@ def way_out(value: Any) -> str | None:
     kind = type(value).__name__
     if is_dict_of_splits(value):
         return f"a {kind} has a dataset for each split: choose one of the splits {list(value)}"
-    names = list(value) if isinstance(value, Mapping) else []
+    names = list(value) if isinstance(value, dict) else []
     is_dict = bool(names) and all(isinstance(name, str) for name in names)
     if is_dict or is_frame(value):
         return f"a {kind} has columns and no rows: give lightning_memmap.ColumnDataset(...) of it"

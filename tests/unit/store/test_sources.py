@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, TensorDataset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule, build_store
@@ -611,6 +612,12 @@ def test_frame_as_a_column_is_refused() -> None:
         ColumnDataset({"x": optional("pandas").DataFrame({"a": [1]})})
 
 
+def test_tensordict_is_a_column(tmp_path: Path) -> None:
+    dataset = ColumnDataset({"x": TensorDict({"a": torch.arange(3)}, [3])})
+    store = build_store(dataset, tmp_path / "s", progress=False)
+    assert [int(store[row]["x"]["a"]) for row in range(3)] == [0, 1, 2]
+
+
 def test_column_that_requires_grad_is_stored(tmp_path: Path) -> None:
     dataset = ColumnDataset({"x": torch.nn.Parameter(torch.arange(3.0))})
     assert not dataset[1]["x"].requires_grad
@@ -687,3 +694,18 @@ def test_dict_of_splits_is_refused_with_the_way_out(tmp_path: Path) -> None:
         MemmapDataModule(given, store_dir=tmp_path)
     data = MemmapDataModule(val_dataset=given, store_dir=tmp_path)
     assert list(data.val_dataset) == ["train", "test"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [["a\0", "bc"], [b"a\0", b"bc"], [[1], [2, 3]], [["a", "b"], ["c", "d"]], [2, 3], [[2], [3]]],
+    ids=str,
+)
+def test_list_is_a_column_of_its_items(tmp_path: Path, values: list[Any]) -> None:
+    dataset = ColumnDataset({"x": values})
+    store = build_store(dataset, tmp_path / "s", progress=False)
+    for row, value in enumerate(values):
+        for found in (dataset[row]["x"], store[row]["x"]):
+            assert (found.tolist() if hasattr(found, "tolist") else found) == value
+    with pytest.raises(SchemaError, match=r"row 1, field 'x': found uint8 .* expected int64"):
+        build_store(ColumnDataset({"x": [1, "a"]}), tmp_path / "t", progress=False)
