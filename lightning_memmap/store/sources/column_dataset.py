@@ -115,7 +115,7 @@ def _by_position(name: str, column: Any) -> Any:
             f"column {name!r}: found a {type(column).__name__}, which has no rows: give an array,"
             " and the columns of a table or dict each under a name of its own"
         )
-    if (library := library_of(column)) is not None:
+    if library := library_of(column):
         return _SERIES[library](column)
     # A Series of yet another library.
     return np.asarray(column) if hasattr(column, "iloc") else column

@@ -6,18 +6,18 @@ from typing import Any
 _FRAMES = {("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table")}
 
 
-def library_of(value: Any) -> str | None:
+def library_of(value: Any) -> str:
     """Find which library of tables a value is of, also where its class is derived from theirs.
 
     Args:
         value: The value.
 
     Returns:
-        ``pandas``, ``polars`` or ``pyarrow``; None for any other value.
+        ``pandas``, ``polars`` or ``pyarrow``; empty for any other value.
     """
     known = {library for library, _ in _FRAMES}
     modules = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
-    return next((module for module in modules if module in known), None)
+    return next((module for module in modules if module in known), "")
 
 
 def is_frame(value: Any) -> bool:
