@@ -636,7 +636,7 @@ def test_array_of_a_closed_file_is_refused(tmp_path: Path) -> None:
         build_store(opened, tmp_path / "s", progress=False)
 
 
-def parquet(directory: Path, **files: Any) -> Path:
+def parquet_files(directory: Path, **files: Any) -> Path:
     arrow = optional("pyarrow")
     writer = import_module("pyarrow.parquet")
     directory.mkdir()
@@ -647,7 +647,7 @@ def parquet(directory: Path, **files: Any) -> Path:
 
 def test_parquet_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        path = parquet(tmp_path / name, a={"x": [1]}, b={"x": [2]})
+        path = parquet_files(tmp_path / name, a={"x": [1]}, b={"x": [2]})
         (path / f"{name}.parquet").write_text("junk")
         with pytest.raises(DatasetError, match=rf"{name}\.parquet: it cannot be read as a Parquet"):
             ColumnDataset(path)
@@ -656,7 +656,9 @@ def test_parquet_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_parquet_file_with_damaged_rows_is_named(tmp_path: Path) -> None:
-    path = parquet(tmp_path / "d", a={"x": [f"row {row}" for row in range(1000)]}) / "a.parquet"
+    path = (
+        parquet_files(tmp_path / "d", a={"x": [f"row {row}" for row in range(1000)]}) / "a.parquet"
+    )
     data = bytearray(path.read_bytes())
     data[4:60] = b"\xff" * 56
     path.write_bytes(data)
@@ -676,7 +678,7 @@ def test_parquet_file_with_damaged_rows_is_named(tmp_path: Path) -> None:
 )
 def test_parquet_files_that_differ_are_refused(tmp_path: Path, other: Any, message: str) -> None:
     with pytest.raises(DatasetError, match=message):
-        ColumnDataset(parquet(tmp_path / "d", a={"x": [1]}, b=other))
+        ColumnDataset(parquet_files(tmp_path / "d", a={"x": [1]}, b=other))
 
 
 def test_dict_of_splits_is_refused_with_the_way_out(tmp_path: Path) -> None:
