@@ -78,16 +78,17 @@ from lightning_memmap.splits import (
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.probes import first_sample
 from lightning_memmap.store.recovery import is_store
+from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 
 if TYPE_CHECKING:
-    MapDataset: TypeAlias = Dataset[Any]
+    AnyDataset: TypeAlias = Dataset[Any] | Iterable[Any]
 else:
     # With a subscripted class, jsonargparse would check the arguments of a dataset in a config
     # against that class, whatever subclass of it the config names.
-    MapDataset = Dataset
+    AnyDataset = Dataset
 
 #: One dataset or several, in a list or by name; None for one that is stored already.
-Datasets: TypeAlias = MapDataset | list[MapDataset | None] | dict[str, MapDataset | None] | None
+Datasets: TypeAlias = AnyDataset | list[AnyDataset | None] | dict[str, AnyDataset | None] | None
 #: A loader, or one for each of several datasets.
 Loader: TypeAlias = SuperBatchLoader | DeviceLoader
 Loaders: TypeAlias = Loader | list[Loader] | dict[str, Loader]
@@ -150,8 +151,10 @@ class MemmapDataModule(L.LightningDataModule):
     are the same.
 
     Args:
-        train_dataset: Map-style dataset to train on. Where a dataset is None, the store of its
-            split is used as it is.
+        train_dataset: Dataset to train on: map-style, or one that is iterated over, as of
+            `lightning_memmap.store.build_store`. Where a dataset is None, the store of its split is
+            used as it is. A generator is read once, by the process that builds its store; where the
+            store is there already, or there are several processes, it needs a ``fingerprint``.
         val_dataset: To validate on. May be missing, as may its store. A list of datasets, or a dict
             of them by name, makes a loader of each, whose index is the ``dataloader_idx``.
         test_dataset: To test on, one or several.
@@ -251,7 +254,7 @@ class MemmapDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        train_dataset: MapDataset | None = None,
+        train_dataset: AnyDataset | None = None,
         val_dataset: Datasets = None,
         test_dataset: Datasets = None,
         predict_dataset: Datasets = None,
@@ -371,10 +374,10 @@ class MemmapDataModule(L.LightningDataModule):
     @override
     def from_datasets(
         cls,
-        train_dataset: MapDataset | Iterable[MapDataset] | None = None,
-        val_dataset: MapDataset | Iterable[MapDataset] | None = None,
-        test_dataset: MapDataset | Iterable[MapDataset] | None = None,
-        predict_dataset: MapDataset | Iterable[MapDataset] | None = None,
+        train_dataset: AnyDataset | Iterable[AnyDataset] | None = None,
+        val_dataset: AnyDataset | Iterable[AnyDataset] | None = None,
+        test_dataset: AnyDataset | Iterable[AnyDataset] | None = None,
+        predict_dataset: AnyDataset | Iterable[AnyDataset] | None = None,
         batch_size: int = 1,
         num_workers: int = 0,
         **datamodule_kwargs: Any,
@@ -382,7 +385,7 @@ class MemmapDataModule(L.LightningDataModule):
         """Make a data module, with the defaults that Lightning's method of this name has.
 
         Args:
-            train_dataset: Map-style dataset to train on.
+            train_dataset: Dataset to train on.
             val_dataset: To validate on, one or several.
             test_dataset: To test on, one or several.
             predict_dataset: To predict on, one or several.
@@ -1049,7 +1052,11 @@ class MemmapDataModule(L.LightningDataModule):
     def _collate(self, split: str) -> Collate:
         schema, dataset = self.stores[split].schema, self._datasets[self._stored_split(split)]
         sample = None
-        if dataset is not None and schema.has_classes:
+        if not schema.has_classes or dataset is None or is_read_once(dataset):
+            pass
+        elif is_stream(dataset):
+            sample = next(samples_of(dataset))
+        else:
             sample = first_sample(dataset, self.num_workers)
         return FormedCollate(schema, read_forms(self.variable), sample)
 

@@ -10,6 +10,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from lightning_memmap.store.sources.refusals import is_dict_of_splits, way_out
+from lightning_memmap.store.sources.stream import is_stream
+
 SPLITS = ("train", "val", "test", "predict")
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
@@ -57,6 +60,8 @@ def check_datasets(kind: str, given: Any) -> None:
             train on.
         ValueError: A dataset has a name that a store cannot have.
     """
+    if kind == "train" and is_dict_of_splits(given):
+        raise TypeError(f"train_dataset: {way_out(given)}")
     entries = _entries(given) if has_several(given) else {}
     if entries and kind == "train":
         raise TypeError(
@@ -71,8 +76,8 @@ def check_datasets(kind: str, given: Any) -> None:
                 f"{kind}_dataset[{name!r}]: its store has this name: use letters, digits, '_',"
                 " '-' and '.'"
             )
-    is_no_dataset = isinstance(given, str) or not hasattr(given, "__getitem__")
-    if given is not None and is_no_dataset:
+    is_one = hasattr(given, "__getitem__") and not isinstance(given, (str, type))
+    if given is not None and not is_one and not is_stream(given):
         raise _no_dataset(f"{kind}_dataset", given)
 
 
@@ -100,8 +105,11 @@ def _is_dataset(value: Any) -> bool:
         return True
     if isinstance(value, (str, bytes, list, tuple, Mapping)) or hasattr(value, "dtype"):
         return False
-    return hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return is_stream(value) or (hasattr(value, "__getitem__") and hasattr(value, "__len__"))
 
 
 def _no_dataset(name: str, given: Any) -> TypeError:
-    return TypeError(f"{name}={given!r}: give a map-style dataset, with __len__ and __getitem__")
+    instead = way_out(given) or (
+        "give a map-style dataset, with __len__ and __getitem__, or one that can be iterated over"
+    )
+    return TypeError(f"{name}={given!r}: {instead}")

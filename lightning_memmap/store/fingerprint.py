@@ -390,8 +390,11 @@ def _source(kind: type | types.FunctionType) -> str | None:
 
 def _file_of(value: Any) -> list[Any] | None:
     """An array of h5py by its name in its file, and the state of the file; else None."""
+    # False once its file is closed.
+    if type(value).__module__.partition(".")[0] != "h5py" or not value:
+        return None
     name = getattr(getattr(value, "file", None), "filename", None)
-    if type(value).__module__.partition(".")[0] != "h5py" or not isinstance(name, str):
+    if not isinstance(name, str):
         return None
     return [value.name, name, _file_state(name)]
 

@@ -118,7 +118,7 @@ def flatten_row(sample: Any, row: int, schema: Schema) -> list[Tensor | np.ndarr
             "All rows of a store share one structure, and each field one dtype and shape: convert,"
             " crop or pad it in the dataset"
         )
-        if (merged := _merged(schema, sample)) is not None:
+        if (merged := merged_schema(schema, sample)) is not None:
             way_out = (
                 "Where rows differ in length, that must be declared:"
                 f" variable={_declaration(schema, merged)}"
@@ -137,8 +137,16 @@ def _declaration(schema: Schema, merged: Schema) -> dict[str, Any]:
     }
 
 
-def _merged(schema: Schema, sample: Any) -> Schema | None:
-    """The schema that has a sample as well, where they differ in the lengths of fields alone."""
+def merged_schema(schema: Schema, sample: Any) -> Schema | None:
+    """Find the schema that has one more sample.
+
+    Args:
+        schema: The schema of some samples.
+        sample: Another sample.
+
+    Returns:
+        The schema; None where the sample differs in more than the lengths of fields.
+    """
     try:
         return schema.merged(Schema.from_sample(sample))
     except SchemaError:
@@ -325,7 +333,7 @@ class _Prober:
                 )
         except SchemaError as error:
             raise SchemaError(f"row {row}, {error}") from error
-        schema = _merged(schema, sample) or schema
+        schema = merged_schema(schema, sample) or schema
         leaves = flatten_row(sample, row, schema)
         again = read_row(self.dataset, row, schema)
         for field, one, other in zip(schema.fields, leaves, again, strict=True):

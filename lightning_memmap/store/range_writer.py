@@ -14,12 +14,12 @@ from torch import Tensor
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.rows import fitting_rows, stack_samples
-from lightning_memmap.store.columns import Block
+from lightning_memmap.store.columns import Block, PackedRows
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import flatten_row, read_samples
 from lightning_memmap.store.sources import FieldArray, field_arrays
-from lightning_memmap.store.sources.stream import Spool
+from lightning_memmap.store.sources.stream import Spool, SpooledItems
 from lightning_memmap.store.workers import describe_error, exit_if_orphaned
 
 _RANGE_BYTES = 32 * 2**20
@@ -52,7 +52,7 @@ class RangeWriter:
         self._plan = plan
         self._journal = journal
         self._row_bytes = max(1, row_bytes)
-        self._arrays: Sequence[FieldArray] = field_arrays(dataset, plan.schema) or ()
+        self._arrays: Sequence[FieldArray | SpooledItems] = field_arrays(dataset, plan.schema) or ()
         self._fields: Sequence[Field] = plan.schema.fields
         if isinstance(dataset, Spool):  # Its rows have been checked and converted.
             self._fields = [replace(field, given=None) for field in self._fields]
@@ -103,11 +103,11 @@ class RangeWriter:
                     f"the dataset raised at rows {rows.start} to {rows.stop - 1}, field"
                     f" {field.name!r}: {describe_error(error)}"
                 ) from error
-            values = fitting_rows(field, found)
-            if values is None or len(values) != len(rows):
+            values = found if isinstance(found, PackedRows) else _fitting(field, found, len(rows))
+            if values is None:
                 return False
             exit_if_orphaned()
-            column.write(self._files, rows, _tensor(values))
+            column.write(self._files, rows, values)
         return True
 
     def _write_items(self, rows: range) -> None:
@@ -146,8 +146,11 @@ class RangeWriter:
         self.__dict__.update(state, _journal=state["_journal"].detach())
 
 
-def _tensor(values: Tensor | np.ndarray) -> Tensor:
-    """The values as a tensor, in the memory of an array where torch can use it."""
+def _fitting(field: Field, found: Any, num_rows: int) -> Tensor | None:
+    """Rows of a field, in the memory in which they lie where torch can use it; else None."""
+    values = fitting_rows(field, found)
+    if values is None or len(values) != num_rows:
+        return None
     if isinstance(values, Tensor):
         return values
     array = values.astype(values.dtype.newbyteorder("="), copy=False)

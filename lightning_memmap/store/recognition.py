@@ -24,7 +24,7 @@ from lightning_memmap.store.probes import (
 )
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import RowRanges
-from lightning_memmap.store.sources.stream import is_stream, samples_of
+from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 from lightning_memmap.store.workers import run_tasks
 
 #: How a dataset is compared with a store: by its identity and probe rows, by all rows, or by its
@@ -178,7 +178,7 @@ def _check_length(store: StoredRows, num_rows: int) -> None:
 
 
 def _check_first_rows(store: StoredRows, stream: Any) -> None:
-    if hasattr(type(stream), "__next__"):
+    if is_read_once(stream):
         raise DatasetError(
             f"a {type(stream).__name__} gives its rows once, and cannot be compared with the store"
             f" at {store.path}: give a fingerprint here and when you build it, check='off' to use"

@@ -30,7 +30,6 @@ from lightning_memmap.store.journal import BuildPlan, Journal
 from lightning_memmap.store.manifest import Manifest, check_num_shards
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import (
-    hash_row,
     probe_rows,
     random_dataset_error,
     take_probes,
@@ -49,7 +48,7 @@ from lightning_memmap.store.recovery import (
     recover,
     remove_tree,
 )
-from lightning_memmap.store.sources.column_dataset import is_table
+from lightning_memmap.store.sources.refusals import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.workers import check_num_workers, run_tasks
 
@@ -123,6 +122,8 @@ def build_store(
             in the way; or the store would have more fields or shards than can be opened.
         OSError: The disk is full, or the files cannot be written.
     """
+    if (instead := way_out(dataset)) is not None:
+        raise TypeError(f"the dataset: {instead}")
     check_num_shards(num_shards)
     num_shards = int(num_shards)
     check_num_workers(num_workers)
@@ -172,7 +173,7 @@ def build_store(
         identity = Fingerprint.of(dataset, fingerprint)
         if is_stream(dataset):
             with show("reading", None, 0) as advance:
-                spool = Spool(dataset, directory.parent, advance, dtypes)
+                spool = Spool(dataset, directory.parent, advance, dims, dtypes)
             with closing(spool):
                 build = _Build.of_stream(dataset, spool, directory, num_shards, identity)
                 build.run(num_workers, show, resume=False)
@@ -201,11 +202,6 @@ def _directory(path: str | Path) -> Path:
 
 
 def _check_length(dataset: Any) -> None:
-    if is_table(dataset):
-        raise TypeError(
-            f"the dataset is a {type(dataset).__name__}, which has columns and no rows: give"
-            " lightning_memmap.ColumnDataset(...) of it"
-        )
     try:
         num_rows = len(dataset)
     except TypeError as error:
@@ -315,9 +311,8 @@ class _Build:
         """
         plan = StorePlan(path, len(spool), num_shards, spool.schema)
         plan.check()
-        row_bytes = plan.num_bytes // plan.num_rows
-        probes = tuple((row, hash_row(spool.leaves(row))) for row in probe_rows(len(spool)))
-        return cls(spool, _class_name(stream), plan, probes, fingerprint, 0.0, row_bytes)
+        probes = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))
+        return cls(spool, _class_name(stream), plan, probes, fingerprint, 0.0, spool.row_bytes)
 
     def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
         """Write all rows that are not yet written, then commit.

@@ -30,7 +30,7 @@ from lightning_memmap.store.sources.field_array import (
     MemoryArray,
     PickedRows,
 )
-from lightning_memmap.store.sources.stream import Spool
+from lightning_memmap.store.sources.stream import Spool, SpooledItems
 
 __all__ = ["ColumnDataset", "FieldArray", "field_arrays"]
 
@@ -38,7 +38,7 @@ _MEMORY_TYPES = {Tensor, Parameter, MemoryMappedTensor, np.ndarray, np.memmap}
 _FILE_MODULES = {"h5py", "zarr"}
 
 
-def field_arrays(dataset: Any, schema: Schema) -> list[FieldArray] | None:
+def field_arrays(dataset: Any, schema: Schema) -> Sequence[FieldArray | SpooledItems] | None:
     """Find the arrays in which the rows of a dataset lie. No row is read.
 
     Args:
@@ -50,7 +50,7 @@ def field_arrays(dataset: Any, schema: Schema) -> list[FieldArray] | None:
         item by item.
     """
     if isinstance(dataset, Spool):
-        return list(dataset.arrays)
+        return dataset.arrays
     if any(field.kind.startswith("image") or field.num_variable for field in schema.fields):
         return None
     try:

@@ -6,17 +6,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
+from lightning_memmap.errors import DatasetError
 from lightning_memmap.store.sources import from_arrow, from_pandas, from_polars
+from lightning_memmap.store.sources.field_array import object_array
 from lightning_memmap.store.sources.names import chosen
 from lightning_memmap.store.sources.parquet import parquet_columns
+from lightning_memmap.store.sources.refusals import (
+    is_dict_of_splits,
+    is_frame,
+    library_of,
+    way_out,
+)
+from lightning_memmap.store.workers import describe_error
 
+#: Columns of the tables of other libraries, and their rows as an array.
 _TABLES = {
     "pandas": from_pandas.columns_of,
     "polars": from_polars.columns_of,
     "pyarrow": from_arrow.columns_of,
+}
+_SERIES = {
+    "pandas": from_pandas.to_numpy,
+    "polars": from_polars.to_numpy,
+    "pyarrow": from_arrow.to_numpy,
 }
 
 
@@ -27,7 +43,8 @@ class ColumnDataset(Dataset[dict[str, Any]]):
 
     Args:
         columns: A dict of columns, each a tensor, a numpy array or memmap, an array of h5py or
-            zarr, or anything else with ``shape``, ``dtype`` and slices; or a DataFrame of pandas or
+            zarr, a list, a Series of pandas or polars, an array of pyarrow, or anything else with
+            ``shape``, ``dtype`` and slices, read by position; or a DataFrame of pandas or
             polars, or a Table of pyarrow; or the path of a Parquet file, or of a directory of such
             files. Parquet files are read by row groups when they are needed; other tables become
             one array per column now, without a copy where their memory allows it.
@@ -37,16 +54,16 @@ class ColumnDataset(Dataset[dict[str, Any]]):
         columns: The columns by name.
 
     Raises:
-        TypeError: ``columns`` is none of these, or a column cannot be indexed.
+        TypeError: ``columns`` is none of these, or a column has no rows.
         ValueError: There is no column, columns differ in length, or a name is not among them or
             there twice.
+        DatasetError: A file cannot be read.
     """
 
     def __init__(self, columns: Any, names: Sequence[str] | None = None) -> None:
         found = _columns(columns, names)
         self.columns: dict[str, Any] = {
-            name: np.asarray(column) if isinstance(column, (list, tuple)) else column
-            for name, column in found.items()
+            name: _by_position(name, column) for name, column in found.items()
         }
         sizes = {name: _length(name, column) for name, column in self.columns.items()}
         if not sizes:
@@ -71,26 +88,13 @@ class ColumnDataset(Dataset[dict[str, Any]]):
         return {name: column[index] for name, column in self.columns.items()}
 
 
-def is_table(value: Any) -> bool:
-    """Whether a value is a table that `ColumnDataset` takes and that is no dataset by itself.
-
-    Args:
-        value: What was given as a dataset.
-    """
-    names = list(value) if isinstance(value, dict) else []
-    return (bool(names) and all(isinstance(name, str) for name in names)) or _is_frame(value)
-
-
-def _is_frame(value: Any) -> bool:
-    module, name = type(value).__module__.partition(".")[0], type(value).__name__
-    return module in _TABLES and name in ("DataFrame", "Table")
-
-
 def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(given, (str, Path)):
         return parquet_columns(Path(given), names)
-    if _is_frame(given):
-        return _TABLES[type(given).__module__.partition(".")[0]](given, names)
+    if is_frame(given):
+        return _TABLES[library_of(given)](given, names)
+    if is_dict_of_splits(given):
+        raise TypeError(f"columns: {way_out(given)}")
     if isinstance(given, Mapping):
         return {name: given[name] for name in chosen(names, list(given))}
     raise TypeError(
@@ -99,9 +103,40 @@ def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
     )
 
 
+def _by_position(name: str, column: Any) -> Any:
+    """A column whose item ``i`` is row ``i``: that of a Series is the row with the label ``i``."""
+    if isinstance(column, (list, tuple)):
+        return _list_to_numpy(column)
+    if isinstance(column, Tensor):
+        return column.detach() if column.requires_grad else column
+    is_group = isinstance(column, Mapping) and not hasattr(column, "shape")  # No TensorDict.
+    if is_group or is_frame(column) or isinstance(column, (str, bytes)):
+        raise TypeError(
+            f"column {name!r}: found a {type(column).__name__}, which has no rows: give an array,"
+            " and the columns of a table or dict each under a name of its own"
+        )
+    if library := library_of(column):
+        return _SERIES[library](column)
+    # A Series of yet another library.
+    return np.asarray(column) if hasattr(column, "iloc") else column
+
+
+def _list_to_numpy(values: Sequence[Any]) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # They differ in length.
+        return object_array(values)
+    # An array of text would make text of numbers, and cut off zeros at the end.
+    return array if array.dtype.kind in "biufc" else object_array(values)
+
+
 def _length(name: str, column: Any) -> int:
     try:
         return int(column.shape[0]) if hasattr(column, "shape") else len(column)
+    except (RuntimeError, ValueError) as error:  # As of an array in a file of h5py.
+        raise DatasetError(
+            f"column {name!r}: it cannot be read ({describe_error(error)}): keep its file open"
+        ) from error
     except (TypeError, IndexError) as error:
         raise TypeError(
             f"column {name!r}: found a {type(column).__name__} without a length: give an array or"

@@ -154,6 +154,18 @@ class JoinedRows(FieldArray):
         return joined[torch.from_numpy(back)] if isinstance(joined, Tensor) else joined[back]
 
 
+def object_array(values: Sequence[Any]) -> np.ndarray:
+    """Make an array with one object for each value, also where these are lists of one length.
+
+    Args:
+        values: The values.
+    """
+    objects = np.empty(len(values), object)
+    for index, value in enumerate(values):
+        objects[index] = value
+    return objects
+
+
 def join(parts: Sequence[Tensor | np.ndarray]) -> Tensor | np.ndarray:
     """Join arrays along their first dimension.
 
@@ -167,10 +179,7 @@ def join(parts: Sequence[Tensor | np.ndarray]) -> Tensor | np.ndarray:
     if len(parts) == 1:
         return parts[0]
     if len({(type(part), part.dtype, tuple(part.shape[1:])) for part in parts}) > 1:
-        objects = np.empty(sum(map(len, parts)), object)
-        for index, row in enumerate(row for part in parts for row in part):
-            objects[index] = row
-        return objects
+        return object_array([row for part in parts for row in part])
     if isinstance(parts[0], Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     return np.concatenate([np.asarray(part) for part in parts])

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_memmap.store.sources.field_array import object_array
 from lightning_memmap.store.sources.names import chosen
 
 
@@ -28,7 +29,7 @@ def to_numpy(column: Any) -> np.ndarray:
     """Convert a column to a numpy array.
 
     Args:
-        column: A ChunkedArray.
+        column: A ChunkedArray, or an Array.
 
     Returns:
         For numbers and times an array of their type; for lists of numbers of one length a
@@ -37,6 +38,8 @@ def to_numpy(column: Any) -> np.ndarray:
     """
     import pyarrow as pa
 
+    if not isinstance(column, pa.ChunkedArray):
+        return to_numpy(pa.chunked_array([column]))
     kind = column.type
     if isinstance(kind, pa.DictionaryType):
         return to_numpy(column.cast(kind.value_type))
@@ -48,7 +51,7 @@ def to_numpy(column: Any) -> np.ndarray:
             return np.concatenate([chunk.to_numpy_ndarray() for chunk in _chunks(column)])
         if _is_list(kind) and pa.types.is_primitive(kind.value_type):
             return _lists_to_numpy(column)
-    return _objects(column.to_pylist())
+    return object_array(column.to_pylist())
 
 
 def _chunks(column: Any) -> list[Any]:
@@ -69,23 +72,15 @@ def _lists_to_numpy(column: Any) -> np.ndarray:
     chunks = _chunks(column)
     flat = [chunk.flatten() for chunk in chunks]
     if any(values.null_count for values in flat):
-        return _objects(column.to_pylist())
+        return object_array(column.to_pylist())
     values = np.concatenate([part.to_numpy(zero_copy_only=False) for part in flat])
     lengths = np.concatenate([_lengths(chunk) for chunk in chunks])
     if len(lengths) and (lengths == lengths[0]).all():
         return values.reshape(len(lengths), -1)
-    return _objects(np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else [])
+    return object_array(np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else [])
 
 
 def _lengths(lists: Any) -> np.ndarray:
     if hasattr(lists, "offsets"):
         return np.diff(lists.offsets.to_numpy())
     return np.full(len(lists), lists.type.list_size)
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray:
-    """An array with one object for each value, also where these are lists of one length."""
-    objects = np.empty(len(values), object)
-    for index, value in enumerate(values):
-        objects[index] = value
-    return objects

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_memmap.store.sources.field_array import object_array
 from lightning_memmap.store.sources.names import chosen
 
 
@@ -16,21 +17,25 @@ def columns_of(frame: Any, names: Sequence[str] | None) -> dict[str, Any]:
         names: The columns to use; None for all.
 
     Returns:
-        One numpy array for each column, by name. A column with missing values has objects; a
-        missing value is None.
+        One numpy array for each column, by name; see `to_numpy`.
 
     Raises:
         ValueError: A name is not among those of the table, or is there twice.
     """
-    return {name: _values(frame.get_column(name)) for name in chosen(names, frame.columns)}
+    return {name: to_numpy(frame.get_column(name)) for name in chosen(names, frame.columns)}
 
 
-def _values(series: Any) -> np.ndarray:
+def to_numpy(series: Any) -> np.ndarray:
+    """Convert a column to a numpy array.
+
+    Args:
+        series: A Series.
+
+    Returns:
+        The values. Where some are missing an array of objects; a missing value is None.
+    """
     if not series.null_count():
         values: np.ndarray = series.to_numpy()
         return values
     # As an array of numbers, the column would have NaN in place of what is missing.
-    objects = np.empty(len(series), object)
-    for index, value in enumerate(series):
-        objects[index] = value
-    return objects
+    return object_array(series.to_list())

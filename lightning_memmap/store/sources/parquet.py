@@ -1,6 +1,7 @@
 """Columns of Parquet files, read by row groups when they are needed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from lightning_memmap.errors import DatasetError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.sources.field_array import FieldArray, join
 from lightning_memmap.store.sources.from_arrow import to_numpy
 from lightning_memmap.store.sources.names import chosen
+from lightning_memmap.store.workers import describe_error
 
 
 def parquet_columns(path: Path, names: Sequence[str] | None) -> dict[str, Any]:
@@ -28,13 +31,31 @@ def parquet_columns(path: Path, names: Sequence[str] | None) -> dict[str, Any]:
         ModuleNotFoundError: pyarrow is not installed.
         FileNotFoundError: There is no such file.
         ValueError: A name is not among those of the files, or is there twice.
+        DatasetError: A file cannot be read.
     """
     from pyarrow.parquet import read_schema
 
     paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not paths:
         raise FileNotFoundError(f"{path}: the directory has no file that ends in .parquet")
-    return {name: ParquetColumn(paths, name) for name in chosen(names, read_schema(paths[0]).names)}
+    with _reading(paths[0]):
+        found = read_schema(paths[0]).names
+    return {name: ParquetColumn(paths, name) for name in chosen(names, found)}
+
+
+@contextmanager
+def _reading(path: str | Path) -> Iterator[None]:
+    """Name the file in an error of pyarrow, and in one of the file system."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except FileNotFoundError:
+        raise  # It names the file.
+    except (ArrowException, OSError) as error:
+        raise DatasetError(
+            f"{path}: it cannot be read as a Parquet file ({describe_error(error)})"
+        ) from error
 
 
 class ParquetColumn(FieldArray):
@@ -56,15 +77,32 @@ class ParquetColumn(FieldArray):
         self._last: tuple[int, np.ndarray] | None = None
 
     @cached_property
-    def _groups(self) -> tuple[list[tuple[Any, int]], Integers]:
-        """File and number of each row group, and where each ends in rows of all files."""
+    def _groups(self) -> tuple[list[tuple[str, Any, int]], Integers]:
+        """Path, file and number of each row group, and where each ends in rows of all files.
+
+        Raises:
+            DatasetError: A file cannot be read, or has no such column, or one of another type.
+        """
         from pyarrow.parquet import ParquetFile
 
-        groups, sizes = [], []
+        groups, sizes, kinds = [], [], list[Any]()
         for path, _, _ in self.files:
-            file = ParquetFile(path)
+            with _reading(path):
+                file = ParquetFile(path)
+                schema = file.schema_arrow
+            if schema.names.count(self.name) != 1:
+                raise DatasetError(
+                    f"{path}: it has no column {self.name!r}, which {self.files[0][0]} has; its"
+                    f" columns are {', '.join(schema.names)}"
+                )
+            kinds.append(schema.field(self.name).type)
+            if not _is_alike(kinds[0], kinds[-1]):
+                raise DatasetError(
+                    f"{path}: column {self.name!r} is {kinds[-1]}, and {kinds[0]} in"
+                    f" {self.files[0][0]}: give files whose columns have one type"
+                )
             for number in range(file.num_row_groups):
-                groups.append((file, number))
+                groups.append((path, file, number))
                 sizes.append(file.metadata.row_group(number).num_rows)
         return groups, np.cumsum(sizes, dtype=np.int64)
 
@@ -99,11 +137,19 @@ class ParquetColumn(FieldArray):
 
     def _read_group(self, number: int) -> np.ndarray:
         if self._last is None or self._last[0] != number:
-            file, group = self._groups[0][number]
-            table = file.read_row_group(group, columns=[self.name])
+            path, file, group = self._groups[0][number]
+            with _reading(path):
+                table = file.read_row_group(group, columns=[self.name])
             self._last = number, to_numpy(table.column(self.name))
         return self._last[1]
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process opens the files for itself.
         return {"files": self.files, "name": self.name, "_last": None}
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether the values of two types may make one column."""
+    from pyarrow.types import is_primitive
+
+    return one == other or not (is_primitive(one) and is_primitive(other))

@@ -6,13 +6,14 @@ files. A second pass over the stream would need no such files, but a generator g
 and a stream need not give the same rows twice.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -24,7 +25,14 @@ from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Schema
 from lightning_memmap.schema.rows import stack_samples
-from lightning_memmap.store.probes import flatten_row, leaf_bytes
+from lightning_memmap.store.columns import PackedRows
+from lightning_memmap.store.probes import (
+    NUM_PROBES,
+    flatten_row,
+    hash_row,
+    leaf_bytes,
+    merged_schema,
+)
 from lightning_memmap.store.progress import Advance
 from lightning_memmap.store.sources.field_array import FieldArray
 from lightning_memmap.store.workers import describe_error
@@ -42,6 +50,15 @@ def is_stream(dataset: Any) -> bool:
     kind = type(dataset)
     is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__")
     return isinstance(dataset, IterableDataset) or is_iterable
+
+
+def is_read_once(dataset: Any) -> bool:
+    """Whether a dataset gives its rows once, as a generator does.
+
+    Args:
+        dataset: The dataset.
+    """
+    return is_stream(dataset) and hasattr(type(dataset), "__next__")
 
 
 def samples_of(stream: Any) -> Iterator[Any]:
@@ -72,15 +89,17 @@ class Spool:
         stream: The stream, which is read to its end.
         directory: Where the files are.
         advance: Called with the number of rows read since the last call.
+        variable: By the name of a field, how many of its leading dimensions may differ from row to
+            row. Those that differ among the first `NUM_PROBES` rows may do so anyhow.
         store_dtypes: Other dtypes in which fields are kept, by name.
 
     Attributes:
-        schema: The schema of all samples, which is that of the first one.
+        schema: The schema of all samples.
         arrays: The rows of each field, in the dtype in which it is kept.
 
     Raises:
         ValueError: The stream is empty.
-        SchemaError: A sample cannot be stored, or does not fit the first one.
+        SchemaError: A sample cannot be stored, or does not fit the first ones.
         DatasetError: The stream raised an error.
         OSError: The disk is full.
     """
@@ -90,49 +109,53 @@ class Spool:
         stream: Any,
         directory: Path,
         advance: Advance,
+        variable: Mapping[str, int],
         store_dtypes: Mapping[str, torch.dtype],
     ) -> None:
         self._num_rows = 0
         samples = samples_of(stream)
-        first = list(islice(samples, 1))
-        if not first:
-            raise ValueError("the dataset is empty: there is nothing to store")
+        piece = list(islice(samples, NUM_PROBES))
+        if not piece:
+            read = " A generator gives its rows once." if is_read_once(stream) else ""
+            raise ValueError(f"the dataset is empty: there is nothing to store.{read}")
         try:
-            self.schema = Schema.from_sample(first[0]).stored_as(store_dtypes)
+            self.schema = Schema.from_sample(piece[0], variable).stored_as(store_dtypes)
         except SchemaError as error:
             raise SchemaError(f"row 0, {error}") from error
-        for field in self.schema.fields:
-            if field.num_variable:
-                raise SchemaError(
-                    f"field {field.name!r}: rows of a stream cannot differ in length: give a"
-                    " dataset with __len__ and __getitem__"
-                )
+        for sample in piece[1:]:
+            self.schema = merged_schema(self.schema, sample) or self.schema
         with ExitStack() as stack:
-            self.arrays = [SpooledRows(field, directory) for field in self.schema.fields]
+            self.arrays = [
+                SpooledItems(field, directory)
+                if field.num_variable
+                else SpooledRows(field, directory)
+                for field in self.schema.fields
+            ]
             for array in self.arrays:
                 stack.callback(array.close)
-            row_bytes = sum(field.row_bytes for field in self.schema.fields)
-            piece_rows = max(1, _PIECE_BYTES // max(1, row_bytes))
-            piece = first
             while piece:
                 self._append(piece)
                 advance(len(piece))
-                piece = list(islice(samples, min(piece_rows, _MAX_PIECE_ROWS)))
+                max_rows = max(1, _PIECE_BYTES // self.row_bytes)
+                piece = list(islice(samples, min(max_rows, _MAX_PIECE_ROWS)))
             self._files = stack.pop_all()
 
     def __len__(self) -> int:
         return self._num_rows
 
-    def leaves(self, row: int) -> list[Tensor]:
-        """The leaves of a row.
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, on average and at least 1."""
+        return max(1, sum(array.num_bytes for array in self.arrays) // self._num_rows)
+
+    def hash_row(self, row: int) -> str:
+        """Hash a row; see `lightning_memmap.store.probes.hash_row`.
 
         Args:
             row: The row.
-
-        Returns:
-            One tensor for each field, of the dtype in which it is kept.
         """
-        return [array.read(row, row + 1)[0] for array in self.arrays]
+        found = (array.read(row, row + 1) for array in self.arrays)
+        return hash_row([rows.items if isinstance(rows, PackedRows) else rows for rows in found])
 
     def close(self) -> None:
         """Remove the files."""
@@ -140,14 +163,15 @@ class Spool:
 
     def _append(self, samples: list[Any]) -> None:
         schema = self.schema
+        # Never of fields whose rows differ in length.
         stacked = stack_samples(samples, schema.structure, schema.fields)
         if stacked is not None:
             for array, rows in zip(self.arrays, stacked, strict=True):
-                array.append(leaf_bytes(rows))
+                array.append(rows)
         else:
             for row, sample in enumerate(samples, self._num_rows):
                 for array, leaf in zip(self.arrays, flatten_row(sample, row, schema), strict=True):
-                    array.append(leaf_bytes(leaf))
+                    array.append(leaf)
         self._num_rows += len(samples)
 
 
@@ -157,31 +181,29 @@ class SpooledRows(FieldArray):
     Args:
         field: The field.
         directory: Where the file is.
+
+    Attributes:
+        num_bytes: Bytes of all rows.
     """
 
     def __init__(self, field: Field, directory: Path) -> None:
         self._field = field
         self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by `close`
+        self.num_bytes = 0
 
-    def append(self, data: np.ndarray) -> None:
-        """Append rows.
+    def append(self, rows: Tensor | np.ndarray) -> None:
+        """Append one row, or several.
 
         Args:
-            data: Their bytes, uint8 of one dimension.
+            rows: Of the field's dtype, and of its shape or of shape (n, *field shape).
         """
-        self._file.write(data.data)
+        self.num_bytes += self._file.write(leaf_bytes(rows).data)
 
     @override
     def read(self, first: int, end: int) -> Tensor:
-        self._file.flush()
         rows = torch.empty((end - first, *self._field.item_shape), dtype=self._field.dtype)
-        data, done = leaf_bytes(rows), 0  # The same memory.
-        while done < len(data):
-            start = first * self._field.row_bytes + done
-            count = os.preadv(self._file.fileno(), [data[done:].data], start)
-            if not count:
-                raise OSError(f"field {self._field.name!r}: its temporary file was cut short")
-            done += count
+        # The same memory.
+        _read_into(leaf_bytes(rows), self._file, first * self._field.row_bytes)
         return rows
 
     @override
@@ -191,3 +213,66 @@ class SpooledRows(FieldArray):
     def close(self) -> None:
         """Remove the file."""
         self._file.close()
+
+
+class SpooledItems:
+    """The rows of a field of a stream that differ in length, in two temporary files.
+
+    One has the items of all rows, the other says where each row ends in them, and its sizes.
+
+    Args:
+        field: The field.
+        directory: Where the files are.
+
+    Attributes:
+        num_bytes: Bytes of all rows, and of what says where they are.
+    """
+
+    def __init__(self, field: Field, directory: Path) -> None:
+        self._field = field
+        with ExitStack() as stack:
+            self._items = stack.enter_context(tempfile.TemporaryFile(dir=directory))
+            self._index = stack.enter_context(tempfile.TemporaryFile(dir=directory))
+            self._files = stack.pop_all()
+        self._end = self.num_bytes = 0
+        self._index.write(np.zeros(1 + field.num_variable, np.int64).data)
+
+    def append(self, row: Tensor | np.ndarray) -> None:
+        """Append a row.
+
+        Args:
+            row: Of the field's dtype, and of a shape that it admits.
+        """
+        sizes = row.shape[: self._field.num_variable]
+        self._end += math.prod(sizes)
+        self.num_bytes += self._items.write(leaf_bytes(row).data)
+        self.num_bytes += self._index.write(np.array([self._end, *sizes], np.int64).data)
+
+    def read(self, first: int, end: int) -> PackedRows:
+        """Read consecutive rows.
+
+        Args:
+            first: The first row.
+            end: One past the last row.
+        """
+        index = np.empty((1 + end - first, 1 + self._field.num_variable), np.int64)
+        _read_into(leaf_bytes(index), self._index, first * index[0].nbytes)
+        begin, stop = int(index[0, 0]), int(index[-1, 0])
+        items = torch.empty((stop - begin, *self._field.item_shape), dtype=self._field.dtype)
+        _read_into(leaf_bytes(items), self._items, begin * self._field.item_bytes)
+        return PackedRows(items, index[1:, 1:])
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._files.close()
+
+
+def _read_into(data: np.ndarray, file: IO[bytes], start: int) -> None:
+    """Fill memory, uint8 of one dimension, with bytes of a file."""
+    file.flush()
+    done = 0
+    while done < len(data):
+        count = os.preadv(file.fileno(), [data[done:].data], start + done)
+        if not count:
+            raise OSError("a temporary file with rows of the stream was cut short")
+        done += count

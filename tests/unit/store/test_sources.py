@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, TensorDataset
 
-from lightning_memmap import ColumnDataset, build_store
+from lightning_memmap import ColumnDataset, MemmapDataModule, build_store
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Schema
 from lightning_memmap.store import Store, range_writer
@@ -540,6 +541,8 @@ def test_table_is_refused_as_a_dataset_with_the_way_out(tmp_path: Path, kind: st
         ({"x": np.zeros(3)}, ["x", "x"], ValueError, "column 'x': it is there twice"),
         ({"x": np.zeros(3)}, "x", TypeError, "names='x': give a list"),
         (np.zeros(3), None, TypeError, "columns: found a ndarray"),
+        ({"x": {"y": np.zeros(3)}}, None, TypeError, "column 'x': found a dict, which has no rows"),
+        ({"x": "abc"}, None, TypeError, "column 'x': found a str, which has no rows"),
     ],
 )
 def test_columns_that_make_no_dataset_are_refused(
@@ -555,3 +558,156 @@ def test_column_dataset_rows_outside_raise_index_error() -> None:
     for row in (3, -4):
         with pytest.raises(IndexError, match=f"row {row}"):
             dataset[row]
+
+
+LABELS = [5, 0, 1, 2, 7]
+
+
+def series(kind: str) -> Any:
+    """The numbers 10 to 14, where a library has labels in another order than the rows."""
+    if kind in ("pyarrow array", "pyarrow chunks"):
+        arrow = optional("pyarrow")
+        return (arrow.array if kind == "pyarrow array" else arrow.chunked_array)(
+            range(10, 15) if kind == "pyarrow array" else [[10, 11], [12, 13, 14]]
+        )
+    if kind == "polars":
+        return optional("polars").Series([10, 11, 12, 13, 14])
+    pandas = optional("pandas")
+    if kind == "pandas index":
+        return pandas.Index(range(10, 15))
+    if kind == "derived class":
+        return type("Derived", (pandas.Series,), {"__module__": "elsewhere"})(
+            range(10, 15), index=LABELS
+        )
+    values = pandas.array(range(10, 15), "Int64") if kind == "pandas Int64" else range(10, 15)
+    return pandas.Series(values, index=LABELS)
+
+
+class Labelled:
+    """A Series of a library that is not known."""
+
+    shape, dtype, iloc = (5,), np.dtype("int64"), None
+
+    def __getitem__(self, label: int) -> int:
+        return LABELS.index(label) + 10
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.arange(10, 15)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["pandas", "pandas Int64", "pandas index", "derived class", "polars", "pyarrow array",
+     "pyarrow chunks", "unknown"],
+)  # fmt: skip
+def test_series_is_read_by_position(tmp_path: Path, kind: str) -> None:
+    dataset = ColumnDataset({"x": Labelled() if kind == "unknown" else series(kind)})
+    assert [dataset[row]["x"] for row in range(-5, 5)] == [10, 11, 12, 13, 14] * 2
+    store = build_store(dataset, tmp_path / "s", num_shards=2, progress=False)
+    assert [int(store[row]["x"]) for row in range(5)] == [10, 11, 12, 13, 14]
+
+
+def test_frame_as_a_column_is_refused() -> None:
+    with pytest.raises(TypeError, match="column 'x': found a DataFrame, which has no rows"):
+        ColumnDataset({"x": optional("pandas").DataFrame({"a": [1]})})
+
+
+def test_tensordict_is_a_column(tmp_path: Path) -> None:
+    dataset = ColumnDataset({"x": TensorDict({"a": torch.arange(3)}, [3])})
+    store = build_store(dataset, tmp_path / "s", progress=False)
+    assert [int(store[row]["x"]["a"]) for row in range(3)] == [0, 1, 2]
+
+
+def test_column_that_requires_grad_is_stored(tmp_path: Path) -> None:
+    dataset = ColumnDataset({"x": torch.nn.Parameter(torch.arange(3.0))})
+    assert not dataset[1]["x"].requires_grad
+    store = build_store(dataset, tmp_path / "s", progress=False)
+    assert [float(store[row]["x"]) for row in range(3)] == [0, 1, 2]
+
+
+def test_array_of_a_closed_file_is_refused(tmp_path: Path) -> None:
+    with optional("h5py").File(tmp_path / "rows.h5", "w") as file:
+        file["x"] = np.arange(3)
+        array = file["x"]
+        opened = ColumnDataset({"x": array})
+    with pytest.raises(DatasetError, match=r"column 'x': it cannot be read .* keep its file open"):
+        ColumnDataset({"x": array})
+    with pytest.raises(DatasetError, match="the dataset raised at row 0"):
+        build_store(opened, tmp_path / "s", progress=False)
+
+
+def parquet_files(directory: Path, **files: Any) -> Path:
+    arrow = optional("pyarrow")
+    writer = import_module("pyarrow.parquet")
+    directory.mkdir()
+    for name, columns in files.items():
+        writer.write_table(arrow.table(columns), directory / f"{name}.parquet")
+    return directory
+
+
+def test_parquet_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        path = parquet_files(tmp_path / name, a={"x": [1]}, b={"x": [2]})
+        (path / f"{name}.parquet").write_text("junk")
+        with pytest.raises(DatasetError, match=rf"{name}\.parquet: it cannot be read as a Parquet"):
+            ColumnDataset(path)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ColumnDataset(tmp_path / "nowhere.parquet")
+
+
+def test_parquet_file_with_damaged_rows_is_named(tmp_path: Path) -> None:
+    path = (
+        parquet_files(tmp_path / "d", a={"x": [f"row {row}" for row in range(1000)]}) / "a.parquet"
+    )
+    data = bytearray(path.read_bytes())
+    data[4:60] = b"\xff" * 56
+    path.write_bytes(data)
+    with pytest.raises(DatasetError, match=r"a\.parquet: it cannot be read as a Parquet file"):
+        build_store(ColumnDataset(path), tmp_path / "s", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            {"y": [1]},
+            r"b\.parquet: it has no column 'x', which .*a\.parquet has; its columns are y",
+        ),
+        ({"x": [1.5]}, r"b\.parquet: column 'x' is double, and int64 in .*a\.parquet"),
+    ],
+)
+def test_parquet_files_that_differ_are_refused(tmp_path: Path, other: Any, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        ColumnDataset(parquet_files(tmp_path / "d", a={"x": [1]}, b=other))
+
+
+def test_dict_of_splits_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    datasets = optional("datasets")
+    split = datasets.Dataset.from_dict({"x": [1, 2]})
+    given = datasets.DatasetDict({"train": split, "test": split})
+    words = (
+        r"a DatasetDict has a dataset for each split: choose one of the splits \['train', 'test'"
+    )
+    with pytest.raises(TypeError, match=f"the dataset: {words}"):
+        build_store(given, tmp_path / "s")
+    with pytest.raises(TypeError, match=f"columns: {words}"):
+        ColumnDataset(given)
+    with pytest.raises(TypeError, match=f"train_dataset: {words}"):
+        MemmapDataModule(given, store_dir=tmp_path)
+    data = MemmapDataModule(val_dataset=given, store_dir=tmp_path)
+    assert list(data.val_dataset) == ["train", "test"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [["a\0", "bc"], [b"a\0", b"bc"], [[1], [2, 3]], [["a", "b"], ["c", "d"]], [2, 3], [[2], [3]]],
+    ids=str,
+)
+def test_list_is_a_column_of_its_items(tmp_path: Path, values: list[Any]) -> None:
+    dataset = ColumnDataset({"x": values})
+    store = build_store(dataset, tmp_path / "s", progress=False)
+    for row, value in enumerate(values):
+        for found in (dataset[row]["x"], store[row]["x"]):
+            assert (found.tolist() if hasattr(found, "tolist") else found) == value
+    with pytest.raises(SchemaError, match=r"row 1, field 'x': found uint8 .* expected int64"):
+        build_store(ColumnDataset({"x": [1, "a"]}), tmp_path / "t", progress=False)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,8 +13,10 @@ from torch.utils.data import IterableDataset
 
 from lightning_memmap import MemmapDataModule, build_store
 from lightning_memmap.errors import DatasetError, SchemaError
+from lightning_memmap.store import range_writer
 from lightning_memmap.store.sources import stream as streams
 from tests.datasets import Numbered, holds
+from tests.variable import Ragged
 
 
 class Stream(IterableDataset[Any]):
@@ -47,6 +49,66 @@ def test_stream_of_any_length_is_stored_as_its_rows_in_a_list_are(
     assert {child.name for child in path.iterdir()} == {"s", "e", ".s.lock", ".e.lock"}
 
 
+def ragged(num_rows: int) -> list[Any]:
+    """Rows with text and fields that differ in length, of which the first two have numbers."""
+    rows = [Ragged(num_rows)[row] for row in range(num_rows)]
+    for row in rows[:2]:
+        row["ids"] = [1] * (3 + row["row"])
+    return rows
+
+
+@settings(max_examples=30, deadline=None)
+@given(num_rows=st.integers(2, 70), num_shards=st.integers(1, 9), piece_rows=st.integers(1, 20))
+def test_stream_of_rows_that_differ_in_length_is_stored_as_its_rows_in_a_list_are(
+    tmp_path_factory: pytest.TempPathFactory, num_rows: int, num_shards: int, piece_rows: int
+) -> None:
+    path, rows = tmp_path_factory.mktemp("store"), ragged(num_rows)
+    options: dict[str, Any] = {
+        "num_shards": num_shards,
+        "progress": False,
+        "variable": {"sound": "pad", "ids": "pad", "image": {"form": "pad", "dims": 2}},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "_MAX_PIECE_ROWS", piece_rows)
+        store = build_store(iter(rows), path / "s", **options)
+    expected = build_store(rows, path / "e", **options)
+    assert store.schema == expected.schema
+    assert store.manifest.checksums == expected.manifest.checksums
+    assert store.manifest.probes == expected.manifest.probes
+    assert [store[row]["text"] for row in range(num_rows)] == [row["text"] for row in rows]
+    assert {child.name for child in path.iterdir()} == {"s", "e", ".s.lock", ".e.lock"}
+
+
+def test_stream_of_rows_that_differ_in_length_is_written_in_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(range_writer, "_RANGE_BYTES", 1000)
+    rows = ragged(60)
+    store = build_store(iter(rows), tmp_path / "s", num_shards=7, progress=False)
+    expected = build_store(rows, tmp_path / "e", num_shards=7, progress=False)
+    assert store.schema == expected.schema
+    assert store.manifest.checksums == expected.manifest.checksums
+
+
+def test_rows_of_a_stream_that_differ_late_are_refused_with_a_declaration_that_helps(
+    tmp_path: Path,
+) -> None:
+    rows = [{"x": torch.zeros(3 if row < 700 else 4), "row": row} for row in range(800)]
+    with pytest.raises(SchemaError, match=r"row 700, .* variable=\{'x': 'pad'\}"):
+        build_store(iter(rows), tmp_path / "s", progress=False)
+    store = build_store(iter(rows), tmp_path / "s", variable={"x": "pad"}, progress=False)
+    assert [len(store[row]["x"]) for row in (0, 699, 700)] == [3, 3, 4]
+
+
+def test_store_of_the_same_stream_of_text_is_used(tmp_path: Path) -> None:
+    rows = ragged(40)
+    build_store(Stream(rows, 40), tmp_path / "s", progress=False)
+    build_store(Stream(rows, 40), tmp_path / "s", check="full", progress=False)
+    other = [*rows[:-1], {**rows[-1], "text": "another text"}]
+    with pytest.raises(DatasetError, match="row 39 of the dataset differs"):
+        build_store(Stream(other, 40), tmp_path / "s", check="full", progress=False)
+
+
 def test_stream_samples_of_mixed_kinds_come_back(tmp_path: Path) -> None:
     rows = [
         {
@@ -68,7 +130,7 @@ def test_stream_samples_of_mixed_kinds_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("samples", "error", "message"),
     [
-        ([], ValueError, "the dataset is empty"),
+        ([], ValueError, "the dataset is empty.* gives its rows once"),
         ([1, 2, "three"], SchemaError, "row 2, field 'value': found"),
         ([{"x": 1}, {"y": 1}], SchemaError, "row 1, field 'value': found dict"),
         ([object()], SchemaError, "row 0, field 'value': found object"),
@@ -144,3 +206,68 @@ def test_data_module_serves_an_iterable_dataset(tmp_path: Path) -> None:
         batches = [batch["x"] for batch in data.train_dataloader()]
         assert torch.cat(batches).equal(Numbered(50).expected()["x"])
         data.teardown("fit")
+
+
+class Pair(NamedTuple):
+    """A sample with a class of its own."""
+
+    number: int
+    text: str
+
+
+def pairs() -> Iterator[Pair]:
+    return (Pair(row, "x" * row) for row in range(20))
+
+
+def test_data_module_reads_a_generator_once(tmp_path: Path) -> None:
+    rows = pairs()
+    data = MemmapDataModule(rows, store_dir=tmp_path, batch_size=8, shuffle=False)
+    for _ in range(2):
+        data.prepare_data()
+        data.setup("fit")
+        batches = list(data.train_dataloader())
+        assert torch.cat([batch.number for batch in batches]).tolist() == list(range(20))
+        assert batches[0].text[:3] == ["", "x", "xx"]
+        data.teardown("fit")
+    assert next(rows, None) is None
+
+
+def test_data_module_of_a_stored_generator_needs_its_fingerprint(tmp_path: Path) -> None:
+    for is_built in (False, True):
+        data = MemmapDataModule(pairs(), store_dir=tmp_path / "a", fingerprint="v1")
+        data.prepare_data()
+        data.setup("fit")
+        assert (next(data.train_dataset, None) is not None) == is_built  # It was not read.
+    MemmapDataModule(pairs(), store_dir=tmp_path / "b").prepare_data()
+    with pytest.raises(DatasetError, match=r"gives its rows once.* give a fingerprint"):
+        MemmapDataModule(pairs(), store_dir=tmp_path / "b").prepare_data()
+
+
+def test_batches_of_a_stream_have_the_class_of_its_samples(tmp_path: Path) -> None:
+    data = MemmapDataModule(Stream(list(pairs()), 20), store_dir=tmp_path, batch_size=8)
+    data.prepare_data()
+    data.setup("fit")
+    assert type(next(iter(data.train_dataloader()))) is Pair
+
+
+def test_several_generators_are_several_datasets(tmp_path: Path) -> None:
+    data = MemmapDataModule(
+        val_dataset={"one": pairs(), "two": iter([1, 2, 3])}, store_dir=tmp_path, batch_size=2
+    )
+    data.prepare_data()
+    data.setup("validate")
+    assert [len(store) for store in data.stores.values()] == [20, 3]
+
+
+def test_generator_function_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    def rows() -> Iterator[int]:
+        yield 1
+
+    for _ in range(2):  # Whether or not a store is there.
+        with pytest.raises(TypeError, match="rows is a generator function: call it"):
+            build_store(rows, tmp_path / "s")
+        build_store(rows(), tmp_path / "s", fingerprint="v1", progress=False)
+    with pytest.raises(TypeError, match="rows is a generator function: call it"):
+        MemmapDataModule(rows, store_dir=tmp_path)
+    with pytest.raises(TypeError, match="Stream is a class: give an instance"):
+        MemmapDataModule(Stream, store_dir=tmp_path)

@@ -1,0 +1,64 @@
+"""What is given as a dataset, and is none: the way out, in words for a message."""
+
+import inspect
+from typing import Any
+
+_FRAMES = {("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table")}
+
+
+def library_of(value: Any) -> str:
+    """Find which library of tables a value is of, also where its class is derived from theirs.
+
+    Args:
+        value: The value.
+
+    Returns:
+        ``pandas``, ``polars`` or ``pyarrow``; empty for any other value.
+    """
+    known = {library for library, _ in _FRAMES}
+    modules = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
+    return next((module for module in modules if module in known), "")
+
+
+def is_frame(value: Any) -> bool:
+    """Whether a value is a DataFrame of pandas or polars, or a Table of pyarrow.
+
+    Args:
+        value: The value.
+    """
+    names = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__)
+    return any(name in _FRAMES for name in names)
+
+
+def is_dict_of_splits(value: Any) -> bool:
+    """Whether a value is a ``DatasetDict`` of Hugging Face, whose entries are datasets.
+
+    Args:
+        value: The value.
+    """
+    kinds = ("DatasetDict", "IterableDatasetDict")
+    return isinstance(value, dict) and any(kind.__name__ in kinds for kind in type(value).__mro__)
+
+
+def way_out(value: Any) -> str | None:
+    """Say what to give instead of a value that holds rows, but is no dataset.
+
+    Args:
+        value: What was given as a dataset.
+
+    Returns:
+        What it is and what to give, to follow the name of the argument; None where the value may be
+        a dataset, or where nothing is known of it.
+    """
+    kind = type(value).__name__
+    if is_dict_of_splits(value):
+        return f"a {kind} has a dataset for each split: choose one of the splits {list(value)}"
+    names = list(value) if isinstance(value, dict) else []
+    is_dict = bool(names) and all(isinstance(name, str) for name in names)
+    if is_dict or is_frame(value):
+        return f"a {kind} has columns and no rows: give lightning_memmap.ColumnDataset(...) of it"
+    if inspect.isgeneratorfunction(value):
+        return f"{value.__name__} is a generator function: call it, and give what it returns"
+    if isinstance(value, type):
+        return f"{value.__name__} is a class: give an instance of it"
+    return None
