@@ -21,6 +21,7 @@ from lightning_memmap.schema.fields import (
     MAX_NAME_LENGTH,
     Field,
     check_name_length,
+    dtype_name,
     entry,
     field_name,
 )
@@ -61,6 +62,11 @@ class Node:
     def is_field(self) -> bool:
         """Whether this is a field and not a container."""
         return self.kind in _FIELDS
+
+    @property
+    def is_list(self) -> bool:
+        """Whether this is a list or tuple that is no field."""
+        return self.kind in ("tuple", "list")
 
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
         """Iterate over this node and all below it, in the order of the leaves.
@@ -218,6 +224,9 @@ def merge(
 
     Returns:
         The structure; None if the two differ in more than that.
+
+    Raises:
+        SchemaError: They differ in the dtypes of a list of numbers. The message names it.
     """
     if one.is_field and other.is_field and (one.kind == "leaf") == (other.kind == "leaf"):
         field = fields[path].merged(other_fields[path])
@@ -228,11 +237,16 @@ def merge(
     is_of_other_length = one.is_field or other.is_field or len(one.keys) != len(other.keys)
     if _is_list(one) and _is_list(other) and is_of_other_length:
         numbers = _numbers(one, fields, path) | _numbers(other, other_fields, path)
-        if len(numbers) != 1 or None in numbers:
+        known = [found for found in numbers if found is not None]
+        if not known or len(known) < len(numbers):
             return None
-        (found,) = numbers
-        assert found is not None
-        merged.append(Field(field_name(path), found[0], (None,), found[1]))
+        if len(known) > 1:
+            kinds = sorted(f"{dtype_name(dtype)} ({kind})" for dtype, kind in known)
+            raise SchemaError(
+                f"rows of {field_name(path)!r} are lists of {' and '.join(kinds)}: give all numbers"
+                " one dtype, such as [1.0, 2.0], or arrays in place of the lists"
+            )
+        merged.append(Field(field_name(path), known[0][0], (None,), known[0][1]))
         return _SEQUENCE
     if (one.kind, one.name, set(one.keys)) != (other.kind, other.name, set(other.keys)):
         return None
@@ -247,19 +261,20 @@ def merge(
 
 
 def _is_list(node: Node) -> bool:
-    return node.kind in ("tuple", "list", "numbers", "sequence")
+    return node.is_list or node.kind in ("numbers", "sequence")
 
 
 def _numbers(
     node: Node, fields: Mapping[Path, Field], path: Path
 ) -> set[tuple[torch.dtype, str] | None]:
-    """The dtypes and kinds of the numbers in a list; None among them where it has other things."""
+    """The dtypes and kinds of the numbers in a list, as samples have them; None among them where it
+    has other things."""
     if node.is_field:
-        return {(fields[path].dtype, fields[path].kind)}
+        return {(fields[path].sample_dtype, fields[path].kind)}
     kinds = {"number": "array"}
     found = [fields.get((*path, key)) for key in node.keys]
     return {
-        (field.dtype, kinds.get(field.kind, field.kind))
+        (field.sample_dtype, kinds.get(field.kind, field.kind))
         if field is not None and field.shape == ()
         else None
         for field in found
