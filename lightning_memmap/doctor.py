@@ -193,7 +193,7 @@ def file_system(folder: Path) -> Iterator[Finding]:
     existing = _nearest(folder)
     if existing != folder.absolute():
         text = f"{folder.absolute()} is not there: what follows is of {existing}, above it"
-        yield Finding("folder", "limited", text)
+        yield Finding("missing", "limited", text)
     kind = _file_system_of(existing)
     free = format_bytes(shutil.disk_usage(existing).free)
     yield Finding("folder", "ok", f"{existing}: {kind}, {free} free")
