@@ -298,7 +298,7 @@ def take_probes(
         try:
             merged = schema.merged(probe.schema)
         except SchemaError as error:
-            raise SchemaError(f"row {probe.row}, {error}") from error
+            raise SchemaError(f"row {probe.row}: {error}") from error
         # Each was merged with the first one, so that any two of them differ in no more than that.
         assert merged is not None
         schema = merged.stored_as(store_dtypes or {})

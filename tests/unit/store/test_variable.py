@@ -203,17 +203,19 @@ def test_variable_that_cannot_be_is_refused(tmp_path: Path, variable: Any, words
 
 
 class Lists:
-    """Rows of the numbers that a function gives for them, and nothing in row 0."""
+    """Lists: an empty one in row 0, another one in the last row, and the same in all others."""
 
-    def __init__(self, first: Any, later: Any, num_rows: int = NUM_ROWS) -> None:
-        self.first, self.later, self.num_rows = first, later, num_rows
+    def __init__(self, first: Any, later: Any, delay_s: float = 0.0) -> None:
+        self.first, self.later, self.delay_s = first, later, delay_s
 
     def __len__(self) -> int:
-        return self.num_rows
+        return NUM_ROWS
 
     def __getitem__(self, row: int) -> Any:
-        ids = self.later if row in probe_rows(self.num_rows)[-1:] else self.first
-        return {"row": row, "ids": ids if row else []}
+        if row == 0:
+            sleep(self.delay_s)
+            return {"row": row, "ids": []}
+        return {"row": row, "ids": self.later if row == NUM_ROWS - 1 else self.first}
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -247,12 +249,13 @@ def test_list_that_is_empty_in_all_rows_read_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_lists_of_other_numbers_are_named(tmp_path: Path, num_workers: int) -> None:
-    words = (
-        r"rows of 'ids' are lists of float64 \(array\) and int64 \(array\): give all numbers one"
-    )
+    words = r"Rows of 'ids' are lists of float64 \(array\) and int64 \(array\): give all"
     for first, later in (([1], [1.5, 2.5]), ([], [1, 2.5]), ([1, 2], [1.5])):
-        with pytest.raises(SchemaError, match=words):
-            build(tmp_path / "s", Lists(first, later), num_workers=num_workers)
+        # Where the first row is slow, each other one is compared with that one alone.
+        for delay_s in (0.0, 0.15):
+            dataset = Lists(first, later, delay_s)
+            with pytest.raises(SchemaError, match=words):
+                build(tmp_path / "s", dataset, num_workers=num_workers)
     with pytest.raises(SchemaError, match="'ids' is a list of float64 and int64: give all numbers"):
         build(tmp_path / "s", [{"ids": [1, 2.5]}], variable={"ids": "pad"})
 
