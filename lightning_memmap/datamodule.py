@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import length_hint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -54,7 +55,6 @@ from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.sampling import (
     BlockShuffledSampler,
-    Parts,
     RowSubset,
     Sampler,
     SamplerFactory,
@@ -77,7 +77,7 @@ from lightning_memmap.splits import (
 )
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.probes import first_sample
-from lightning_memmap.store.recovery import is_store
+from lightning_memmap.store.recovery import is_store, stores_within
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 
 if TYPE_CHECKING:
@@ -307,22 +307,12 @@ class MemmapDataModule(L.LightningDataModule):
             sampler,
             variable,
         )
-        selection = self.options.selection("val")
-        if (
-            selection is not None
-            and selection.stored_split("val") != "val"
-            and val_dataset is not None
-        ):
-            name = "subset" if num_folds is None else f"num_folds={num_folds}"
-            raise ValueError(
-                f"{name} with a val_dataset: the rows that are held out are what is validated on;"
-                " leave val_dataset out, or give it as test_dataset"
-            )
         self.datasets: dict[str, Any] = dict(
             zip(SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
         )
         for kind, given in self.datasets.items():
             check_datasets(kind, given)
+        self._check_held_out()
         self._set_up: _SetUp | None = None
         self._printed: dict[str, tuple[DataTopology, SplitPlacement]] = {}
         #: By split, what this data module has stored or recognised: see `_source`.
@@ -499,12 +489,17 @@ class MemmapDataModule(L.LightningDataModule):
                 else.
             OSError: The disk is full, or the files cannot be written.
         """
-        self.options.check_splits(self._datasets)
+        self._check_splits()
         for split in dict.fromkeys(map(self._stored_split, self._splits())):
             dataset = self._datasets[split]
             if dataset is None or self._finds_its_own(split):
                 continue
             self._check_place(split)
+            if not length_hint(dataset, 1):
+                raise ValueError(
+                    f"{argument_of(split)}: the dataset is empty, and there is nothing to store:"
+                    " leave it out"
+                )
             store = build_store(
                 dataset,
                 self.store_directory / split,
@@ -518,6 +513,29 @@ class MemmapDataModule(L.LightningDataModule):
                 variable=self.variable,
             )
             self._built[split] = self._source(split, store)
+
+    def _check_splits(self) -> None:
+        """Check that the options fit the datasets: both may have been set since the other was.
+
+        Raises:
+            ValueError: One is given for another split, or there are rows to validate on twice.
+        """
+        self._check_held_out()
+        self.options.check_splits(self._datasets)
+
+    def _check_held_out(self) -> None:
+        """Check that there is no dataset to validate on beside rows that are held out.
+
+        Raises:
+            ValueError: There is one.
+        """
+        selection = self.options.selection("val")
+        holds_out = selection is not None and selection.stored_split("val") != "val"
+        if holds_out and self.datasets["val"] is not None:
+            raise ValueError(
+                f"{self._selecting} with a val_dataset: the rows that are held out are what is"
+                " validated on; leave val_dataset out, or give it as test_dataset"
+            )
 
     def _finds_its_own(self, split: str) -> bool:
         """Whether the store of a split is there as this data module has last left it."""
@@ -577,9 +595,15 @@ class MemmapDataModule(L.LightningDataModule):
             raise ValueError(
                 f"stage={stage!r}: choose one of {', '.join(_SPLITS_OF_STAGE)}, or None"
             )
+        self._check_splits()
         for split in self._splits(stage):
             if (store := self._open(split)) is not None:
                 stores[split] = store
+            elif isinstance(self.subset, Mapping) and split in self.subset:
+                raise ValueError(
+                    f"subset[{split!r}]={self.subset[split]!r}: there are no rows to choose from:"
+                    f" give {argument_of(split)}, or leave {split!r} out of the subset"
+                )
         topology = topology_of(self._strategy)
         if "train" in stores:
             self._check_train_fields(topology, stores["train"])
@@ -905,6 +929,14 @@ class MemmapDataModule(L.LightningDataModule):
         return selection.subset(split, self._index(selection), store)
 
     @property
+    def _selecting(self) -> str:
+        """The argument that selects rows, as it was given, for messages."""
+        for name in ("num_folds", "num_parts"):
+            if (count := getattr(self, name)) is not None:
+                return f"{name}={count}"
+        return f"subset={self.subset!r}"
+
+    @property
     def _strategy(self) -> Any:
         return None if self.trainer is None else self.trainer.strategy
 
@@ -913,8 +945,7 @@ class MemmapDataModule(L.LightningDataModule):
         count = selection.num_members
         if count is None:
             return 0
-        name = "num_parts" if isinstance(selection, Parts) else "num_folds"
-        given = f"{name}={count}"
+        given = self._selecting
         member = self._member(given)
         if self.member is not None:
             if member >= count:
@@ -944,16 +975,23 @@ class MemmapDataModule(L.LightningDataModule):
         return member
 
     def _check_place(self, split: str) -> None:
-        """Check that the stores of several datasets do not go into the store of one.
+        """Check that the stores of several datasets do not go into the store of one, or the store
+        of one in their place.
 
         Raises:
             StoreError: They would.
         """
         kind, _, name = split.partition("/")
-        if name and is_store(path := self.store_directory / kind):
+        path = self.store_directory / kind
+        if name and is_store(path):
             raise StoreError(
                 f"{path} is the store of one {kind}_dataset, and the stores of several would lie in"
                 " that directory: choose another store_dir, or delete this store"
+            )
+        if not name and (names := stores_within(path)):
+            raise StoreError(
+                f"{path} holds the stores of several datasets, {', '.join(names)}, and"
+                f" {kind}_dataset is one: choose another store_dir"
             )
 
     def store_path(self, split: str) -> Path:
@@ -1001,8 +1039,7 @@ class MemmapDataModule(L.LightningDataModule):
             ValueError: There are several, and which of them has which index is not known.
         """
         path = self.store_directory / split
-        found = sorted(child.name for child in path.iterdir()) if path.is_dir() else []
-        if names := [name for name in found if is_store(path / name)]:
+        if names := stores_within(path):
             raise ValueError(
                 f"{split}_dataset=None, and {path} holds the stores of several datasets: name them"
                 f" in their order with {split}_dataset={dict.fromkeys(names)}"

@@ -61,7 +61,7 @@ def doctor(args: list[str]) -> int:
         args: Arguments of the command line, after ``lightning-memmap doctor``.
 
     Returns:
-        The exit code: 0, or 1 if something that is needed is missing.
+        The exit code: 0, 1 if something that is needed is missing, or 2 if the folder is a file.
 
     Raises:
         SystemExit: An argument is unknown (code 2), or help was asked for (0).
@@ -69,10 +69,14 @@ def doctor(args: list[str]) -> int:
     parser = BriefParser(
         prog="lightning-memmap doctor",
         description="Look at versions, devices, memory and the file system of a folder, and say"
-        " what will work. Exit code: 0, or 1 if something that is needed is missing.",
+        " what will work. Exit code: 0, 1 if something that is needed is missing, or 2 for a wrong"
+        " argument.",
     )
     parser.add_argument("folder", nargs="?", default=".", help="where stores are, or will be")
     folder = Path(parser.parse_args(args).folder)
+    if not _nearest(folder).is_dir():
+        print(f"error: {_nearest(folder)} is a file: name a folder", file=sys.stderr)
+        return 2
     console = Console(markup=False)
     findings = []
     for title, found in (
@@ -186,8 +190,10 @@ def file_system(folder: Path) -> Iterator[Finding]:
     Yields:
         Its file system, its free space, and each thing that was tried.
     """
-    folder = folder.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    existing = _nearest(folder)
+    if existing != folder.absolute():
+        text = f"{folder.absolute()} is not there: what follows is of {existing}, above it"
+        yield Finding("missing", "limited", text)
     kind = _file_system_of(existing)
     free = format_bytes(shutil.disk_usage(existing).free)
     yield Finding("folder", "ok", f"{existing}: {kind}, {free} free")
@@ -205,6 +211,12 @@ def file_system(folder: Path) -> Iterator[Finding]:
                 yield Finding(what, otherwise, f"{text} ({error})")
             else:
                 yield Finding(what, "ok", "works")
+
+
+def _nearest(folder: Path) -> Path:
+    """A folder, or if it is missing, the nearest path above it that is there."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _file_system_of(folder: Path) -> str:

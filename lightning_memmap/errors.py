@@ -5,6 +5,7 @@ call is wrong: the dataset, the store on disk, or the memory of the devices.
 """
 
 from numbers import Integral
+from reprlib import repr as short_repr
 
 
 def check_integer(name: str, value: object) -> None:
@@ -31,6 +32,17 @@ def with_article(name: str) -> str:
         ``an int``, ``a uint8``: a first letter ``u`` is taken to be spoken as in "unit".
     """
     return f"an {name}" if name[:1].lower() in {"a", "e", "i", "o"} else f"a {name}"
+
+
+def call_text(kind: str, **arguments: object) -> str:
+    """A call with the arguments that are not None, for messages.
+
+    Args:
+        kind: Name of what is called.
+        arguments: The arguments, of which long ones are shortened.
+    """
+    given = [f"{key}={short_repr(each)}" for key, each in arguments.items() if each is not None]
+    return f"{kind}({', '.join(given)})"
 
 
 class MemmapError(Exception):

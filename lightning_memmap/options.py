@@ -200,17 +200,18 @@ class DataOptions:
         Raises:
             ValueError: One is given for another split.
         """
-        names = {*splits, *SPLITS}
+        names = list(splits)
         for argument in ("fingerprint", "subset"):
             given = getattr(self, argument)
-            for split in given.keys() - names if isinstance(given, Mapping) else ():
-                raise _no_split(argument, split, sorted(names))
+            for split in given if isinstance(given, Mapping) else ():
+                if split not in names:
+                    raise _no_split(argument, split, names)
 
 
 def _no_split(argument: str, split: str, splits: Iterable[str]) -> ValueError:
-    return ValueError(
-        f"{argument} for {split!r}: there is no such split, choose among {', '.join(splits)}"
-    )
+    is_several = any(name.startswith(f"{split}/") for name in splits)
+    reason = f"{split}_dataset is several datasets" if is_several else "there is no such split"
+    return ValueError(f"{argument} for {split!r}: {reason}, choose among {', '.join(splits)}")
 
 
 def _directory(given: object) -> Path:

@@ -312,8 +312,11 @@ def _table(step: StepRows, store: Store | None) -> Table:
         return table
     names = [field.name for field in store.schema.fields]
     shown = [index for index, field in enumerate(store.schema.fields) if _is_short(field)]
-    for name in ("row", "data device", *(names[index] for index in shown)):
+    for name in ("row", "data device"):
         table.add_column(name)
+    for name in (names[index] for index in shown):
+        # Or it would look like the row's number, or its device.
+        table.add_column(f"field {name}" if name in ("row", "data device") else name)
     for position, row in enumerate(step.rows, step.first):
         values = [
             _text(store.schema.fields[index].value(store.columns[index].row(row)))

@@ -6,6 +6,7 @@ name has two parts, such as ``val/clean``.
 
 import re
 from collections.abc import Mapping
+from reprlib import repr as short_repr
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -58,23 +59,41 @@ def check_datasets(kind: str, given: Any) -> None:
     Raises:
         TypeError: It is no dataset, or there are several, and one of them is none or they are to
             train on.
-        ValueError: A dataset has a name that a store cannot have.
+        ValueError: It is an empty list or dict; or a dataset has a name that a store cannot have,
+            or the same as another one up to case.
     """
     if kind == "train" and is_dict_of_splits(given):
         raise TypeError(f"train_dataset: {way_out(given)}")
-    entries = _entries(given) if has_several(given) else {}
+    entries = _entries(given)
+    if isinstance(given, (list, tuple, Mapping)) and not given:
+        raise ValueError(f"{kind}_dataset={given!r}: it is empty: give a dataset, or leave it out")
+    first = _entries(next(iter(entries.values()), None))
+    if any(isinstance(entry, Dataset) for entry in first.values()):
+        raise TypeError(
+            f"{kind}_dataset={short_repr(given)}: datasets in a list within a list or dict: give"
+            " all of them in one list, or in one dict by name"
+        )
+    if not has_several(given):
+        entries = {}
     if entries and kind == "train":
         raise TypeError(
             f"train_dataset: found {len(entries)} datasets, and training has one: join them with"
             " torch.utils.data.ConcatDataset"
         )
+    seen: dict[str, Any] = {}
     for name, dataset in entries.items():
         if dataset is not None and not _is_dataset(dataset):
             raise _no_dataset(f"{kind}_dataset[{name!r}]", dataset)
         if not isinstance(name, int) and not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise ValueError(
-                f"{kind}_dataset[{name!r}]: its store has this name: use letters, digits, '_',"
-                " '-' and '.'"
+                f"{kind}_dataset[{name!r}]: its store has this name: use ASCII letters, digits,"
+                " '_', '-' and '.', and begin with none of the last two"
+            )
+        other = seen.setdefault(str(name).casefold(), name)
+        if other is not name:
+            raise ValueError(
+                f"{kind}_dataset[{name!r}] and [{other!r}]: some file systems would have one store"
+                " for both: use names that differ in more than case"
             )
     is_one = hasattr(given, "__getitem__") and not isinstance(given, (str, type))
     if given is not None and not is_one and not is_stream(given):

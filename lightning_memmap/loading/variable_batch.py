@@ -11,6 +11,7 @@ from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.schema import Field, Form, Jagged, Pad, Schema
+from lightning_memmap.schema.fields import dtype_name
 
 #: Memory that is made has this much more than is asked for, since the next step may need more.
 _SLACK = 1.25
@@ -64,8 +65,8 @@ class Former:
                 fits = False
             if not fits and field.dtype not in _INEXACT:
                 raise ValueError(
-                    f"variable: value={form.value!r} is no {field.dtype}, which field"
-                    f" {field.name!r} is padded with: choose another value"
+                    f"variable: field {field.name!r} is {dtype_name(field.dtype)}, which does not"
+                    f" have the value {form.value!r} to pad with: choose another value"
                 )
         self._field = field
         self._form = form
@@ -138,7 +139,15 @@ class FormedCollate:
         fields = {field.name: field for field in schema.fields}
         for name in variable:
             if name not in fields:
-                raise ValueError(f"variable: the store has no field {name!r}, among {list(fields)}")
+                raise ValueError(
+                    f"variable: in the store, {schema.why_no_field(name)}: leave it out,"
+                    " or build the store anew with overwrite=True"
+                )
+            if fields[name].is_text:
+                raise ValueError(
+                    f"variable: field {name!r} is {fields[name].kind}, which batches give as a list"
+                    " in any case: leave it out"
+                )
             if not fields[name].num_variable:
                 raise ValueError(
                     f"variable: in the store, all rows of field {name!r} have the shape"

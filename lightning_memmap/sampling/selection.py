@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_memmap.errors import check_integer
+from lightning_memmap.errors import call_text, check_integer
 from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import random_bits
@@ -92,6 +92,11 @@ class Subset(Selection):
         self._rows, self._field, self._values, self._where = rows, field, values, where
 
     @override
+    def __repr__(self) -> str:
+        found = {"rows": self._rows, "field": self._field, "values": self._values}
+        return call_text("Subset", **found, where=self._where)
+
+    @override
     def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
         found = self._rows
         if self._field is not None:
@@ -115,8 +120,12 @@ class Parts(Selection):
     def __init__(self, num_parts: int) -> None:
         check_integer("num_parts", num_parts)
         if num_parts < 1:
-            raise ValueError(f"num_parts={num_parts}: at least 1")
+            raise ValueError(f"num_parts={num_parts}: at least 1 part")
         self.num_members = num_parts
+
+    @override
+    def __repr__(self) -> str:
+        return call_text("Parts", num_parts=self.num_members)
 
     @override
     def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
@@ -193,6 +202,12 @@ class RandomSplit(_HoldingOut):
         self._validation = validation
 
     @override
+    def __repr__(self) -> str:
+        return call_text(
+            "RandomSplit", validation=self._validation, stratify=self._stratify, seed=self._seed
+        )
+
+    @override
     def _held_out(self, member: int, fields: Fields) -> NDArray[np.bool_]:
         given, num_rows = self._validation, fields.num_rows
         count = given if isinstance(given, int) else max(1, round(given * num_rows))
@@ -233,6 +248,11 @@ class KFold(_HoldingOut):
             raise ValueError(f"num_folds={num_folds}: at least 2, one of which is held out")
         self.num_members = num_folds
         self._shuffle = shuffle
+
+    @override
+    def __repr__(self) -> str:
+        found = {"num_folds": self.num_members, "shuffle": self._shuffle}
+        return call_text("KFold", **found, stratify=self._stratify, seed=self._seed)
 
     @override
     def subset(self, split: str, member: int, fields: Fields) -> RowSubset:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_memmap.errors import check_integer
+from lightning_memmap.errors import call_text, check_integer
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.permutations import permuted, random_bits
 from lightning_memmap.sampling.sampler import Sampler, check_seed
@@ -52,6 +52,13 @@ class Weighted(SamplerFactory):
         if not isinstance(replacement, bool):
             raise TypeError(f"replacement={replacement!r}: give True or False")
         self.weights, self.num_samples, self.replacement = weights, num_samples, replacement
+
+    @override
+    def __repr__(self) -> str:
+        count = self.num_samples
+        return call_text(
+            "Weighted", weights=self.weights, num_samples=count, replacement=self.replacement
+        )
 
     @override
     def make(self, shards: Shards, seed: int, fields: Fields) -> "WeightedSampler":

@@ -11,6 +11,7 @@ dtype is one field as well.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from reprlib import repr as short_repr
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from lightning_memmap.schema.fields import (
     check_names,
     dtype_name,
     entry,
+    field_name,
 )
 from lightning_memmap.schema.forms import Form, Jagged, Pad, Rows, read_forms
 from lightning_memmap.schema.leaves import (
@@ -88,16 +90,25 @@ class Schema:
         variable = variable or {}
         structure = describe(sample, leaves, number_ndim=0, variable=variable)
         if not leaves:
-            raise SchemaError(f"the sample {sample!r} holds no tensor, array, image or number")
+            raise SchemaError(
+                f"the sample {short_repr(sample)} holds no tensor, array, image or number; an empty"
+                " list has no dtype: give an empty array of one, or a first row with numbers"
+            )
         fields = [describe_leaf(*leaf) for leaf in leaves]
-        names = [field.name for field in fields]
-        if unknown := sorted(set(variable) - set(names)):
-            raise SchemaError(f"variable: there is no field {unknown[0]!r}, among {names}")
+        found = cls(tuple(fields), structure)
+        for name in variable.keys() - {*(field.name for field in fields), *found.empty_lists}:
+            raise SchemaError(f"variable: {found.why_no_field(name)}")
         for index, field in enumerate(fields):
             count = variable.get(field.name, 0)
+            if count and field.is_text:
+                raise SchemaError(
+                    f"variable: field {field.name!r} is {field.kind}, which batches give as a list"
+                    " in any case: leave it out"
+                )
             if count > len(field.shape):
                 raise SchemaError(
-                    f"field {field.name!r}: variable: {field} has fewer than {count} dimensions"
+                    f"variable: field {field.name!r} is {field}, which has fewer than {count}"
+                    f" dimension{'s' * (count > 1)}"
                 )
             count = max(count, field.num_variable)
             fields[index] = replace(field, shape=(None,) * count + field.shape[count:])
@@ -112,12 +123,47 @@ class Schema:
         Returns:
             The schema, in which leading dimensions of fields that differ are None, and lists of
             numbers that differ in length are fields; or None if the two differ in more than that.
+
+        Raises:
+            SchemaError: They differ in the dtypes of a list of numbers. The message names it.
         """
         fields: list[Field] = []
         structure = merge(
             self.structure, other.structure, self._by_path(), other._by_path(), fields
         )
         return None if structure is None else Schema(tuple(fields), structure)
+
+    @property
+    def empty_lists(self) -> list[str]:
+        """The names of lists without a value: what they hold is for other samples to show."""
+        nodes = self.structure.walk()
+        return [field_name(path) for path, node in nodes if node.is_list and not node.keys]
+
+    def why_no_field(self, name: str) -> str:
+        """Say why no field has a name.
+
+        Args:
+            name: The name.
+
+        Returns:
+            Words for a message, with the names that there are. A list of a few numbers counts as
+            one, as it is where rows differ in length.
+        """
+        names, lists, fields = list[str](), set[tuple[str | int, ...]](), self._by_path()
+        for path, node in self.structure.walk():
+            within = [fields.get((*path, key)) for key in node.keys]
+            if node.is_list and path and all(field and not field.shape for field in within):
+                if field_name(path) == name:
+                    dtypes = sorted({dtype_name(field.dtype) for field in within if field})
+                    found = " and ".join(dtypes) or "nothing"
+                    if len(dtypes) > 1:
+                        return f"{name!r} is a list of {found}: give all numbers one dtype"
+                    return f"{name!r} is a list of {found}, whose length is the same in all rows"
+                lists.add(path)
+                names.append(field_name(path))
+            elif node.is_field and path[:-1] not in lists:
+                names.append(field_name(path))
+        return f"there is no field {name!r}, among {names}"
 
     def _by_path(self) -> dict[tuple[str | int, ...], Field]:
         paths = [path for path, node in self.structure.walk() if node.is_field]
@@ -163,7 +209,7 @@ class Schema:
         """
         names = [field.name for field in self.fields]
         for name in dtypes:
-            if name not in names:
+            if name not in names + self.empty_lists:
                 raise SchemaError(
                     f"store_dtypes[{name!r}]: there is no such field; the fields are"
                     f" {', '.join(names)}"

@@ -28,7 +28,10 @@ class Form:
     def __post_init__(self) -> None:
         check_integer("dims", self.dims)
         if self.dims < 1:
-            raise ValueError(f"dims={self.dims}: at least 1 dimension differs from row to row")
+            raise ValueError(
+                f"{type(self).__name__}: dims={self.dims}: at least 1 dimension differs from row to"
+                " row"
+            )
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,13 @@ class Pad(Form):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.value, (int, float)):
-            raise TypeError(f"value={self.value!r}: give the number to pad with")
+            raise TypeError(f"Pad: value={self.value!r}: give the number to pad with")
         check_integer("multiple", self.multiple)
         if self.multiple < 1:
-            raise ValueError(f"multiple={self.multiple}: at least 1")
+            raise ValueError(
+                f"{type(self).__name__}: multiple={self.multiple}: the padded length is a multiple"
+                " of this: give 1 or more"
+            )
 
 
 @dataclass(frozen=True)
@@ -106,5 +112,5 @@ def _form(name: str, given: Any) -> Form:
         )
     try:
         return _FORMS[kind](**arguments)
-    except TypeError as error:
-        raise TypeError(f"variable: field {name!r}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"variable: field {name!r}: {error}") from error

@@ -114,6 +114,11 @@ def to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
     image = sys.modules.get("PIL.Image")
     if image is not None and isinstance(leaf, image.Image):
         return _image_array(name, leaf), f"image:{leaf.mode}"
+    if leaf is None:
+        raise SchemaError(
+            f"field {name!r}: found NoneType, which cannot be stored: give a value that stands for"
+            " it, such as nan or -1, or leave the row out"
+        )
     raise SchemaError(
         f"field {name!r}: found {type(leaf).__name__}, which cannot be stored; give a tensor, a"
         " numpy array, a PIL image, a number, a bool, a str or bytes"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import namedtuple
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -12,7 +12,6 @@ from typing import Any
 from unicodedata import normalize
 
 import numpy as np
-import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from lightning_memmap.schema.fields import (
     MAX_NAME_LENGTH,
     Field,
     check_name_length,
+    dtype_name,
     entry,
     field_name,
 )
@@ -61,6 +61,11 @@ class Node:
     def is_field(self) -> bool:
         """Whether this is a field and not a container."""
         return self.kind in _FIELDS
+
+    @property
+    def is_list(self) -> bool:
+        """Whether this is a list or tuple that is no field."""
+        return self.kind in ("tuple", "list")
 
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
         """Iterate over this node and all below it, in the order of the leaves.
@@ -218,9 +223,14 @@ def merge(
 
     Returns:
         The structure; None if the two differ in more than that.
+
+    Raises:
+        SchemaError: They differ in the dtypes of a list of numbers. The message names it.
     """
     if one.is_field and other.is_field and (one.kind == "leaf") == (other.kind == "leaf"):
         field = fields[path].merged(other_fields[path])
+        if field is None and one.kind != "leaf":
+            raise _mixed_error(path, (fields[path], other_fields[path]))
         if field is None:
             return None
         merged.append(field)
@@ -228,11 +238,12 @@ def merge(
     is_of_other_length = one.is_field or other.is_field or len(one.keys) != len(other.keys)
     if _is_list(one) and _is_list(other) and is_of_other_length:
         numbers = _numbers(one, fields, path) | _numbers(other, other_fields, path)
-        if len(numbers) != 1 or None in numbers:
+        known = [field for field in numbers if field is not None]
+        if not known or None in numbers:
             return None
-        (found,) = numbers
-        assert found is not None
-        merged.append(Field(field_name(path), found[0], (None,), found[1]))
+        if len(known) > 1:
+            raise _mixed_error(path, known)
+        merged.append(known[0])
         return _SEQUENCE
     if (one.kind, one.name, set(one.keys)) != (other.kind, other.name, set(other.keys)):
         return None
@@ -247,23 +258,28 @@ def merge(
 
 
 def _is_list(node: Node) -> bool:
-    return node.kind in ("tuple", "list", "numbers", "sequence")
+    return node.is_list or node.kind in ("numbers", "sequence")
 
 
-def _numbers(
-    node: Node, fields: Mapping[Path, Field], path: Path
-) -> set[tuple[torch.dtype, str] | None]:
-    """The dtypes and kinds of the numbers in a list; None among them where it has other things."""
-    if node.is_field:
-        return {(fields[path].dtype, fields[path].kind)}
+def _numbers(node: Node, fields: Mapping[Path, Field], path: Path) -> set[Field | None]:
+    """The fields that have the numbers of a list, any count of them, in the dtype of samples; None
+    among them where it has other things."""
+    paths = [path] if node.is_field else [(*path, key) for key in node.keys]
     kinds = {"number": "array"}
-    found = [fields.get((*path, key)) for key in node.keys]
     return {
-        (field.dtype, kinds.get(field.kind, field.kind))
-        if field is not None and field.shape == ()
+        Field(field_name(path), field.sample_dtype, (None,), kinds.get(field.kind, field.kind))
+        if field is not None and (node.is_field or field.shape == ())
         else None
-        for field in found
+        for field in map(fields.get, paths)
     }
+
+
+def _mixed_error(path: Path, fields: Iterable[Field]) -> SchemaError:
+    found = sorted({f"{dtype_name(field.sample_dtype)} ({field.kind})" for field in fields})
+    return SchemaError(
+        f"Rows of {field_name(path)!r} are lists of {' and '.join(found)}: give all numbers one"
+        " dtype, such as [1.0, 2.0], or arrays in place of the lists"
+    )
 
 
 def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: Path = ()) -> None:

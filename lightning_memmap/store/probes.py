@@ -114,16 +114,26 @@ def flatten_row(sample: Any, row: int, schema: Schema) -> list[Tensor | np.ndarr
     try:
         return schema.flatten(sample)
     except SchemaError as error:
-        way_out = (
-            "All rows of a store share one structure, and each field one dtype and shape: convert,"
-            " crop or pad it in the dataset"
+        # With a cause, it is a value that no store could have, and its message says what to do.
+        way_out = "" if error.__cause__ is not None else f". {_way_out(schema, sample)}"
+        raise SchemaError(f"row {row}, {error}{way_out}") from error
+
+
+def _way_out(schema: Schema, sample: Any) -> str:
+    """What to do about a sample that does not fit."""
+    try:
+        merged = schema.merged(Schema.from_sample(sample))
+    except SchemaError as error:
+        return str(error)
+    if merged is None:
+        return (
+            "All rows of a store share one structure, and each field one dtype and number of"
+            " dimensions: convert it in the dataset"
         )
-        if (merged := merged_schema(schema, sample)) is not None:
-            way_out = (
-                "Where rows differ in length, that must be declared:"
-                f" variable={_declaration(schema, merged)}"
-            )
-        raise SchemaError(f"row {row}, {error}. {way_out}") from error
+    return (
+        "Where rows differ in length, that must be declared:"
+        f" variable={_declaration(schema, merged)}"
+    )
 
 
 def _declaration(schema: Schema, merged: Schema) -> dict[str, Any]:
@@ -293,10 +303,20 @@ def take_probes(
     run_tasks(prober, others, min(num_workers, len(others)), probes.extend)
     schema = probes[0].schema
     for probe in probes:
-        # Each was merged with the first one, so that any two can be merged.
-        merged = schema.merged(probe.schema)
+        try:
+            merged = schema.merged(probe.schema)
+        except SchemaError as error:
+            raise SchemaError(f"row {probe.row}: {error}") from error
+        # Each was merged with the first one, so that any two of them differ in no more than that.
         assert merged is not None
-        schema = merged
+        schema = merged.stored_as(store_dtypes or {})
+    for name in schema.empty_lists:
+        if name in {**(variable or {}), **(store_dtypes or {})}:
+            raise SchemaError(
+                f"field {name!r} is an empty list in each of the {len(probes)} rows that were read"
+                " first, so that its dtype is not known: give arrays in place of lists, such as"
+                " numpy.array(values, numpy.int64)"
+            )
     probes = [replace(probe, schema=schema) for probe in probes]
     return sorted(probes, key=lambda probe: probe.row)
 
@@ -333,7 +353,8 @@ class _Prober:
                 )
         except SchemaError as error:
             raise SchemaError(f"row {row}, {error}") from error
-        schema = merged_schema(schema, sample) or schema
+        if (merged := merged_schema(schema, sample)) is not None:
+            schema = merged.stored_as(self.store_dtypes or {})
         leaves = flatten_row(sample, row, schema)
         again = read_row(self.dataset, row, schema)
         for field, one, other in zip(schema.fields, leaves, again, strict=True):

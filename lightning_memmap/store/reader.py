@@ -86,6 +86,12 @@ class Store:
             raise ValueError(f"field {field!r}: the store at {self.path} has {names}")
         index = names.index(field)
         found = self.schema.fields[index]
+        if found.is_text:
+            raise ValueError(
+                f"field {field!r}: its rows are {found.kind}, and only numbers can be looked up for"
+                " all rows: store a number for each class as well, such as its index in a list of"
+                " names, and give that field"
+            )
         if found.num_variable or math.prod(found.item_shape) != 1:
             raise ValueError(
                 f"field {field!r}: its rows are {found}; give a field with one value in each row"

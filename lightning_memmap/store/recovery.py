@@ -51,6 +51,42 @@ def is_store(directory: Path) -> bool:
     return True
 
 
+def stores_within(directory: Path) -> list[str]:
+    """The stores that lie in a directory, such as those of several datasets.
+
+    Args:
+        directory: The directory, which need not exist.
+
+    Returns:
+        Their names in order.
+
+    Raises:
+        StoreError: This process may not look into one of them.
+    """
+    found = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
+    return [name for name in found if not name.startswith(".") and is_store(directory / name)]
+
+
+def no_store_error(directory: Path, argument: str) -> StoreError:
+    """Make the error for a place that has something else than a store in it.
+
+    Args:
+        directory: The place.
+        argument: What chooses it.
+
+    Returns:
+        The error, to be raised by the caller.
+    """
+    if names := stores_within(directory):
+        return StoreError(
+            f"{directory} exists and is not a store, but has stores in it ({', '.join(names)}):"
+            f" choose another {argument}"
+        )
+    return StoreError(
+        f"{directory} exists and is not a store: choose another {argument}, or remove it"
+    )
+
+
 def building_path(directory: Path) -> Path:
     """Return the directory in which the next store is built, until it replaces ``directory``.
 

@@ -29,7 +29,14 @@ from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.reader import Store, open_store
-from lightning_memmap.store.recovery import is_store, locked, make_room, recover, remove_tree
+from lightning_memmap.store.recovery import (
+    is_store,
+    locked,
+    make_room,
+    no_store_error,
+    recover,
+    remove_tree,
+)
 
 #: The file with the token, which distinguishes one build from the next in the same place.
 _TOKEN = "token"
@@ -53,7 +60,7 @@ def check_place(path: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if not is_store(path):
-        raise StoreError(f"{path} exists and is not a store: choose another path, or remove it")
+        raise no_store_error(path, "path")
     if not overwrite:
         raise StoreError(
             f"{path} exists: choose another path, or replace what is there with overwrite=True"

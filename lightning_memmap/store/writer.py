@@ -45,6 +45,7 @@ from lightning_memmap.store.recovery import (
     is_store,
     locked,
     make_room,
+    no_store_error,
     recover,
     remove_tree,
 )
@@ -215,9 +216,7 @@ def _check_length(dataset: Any) -> None:
 
 def _reopen(directory: Path, num_shards: int, dtypes: Mapping[str, torch.dtype]) -> Store:
     if not is_store(directory):
-        raise StoreError(
-            f"{directory} exists and is not a store: choose another `store_dir`, or remove it"
-        )
+        raise no_store_error(directory, "`store_dir`")
     store = open_store(directory)
     if store.num_shards != num_shards:
         raise StoreError(

@@ -50,7 +50,17 @@ def test_doctor_on_a_good_folder_succeeds_and_leaves_nothing(
 def test_doctor_of_a_folder_to_be_made_looks_at_the_one_above(tmp_path: Path) -> None:
     found = by_name(file_system(tmp_path / "not" / "there"))
     assert str(tmp_path) in found["folder"].text
+    words = f"{tmp_path / 'not' / 'there'} is not there: what follows is of {tmp_path}"
+    assert words in found["missing"].text
     assert not list(tmp_path.iterdir())
+
+
+def test_doctor_of_a_file_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "file.py").touch()
+    for path in (tmp_path / "file.py", tmp_path / "file.py" / "within"):
+        code, out, error = run(str(path))
+        assert (code, out) == (2, "")
+        assert f"{tmp_path / 'file.py'} is a file: name a folder" in error
 
 
 def test_doctor_names_what_is_needed_and_missing(

@@ -190,6 +190,13 @@ def test_show_lists_values_and_draws_images(command: Command, tmp_path: Path) ->
     command.write(shuffle=False)
     assert command("--show", tmp_path / "none.png") == 0
     assert "none.png" not in command.out
+    # A field of this name is told from the number of the row.
+    header = next(line for line in command.out.splitlines() if "data device" in line)
+    assert [name.strip() for name in header.strip("┃").split("┃")][:3] == [
+        "row",
+        "data device",
+        "field row",
+    ]
     assert not (tmp_path / "none.png").exists()
 
 

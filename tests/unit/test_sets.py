@@ -20,7 +20,7 @@ from lightning_memmap.cli import main
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import DataTopology
-from lightning_memmap.sampling import KFold, Parts, RandomSplit, Subset
+from lightning_memmap.sampling import KFold, Parts, RandomSplit, Subset, Weighted
 from tests.models import Points, Regression, make_trainer
 from tests.preloaded import python
 from tests.rows import check_save_and_resume, epoch_rows, joined, make_loader
@@ -204,6 +204,13 @@ def test_fingerprints_are_by_name(tmp_path: Path) -> None:
         ({1: CLEAN}, r"val_dataset\[1\]|"),
         ([CLEAN, 5], r"val_dataset\[1\]=5: give a map-style dataset"),
         (5, "val_dataset=5: give a map-style dataset"),
+        ({"é": CLEAN}, "use ASCII letters"),
+        ({"a": CLEAN, "A": NOISY}, r"val_dataset\['A'\] and \['a'\]: some file systems"),
+        ({1: CLEAN, "1": NOISY}, r"val_dataset\['1'\] and \[1\]"),
+        ([[CLEAN, NOISY]], r"val_dataset=\[\[.*give all of them in one list"),
+        ({"a": [CLEAN]}, r"val_dataset=\{'a': .*give all of them in one list"),
+        ([], r"val_dataset=\[\]: it is empty"),
+        ({}, r"val_dataset=\{\}: it is empty"),
     ],
 )
 def test_datasets_that_cannot_be_are_refused(tmp_path: Path, given: Any, words: str) -> None:
@@ -226,8 +233,44 @@ def test_stores_do_not_go_into_the_store_of_one(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"val is the store of one val_dataset"):
         make_data(tmp_path, val_dataset=[CLEAN, NOISY]).prepare_data()
     build_store(CLEAN, tmp_path / "stores" / "test" / "0", progress=False)
-    with pytest.raises(StoreError):
+    with pytest.raises(StoreError, match=r"several datasets, 0, and test_dataset is one: choose"):
         make_data(tmp_path, test_dataset=CLEAN).prepare_data()
+    with pytest.raises(StoreError, match=r"has stores in it \(0\): choose") as caught:
+        build_store(CLEAN, tmp_path / "stores" / "test", progress=False)
+    assert "remove" not in str(caught.value)
+
+
+def test_empty_dataset_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"val_dataset\['b'\]: the dataset is empty"):
+        make_data(tmp_path, val_dataset={"a": CLEAN, "b": Points(0)}).prepare_data()
+
+
+@pytest.mark.parametrize("given", [[CLEAN, NOISY], {"0": CLEAN, "1": NOISY}])
+@pytest.mark.parametrize(
+    "option", [{"subset": {"val": Subset([1])}}, {"fingerprint": {"val": "one"}}]
+)
+def test_option_for_several_datasets_at_once_is_refused(
+    tmp_path: Path, given: Any, option: dict[str, Any]
+) -> None:
+    words = "for 'val': val_dataset is several datasets, choose among train, val/0, val/1, test"
+    with pytest.raises(ValueError, match=words):
+        make_data(tmp_path, val_dataset=given, **option).prepare_data()
+    data = set_up(make_data(tmp_path, val_dataset=given))
+    with pytest.raises(ValueError, match=words):
+        data.with_options(**option).setup("fit")
+
+
+def test_subset_of_a_split_without_rows_is_refused(tmp_path: Path) -> None:
+    data = make_data(tmp_path, subset={"val": Subset([1])})
+    data.prepare_data()
+    with pytest.raises(ValueError, match=r"subset\['val'\]=Subset\(rows=\[1\]\): .*val_dataset"):
+        data.setup("fit")
+
+
+def test_rows_held_out_beside_a_dataset_that_is_set_later_are_refused(tmp_path: Path) -> None:
+    data = set_up(make_data(tmp_path, val_dataset=CLEAN))
+    with pytest.raises(ValueError, match=r"num_folds=3 with a val_dataset"):
+        data.with_options(num_folds=3, member=0).setup("fit")
 
 
 def test_store_commands_describe_all_of_them(
@@ -354,7 +397,7 @@ def test_folds_hold_out_what_the_member_says(tmp_path: Path) -> None:
         assert sorted(rows(data.train_dataloader()) + validated) == list(range(90))
         held_out += validated
     assert sorted(held_out) == list(range(90))
-    with pytest.raises(ValueError, match="num_folds=4: which member is it"):
+    with pytest.raises(ValueError, match=r"subset=KFold\(num_folds=4, .*\): which member is it"):
         labelled(tmp_path, subset=KFold(4))
 
 
@@ -449,7 +492,7 @@ def test_checkpoint_of_another_subset_is_refused(tmp_path: Path) -> None:
         ({"subset": {"train": [1]}}, r"subset\['train'\]=\[1\]: give a Subset"),
         ({"subset": {"trian": Subset([1])}}, "subset for 'trian': there is no such split"),
         ({"subset": Subset([1]), "num_folds": 2}, "leave one of them out"),
-        ({"subset": KFold(2), "val_dataset": CLEAN}, "subset with a val_dataset"),
+        ({"subset": KFold(2), "val_dataset": CLEAN}, r"subset=KFold\(.*\) with a val_dataset"),
     ],
 )
 def test_subset_that_cannot_be_is_refused(
@@ -457,6 +500,39 @@ def test_subset_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         make_data(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Subset(range(3)), "Subset(rows=range(0, 3))"),
+        (Subset(field="label", values=[1]), "Subset(field='label', values=[1])"),
+        (RandomSplit(0.2), "RandomSplit(validation=0.2, seed=0)"),
+        (KFold(5, stratify="y"), "KFold(num_folds=5, shuffle=True, stratify='y', seed=0)"),
+        (Parts(3), "Parts(num_parts=3)"),
+        (Weighted("label"), "Weighted(weights='label', replacement=True)"),
+    ],
+)
+def test_selections_and_samplers_say_what_they_are(value: Any, text: str) -> None:
+    assert repr(value) == text
+
+
+def test_selection_of_many_rows_is_short_in_a_message() -> None:
+    assert len(repr(Subset(list(range(10_000))))) < 100
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"subset": RandomSplit(0.5, stratify="name")},
+        {"subset": Subset(field="name", values=["a"])},
+        {"sampler": Weighted("name")},
+    ],
+)
+def test_text_as_classes_is_refused(tmp_path: Path, option: dict[str, Any]) -> None:
+    samples: Any = [{"row": row, "name": "ab"[row % 2]} for row in range(24)]
+    with pytest.raises(ValueError, match=r"field 'name': its rows are text.*store a number for"):
+        set_up(make_data(tmp_path, train_dataset=samples, **option), "fit")
 
 
 def test_values_of_a_field_are_in_dataset_order(tmp_path: Path) -> None:

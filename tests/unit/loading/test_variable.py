@@ -196,11 +196,11 @@ def test_index_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("forms", "words"),
     [
-        ({"sounds": Pad()}, r"the store has no field 'sounds', among \['row', 'sound'"),
+        ({"sounds": Pad()}, r"there is no field 'sounds', among \['row', 'sound'"),
         ({"row": Pad()}, r"all rows of field 'row' have the shape \(\): leave it out"),
         ({"image": Jagged()}, "'image' differs in 2 dimensions, and a jagged tensor in one"),
-        ({"image": Pad(value=-1)}, "value=-1 is no torch.uint8"),
-        ({"ids": Pad(value=0.5)}, "value=0.5 is no torch.int64"),
+        ({"image": Pad(value=-1)}, "field 'image' is uint8, which does not have the value -1"),
+        ({"ids": Pad(value=0.5)}, "field 'ids' is int64, which does not have the value 0.5"),
     ],
 )
 def test_form_that_a_field_cannot_have_is_refused(

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError
+from lightning_memmap.loading import FormedCollate
 from lightning_memmap.sampling import Shards
+from lightning_memmap.schema import Pad
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.columns.segments import copy_segments, fill_segments
 from lightning_memmap.store.probes import probe_rows
@@ -176,7 +178,9 @@ def test_later_row_that_differs_in_length_names_the_argument_that_stores_it(
 
 def test_row_that_differs_in_more_than_length_is_refused_as_ever(tmp_path: Path) -> None:
     sample = {"a": torch.zeros(3, 4, 1), "ids": [1, 2]}
-    with pytest.raises(SchemaError, match=r"row 150, .* one dtype and shape") as caught:
+    with pytest.raises(
+        SchemaError, match=r"row 150, .* one dtype and number of dimensions"
+    ) as caught:
         build(tmp_path / "s", late(sample))
     assert "variable" not in str(caught.value)
 
@@ -188,14 +192,92 @@ def test_row_that_differs_in_more_than_length_is_refused_as_ever(tmp_path: Path)
         ({"a": {"form": "pad", "dims": 3}}, "fewer than 3 dimensions"),
         ({"a": "pads"}, "'pads' for field 'a' is no form: choose one of pad, jagged, list"),
         ({"a": {"form": "pad", "valu": 1}}, "field 'a': .*valu"),
-        ({"a": {"form": "pad", "multiple": 0}}, "multiple=0"),
-        ({"a": {"form": "pad", "dims": 0}}, "dims=0"),
+        ({"a": {"form": "pad", "multiple": 0}}, "field 'a': .*multiple=0"),
+        ({"a": {"form": "pad", "dims": 0}}, "field 'a': .*dims=0"),
         ("pad", "variable='pad': give a form for each field"),
     ],
 )
 def test_variable_that_cannot_be_is_refused(tmp_path: Path, variable: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError, SchemaError), match=words):
         build(tmp_path / "s", [{"a": torch.zeros(3, 4)}] * 9, variable=variable)
+
+
+class Lists:
+    """Lists: an empty one in row 0, another one in the last row, and the same in all others."""
+
+    def __init__(self, first: Any, later: Any, delay_s: float = 0.0) -> None:
+        self.first, self.later, self.delay_s = first, later, delay_s
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        if row == 0:
+            sleep(self.delay_s)
+            return {"row": row, "ids": []}
+        return {"row": row, "ids": self.later if row == NUM_ROWS - 1 else self.first}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"variable": {"ids": "pad"}},
+        {"variable": {"ids": "pad"}, "store_dtypes": {"ids": "int16"}},
+    ],
+)
+def test_empty_list_in_the_first_row_is_what_other_rows_show(
+    tmp_path: Path, num_workers: int, options: dict[str, Any]
+) -> None:
+    for first, later in (([1, 2], [3]), ([], [3, 4, 5])):
+        path = tmp_path / str(len(first))
+        store = build(path, Lists(first, later), num_workers=num_workers, **options)
+        assert_holds(store, Lists(first, later))
+        field = store.schema.fields[1]
+        assert (field.name, field.shape) == ("ids", (None,))
+        assert field.dtype == (torch.int16 if "store_dtypes" in options else torch.int64)
+
+
+def test_list_that_is_empty_in_all_rows_read_is_refused(tmp_path: Path) -> None:
+    for option in ({"variable": {"ids": "pad"}}, {"store_dtypes": {"ids": "int16"}}):
+        with pytest.raises(SchemaError, match=r"'ids' is an empty list in each of the 8 rows"):
+            build(tmp_path / "s", Lists([], []), **option)
+    with pytest.raises(SchemaError, match="an empty list has no dtype"):
+        build(tmp_path / "s", [{"ids": []}, {"ids": [1]}])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_lists_of_other_numbers_are_named(tmp_path: Path, num_workers: int) -> None:
+    words = r"Rows of 'ids' are lists of float64 \(array\) and int64 \(array\): give all"
+    for first, later in (([1], [1.5, 2.5]), ([], [1, 2.5]), ([1, 2], [1.5])):
+        # Where the first row is slow, each other one is compared with that one alone.
+        for delay_s in (0.0, 0.15):
+            dataset = Lists(first, later, delay_s)
+            with pytest.raises(SchemaError, match=words):
+                build(tmp_path / "s", dataset, num_workers=num_workers)
+    with pytest.raises(SchemaError, match="'ids' is a list of float64 and int64: give all numbers"):
+        build(tmp_path / "s", [{"ids": [1, 2.5]}], variable={"ids": "pad"})
+
+
+def test_short_lists_are_listed_under_one_name(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match=r"no field 'id', among \['row', 'ids', 'names.0'\]"):
+        build(tmp_path / "s", [{"row": 0, "ids": [1, 2], "names": ["a"]}], variable={"id": "pad"})
+
+
+@pytest.mark.parametrize("value", ["a", b"a"])
+def test_form_for_text_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(SchemaError, match=r"field 'name' is .*, which batches give as a list"):
+        build(tmp_path / "s", [{"name": value}] * 9, variable={"name": "pad"})
+    store = build(tmp_path / "s", [{"name": value}] * 9)
+    with pytest.raises(ValueError, match=r"field 'name' is .*, which batches give as a list"):
+        FormedCollate(store.schema, {"name": Pad()})
+
+
+def test_value_that_no_store_has_comes_without_advice_for_shapes(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match=r"row 1, field 'x': found NoneType.* nan") as caught:
+        build(tmp_path / "s", [{"x": 1.0}, {"x": None}])
+    assert "All rows" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
