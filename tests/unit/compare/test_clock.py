@@ -1,10 +1,13 @@
 """The parts of a step, as the Trainer's profiler is told of them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lightning_memmap.compare.report.records import PARTS
 from lightning_memmap.compare.run import clock as clock_module
+from lightning_memmap.compare.run import memory
 from lightning_memmap.compare.run.clock import StepClock
 from lightning_memmap.compare.run.measure import synchronizer
 
@@ -68,8 +71,8 @@ def test_wait_is_for_the_gpus_that_hold_tensors_of_this_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waited: list[int] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", [0, 2**20, 0].__getitem__)
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    gpus = SimpleNamespace(device_count=lambda: 3, memory_reserved=[0, 2**20, 0].__getitem__)
+    monkeypatch.setattr(memory, "_counting_module", lambda: gpus)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     synchronizer(torch.device("cuda", 1))()
     assert waited == [1]

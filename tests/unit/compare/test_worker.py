@@ -160,7 +160,9 @@ def test_other_data_module_is_refused(tmp_path: Path) -> None:
 
 def test_fewer_rows_than_a_step_are_refused(tmp_path: Path) -> None:
     sections = config(tmp_path, batch_size=ROWS)
-    with pytest.raises(ValueError, match="steps of 200 rows, and an epoch has 100"):
+    with pytest.raises(
+        ValueError, match="steps of 200 rows, and an epoch of the training split has 100"
+    ):
         prepare(make_spec(tmp_path, "prepare", "", sections))
 
 

@@ -90,7 +90,7 @@ def test_staging_brings_all_rows() -> None:
 
 
 @pytest.mark.parametrize("form", ["pad", "jagged", "list"])
-@pytest.mark.parametrize("residency", ["device", "pinned", "mmap"])
+@pytest.mark.parametrize("residency", ["device", "host", "mmap"])
 @pytest.mark.parametrize("transform", [None, lambda batch: batch])
 def test_rows_that_differ_in_length_on_a_gpu_are_those_of_the_dataset(
     tmp_path: Path, form: str, residency: str, transform: Any

@@ -321,9 +321,9 @@ BUILD = """
 import sys, time
 from tests.variable import Ragged
 from lightning_memmap.store import build_store
-import lightning_memmap.store.writer as writer
+from lightning_memmap.store import range_writer, writer
 writer._JOURNAL_INTERVAL_S = 0.0
-writer._MAX_RANGE_ROWS = 20
+range_writer._MAX_RANGE_ROWS = 20
 
 class Slow(Ragged):
     def __getitem__(self, row):
