@@ -63,7 +63,7 @@ def assert_goes_on(runs: list[dict[str, Any]], num_done: int) -> None:
 # The resumed runs save nothing.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize(("variant", "other"), [(DDP, SUPERBATCH_DDP), (SUPERBATCH_DDP, DDP)])
-def test_resume_is_bitwise_on_one_arm_and_goes_on_with_the_rows_on_others(
+def test_resume_is_bitwise_on_one_variant_and_goes_on_with_the_rows_on_others(
     tmp_path: Path, variant: dict[str, Any], other: dict[str, Any]
 ) -> None:
     options = {"rows": ROWS, "variant": variant, "steps": STEPS, "others": [other]}
@@ -89,12 +89,12 @@ def test_resume_is_bitwise_on_one_arm_and_goes_on_with_the_rows_on_others(
 
 # The resumed runs save nothing.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.parametrize("arm", [DDP, SUPERBATCH_DDP])
+@pytest.mark.parametrize("variant", [DDP, SUPERBATCH_DDP])
 def test_weighted_rows_of_several_processes_are_those_of_one_and_resume_bitwise(
-    tmp_path: Path, arm: dict[str, Any]
+    tmp_path: Path, variant: dict[str, Any]
 ) -> None:
     step = 25
-    ranks = launch("resume.weighted", tmp_path, processes=2, rows=ROWS, arm=arm, step=step)
+    ranks = launch("resume.weighted", tmp_path, processes=2, rows=ROWS, variant=variant, step=step)
     order = resume.weighted_sampler(ROWS).make(
         Shards(ROWS, 24), 0, SimpleNamespace(num_rows=ROWS, values=None)
     )

@@ -103,7 +103,7 @@ def weighted_sampler(rows: int) -> Weighted:
     return Weighted([float(row % 7) for row in range(rows)], num_samples=2 * rows)
 
 
-def weighted(out: Path, rows: int, arm: dict[str, Any], step: int) -> dict[str, Any]:
+def weighted(out: Path, rows: int, variant: dict[str, Any], step: int) -> dict[str, Any]:
     """Train on rows drawn by weight with checkpoints, and from one of the checkpoints.
 
     Returns:
@@ -111,8 +111,8 @@ def weighted(out: Path, rows: int, arm: dict[str, Any], step: int) -> dict[str, 
     """
     sampler = weighted_sampler(rows)
     return {
-        "whole": fit(out, rows, **arm, save=True, sampler=sampler),
-        "resumed": fit(out, rows, **arm, sampler=sampler, checkpoint=f"step={step}.ckpt"),
+        "whole": fit(out, rows, **variant, save=True, sampler=sampler),
+        "resumed": fit(out, rows, **variant, sampler=sampler, checkpoint=f"step={step}.ckpt"),
     }
 
 

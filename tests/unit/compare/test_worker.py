@@ -88,7 +88,7 @@ def test_random_transform_without_another_leaves_rows_to_check(tmp_path: Path) -
     assert not parities["memmap_superbatch"].same_content
 
 
-def test_other_seed_of_one_arm_is_found(tmp_path: Path) -> None:
+def test_other_seed_of_one_variant_is_found(tmp_path: Path) -> None:
     sections = config(tmp_path)
     facts = facts_of(tmp_path, sections)
     reference = run(make_spec(tmp_path, "check", "auto", sections))
