@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,7 @@ def pages_with(pattern: re.Pattern[str]) -> Any:
 @pages_with(CODE)
 def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
     environment = {f"PL_TRAINER_{name}": value for name, value in TRAINER.items()}
-    missing = set()
     for number, lines in enumerate(programs(PAGES[page])):
-        imported = re.findall(r"^(?:import|from) (\w+)", "\n".join(lines), re.MULTILINE)
-        if not_installed := {name for name in imported if find_spec(name) is None}:
-            missing |= not_installed
-            continue
         # On the lines that it has in the page, for the sake of tracebacks.
         program = tmp_path / f"{Path(page).stem}_{number}.py"
         program.write_text("\n".join(lines), encoding="utf-8")
@@ -72,8 +66,6 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
-    if missing:
-        pytest.skip(f"some programs of the page need {', '.join(sorted(missing))}")
 
 
 def programs(page: str) -> Iterator[list[str]]:
