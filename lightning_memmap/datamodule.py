@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import length_hint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,7 +24,7 @@ from lightning_memmap._compat.loops import (
 )
 from lightning_memmap._compat.tensors import empty_caches
 from lightning_memmap.arguments import nearest
-from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError, with_article
+from lightning_memmap.errors import with_article
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
@@ -55,7 +54,6 @@ from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.sampling import (
     BlockShuffledSampler,
-    RowSubset,
     Sampler,
     SamplerFactory,
     Selection,
@@ -67,7 +65,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.sampling.sampler import check_sampler
 from lightning_memmap.schema import read_forms
-from lightning_memmap.schema.narrowing import check_store_dtypes
+from lightning_memmap.split_stores import SplitStores
 from lightning_memmap.splits import (
     SPLITS,
     argument_of,
@@ -75,9 +73,8 @@ from lightning_memmap.splits import (
     has_several,
     named_datasets,
 )
-from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.store import Store
 from lightning_memmap.store.probes import first_sample
-from lightning_memmap.store.recovery import is_store, stores_within
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 
 if TYPE_CHECKING:
@@ -312,15 +309,15 @@ class MemmapDataModule(L.LightningDataModule):
         )
         for kind, given in self.datasets.items():
             check_datasets(kind, given)
-        self._check_held_out()
         self._set_up: _SetUp | None = None
         self._printed: dict[str, tuple[DataTopology, SplitPlacement]] = {}
-        #: By split, what this data module has stored or recognised: see `_source`.
+        #: By split, what this data module has stored or recognised: see `SplitStores`.
         self._built: dict[str, tuple[Any, ...]] = {}
         self._has_warned = False
         self._train_loader: SuperBatchLoader | DeviceLoader | None = None
         self._train_state: dict[str, Any] | None = None
         self._num_trained: int | None = None
+        SplitStores(self.options, self.datasets, None, self._built).check_held_out()
 
     def with_options(self, **changes: Any) -> "MemmapDataModule":
         """A data module of the same class and datasets with other options, and not set up.
@@ -412,7 +409,7 @@ class MemmapDataModule(L.LightningDataModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MemmapDataModule":
         """A data module of the same arguments, which shares the datasets: they are only read."""
-        memo.update((id(dataset), dataset) for dataset in self._datasets.values())
+        memo.update((id(dataset), dataset) for dataset in self._split_stores.datasets.values())
         copied = copy.copy(self)
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(copied), memo))
@@ -433,13 +430,13 @@ class MemmapDataModule(L.LightningDataModule):
         return "\n".join(lines)
 
     @property
-    def _datasets(self) -> dict[str, Any]:
-        """The datasets by split, each of several under a name of its own."""
-        return {
-            split: dataset
-            for kind, given in self.datasets.items()
-            for split, dataset in named_datasets(kind, given).items()
-        }
+    def _split_stores(self) -> SplitStores:
+        # A subclass may have made a property of an option.
+        made = [
+            name for name in vars(self.options) if isinstance(getattr(type(self), name), property)
+        ]
+        options = replace(self.options, **{name: getattr(self, name) for name in made})
+        return SplitStores(options, self.datasets, self._strategy, self._built)
 
     @property
     def stores(self) -> Mapping[str, Store]:
@@ -453,10 +450,7 @@ class MemmapDataModule(L.LightningDataModule):
         Raises:
             ValueError: The member is not known.
         """
-        text = str(self.store_dir)
-        if "{member}" not in text:
-            return self.store_dir
-        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
+        return self._split_stores.directory
 
     @property
     def placement(self) -> Placement | None:
@@ -489,71 +483,10 @@ class MemmapDataModule(L.LightningDataModule):
                 else.
             OSError: The disk is full, or the files cannot be written.
         """
-        self._check_splits()
-        for split in dict.fromkeys(map(self._stored_split, self._splits())):
-            dataset = self._datasets[split]
-            if dataset is None or self._finds_its_own(split):
-                continue
-            self._check_place(split)
-            if not length_hint(dataset, 1):
-                raise ValueError(
-                    f"{argument_of(split)}: the dataset is empty, and there is nothing to store:"
-                    " leave it out"
-                )
-            store = build_store(
-                dataset,
-                self.store_directory / split,
-                num_shards=self.num_shards,
-                num_workers=self.num_workers,
-                # What this data module has built itself is not built again by the next stage.
-                overwrite=self.overwrite and split not in self._built,
-                fingerprint=self.options.fingerprint_of(split),
-                check=self.check,
-                store_dtypes=self.store_dtypes,
-                variable=self.variable,
-            )
-            self._built[split] = self._source(split, store)
-
-    def _check_splits(self) -> None:
-        """Check that the options fit the datasets: both may have been set since the other was.
-
-        Raises:
-            ValueError: One is given for another split, or there are rows to validate on twice.
-        """
-        self._check_held_out()
-        self.options.check_splits(self._datasets)
-
-    def _check_held_out(self) -> None:
-        """Check that there is no dataset to validate on beside rows that are held out.
-
-        Raises:
-            ValueError: There is one.
-        """
-        selection = self.options.selection("val")
-        holds_out = selection is not None and selection.stored_split("val") != "val"
-        if holds_out and self.datasets["val"] is not None:
-            raise ValueError(
-                f"{self._selecting} with a val_dataset: the rows that are held out are what is"
-                " validated on; leave val_dataset out, or give it as test_dataset"
-            )
-
-    def _finds_its_own(self, split: str) -> bool:
-        """Whether the store of a split is there as this data module has last left it."""
-        try:
-            return self._is_its_own(split, open_store(self.store_directory / split))
-        except MemmapError:
-            return False
-
-    def _is_its_own(self, split: str, store: Store) -> bool:
-        built, source = self._built.get(split), self._source(split, store)
-        return built is not None and built[0] is source[0] and built[1:] == source[1:]
-
-    def _source(self, split: str, store: Store) -> tuple[Any, ...]:
-        """A dataset, the options that its store depends on, and the content of the store."""
-        options = self.options
-        dtypes = check_store_dtypes(options.store_dtypes)
-        given = options.num_shards, options.fingerprint_of(split), options.check, dtypes
-        return self._datasets[split], *given, store.manifest.content
+        stores = self._split_stores
+        stores.check()
+        for split in dict.fromkeys(map(stores.stored_split, self._splits())):
+            stores.build(split)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, and make the shards resident.
@@ -595,9 +528,10 @@ class MemmapDataModule(L.LightningDataModule):
             raise ValueError(
                 f"stage={stage!r}: choose one of {', '.join(_SPLITS_OF_STAGE)}, or None"
             )
-        self._check_splits()
+        split_stores = self._split_stores
+        split_stores.check()
         for split in self._splits(stage):
-            if (store := self._open(split)) is not None:
+            if (store := split_stores.open(split)) is not None:
                 stores[split] = store
             elif isinstance(self.subset, Mapping) and split in self.subset:
                 raise ValueError(
@@ -697,7 +631,7 @@ class MemmapDataModule(L.LightningDataModule):
             split,
             store.manifest,
             topology,
-            self._subset(split, store),
+            self._split_stores.subset(split, store),
             self.shuffle_window,
             None if order is None else partial(order, store),
         )
@@ -916,83 +850,9 @@ class MemmapDataModule(L.LightningDataModule):
         kinds = SPLITS if stage is None else _SPLITS_OF_STAGE[stage]
         return [split for kind in kinds for split in named_datasets(kind, self.datasets[kind])]
 
-    def _stored_split(self, split: str) -> str:
-        """The split whose store has the rows of a split."""
-        selection = self.options.selection(split)
-        return split if selection is None else selection.stored_split(split)
-
-    def _subset(self, split: str, store: Store) -> RowSubset | None:
-        """The rows of its store that a split is; None where it is all of them."""
-        selection = self.options.selection(split)
-        if selection is None:
-            return None
-        return selection.subset(split, self._index(selection), store)
-
-    @property
-    def _selecting(self) -> str:
-        """The argument that selects rows, as it was given, for messages."""
-        for name in ("num_folds", "num_parts"):
-            if (count := getattr(self, name)) is not None:
-                return f"{name}={count}"
-        return f"subset={self.subset!r}"
-
     @property
     def _strategy(self) -> Any:
         return None if self.trainer is None else self.trainer.strategy
-
-    def _index(self, selection: Selection) -> int:
-        """Which of the folds or parts of a selection are this process's."""
-        count = selection.num_members
-        if count is None:
-            return 0
-        given = self._selecting
-        member = self._member(given)
-        if self.member is not None:
-            if member >= count:
-                raise ValueError(f"member={member} with {given}: choose 0 to {count - 1}")
-        elif (num_members := self._strategy.num_members) % count:
-            raise ValueError(
-                f"{given} with {num_members} members: some would be trained less often than"
-                f" others; use {count} members or a multiple of it, with devices=... or"
-                f" IndependentStrategy(num_members={count})"
-            )
-        return member % count
-
-    def _member(self, given: str) -> int:
-        """The member that this process trains.
-
-        Raises:
-            ValueError: It is not known. The message says what was given that needs it.
-        """
-        if self.member is not None:
-            return self.member
-        member: int | None = getattr(self._strategy, "member", None)
-        if member is None:
-            raise ValueError(
-                f"{given}: which member is it? Train with strategy='memmap_independent', or say"
-                " which with member=..."
-            )
-        return member
-
-    def _check_place(self, split: str) -> None:
-        """Check that the stores of several datasets do not go into the store of one, or the store
-        of one in their place.
-
-        Raises:
-            StoreError: They would.
-        """
-        kind, _, name = split.partition("/")
-        path = self.store_directory / kind
-        if name and is_store(path):
-            raise StoreError(
-                f"{path} is the store of one {kind}_dataset, and the stores of several would lie in"
-                " that directory: choose another store_dir, or delete this store"
-            )
-        if not name and (names := stores_within(path)):
-            raise StoreError(
-                f"{path} holds the stores of several datasets, {', '.join(names)}, and"
-                f" {kind}_dataset is one: choose another store_dir"
-            )
 
     def store_path(self, split: str) -> Path:
         """Where the store is that has the rows of a split.
@@ -1003,47 +863,7 @@ class MemmapDataModule(L.LightningDataModule):
         Raises:
             ValueError: ``store_dir`` has ``{member}`` in it, and the member is not known.
         """
-        return self.store_directory / self._stored_split(split)
-
-    def _open(self, split: str) -> Store | None:
-        path = self.store_path(split)
-        split = self._stored_split(split)
-        dataset = self._datasets[split]
-        try:
-            store = open_store(path)
-        except StoreNotFoundError:
-            if dataset is None and "/" in split:
-                raise self._missing(split) from None
-            if dataset is None:
-                self._check_no_several(split)
-                # An error only where its loader is asked for: a Trainer keeps a data module, and
-                # sets it up for stages that have other loaders.
-                return None
-            raise StoreNotFoundError(
-                f"no store at {path}: call prepare_data() before setup(), which builds it from"
-                f" {argument_of(split)}; a subclass that overrides it calls super().prepare_data()"
-            ) from None
-        if dataset is not None and not self._is_its_own(split, store):
-            store.check_dataset(
-                dataset,
-                fingerprint=self.options.fingerprint_of(split),
-                check=self.check,
-                num_workers=self.num_workers,
-            )
-        return store
-
-    def _check_no_several(self, split: str) -> None:
-        """Check that the stores of several datasets are not taken for no store.
-
-        Raises:
-            ValueError: There are several, and which of them has which index is not known.
-        """
-        path = self.store_directory / split
-        if names := stores_within(path):
-            raise ValueError(
-                f"{split}_dataset=None, and {path} holds the stores of several datasets: name them"
-                f" in their order with {split}_dataset={dict.fromkeys(names)}"
-            )
+        return self._split_stores.path(split)
 
     def _loader(
         self,
@@ -1056,7 +876,7 @@ class MemmapDataModule(L.LightningDataModule):
     ) -> SuperBatchLoader | DeviceLoader:
         rows = self._rows.get(split)
         if rows is None:
-            raise self._missing(split)
+            raise self._split_stores.missing(split)
         if split == "train":
             # The transform may have been set since the set-up.
             self._check_train_fields(rows.topology, self.stores[split])
@@ -1076,18 +896,9 @@ class MemmapDataModule(L.LightningDataModule):
             loader.dataset = loader.batch_sizes
         return loader_for(loader, rows.topology)
 
-    def _missing(self, split: str) -> StoreNotFoundError:
-        stored = self._stored_split(split)
-        path = self.store_directory / stored
-        if self._datasets[stored] is None and not is_store(path):
-            return StoreNotFoundError(
-                f"{argument_of(stored)}=None and no store at {path}: give the dataset, or a"
-                f" store_dir that holds a store named {stored!r}"
-            )
-        return StoreNotFoundError(f"the {split} split is not set up: call setup() first")
-
     def _collate(self, split: str) -> Collate:
-        schema, dataset = self.stores[split].schema, self._datasets[self._stored_split(split)]
+        stores = self._split_stores
+        schema, dataset = self.stores[split].schema, stores.datasets[stores.stored_split(split)]
         sample = None
         if not schema.has_classes or dataset is None or is_read_once(dataset):
             pass

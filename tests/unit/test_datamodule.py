@@ -574,6 +574,17 @@ class TestAttributes:
             class Sub(MemmapDataModule):
                 batch_size = 7
 
+    def test_property_in_place_of_an_option_is_what_counts(self, tmp_path: Path) -> None:
+        class Sub(MemmapDataModule):
+            @property
+            def store_dir(self) -> Path:  # type: ignore[override]
+                return tmp_path / "elsewhere"
+
+        data = Sub(Points(48), store_dir=tmp_path / "unused")
+        set_up(data, "fit")
+        assert data.stores["train"].path == tmp_path / "elsewhere" / "train"
+        assert not (tmp_path / "unused").exists()
+
     def test_option_before_the_constructor_is_refused(self, tmp_path: Path) -> None:
         class Early(MemmapDataModule):
             def __init__(self) -> None:

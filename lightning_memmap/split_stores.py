@@ -1,0 +1,306 @@
+"""The stores of a data module's splits: where they lie, how they are built and opened, and which of
+their rows a split has.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import length_hint
+from pathlib import Path
+from typing import Any
+
+from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
+from lightning_memmap.options import DataOptions
+from lightning_memmap.sampling import RowSubset, Selection
+from lightning_memmap.schema.narrowing import check_store_dtypes
+from lightning_memmap.splits import argument_of, named_datasets
+from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.store.recovery import is_store, stores_within
+
+
+@dataclass(frozen=True)
+class SplitStores:
+    """The stores of the splits of one data module.
+
+    Args:
+        options: The options of the data module.
+        given: Its datasets by argument: ``train``, ``val``, ``test`` and ``predict``.
+        strategy: The Trainer's, which may know the member that this process trains; or None.
+        built: By split, what this data module has stored or recognised, which `build` adds to.
+    """
+
+    options: DataOptions
+    given: Mapping[str, Any]
+    strategy: Any
+    built: dict[str, tuple[Any, ...]]
+
+    @property
+    def datasets(self) -> dict[str, Any]:
+        """The datasets by split, each of several under a name of its own."""
+        return {
+            split: dataset
+            for kind, given in self.given.items()
+            for split, dataset in named_datasets(kind, given).items()
+        }
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the stores: ``store_dir``, with its number in place of ``{member}``.
+
+        Raises:
+            ValueError: The member is not known.
+        """
+        text = str(self.options.store_dir)
+        if "{member}" not in text:
+            return self.options.store_dir
+        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
+
+    def stored_split(self, split: str) -> str:
+        """The split whose store has the rows of a split.
+
+        Args:
+            split: Its name.
+        """
+        selection = self.options.selection(split)
+        return split if selection is None else selection.stored_split(split)
+
+    def path(self, split: str) -> Path:
+        """Where the store is that has the rows of a split.
+
+        Args:
+            split: Its name.
+
+        Raises:
+            ValueError: The member is not known, and the directory needs it.
+        """
+        return self.directory / self.stored_split(split)
+
+    def check(self) -> None:
+        """Check that the options fit the datasets: both may have been set since the other was.
+
+        Raises:
+            ValueError: An option is given for another split, or there are rows to validate on
+                twice.
+        """
+        self.check_held_out()
+        self.options.check_splits(self.datasets)
+
+    def check_held_out(self) -> None:
+        """Check that there is no dataset to validate on beside rows that are held out.
+
+        Raises:
+            ValueError: There is one.
+        """
+        selection = self.options.selection("val")
+        holds_out = selection is not None and selection.stored_split("val") != "val"
+        if holds_out and self.given["val"] is not None:
+            raise ValueError(
+                f"{self._selecting} with a val_dataset: the rows that are held out are what is"
+                " validated on; leave val_dataset out, or give it as test_dataset"
+            )
+
+    def build(self, split: str) -> None:
+        """Build the store of a split from its dataset, or find it built.
+
+        Args:
+            split: Its name. It has a store of its own.
+
+        Raises:
+            ValueError: The dataset is empty.
+            SchemaError: As for `lightning_memmap.store.build_store`.
+            DatasetError: As there.
+            StoreError: As there, or the stores of several datasets would lie in the store of one,
+                or that of one in their directory.
+        """
+        options, dataset = self.options, self.datasets[split]
+        if dataset is None or self._is_known(split):
+            return
+        self._check_place(split)
+        if not length_hint(dataset, 1):
+            raise ValueError(
+                f"{argument_of(split)}: the dataset is empty, and there is nothing to store:"
+                " leave it out"
+            )
+        store = build_store(
+            dataset,
+            self.directory / split,
+            num_shards=options.num_shards,
+            num_workers=options.num_workers,
+            # What this data module has built itself is not built again by the next stage.
+            overwrite=options.overwrite and split not in self.built,
+            fingerprint=options.fingerprint_of(split),
+            check=options.check,
+            store_dtypes=options.store_dtypes,
+            variable=options.variable,
+        )
+        self.built[split] = self._source(split, store)
+
+    def open(self, split: str) -> Store | None:
+        """Open the store that has the rows of a split, and check that it is of its dataset.
+
+        Args:
+            split: Its name.
+
+        Returns:
+            The store; None where there is neither a store nor a dataset.
+
+        Raises:
+            StoreNotFoundError: A dataset is given, and its store was not built; or one of several
+                has neither.
+            StoreError: The store is damaged.
+            DatasetError: The store is of another dataset.
+            ValueError: There are stores of several datasets, and their order is not known.
+        """
+        path = self.path(split)
+        split = self.stored_split(split)
+        dataset = self.datasets[split]
+        try:
+            store = open_store(path)
+        except StoreNotFoundError:
+            if dataset is None and "/" in split:
+                raise self.missing(split) from None
+            if dataset is None:
+                self._check_no_several(split)
+                # An error only where its loader is asked for: a Trainer keeps a data module, and
+                # sets it up for stages that have other loaders.
+                return None
+            raise StoreNotFoundError(
+                f"no store at {path}: call prepare_data() before setup(), which builds it from"
+                f" {argument_of(split)}; a subclass that overrides it calls super().prepare_data()"
+            ) from None
+        if dataset is not None and not self._is_its_own(split, store):
+            store.check_dataset(
+                dataset,
+                fingerprint=self.options.fingerprint_of(split),
+                check=self.options.check,
+                num_workers=self.options.num_workers,
+            )
+        return store
+
+    def subset(self, split: str, store: Store) -> RowSubset | None:
+        """The rows of its store that a split is.
+
+        Args:
+            split: Its name.
+            store: The store that has them.
+
+        Returns:
+            The rows; None where it is all of them.
+
+        Raises:
+            ValueError: The member, which folds and parts need, is not known or out of range.
+        """
+        selection = self.options.selection(split)
+        if selection is None:
+            return None
+        return selection.subset(split, self._index(selection), store)
+
+    def missing(self, split: str) -> StoreNotFoundError:
+        """What is said of a split that has no rows.
+
+        Args:
+            split: Its name.
+
+        Returns:
+            The error to raise.
+        """
+        stored = self.stored_split(split)
+        path = self.directory / stored
+        if self.datasets[stored] is None and not is_store(path):
+            return StoreNotFoundError(
+                f"{argument_of(stored)}=None and no store at {path}: give the dataset, or a"
+                f" store_dir that holds a store named {stored!r}"
+            )
+        return StoreNotFoundError(f"the {split} split is not set up: call setup() first")
+
+    def _is_known(self, split: str) -> bool:
+        """Whether the store of a split is there as this data module has last left it."""
+        try:
+            return self._is_its_own(split, open_store(self.directory / split))
+        except MemmapError:
+            return False
+
+    def _is_its_own(self, split: str, store: Store) -> bool:
+        built, source = self.built.get(split), self._source(split, store)
+        return built is not None and built[0] is source[0] and built[1:] == source[1:]
+
+    def _source(self, split: str, store: Store) -> tuple[Any, ...]:
+        """A dataset, the options that its store depends on, and the content of the store."""
+        options = self.options
+        dtypes = check_store_dtypes(options.store_dtypes)
+        given = options.num_shards, options.fingerprint_of(split), options.check, dtypes
+        return self.datasets[split], *given, store.manifest.content
+
+    @property
+    def _selecting(self) -> str:
+        """The argument that selects rows, as it was given, for messages."""
+        for name in ("num_folds", "num_parts"):
+            if (count := getattr(self.options, name)) is not None:
+                return f"{name}={count}"
+        return f"subset={self.options.subset!r}"
+
+    def _index(self, selection: Selection) -> int:
+        """Which of the folds or parts of a selection are this process's."""
+        count = selection.num_members
+        if count is None:
+            return 0
+        given = self._selecting
+        member = self._member(given)
+        if self.options.member is not None:
+            if member >= count:
+                raise ValueError(f"member={member} with {given}: choose 0 to {count - 1}")
+        elif (num_members := self.strategy.num_members) % count:
+            raise ValueError(
+                f"{given} with {num_members} members: some would be trained less often than"
+                f" others; use {count} members or a multiple of it, with devices=... or"
+                f" IndependentStrategy(num_members={count})"
+            )
+        return member % count
+
+    def _member(self, given: str) -> int:
+        """The member that this process trains.
+
+        Raises:
+            ValueError: It is not known. The message says what was given that needs it.
+        """
+        if self.options.member is not None:
+            return self.options.member
+        member: int | None = getattr(self.strategy, "member", None)
+        if member is None:
+            raise ValueError(
+                f"{given}: which member is it? Train with strategy='memmap_independent', or say"
+                " which with member=..."
+            )
+        return member
+
+    def _check_place(self, split: str) -> None:
+        """Check that the stores of several datasets do not go into the store of one, or the store
+        of one in their place.
+
+        Raises:
+            StoreError: They would.
+        """
+        kind, _, name = split.partition("/")
+        path = self.directory / kind
+        if name and is_store(path):
+            raise StoreError(
+                f"{path} is the store of one {kind}_dataset, and the stores of several would lie in"
+                " that directory: choose another store_dir, or delete this store"
+            )
+        if not name and (names := stores_within(path)):
+            raise StoreError(
+                f"{path} holds the stores of several datasets, {', '.join(names)}, and"
+                f" {kind}_dataset is one: choose another store_dir"
+            )
+
+    def _check_no_several(self, split: str) -> None:
+        """Check that the stores of several datasets are not taken for no store.
+
+        Raises:
+            ValueError: There are several, and which of them has which index is not known.
+        """
+        path = self.directory / split
+        if names := stores_within(path):
+            raise ValueError(
+                f"{split}_dataset=None, and {path} holds the stores of several datasets: name them"
+                f" in their order with {split}_dataset={dict.fromkeys(names)}"
+            )
