@@ -61,6 +61,8 @@ _SLOW = (
     "unit/store/test_build.py::test_build_on_full_disk",
     "unit/store/test_concurrency.py",
     "unit/store/test_crash.py",
+    "unit/store/test_records.py::test_build_killed",
+    "unit/store/test_records.py::test_missing_values",
     "unit/store/test_shared_directory.py",
     "unit/store/test_sources.py",
     "unit/store/test_table.py",

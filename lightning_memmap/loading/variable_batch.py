@@ -182,6 +182,8 @@ class FormedCollate:
             forms |= {field: _form(variable, field, of_list) for field in inner}
             for field in inner:
                 of_field = forms[field]
+                if fields[field].is_text:
+                    forms[field] = Rows()
                 # What the values are padded with is no value of what says where they are.
                 if fields[field].kind == "mask" and isinstance(of_field, Pad):
                     forms[field] = replace(of_field, value=0)

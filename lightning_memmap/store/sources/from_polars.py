@@ -39,8 +39,9 @@ def to_numpy(series: Any) -> np.ndarray | NullableRows:
         values: np.ndarray = series.to_numpy()
         return values
     # As an array of numbers, the column would have NaN in place of what is missing.
-    if series.dtype.is_numeric() or series.dtype.is_temporal() or series.dtype == bool:
-        zero = False if series.dtype == bool else 0
+    is_bool = str(series.dtype) == "Boolean"
+    if series.dtype.is_numeric() or series.dtype.is_temporal() or is_bool:
+        zero = False if is_bool else 0
         filled = series.to_physical().fill_null(zero).cast(series.dtype)
         return NullableRows(filled.to_numpy(), series.is_not_null().to_numpy())
     return object_array(series.to_list())
