@@ -15,10 +15,11 @@ from tests.distributed import test_contract as contract
 from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.distributed.harness import global_batches, launch
 from tests.distributed.reports import Reports
-from tests.distributed.scenarios import lightning_own
+from tests.distributed.scenarios import comparing, lightning_own
 from tests.distributed.scenarios.contract import run
 from tests.models import Regression, weights
 from tests.strategies.contract import DEVICES, REFERENCE, contracts_in
+from tests.unit.compare.runs import result_of
 
 #: The others differ in what Lightning does in Python, or are of one process.
 CASES = (
@@ -110,6 +111,22 @@ def test_strategy_of_lightning_trains_as_one_process(
 def load(path: Path) -> torch.Tensor:
     """The weights of a checkpoint, in the plain module."""
     return weights(Regression.load_from_checkpoint(path, map_location="cpu", weights_only=True))
+
+
+def test_comparison_counts_what_the_collectives_of_a_step_send(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    launch("comparing.check_each", tmp_path / "runs", processes=2, accelerator="gpu")
+    found = {
+        strategy: [
+            {each.kind: each.num_bytes for each in rank.movements}
+            for rank in result_of(tmp_path / "runs" / f"{strategy}-check").ranks
+        ]
+        for strategy in comparing.STRATEGIES
+    }
+    import pprint
+
+    pprint.pprint(found)
+    assert 0
 
 
 def test_tensor_parallel_of_lightning_trains_as_one_process(
