@@ -173,5 +173,5 @@ def check_runs_parity(path: Path, runs: dict[str, CheckResult]) -> dict[str, Par
     data = MemmapDataModule(store_dir=path / "stores")
     schedule = BatchSchedule(store.num_rows, DEVICES * BATCH_SIZE, store.num_shards, drop_last=True)
     return check_all_parity(
-        runs, expected_hashes(store, data.train_sampler(store), schedule, STEPS)
+        runs, expected_hashes(store, data.train_sampler(store), schedule, STEPS, {})
     )
