@@ -30,7 +30,7 @@ from lightning_memmap.schema.fields import (
     entry,
     field_name,
 )
-from lightning_memmap.schema.forms import Form, Jagged, Nullable, Pad, Rows, read_forms
+from lightning_memmap.schema.forms import Decode, Form, Jagged, Nullable, Pad, Rows, read_forms
 from lightning_memmap.schema.leaves import (
     MAX_NUMBERS,
     MIN_NUMBERS,
@@ -44,6 +44,7 @@ from lightning_memmap.schema.structure import Node, builder, describe, flatten
 
 __all__ = [
     "DTYPES",
+    "Decode",
     "Field",
     "Form",
     "Jagged",
