@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.schema import Schema
+from lightning_memmap.schema.nesting import SAMPLE
 from lightning_memmap.store.manifest import Manifest, check_files, manifest_mark
 from lightning_memmap.store.recognition import check_briefly
 from lightning_memmap.store.recovery import finish_interrupted, is_interrupted
@@ -27,7 +28,8 @@ class Store:
     """An open store. Use `open_store` or `build_store` to get one.
 
     It is a map-style dataset as well: ``store[i]`` is row ``i`` in dataset order, with tensors, and
-    for text str and bytes, as leaves. Processes on one machine that open the same store share its
+    for text str and bytes, as leaves. A list of records is a list again, and None is
+    None. Processes on one machine that open the same store share its
     pages in memory.
 
     Attributes:
@@ -40,7 +42,7 @@ class Store:
         self.path = path
         self.manifest = manifest
         self.columns = [column.open(path) for column in manifest.columns]
-        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder()
+        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(nesting=SAMPLE)
 
     @property
     def num_rows(self) -> int:
