@@ -5,7 +5,7 @@ padded rows are written once, straight to where they stay, and only bare rows cr
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from lightning_memmap.store.columns.variable import ItemRows, pack_rows
 _WINDOW_BYTES = 2**15
 #: At most this many times the bytes of the rows are copied to spare calls.
 _MOST_PADDED = 2.5
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Gives memory on the CPU for a number of bytes, uint8 of shape (bytes,).
 Allocate = Callable[[int], Tensor]
 
@@ -81,7 +80,17 @@ class VariableRows:
         return len(self.starts)
 
     def __getitem__(self, rows: slice | Integers) -> "VariableRows":
-        return replace(self, starts=self.starts[rows], sizes=self.sizes[rows])
+        return VariableRows(
+            self.field, self.items, self.starts[rows], self.sizes[rows], self.widths
+        )
+
+    def of_widths(self, widths: tuple[int, ...]) -> "VariableRows":
+        """These rows, as some of a step.
+
+        Args:
+            widths: The largest sizes among all rows of the step.
+        """
+        return VariableRows(self.field, self.items, self.starts, self.sizes, widths)
 
     def contiguous(self) -> "VariableRows":
         """These rows: they are copied later."""
@@ -102,9 +111,21 @@ class VariableRows:
         Args:
             sizes: Rows of each part.
         """
-        ends = np.cumsum(sizes).tolist()
-        parts = [self[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        return [replace(part, widths=widths_of([part])) for part in parts]
+        counts = np.array(sizes, np.int64)
+        ends = np.cumsum(counts)
+        firsts = ends - counts
+        # One more row, for parts without any at the end.
+        rows = np.append(self.sizes, np.zeros((1, self.sizes.shape[1]), np.int64), axis=0)
+        widths = np.maximum.reduceat(rows, firsts, axis=0)
+        widths[counts == 0] = 0
+        return [
+            VariableRows(
+                self.field, self.items, self.starts[first:end], self.sizes[first:end], tuple(width)
+            )
+            for first, end, width in zip(
+                firsts.tolist(), ends.tolist(), widths.tolist(), strict=True
+            )
+        ]
 
     def to(self, device: torch.device) -> "VariableRows":
         """The rows on another device: packed where they lie, and then copied. Text stays here.
@@ -117,7 +138,9 @@ class VariableRows:
         pin = self.device.type == "cpu" and has_streams(device)
         items = send(self.packed(_page_locked_memory if pin else fresh_memory), device)
         lengths = self.lengths
-        return replace(self, items=items, starts=np.cumsum(lengths) - lengths)
+        return VariableRows(
+            self.field, items, np.cumsum(lengths) - lengths, self.sizes, self.widths
+        )
 
     def packed(self, allocate: Allocate = fresh_memory) -> Tensor:
         """Copy the rows, one after the other.
@@ -161,7 +184,7 @@ class VariableRows:
         memory = allocate(int(np.prod(shape)) * self.field.dtype.itemsize)
         out = memory.view(self.field.dtype).view(shape)
         item = torch.tensor([value], dtype=self.field.dtype)
-        if self._are_short(shape):
+        if self._are_short(widths):
             self._copy_windows(out, item)
             return out
         # What lies in one piece: a row, or where several dimensions differ, a part along the last.
@@ -173,15 +196,14 @@ class VariableRows:
         fill_segments(memory.numpy(), ends, gaps, item.view(torch.uint8).numpy())
         return out
 
-    def _are_short(self, shape: tuple[int, ...]) -> bool:
-        """Whether rows of a padded shape can be copied together with what follows them."""
-        width, row_bytes = shape[1], shape[1] * self.field.item_bytes
+    def _are_short(self, widths: tuple[int, ...]) -> bool:
+        """Whether padded rows can be copied together with what follows them in memory."""
+        width = widths[0]
         return (
-            self.sizes.shape[1] == 1
+            len(widths) == 1
             and 0 < width <= len(self.items)
-            and row_bytes <= _WINDOW_BYTES
+            and width * self.field.item_bytes <= _WINDOW_BYTES
             and len(self) * width <= _MOST_PADDED * self.sizes.sum()
-            and self.field.dtype.itemsize in _INTEGERS
         )
 
     def _copy_windows(self, out: Tensor, item: Tensor) -> None:
@@ -191,21 +213,28 @@ class VariableRows:
             out: The padded rows.
             item: What they are padded with, of shape (1,).
         """
-        width, stride = out.shape[1], self.items.stride()
+        width, stride, lengths = out.shape[1], self.items.stride(), self.sizes[:, 0]
         last = len(self.items) - width
         windows = self.items.as_strided((last + 1, *out.shape[1:]), (stride[0], *stride))
         torch.index_select(windows, 0, torch.from_numpy(np.minimum(self.starts, last)), out=out)
         # Too close to the end of the memory.
         for row in np.flatnonzero(self.starts > last).tolist():
-            start, length = int(self.starts[row]), int(self.sizes[row, 0])
+            start, length = int(self.starts[row]), int(lengths[row])
             out[row, :length] = self.items[start : start + length]
-        # Not all dtypes can be filled by a mask, but integers of the same size can.
-        integer = _INTEGERS[item.element_size()]
-        # Half the bytes of int64 are compared in less than half the time.
-        lengths = torch.from_numpy(self.sizes.astype(np.int32))
-        is_padding = torch.arange(width, dtype=torch.int32) >= lengths
-        is_padding = is_padding.view(*out.shape[:2], *(1 for _ in self.field.item_shape))
-        out.view(integer).masked_fill_(is_padding, item.view(integer).item())
+        shortest = int(lengths.min())
+        if shortest == width:
+            return
+        # Rows of a mask are pieces of one array too: that costs less than comparing numbers.
+        tails = torch.from_numpy(np.arange(2 * width) >= width)
+        masks = tails.as_strided((width + 1, width - shortest), (1, 1))
+        is_padding = masks.index_select(0, torch.from_numpy(width + shortest - lengths)).numpy()
+        is_padding = is_padding.reshape(*is_padding.shape, *(1 for _ in self.field.item_shape))
+        # numpy has no bfloat16 and no float8, but integers of their size.
+        size = item.element_size()
+        number = np.dtype(f"u{size}" if size <= 8 else np.complex128)
+        numbers = out.view(torch.uint8).numpy().view(number)
+        value = item.view(torch.uint8).numpy().view(number)
+        np.copyto(numbers[:, shortest:], value, where=is_padding)
 
     def _runs(self, widths: tuple[int, ...]) -> tuple[Integers, Integers, Integers]:
         """Pieces without gaps: first item, first item in the padded rows, and length in items."""
@@ -298,7 +327,7 @@ def share_widths(leaves: Sequence[list[Tensor | VariableRows]]) -> None:
             parts = [rows for each in leaves if isinstance(rows := each[index], VariableRows)]
             widths = widths_of(parts)
             for each, rows in zip(leaves, parts, strict=True):
-                each[index] = replace(rows, widths=widths)
+                each[index] = rows.of_widths(widths)
 
 
 def widths_of(parts: Sequence[VariableRows]) -> tuple[int, ...]:
@@ -310,8 +339,11 @@ def widths_of(parts: Sequence[VariableRows]) -> tuple[int, ...]:
     Returns:
         The largest size in each dimension that differs.
     """
-    sizes = np.concatenate([part.sizes for part in parts])
-    return tuple(map(int, sizes.max(axis=0, initial=0)))
+    return _largest(np.concatenate([part.sizes for part in parts]))
+
+
+def _largest(sizes: Integers) -> tuple[int, ...]:
+    return tuple(sizes.max(axis=0, initial=0).tolist())
 
 
 def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
@@ -323,8 +355,7 @@ def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
     """
     items, sizes = pack_rows(field, rows)
     lengths = sizes.prod(axis=1)
-    widths = tuple(map(int, sizes.max(axis=0)))
-    return VariableRows(field, items, np.cumsum(lengths) - lengths, sizes, widths)
+    return VariableRows(field, items, np.cumsum(lengths) - lengths, sizes, _largest(sizes))
 
 
 def located_rows(rows: ItemRows, locations: Integers) -> VariableRows:
@@ -339,5 +370,4 @@ def located_rows(rows: ItemRows, locations: Integers) -> VariableRows:
         StoreError: The index of the store is damaged.
     """
     starts, sizes = rows.at(locations)
-    found = VariableRows(rows.field, rows.items, starts, sizes, ())
-    return replace(found, widths=widths_of([found]))
+    return VariableRows(rows.field, rows.items, starts, sizes, _largest(sizes))
