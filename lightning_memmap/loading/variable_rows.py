@@ -4,8 +4,10 @@ They are not copied before the form of the batch is known: until then they are p
 padded rows are written once, straight to where they stay, and only bare rows cross a link.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns.segments import copy_segments, fill_segments
+from lightning_memmap.store.columns.segments import Bytes, copy_segments, fill_segments
 from lightning_memmap.store.columns.variable import ItemRows, pack_rows
 
 #: Rows that are padded to more than this are copied one by one.
@@ -181,11 +183,12 @@ class VariableRows:
         if self.device.type != "cpu":
             return self._padded_on_device(widths, value).view(shape)
         size = self.field.item_bytes
-        memory = allocate(int(np.prod(shape)) * self.field.dtype.itemsize)
+        memory = allocate(math.prod(shape) * self.field.dtype.itemsize)
         out = memory.view(self.field.dtype).view(shape)
-        item = torch.tensor([value], dtype=self.field.dtype)
+        item = _bytes_of(value, self.field.dtype)
         if self._are_short(widths):
-            self._copy_windows(out, item)
+            self._copy_windows(out)
+            self._mask(memory.numpy(), shape, item)
             return out
         # What lies in one piece: a row, or where several dimensions differ, a part along the last.
         starts, places, lengths = self._runs(widths)
@@ -193,7 +196,7 @@ class VariableRows:
         # From the end of each piece to the start of the next one.
         ends = np.append(0, places + lengths) * size
         gaps = np.append(places * size, memory.numel()) - ends
-        fill_segments(memory.numpy(), ends, gaps, item.view(torch.uint8).numpy())
+        fill_segments(memory.numpy(), ends, gaps, item)
         return out
 
     def _are_short(self, widths: tuple[int, ...]) -> bool:
@@ -201,26 +204,39 @@ class VariableRows:
         width = widths[0]
         return (
             len(widths) == 1
-            and 0 < width <= len(self.items)
+            and 0 < width <= self.items.shape[0]
             and width * self.field.item_bytes <= _WINDOW_BYTES
             and len(self) * width <= _MOST_PADDED * self.sizes.sum()
         )
 
-    def _copy_windows(self, out: Tensor, item: Tensor) -> None:
-        """Copy rows and what follows them in memory, in one call, and then overwrite the latter.
+    def _copy_windows(self, out: Tensor) -> None:
+        """Copy rows and what follows them in memory, in one call.
 
         Args:
             out: The padded rows.
-            item: What they are padded with, of shape (1,).
         """
-        width, stride, lengths = out.shape[1], self.items.stride(), self.sizes[:, 0]
-        last = len(self.items) - width
+        starts, stride = self.starts, self.items.stride()
+        last = self.items.shape[0] - out.shape[1]
         windows = self.items.as_strided((last + 1, *out.shape[1:]), (stride[0], *stride))
-        torch.index_select(windows, 0, torch.from_numpy(np.minimum(self.starts, last)), out=out)
+        is_late = starts > last
+        if not is_late.any():
+            torch.index_select(windows, 0, torch.from_numpy(starts), out=out)
+            return
+        torch.index_select(windows, 0, torch.from_numpy(np.minimum(starts, last)), out=out)
         # Too close to the end of the memory.
-        for row in np.flatnonzero(self.starts > last).tolist():
-            start, length = int(self.starts[row]), int(lengths[row])
+        for row in np.flatnonzero(is_late).tolist():
+            start, length = int(starts[row]), int(self.sizes[row, 0])
             out[row, :length] = self.items[start : start + length]
+
+    def _mask(self, memory: Bytes, shape: tuple[int, ...], item: Bytes) -> None:
+        """Overwrite what is behind the rows.
+
+        Args:
+            memory: The padded rows, of shape (bytes,).
+            shape: Their shape.
+            item: The bytes of what they are padded with.
+        """
+        width, lengths = shape[1], self.sizes[:, 0]
         shortest = int(lengths.min())
         if shortest == width:
             return
@@ -228,13 +244,12 @@ class VariableRows:
         tails = torch.from_numpy(np.arange(2 * width) >= width)
         masks = tails.as_strided((width + 1, width - shortest), (1, 1))
         is_padding = masks.index_select(0, torch.from_numpy(width + shortest - lengths)).numpy()
-        is_padding = is_padding.reshape(*is_padding.shape, *(1 for _ in self.field.item_shape))
+        if len(shape) > 2:
+            is_padding = is_padding.reshape(*is_padding.shape, *[1] * (len(shape) - 2))
         # numpy has no bfloat16 and no float8, but integers of their size.
-        size = item.element_size()
-        number = np.dtype(f"u{size}" if size <= 8 else np.complex128)
-        numbers = out.view(torch.uint8).numpy().view(number)
-        value = item.view(torch.uint8).numpy().view(number)
-        np.copyto(numbers[:, shortest:], value, where=is_padding)
+        number = np.dtype(f"u{len(item)}" if len(item) <= 8 else np.complex128)
+        padded = memory.view(number).reshape(shape)
+        np.copyto(padded[:, shortest:], item.view(number), where=is_padding)
 
     def _runs(self, widths: tuple[int, ...]) -> tuple[Integers, Integers, Integers]:
         """Pieces without gaps: first item, first item in the padded rows, and length in items."""
@@ -274,6 +289,12 @@ class VariableRows:
     def _on_device(self, *numbers: Integers) -> Tensor:
         """Upload arrays that have an entry for each row, side by side and in one copy."""
         return send(torch.from_numpy(np.column_stack(numbers)), self.device)
+
+
+@lru_cache(maxsize=64)
+def _bytes_of(value: float, dtype: torch.dtype) -> Bytes:
+    """A number as it lies in memory, uint8 of shape (bytes of the dtype,)."""
+    return torch.tensor([value], dtype=dtype).view(torch.uint8).numpy()
 
 
 def _page_locked_memory(num_bytes: int) -> Tensor:
