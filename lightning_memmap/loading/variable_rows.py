@@ -16,7 +16,12 @@ from torch import Tensor
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns.segments import Bytes, copy_segments, fill_segments
+from lightning_memmap.store.columns.segments import (
+    Bytes,
+    copy_segments,
+    fill_segments,
+    pack_segments,
+)
 from lightning_memmap.store.columns.variable import ItemRows, pack_rows
 
 #: Rows that are padded to more than this are copied one by one.
@@ -77,6 +82,11 @@ class VariableRows:
             return self.sizes[:, 0]
         lengths: Integers = self.sizes.prod(axis=1)
         return lengths
+
+    @property
+    def _bytes(self) -> Bytes:
+        """The memory of the items, uint8 of shape (bytes,)."""
+        return self.items.view(-1).view(torch.uint8).numpy()
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -156,14 +166,13 @@ class VariableRows:
         lengths = self.lengths
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
-        places = ends - lengths
         if self.device.type != "cpu":
-            starts, counts = self._on_device(self.starts - places, lengths).unbind(1)
+            starts, counts = self._on_device(self.starts - ends + lengths, lengths).unbind(1)
             shifts = starts.repeat_interleave(counts, output_size=total)
             return self.items.index_select(0, shifts + torch.arange(total, device=self.device))
         size = self.field.item_bytes
         memory = allocate(total * size)
-        _copy(self.items, self.starts * size, memory, places * size, lengths * size)
+        pack_segments(self._bytes, self.starts * size, memory.numpy(), lengths * size)
         return memory.view(self.field.dtype).view(total, *self.field.item_shape)
 
     def padded(
@@ -192,7 +201,7 @@ class VariableRows:
             return out
         # What lies in one piece: a row, or where several dimensions differ, a part along the last.
         starts, places, lengths = self._runs(widths)
-        _copy(self.items, starts * size, memory, places * size, lengths * size)
+        copy_segments(self._bytes, starts * size, memory.numpy(), places * size, lengths * size)
         # From the end of each piece to the start of the next one.
         ends = np.append(0, places + lengths) * size
         gaps = np.append(places * size, memory.numel()) - ends
@@ -299,13 +308,6 @@ def _bytes_of(value: float, dtype: torch.dtype) -> Bytes:
 
 def _page_locked_memory(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _copy(
-    items: Tensor, starts: Integers, memory: Tensor, places: Integers, lengths: Integers
-) -> None:
-    source = items.view(-1).view(torch.uint8).numpy()
-    copy_segments(source, starts, memory.numpy(), places, lengths)
 
 
 def send_rows(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:
