@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
@@ -12,12 +13,16 @@ import pytest
 
 # Many processes share few cores. Set before torch is imported, here and in what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of programs import the package: it is compiled once, whatever the environment says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Lightning sets it where there are GPUs, and a test leaves the environment as it was.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 import torch
 
 from lightning_memmap.store import Store, build_store
+from tests.installed import remember_entry_points
 from tests.rows import NumberedRows
 
 #: Warnings of other packages that say nothing about this one. All others are errors.
@@ -75,6 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest-xdist would begin with the modules that have the most tests: the longest test, alone in
     # its module, would come last, and all other processes would wait for it.
     config.option.loadscopereorder = False
+    remember_entry_points()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
