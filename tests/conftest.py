@@ -4,7 +4,6 @@ import functools
 import gc
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
@@ -15,7 +14,6 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of programs import the package: it is compiled once, whatever the environment says.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 # Lightning sets it where there are GPUs, and a test leaves the environment as it was.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 

@@ -230,26 +230,6 @@ class FormedCollate:
         )
 
 
-def _form(variable: dict[str, Form], name: str, default: Form) -> Form:
-    form = variable.get(name, default)
-    return default if isinstance(form, Nullable) else form
-
-
-def _records(record: Build, leaves: Mapping[int, Any]) -> Any:
-    """The records of all rows: row by row where their fields are lists of rows."""
-    if not all(isinstance(leaf, RowList) for leaf in leaves.values()):
-        return record(leaves)
-    rows = zip(*leaves.values(), strict=True)
-    return RowList(record(dict(zip(leaves, row, strict=True))) for row in rows)
-
-
-def _masked(part: Build, leaves: Leaves, mask: Any) -> Masked:
-    return Masked(part(leaves), mask)
-
-
-_NESTING = Nesting(_records, _masked)
-
-
 def check_encoded(field: Field) -> None:
     """Check that a field may hold encoded images.
 
@@ -269,6 +249,26 @@ def check_encoded(field: Field) -> None:
         f"variable: field {field.name!r} is {field}, and 'decode' is for the bytes of image files:"
         f" {remedy}"
     )
+
+
+def _form(variable: dict[str, Form], name: str, default: Form) -> Form:
+    form = variable.get(name, default)
+    return default if isinstance(form, Nullable) else form
+
+
+def _records(record: Build, leaves: Mapping[int, Any]) -> Any:
+    """The records of all rows: row by row where their fields are lists of rows."""
+    if not all(isinstance(leaf, RowList) for leaf in leaves.values()):
+        return record(leaves)
+    rows = zip(*leaves.values(), strict=True)
+    return RowList(record(dict(zip(leaves, row, strict=True))) for row in rows)
+
+
+def _masked(part: Build, leaves: Leaves, mask: Any) -> Masked:
+    return Masked(part(leaves), mask)
+
+
+_NESTING = Nesting(_records, _masked)
 
 
 def is_variable(leaf: Any) -> bool:

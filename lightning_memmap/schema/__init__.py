@@ -30,7 +30,15 @@ from lightning_memmap.schema.fields import (
     entry,
     field_name,
 )
-from lightning_memmap.schema.forms import Decode, Form, Jagged, Nullable, Pad, Rows, read_forms
+from lightning_memmap.schema.forms import (
+    Decode,
+    Form,
+    Jagged,
+    Nullable,
+    Pad,
+    Rows,
+    read_forms,
+)
 from lightning_memmap.schema.leaves import (
     MAX_NUMBERS,
     MIN_NUMBERS,

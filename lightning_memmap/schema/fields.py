@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from reprlib import repr as short_repr
 from typing import Any
 from urllib.parse import quote
@@ -86,7 +87,7 @@ class Field:
         """The dtype in which the dataset gives it."""
         return self.given or self.dtype
 
-    @property
+    @cached_property
     def num_variable(self) -> int:
         """How many leading dimensions differ from row to row."""
         return sum(size is None for size in self.shape)
@@ -96,13 +97,13 @@ class Field:
         """Whether rows are given back as str or bytes."""
         return self.kind in TEXT_KINDS
 
-    @property
+    @cached_property
     def item_shape(self) -> tuple[int, ...]:
         """The dimensions that all rows share. What they hold is an item: rows have one or more, and
         exactly one where no dimension differs."""
         return tuple(size for size in self.shape if size is not None)
 
-    @property
+    @cached_property
     def item_bytes(self) -> int:
         """Bytes of one item."""
         return math.prod(self.item_shape) * self.dtype.itemsize

@@ -1,4 +1,6 @@
-"""Forms: how a batch gives a field whose rows differ in length, are encoded images, or are None."""
+"""Forms: how a batch gives a field whose rows differ in length or are encoded images, and what to
+expect of its rows.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from lightning_memmap.images import CHANNELS, check_mode, checked_size
 @dataclass(frozen=True)
 class Form:
     """How a batch gives a field, or a list of records, whose rows differ in length: `Pad`, `Jagged`
-    or `Rows`. Or, for bytes that are images, `Decode`. And for any field whether rows may be None:
+    or `Rows`. For bytes that are images, `Decode`. And for any field whether rows may be None:
     `Nullable`.
 
     Args:
@@ -89,16 +91,6 @@ class Rows(Form):
 
 
 @dataclass(frozen=True)
-class Nullable(Form):
-    """What the field has by default, also where its rows have one shape, and None in some rows."""
-
-    name = "nullable"
-    min_dims = 0
-    dims: int = 0
-    nullable: bool = True
-
-
-@dataclass(frozen=True)
 class Decode(Form):
     """Images that the store keeps encoded, as the bytes of JPEG, PNG and other files.
 
@@ -121,6 +113,7 @@ class Decode(Form):
     """
 
     name = "decode"
+    min_dims = 0
     dims: int = 0
     mode: str = "RGB"
     size: tuple[int, int] | None = None
@@ -140,6 +133,16 @@ class Decode(Form):
     def shape(self) -> tuple[int, int, int] | None:
         """The shape of each image, (channels, height, width); None where the images decide."""
         return None if self.size is None else (CHANNELS[self.mode], *self.size)
+
+
+@dataclass(frozen=True)
+class Nullable(Form):
+    """What the field has by default, also where its rows have one shape, and None in some rows."""
+
+    name = "nullable"
+    min_dims = 0
+    dims: int = 0
+    nullable: bool = True
 
 
 _FORMS: dict[str, type[Form]] = {form.name: form for form in (Pad, Jagged, Rows, Decode, Nullable)}

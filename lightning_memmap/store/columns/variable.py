@@ -36,6 +36,8 @@ _MAX_FILE_BYTES = 2**62
 #: No dimension of a row is larger, so that products of sizes can be checked.
 _MAX_SIZE = 2**40
 _JOIN_BYTES = 32 * 2**20
+#: Rows whose places are looked up at once.
+_LOCATED_ROWS = 2**18
 #: What the names of the files have beside the field's.
 _MAX_SUFFIX = len(".0123456789abcdef") + len(TEMPORARY)
 #: By process, the number of the file that it appends rows to.
@@ -342,22 +344,36 @@ class ItemRows:
         # As an unsigned integer, a negative location is larger than any other.
         if len(locations) and int(locations.view(np.uint64).max()) >= len(self.index):
             raise IndexError(f"locations {locations.min()} to {locations.max()}: outside the rows")
-        found = self.index[locations]
-        ends = found[:, 0]
-        starts = np.where(locations > 0, self.index[locations - 1, 0], 0)
+        ends = self.index[:, 0].take(locations)
+        starts = self.index[:, 0].take(locations - 1, mode="wrap")
+        starts[locations == 0] = 0
         # Compared, not subtracted: a difference may overflow.
-        is_valid = ((starts >= 0) & (starts <= ends) & (ends <= len(self.items))).all()
+        least, most = starts.min(initial=0), ends.max(initial=0)
+        is_valid = least >= 0 and most <= len(self.items) and bool((starts <= ends).all())
         lengths = ends - starts
         sizes = lengths[:, None]
         if is_valid and self.field.num_variable > 1:
-            sizes = found[:, 1:]
+            sizes = self.index[:, 1:].take(locations, axis=0)
             is_small = ((sizes >= 0) & (sizes < _MAX_SIZE)).all()
             # As floats too, which do not overflow.
             products = sizes.astype(np.float64).prod(axis=1)
-            is_valid = is_small and (products == lengths).all()
+            is_valid = bool(is_small and (products == lengths).all())
         if not is_valid:
             raise _damaged(self.field)
         return Located(starts, sizes)
+
+    def lengths(self) -> Integers:
+        """The items of each row, int64 of shape (rows,), in dataset order.
+
+        Raises:
+            StoreError: The index is damaged.
+        """
+        lengths = np.empty(len(self.index), np.int64)
+        for first in range(0, len(lengths), _LOCATED_ROWS):
+            rows = range(first, min(first + _LOCATED_ROWS, len(lengths)))
+            found = self.at(self.shards.locate(rows))
+            lengths[rows.start : rows.stop] = found.sizes.prod(axis=1)
+        return lengths
 
     def row(self, row: int) -> Tensor:
         """Copy one row, given in dataset order."""
