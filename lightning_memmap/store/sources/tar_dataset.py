@@ -169,7 +169,8 @@ class TarDataset(IterableDataset[dict[str, Any]]):
             )
         try:
             if kind in _IMAGES and self.mode is not None:
-                return torch.tensor(decode_image(data, self.mode, self.size))
+                pixels = decode_image(data, self.mode, self.size)
+                return torch.from_numpy(np.array(pixels, order="C"))
             return _READERS.get(kind, bytes)(data)
         except Exception as error:
             raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from error
