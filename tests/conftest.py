@@ -12,12 +12,15 @@ import pytest
 
 # Many processes share few cores. Set before torch is imported, here and in what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of programs import the package: it is compiled once, whatever the environment says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Lightning sets it where there are GPUs, and a test leaves the environment as it was.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 import torch
 
 from lightning_memmap.store import Store, build_store
+from tests.installed import remember_entry_points
 from tests.rows import NumberedRows
 
 #: Warnings of other packages that say nothing about this one. All others are errors.
@@ -61,6 +64,8 @@ _SLOW = (
     "unit/store/test_build.py::test_build_on_full_disk",
     "unit/store/test_concurrency.py",
     "unit/store/test_crash.py",
+    "unit/store/test_records.py::test_build_killed",
+    "unit/store/test_records.py::test_missing_values",
     "unit/store/test_shared_directory.py",
     "unit/store/test_sources.py",
     "unit/store/test_table.py",
@@ -75,6 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest-xdist would begin with the modules that have the most tests: the longest test, alone in
     # its module, would come last, and all other processes would wait for it.
     config.option.loadscopereorder = False
+    remember_entry_points()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

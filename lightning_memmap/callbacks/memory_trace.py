@@ -21,7 +21,7 @@ from lightning_memmap._compat.snapshots import (
 )
 from lightning_memmap._compat.tensors import TorchDispatchMode, tree_leaves
 from lightning_memmap.loading import SuperBatch
-from lightning_memmap.loading.collate import named_leaves
+from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.variable_batch import dense_tensors
 from lightning_memmap.strategies.scattering.batch import ScatteredBatch
 
@@ -171,7 +171,8 @@ class MemoryTrace(L.Callback):
     Each process writes ``memory_trace_rank<r>.json``: ``time_s``, and the bytes of parameters,
     gradients, optimizer state, data and activations (everything else that operators return,
     temporaries included) at these times, summed over all devices of the process. On CUDA devices it
-    also writes ``memory_snapshot_rank<r>.pickle`` for https://pytorch.org/memory_viz.
+    also writes ``memory_snapshot_rank<r>.pickle`` for https://pytorch.org/memory_viz (experimental:
+    it has not run on a GPU).
 
     Recording slows down the recorded steps, and no others.
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import nan
 from pathlib import Path
 from time import monotonic, perf_counter, time
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import msgspec
@@ -16,6 +16,7 @@ import psutil
 import torch
 from lightning.fabric.utilities.throughput import Throughput
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
@@ -324,8 +325,12 @@ class CheckRun(RunCallback):
     def _save_weights(self, trainer: L.Trainer, name: str) -> None:
         # On every rank: a strategy that shards the weights gathers them here.
         state = trainer.strategy.lightning_module_state_dict()
+        root = trainer.strategy.root_device
         whole = {
-            key: (value.full_tensor() if hasattr(value, "full_tensor") else value)
+            # Lightning has brought the shards to the CPU, where NCCL cannot gather them.
+            key: cast(DTensor, value.to(root)).full_tensor()
+            if isinstance(value, DTensor)
+            else value
             for key, value in state.items()
             if isinstance(value, Tensor)
         }

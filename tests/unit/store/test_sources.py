@@ -18,10 +18,10 @@ from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, Te
 from lightning_memmap import ColumnDataset, MemmapDataModule, build_store
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Schema
-from lightning_memmap.store import Store, range_writer
+from lightning_memmap.store import range_writer
 from lightning_memmap.store.probes import leaf_bytes
 from lightning_memmap.store.sources import field_arrays
-from tests.datasets import Wrapped
+from tests.datasets import Wrapped, column_files
 
 import_module("polars")  # It sets an environment variable, which a test must not do.
 
@@ -229,10 +229,6 @@ KINDS: list[Callable[[Path], Any]] = [
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 
-def files_of(store: Store) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in store.path.glob("*.memmap")}
-
-
 def plain(value: Any) -> torch.Tensor:
     if torch.is_tensor(value):
         return value.detach().resolve_conj().contiguous()
@@ -266,7 +262,7 @@ def test_store_by_slices_has_the_bytes_of_one_written_item_by_item(
     monkeypatch.setattr(range_writer, "_RANGE_BYTES", 37 * by_items.manifest.row_bytes)
     monkeypatch.setattr(range_writer, "read_samples", not_called)
     by_slices = build_store(dataset, tmp_path / "slices", num_shards=7, progress=False)
-    assert files_of(by_slices) == files_of(by_items)
+    assert column_files(by_slices) == column_files(by_items)
     assert by_slices.manifest.probes == by_items.manifest.probes
     assert by_slices.manifest.checksums == by_items.manifest.checksums
     assert by_slices.schema == by_items.schema
@@ -406,15 +402,6 @@ def test_columns_with_text_are_stored_as_items(tmp_path: Path) -> None:
         assert store[row] == {"age": row, "city": dataset.columns["city"][row]}
 
 
-def test_missing_value_is_refused_at_its_row(tmp_path: Path) -> None:
-    pandas = import_module("pandas")
-    frame = pandas.DataFrame({"age": pandas.array([*range(30), None, 5], dtype="Int64")})
-    with pytest.raises(SchemaError, match="row 30, field 'age': found NoneType"):
-        build_store(ColumnDataset(frame), tmp_path / "store", progress=False)
-    filled = ColumnDataset(frame.fillna(-1))
-    assert build_store(filled, tmp_path / "store", progress=False)[30] == {"age": -1}
-
-
 def test_arrow_lists_of_other_lengths_are_refused_at_their_row(tmp_path: Path) -> None:
     pa = import_module("pyarrow")
     lists = pa.table({"tokens": [[1, 2, 3]] * 30 + [[1, 2]] + [[1, 2, 3]] * 30})
@@ -466,7 +453,7 @@ def test_store_by_slices_is_the_same_with_workers(
     dataset = kind(tmp_path)
     by_items = build_store(Wrapped(dataset), tmp_path / "items", progress=False)
     store = build_store(dataset, tmp_path / "s", num_workers=num_workers, progress=False)
-    assert files_of(store) == files_of(by_items)
+    assert column_files(store) == column_files(by_items)
 
 
 def test_store_by_slices_that_was_interrupted_goes_on_where_it_stopped(
