@@ -29,9 +29,9 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_MEMBER_BYTES = 2**29
 #: The most tar files that a pattern in braces stands for.
 _MAX_TARS = 2**20
-#: What marks the end of a tar file, and what does not.
-_ENDS = (tarfile.EOFHeaderError, tarfile.EmptyHeaderError)
-_HEADER_ERRORS = (tarfile.TruncatedHeaderError, tarfile.InvalidHeaderError)
+#: What marks the end of a tar file, and what is any other error in a header.
+_HEADER_ERROR = tarfile.HeaderError
+_ENDS = (tarfile.EOFHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]
 _IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "pgm")
 _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 
@@ -220,7 +220,7 @@ class _Member(tarfile.TarInfo):
             return super().fromtarfile(tarfile)
         except _ENDS:
             raise
-        except _HEADER_ERRORS as error:
+        except _HEADER_ERROR as error:
             raise ValueError(f"a damaged header at byte {tarfile.offset}: {error}") from error
 
 
