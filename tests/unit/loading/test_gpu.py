@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_memmap.loading import DeviceLoader, FormedCollate, SuperBatchLoader, load_split
-from lightning_memmap.loading.collate import named_leaves, rebuilt
+from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.loading.variable_batch import dense_tensors, sent_leaf
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
