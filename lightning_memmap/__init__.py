@@ -4,15 +4,31 @@ Importing registers the strategy names with ``lightning.pytorch.Trainer``.
 """
 
 from lightning_memmap.datamodule import MemmapDataModule
-from lightning_memmap.store import ColumnDataset, Store, build_store, open_store, verify_store
+from lightning_memmap.store import (
+    ColumnDataset,
+    Store,
+    append_store,
+    build_part,
+    build_store,
+    finish_store,
+    open_store,
+    pull_store,
+    push_store,
+    verify_store,
+)
 from lightning_memmap.strategies import register
 
 __all__ = [
     "ColumnDataset",
     "MemmapDataModule",
     "Store",
+    "append_store",
+    "build_part",
     "build_store",
+    "finish_store",
     "open_store",
+    "pull_store",
+    "push_store",
     "verify_store",
 ]
 

@@ -73,16 +73,15 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
 
     Raises:
         OSError: A file of a store that is read window by window cannot be opened.
-        StoreError: A column of the store cannot have this residency, or another store has replaced
-            one that is read window by window since it was opened.
+        StoreError: A column of the store cannot have this residency, another store has replaced
+            one that is read window by window since it was opened, or a shard of a store at a URL
+            cannot be fetched.
     """
     fields = placement.size.fields
-    needed = [
-        pair
-        for pair in zip(store.manifest.columns, store.columns, strict=True)
-        if fields is None or pair[0].field.name in fields
+    columns = [
+        column for column in store.manifest.columns if fields is None or column.field.name in fields
     ]
-    columns, opened = [column for column, _ in needed], [rows for _, rows in needed]
+    opened = store.provide(fields, _stored_shards(store, placement))
     known = (FixedColumn, VariableColumn)
     others = [column for column in columns if type(column) not in known]
     variable = [column for column in columns if isinstance(column, VariableColumn)]
@@ -124,6 +123,18 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
         if fields is not None and field.name not in fields
     )
     return SplitRows(topology, placement.shards, tuple(sources), source_of_shard, absent)
+
+
+def _stored_shards(store: Store, placement: SplitPlacement) -> list[int]:
+    """The shards of the store that have rows of the shards that this process holds."""
+    stored, shards = store.manifest.shards, placement.shards
+    held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
+    if shards == stored:
+        return held
+    found = np.zeros(stored.num_shards, bool)
+    for shard in held:
+        found[np.asarray(shards.rows_of(shard)) % stored.num_shards] = True
+    return [int(shard) for shard in np.flatnonzero(found)]
 
 
 def _streamed_rows(
