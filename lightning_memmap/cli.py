@@ -417,13 +417,13 @@ def _verify(path: str) -> int:
     Args:
         path: Directory of a store, or of one store per split.
     """
+    check_path(path)
     console = _make_console()
     damaged = False
     for store in _stores_or_errors(path).values():
         try:
             if isinstance(store, Exception):
                 raise store
-            check_path(path)
             with show_progress("verifying", store.manifest.num_bytes, 1) as advance:
                 damages = verify_store(store.path, advance=advance)
         except (MemmapError, OSError) as error:
