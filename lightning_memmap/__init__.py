@@ -6,7 +6,9 @@ Importing registers the strategy names with ``lightning.pytorch.Trainer``.
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.store import (
     ColumnDataset,
+    ImageFolder,
     Store,
+    TarDataset,
     append_store,
     build_part,
     build_store,
@@ -20,8 +22,10 @@ from lightning_memmap.strategies import register
 
 __all__ = [
     "ColumnDataset",
+    "ImageFolder",
     "MemmapDataModule",
     "Store",
+    "TarDataset",
     "append_store",
     "build_part",
     "build_store",

@@ -26,8 +26,10 @@ from tests.preloaded import python
 NAMES = {
     "lightning_memmap": [
         "ColumnDataset",
+        "ImageFolder",
         "MemmapDataModule",
         "Store",
+        "TarDataset",
         "append_store",
         "build_part",
         "build_store",
@@ -85,6 +87,7 @@ NAMES = {
     ],
     "lightning_memmap.schema": [
         "DTYPES",
+        "Decode",
         "Field",
         "Form",
         "Jagged",
@@ -97,7 +100,9 @@ NAMES = {
     "lightning_memmap.store": [
         "ColumnDataset",
         "Damage",
+        "ImageFolder",
         "Store",
+        "TarDataset",
         "append_store",
         "build_part",
         "build_store",

@@ -5,14 +5,16 @@ from lightning_memmap.store.opening import open_store
 from lightning_memmap.store.parts import build_part, finish_store
 from lightning_memmap.store.reader import Store
 from lightning_memmap.store.remote.transfer import pull_store, push_store
-from lightning_memmap.store.sources import ColumnDataset
+from lightning_memmap.store.sources import ColumnDataset, ImageFolder, TarDataset
 from lightning_memmap.store.verify import Damage, verify_store
 from lightning_memmap.store.writer import build_store
 
 __all__ = [
     "ColumnDataset",
     "Damage",
+    "ImageFolder",
     "Store",
+    "TarDataset",
     "append_store",
     "build_part",
     "build_store",

@@ -96,7 +96,8 @@ def append_store(
         store = open_directory(directory)
         make_room(directory)
         num_rows = store.num_rows + len(dataset)
-        plan = StorePlan(directory, num_rows, store.num_shards, store.schema)
+        classes = store.manifest.classes
+        plan = StorePlan(directory, num_rows, store.num_shards, store.schema, classes)
         plan.check()
         _log.warning(
             "appending %s rows to %s: the %s of the old version are copied",

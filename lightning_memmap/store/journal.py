@@ -248,20 +248,20 @@ def part_journal(part: int) -> str:
     return f"{JOURNAL}-{part}{TEMPORARY}"
 
 
-def write_plan(building: Path, plan: BuildPlan, dataset: str) -> None:
+def write_plan(building: Path, plan: BuildPlan, **more: Any) -> None:
     """Write the plan of a build in parts: all of it or nothing.
 
     Args:
         building: The directory in which the store is being built, and where no plan is.
         plan: What the build makes.
-        dataset: The class of the dataset, which is not compared with that of other parts.
+        **more: JSON values that are kept with it, and are not compared with those of other parts.
 
     Raises:
         OSError: It cannot be written.
     """
     temporary = building / (PLAN + TEMPORARY)
     with open(temporary, "x", encoding="utf-8") as file:
-        json.dump({"dataset": dataset, **plan.to_json()}, file)
+        json.dump({**more, **plan.to_json()}, file)
         file.flush()
         os.fsync(file.fileno())
     os.rename(temporary, building / PLAN)

@@ -278,7 +278,7 @@ def _make_or_compare(build: Build, num_parts: int) -> None:
             changed = str(error)
     if not os.path.lexists(plan.building):
         plan.make_files()
-        write_plan(plan.building, made, build.dataset_name)
+        write_plan(plan.building, made, dataset=build.dataset_name, classes=plan.classes)
     elif changed is not None:
         raise StoreError(
             f"the parts of the store at {plan.path} that were written before are of another build:"
@@ -296,9 +296,9 @@ def _read_plan(directory: Path) -> tuple[StorePlan, dict[str, Any]]:
     building = parts_path(directory)
     try:
         found = read_plan(building)
-        plan = StorePlan(
-            directory, found["num_rows"], found["num_shards"], Schema.from_json(found), True
-        )
+        schema, classes = Schema.from_json(found), tuple(found["classes"])
+        num_rows, num_shards = found["num_rows"], found["num_shards"]
+        plan = StorePlan(directory, num_rows, num_shards, schema, classes, in_parts=True)
         if any(found.get(key) != value for key, value in plan.to_json().items()):
             raise ValueError("it was made by another version of lightning_memmap")
     except (OSError, ValueError, TypeError, KeyError, StoreError) as error:

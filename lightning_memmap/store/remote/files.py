@@ -89,7 +89,9 @@ class RemoteFiles:
             StoreNotFoundError: There is no such directory or bucket.
             StoreError: The directory cannot be reached, or access is refused.
         """
-        found: list[dict[str, Any]] = self._tried(lambda: self._system.ls(self._path, detail=True), "")
+        found: list[dict[str, Any]] = self._tried(
+            lambda: self._system.ls(self._path, detail=True), ""
+        )
         names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in found]
         kinds = [entry["type"] for entry in found]
         pairs = sorted(zip(names, kinds, strict=True))
