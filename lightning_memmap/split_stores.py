@@ -210,7 +210,12 @@ class SplitStores:
         """
         stored = self.stored_split(split)
         path = self.directory / stored
-        if self.datasets[stored] is None and (isinstance(path, StoreUrl) or not is_store(path)):
+        if isinstance(path, StoreUrl):
+            try:
+                open_store(path)
+            except StoreNotFoundError as error:  # It tells a bucket from a store that is missing.
+                return error
+        elif self.datasets[stored] is None and not is_store(path):
             return StoreNotFoundError(
                 f"{argument_of(stored)}=None and no store at {path}: give the dataset, or a"
                 f" store_dir that holds a store named {stored!r}"

@@ -221,6 +221,15 @@ def test_data_module_of_a_url_without_a_store_says_how_to_push_one(tmp_path: Pat
         data.setup()
 
 
+def test_split_that_is_missing_at_a_url_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    build_store(Numbered(50), tmp_path / "far" / "train", progress=False)
+    data = MemmapDataModule(store_dir=(tmp_path / "far").as_uri())
+    data.setup()
+    assert list(data.stores) == ["train"]
+    with pytest.raises(StoreNotFoundError, match="no store at file:.*far/test: "):
+        data.test_dataloader()
+
+
 # Interruptions
 
 
