@@ -60,6 +60,8 @@ NAMES = {
     "lightning_memmap.sampling": [
         "BatchSchedule",
         "BlockShuffledSampler",
+        "Bucketed",
+        "BucketedSampler",
         "ChosenRows",
         "Fields",
         "Integers",

@@ -117,7 +117,7 @@ def build_part(
         )
     check_length(dataset)
     dtypes = check_store_dtypes(store_dtypes)
-    dims = {name: form.dims for name, form in read_forms(variable).items()}
+    forms = read_forms(variable)
     show = partial(show_progress, hidden=not progress)
     directory = store_directory(path)
     make_parent(directory)
@@ -136,7 +136,7 @@ def build_part(
     # Before a row is read: a dataset may cache rows, which would change its identity.
     identity = Fingerprint.of(dataset, fingerprint)
     build = Build.prepare(
-        dataset, directory, num_shards, num_workers, identity, dims, dtypes, in_parts=True
+        dataset, directory, num_shards, num_workers, identity, forms, dtypes, in_parts=True
     )
     plan = build.plan
     with locked(directory):

@@ -214,25 +214,30 @@ def allocate_files(directory: Path, columns: Sequence[Column], path: Path) -> No
     """
     directory.mkdir()
     try:
-        needed = sum(sum(column.file_bytes.values()) for column in columns)
+        # Several columns may have a file in common.
+        files = {
+            name: (num_bytes, column.field.name)
+            for column in columns
+            for name, num_bytes in column.file_bytes.items()
+        }
+        needed = sum(num_bytes for num_bytes, _ in files.values())
         free = shutil.disk_usage(directory).free
         if needed + _ROOM_BYTES > free:
             raise _disk_full(path, needed, free)
-        for column in columns:
-            for name, num_bytes in column.file_bytes.items():
-                try:
-                    _allocate(directory / name, num_bytes)
-                except OSError as error:
-                    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                        raise _disk_full(path, needed, free) from error
-                    if error.errno != errno.EFBIG:
-                        raise
-                    raise OSError(
-                        errno.EFBIG,
-                        f"field {column.field.name!r} needs a file of {num_bytes} bytes, more than"
-                        " this process (`ulimit -f`) or the file system allows",
-                        str(path),
-                    ) from error
+        for name, (num_bytes, field) in files.items():
+            try:
+                _allocate(directory / name, num_bytes)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise _disk_full(path, needed, free) from error
+                if error.errno != errno.EFBIG:
+                    raise
+                raise OSError(
+                    errno.EFBIG,
+                    f"field {field!r} needs a file of {num_bytes} bytes, more than this process"
+                    " (`ulimit -f`) or the file system allows",
+                    str(path),
+                ) from error
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise

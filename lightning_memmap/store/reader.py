@@ -14,8 +14,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import MemmapError, StoreError
+from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Schema
-from lightning_memmap.store.columns import OpenColumn
+from lightning_memmap.schema.nesting import SAMPLE
+from lightning_memmap.store.columns import ItemRows, OpenColumn
 from lightning_memmap.store.manifest import Manifest, check_files, manifest_mark
 from lightning_memmap.store.recognition import check_briefly
 from lightning_memmap.store.recovery import finish_interrupted, is_interrupted
@@ -28,7 +30,8 @@ class Store:
     """An open store. Use `lightning_memmap.store.open_store` or `build_store` to get one.
 
     It is a map-style dataset as well: ``store[i]`` is row ``i`` in dataset order, with tensors, and
-    for text str and bytes, as leaves. Processes on one machine that open the same store share its
+    for text str and bytes, as leaves. A list of records is a list again, and None is
+    None. Processes on one machine that open the same store share its
     pages in memory.
 
     Attributes:
@@ -41,7 +44,7 @@ class Store:
         self.path = path
         self.manifest = manifest
         self.columns = [column.open(path) for column in manifest.columns]
-        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder()
+        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(nesting=SAMPLE)
 
     @property
     def location(self) -> str:
@@ -92,10 +95,7 @@ class Store:
         Raises:
             ValueError: There is no such field, or its rows have more than one value.
         """
-        names = [each.name for each in self.schema.fields]
-        if field not in names:
-            raise ValueError(f"field {field!r}: the store at {self.path} has {names}")
-        index = names.index(field)
+        index = self._index_of(field)
         found = self.schema.fields[index]
         if found.is_text:
             raise ValueError(
@@ -116,6 +116,34 @@ class Store:
             # numpy has no bfloat16.
             blocks.append((values.float() if values.dtype == torch.bfloat16 else values).numpy())
         return np.concatenate(blocks)
+
+    def lengths(self, field: str) -> Integers:
+        """Look up the length of each row of a field whose rows differ in length.
+
+        No value is read.
+
+        Args:
+            field: Name of such a field.
+
+        Returns:
+            The items of each row, for text its bytes: int64 of shape (num_rows,), in dataset order.
+
+        Raises:
+            ValueError: There is no such field, or its rows have one length.
+            StoreError: The index of the field is damaged.
+        """
+        if not self.schema.fields[self._index_of(field)].num_variable:
+            raise ValueError(f"field {field!r}: all its rows have one length")
+        (column,) = self.provide([field], range(self.num_shards))
+        if not isinstance(column, ItemRows):
+            raise ValueError(f"field {field!r}: its column does not tell the lengths of its rows")
+        return column.lengths()
+
+    def _index_of(self, field: str) -> int:
+        names = [each.name for each in self.schema.fields]
+        if field not in names:
+            raise ValueError(f"field {field!r}: the store at {self.path} has {names}")
+        return names.index(field)
 
     def shard(self, index: int) -> dict[str, Tensor]:
         """Return views of one shard's rows by field name.

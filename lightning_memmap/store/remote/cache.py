@@ -115,7 +115,8 @@ class Cache:
         (made / _LOCKS).mkdir()
         for column in columns:
             for name, num_bytes in column.file_bytes.items():
-                with open(made / _FILES / name, "xb") as file:
+                # Several columns may have a file in common.
+                with open(made / _FILES / name, "wb") as file:
                     file.truncate(num_bytes)
         (made / _STATES).write_bytes(bytes(len(columns) * remote.manifest.num_shards))
         (made / _IN_USE).touch()

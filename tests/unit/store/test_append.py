@@ -27,6 +27,8 @@ def sample(row: int) -> dict[str, Any]:
         "x": np.full(3, row, np.int16),
         "box": np.full((row % 3, row % 2 + 1), row, np.float32),
         "name": "n" * (row % 4) + str(row),
+        "records": [{"label": row, "score": 0.5}] * (row % 3),
+        "maybe": None if row % 5 == 3 else row,
     }
 
 

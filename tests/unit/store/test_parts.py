@@ -40,7 +40,7 @@ QUIET: Mapping[str, Any] = {"progress": False}
 
 
 class Mixed(Dataset[dict[str, Any]]):
-    """Rows with a field of one shape, one that differs in length, and text."""
+    """Rows with a field of one shape, one that differs in length, text, records and None."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -53,6 +53,8 @@ class Mixed(Dataset[dict[str, Any]]):
             "x": np.full(3, row, np.int16),
             "tokens": np.arange(row * row % 7, dtype=np.int32),
             "name": "n" * (row % 4) + str(row),
+            "records": [{"label": row, "score": 0.5}] * (row % 3),
+            "maybe": None if row % 5 == 3 else row,
         }
 
 
@@ -74,7 +76,7 @@ def test_store_of_parts_is_that_of_one_process_byte_for_byte(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     directory = tmp_path_factory.mktemp("parts")
-    dataset = Mixed(data.draw(st.integers(1, 40), label="rows"))
+    dataset = Mixed(data.draw(st.integers(4, 40), label="rows"))
     options: Any = {
         **QUIET,
         "num_shards": data.draw(st.integers(1, 7), label="shards"),
