@@ -264,10 +264,10 @@ def test_empty_list_in_the_first_row_is_what_other_rows_show(
 
 def test_list_that_is_empty_in_all_rows_read_is_refused(tmp_path: Path) -> None:
     for option in ({"variable": {"ids": "pad"}}, {"store_dtypes": {"ids": "int16"}}):
-        with pytest.raises(SchemaError, match=r"'ids' is an empty list in each of the 8 rows"):
+        with pytest.raises(SchemaError, match=r"'ids' is an empty list in each of the 300 rows"):
             build(tmp_path / "s", Lists([], []), **option)
-    with pytest.raises(SchemaError, match="an empty list has no dtype"):
-        build(tmp_path / "s", [{"ids": []}, {"ids": [1]}])
+    with pytest.raises(SchemaError, match=r"2 rows .* hold no tensor, array or number"):
+        build(tmp_path / "s", [{"ids": []}, {"ids": []}])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -298,8 +298,8 @@ def test_form_for_text_is_refused(tmp_path: Path, value: Any) -> None:
 
 
 def test_value_that_no_store_has_comes_without_advice_for_shapes(tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match=r"row 1, field 'x': found NoneType.* nan") as caught:
-        build(tmp_path / "s", [{"x": 1.0}, {"x": None}])
+    with pytest.raises(SchemaError, match=r"row 1, field 'x': found set, which") as caught:
+        build(tmp_path / "s", [{"x": 1.0}, {"x": {1, 2}}])
     assert "All rows" not in str(caught.value)
 
 
