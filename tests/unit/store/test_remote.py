@@ -63,7 +63,8 @@ class Mixed(Dataset[dict[str, Any]]):
 
 
 def build_mixed(path: Path, num_rows: int = NUM_ROWS, num_shards: int = NUM_SHARDS) -> Store:
-    variable = {"box": {"form": "pad", "dims": 2}}
+    box = {"form": "pad", "dims": 2}
+    variable = {"box": box, "records": "pad", "maybe": "nullable"}
     return build_store(
         Mixed(num_rows), path, num_shards=num_shards, variable=variable, progress=False
     )
