@@ -905,6 +905,7 @@ def test_photos_are_patches_of_the_photographs(tmp_path: Path) -> None:
         upright = image.flip(1) if name.endswith("turned") else image
         assert is_part_of(upright, photo.movedim(-1, 0))
     assert np.bincount(labels).tolist() == [4] * 4
+    assert dataset.classes == [*photos.CLASSES]
 
 
 def is_part_of(patch: Tensor, photo: Tensor) -> bool:
@@ -918,9 +919,9 @@ def is_part_of(patch: Tensor, photo: Tensor) -> bool:
 @pytest.mark.usefixtures("few_photos")
 def test_photos_are_made_once_and_are_the_same_each_time(tmp_path: Path) -> None:
     first, elsewhere = Photos("val", tmp_path / "one"), Photos("val", tmp_path / "two")
-    times = [path.stat().st_mtime_ns for path in first.files]
+    times = [(first.root / file).stat().st_mtime_ns for file in first.files]
     again = Photos("val", tmp_path / "one")
-    assert [path.stat().st_mtime_ns for path in again.files] == times
+    assert [(again.root / file).stat().st_mtime_ns for file in again.files] == times
     for row in range(8):
         assert torch.equal(first[row]["image"], elsewhere[row]["image"])
         assert first[row]["label"] == elsewhere[row]["label"]
