@@ -93,7 +93,10 @@ NAMES = {
         "Field",
         "Form",
         "Jagged",
+        "Masked",
+        "Nesting",
         "Node",
+        "Nullable",
         "Pad",
         "Rows",
         "Schema",
@@ -158,6 +161,7 @@ DATA_MODULE = {
     "shuffle_window": None,
     "sampler": None,
     "variable": None,
+    "with_row_numbers": False,
 }
 
 STRATEGY = {
