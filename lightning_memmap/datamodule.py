@@ -75,6 +75,7 @@ from lightning_memmap.splits import (
 )
 from lightning_memmap.store import Store
 from lightning_memmap.store.probes import first_sample
+from lightning_memmap.store.series import fields_of, windows_of
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 
 if TYPE_CHECKING:
@@ -634,6 +635,7 @@ class MemmapDataModule(L.LightningDataModule):
             self._split_stores.subset(split, store),
             self.shuffle_window,
             None if order is None else partial(order, store),
+            windows_of(store, read_forms(self.variable)),
         )
 
     def _order(self, store: Store, size: SplitSize) -> Sampler:
@@ -649,7 +651,8 @@ class MemmapDataModule(L.LightningDataModule):
         given, seed = self.sampler, self.seed
         if given is not None:
             if isinstance(given, SamplerFactory):
-                return check_sampler(given.make(shards, seed, store), shards)
+                fields = fields_of(store, shards)
+                return check_sampler(given.make(shards, seed, fields), shards)
             return check_sampler(given(shards, seed), shards)
         if not self.shuffle:
             return SequentialSampler(shards)

@@ -92,12 +92,12 @@ class DeviceRows:
     Args:
         device: Number of the data device over all processes.
         rank: Data-parallel rank of its process.
-        rows: The rows of its batch, in their order.
+        rows: The rows of its batch, in their order, as for `StepRows`.
     """
 
     device: int
     rank: int
-    rows: list[int]
+    rows: list[Any]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class StepRows:
         step: The step of the epoch.
         first: Its first position.
         last: One past its last position.
-        rows: The rows of the global batch, in the order of positions.
+        rows: The rows of the global batch, in the order of positions: numbers, or as
+            `lightning_memmap.sampling.Shards.names` has them.
         devices: The same by data device.
     """
 
@@ -117,7 +118,7 @@ class StepRows:
     step: int
     first: int
     last: int
-    rows: list[int]
+    rows: list[Any]
     devices: list[DeviceRows]
 
 
@@ -152,7 +153,10 @@ def rows(args: list[str]) -> int:
             ]
         else:
             steps = _steps_of_checkpoint(question.ckpt_path, data, order, topology)
-        has_sheet = question.show is not None and _write_sheet(store, steps, Path(question.show))
+        shown = [_stored_rows(order, step) for step in steps]
+        has_sheet = question.show is not None and _write_sheet(
+            store, [row for rows_ in shown for row in rows_], Path(question.show)
+        )
     except (MemmapError, OSError, ValueError, IndexError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -160,13 +164,13 @@ def rows(args: list[str]) -> int:
         print(json_format.dumps([asdict(step) for step in steps]))
         return 0
     console = Console(markup=False)
-    for step in steps:
+    for step, numbers in zip(steps, shown, strict=True):
         console.print(
             f"epoch {step.epoch}, step {step.step}: positions {step.first} to {step.last - 1} of"
             f" {order.num_positions}, {type(order).__name__}",
             soft_wrap=True,
         )
-        console.print(_table(step, store if question.show is not None else None))
+        console.print(_table(step, numbers, store if question.show is not None else None))
     if has_sheet:
         console.print(f"images are in {question.show}, row by row in the order of the table")
     return 0
@@ -193,13 +197,20 @@ def step_rows(
     if step >= len(schedule):
         raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(schedule) - 1}")
     first, last = schedule.bounds(step)
-    found: list[int] = order.dataset_rows(epoch, range(first, last)).tolist()
+    found = order.shards.base.names(order.dataset_rows(epoch, range(first, last)))
     count = topology.num_data_devices
     devices = [
         DeviceRows(device, device % topology.size, found[(device - first) % count :: count])
         for device in range(count)
     ]
     return StepRows(epoch, step, first, last, found, devices)
+
+
+def _stored_rows(order: Sampler, step: StepRows) -> list[int]:
+    """The rows of the store that the rows of a step are, or are parts of."""
+    rows = order.dataset_rows(step.epoch, range(step.first, step.last))
+    found: list[int] = order.shards.base.stored_rows(rows).tolist()
+    return found
 
 
 def _schedule(
@@ -301,13 +312,20 @@ def _made(parser: BriefParser, config: dict[str, Any]) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _table(step: StepRows, store: Store | None) -> Table:
+def _table(step: StepRows, numbers: Sequence[int], store: Store | None) -> Table:
+    """The rows of a step by device, or with the values that they have in a store.
+
+    Args:
+        step: The step.
+        numbers: Its rows in the store, in the order of positions.
+        store: The store; None for the rows by device.
+    """
     table = Table()
     if store is None:
         for name in ("data device", "rank", "rows"):
             table.add_column(name, overflow="fold")
         for device in step.devices:
-            rows = " ".join(map(str, device.rows))
+            rows = " ".join(map(_name, device.rows))
             table.add_row(str(device.device), str(device.rank), rows)
         return table
     names = [field.name for field in store.schema.fields]
@@ -317,13 +335,20 @@ def _table(step: StepRows, store: Store | None) -> Table:
     for name in (names[index] for index in shown):
         # Or it would look like the row's number, or its device.
         table.add_column(f"field {name}" if name in ("row", "data device") else name)
-    for position, row in enumerate(step.rows, step.first):
+    for position, (name, row) in enumerate(zip(step.rows, numbers, strict=True), step.first):
         values = [
             _text(store.schema.fields[index].value(store.columns[index].row(row)))
             for index in shown
         ]
-        table.add_row(str(row), str(position % len(step.devices)), *values)
+        table.add_row(_name(name), str(position % len(step.devices)), *values)
     return table
+
+
+def _name(row: Any) -> str:
+    """A row in a table: its number, or for a window the number of its series and its step."""
+    if not isinstance(row, list):
+        return str(row)
+    return f"{_name(row[0])}:{row[1]}"
 
 
 def _is_short(field: Field) -> bool:
@@ -337,14 +362,14 @@ def _text(value: Any) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _write_sheet(store: Store, steps: Sequence[StepRows], path: Path) -> bool:
-    """Write the images of all steps as one image, in their order, if the rows have any.
+def _write_sheet(store: Store, rows: Sequence[int], path: Path) -> bool:
+    """Write the images of rows as one image, in their order, if the rows have any.
 
     Raises:
         ValueError: Nothing is installed that writes images.
     """
     columns = zip(store.schema.fields, store.columns, strict=True)
-    rows = [row for step in steps for row in step.rows][:_SHEET_ROWS]
+    rows = rows[:_SHEET_ROWS]
     images = [
         found
         for field, column in columns

@@ -13,8 +13,9 @@ from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
 from lightning_memmap.loading.window_layout import WindowLayout
+from lightning_memmap.loading.window_rows import window_rows
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
-from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.sampling import Integers, Shards, WindowShards
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column, VariableColumn
@@ -86,6 +87,8 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
     known = (FixedColumn, VariableColumn)
     others = [column for column in columns if type(column) not in known]
     variable = [column for column in columns if isinstance(column, VariableColumn)]
+    base = placement.shards.base
+    cut, length = (base.fields, base.length) if isinstance(base, WindowShards) else ((), 0)
     offsets = StoreOffsets(store.manifest.shards, placement.shards)
     cpu = torch.device("cpu")
     groups: dict[tuple[Residency, torch.device], list[int]] = {}
@@ -110,7 +113,17 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
                 " differ in length, and only rows of one size are read window by window: use"
                 " residency='mmap'"
             )
-        if others or not columns:
+        if cut and residency is Residency.STREAM:
+            raise StoreError(
+                f"residency='stream': field {cut[0]!r} of the store at {store.path} is cut into"
+                " windows, which overlap, and only whole rows are read one after the other: use"
+                " residency='mmap'"
+            )
+        if cut and not others:
+            fields_ = [(column.field, rows) for column, rows in needed]
+            place = None if residency is Residency.MMAP else device
+            sources.append(window_rows(store, fields_, placement.shards, shards, place))
+        elif others or not columns:
             sources.append(ColumnRows(columns, opened))
         elif residency is Residency.STREAM:
             sources.append(_streamed_rows(store, columns, offsets, placement, shards))
@@ -119,7 +132,7 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
         else:
             sources.append(copied_rows(opened, offsets, shards, device))
     absent = tuple(
-        (index, field)
+        (index, field.windowed(length) if field.name in cut else field)
         for index, field in enumerate(store.schema.fields)
         if fields is not None and field.name not in fields
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.sampling import Integers, Sampler, Shards
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,18 @@ class StoreOffsets:
             Rows of the files, int64 of shape (B,).
         """
         return self.shards.locations_in(self.stored, shards, offsets)
+
+    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
+        """Where the rows lie in the files that supply positions.
+
+        Args:
+            sampler: The order of the rows of the split.
+            epoch: Epoch, counted from 0.
+            positions: As for `lightning_memmap.sampling.Sampler.at`.
+
+        Returns:
+            Rows of the files, int64 of shape (len(positions),).
+        """
+        if self.starts is None:
+            return self.of(*sampler.at(epoch, positions))
+        return sampler.row_offsets(epoch, positions, self.starts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.variable_rows import VariableRows
-from lightning_memmap.schema import Field, Form, Jagged, Pad, Schema
+from lightning_memmap.schema import Field, Form, Jagged, Pad, Schema, Windows
 from lightning_memmap.schema.fields import dtype_name
 
 #: Memory that is made has this much more than is asked for, since the next step may need more.
@@ -148,15 +148,19 @@ class FormedCollate:
                     f"variable: field {name!r} is {fields[name].kind}, which batches give as a list"
                     " in any case: leave it out"
                 )
-            if not fields[name].num_variable:
+            if not (fields[name].num_variable or isinstance(variable[name], Windows)):
                 raise ValueError(
                     f"variable: in the store, all rows of field {name!r} have the shape"
                     f" {fields[name].shape}: leave it out, or build the store anew with"
                     " overwrite=True"
                 )
         self._build = schema.builder(sample)
+        forms = {field.name: variable.get(field.name, Pad()) for field in schema.fields}
+        # Windows have one shape.
         self._formers = [
-            Former(field, variable.get(field.name, Pad())) if field.num_variable else None
+            Former(field, forms[field.name])
+            if field.num_variable and not isinstance(forms[field.name], Windows)
+            else None
             for field in schema.fields
         ]
 

@@ -10,6 +10,7 @@ Integers only: no file, no tensor, no device.
                         the samplers, one a file
     factory             what makes a sampler of a user's options
     weighted_shards     shards that are equal in weight
+    window_shards       shards of windows over series
     identity            what tells orders from each other
     permutations        the order within shards, from random bits
     window_permutation  the same, window by window
@@ -27,7 +28,8 @@ from lightning_memmap.sampling.shards import Integers, Shards, shard_rows, shard
 from lightning_memmap.sampling.shuffled import ShuffledSampler
 from lightning_memmap.sampling.subset import ChosenRows, RowSubset, StridedRows
 from lightning_memmap.sampling.weighted import Weighted, WeightedSampler
-from lightning_memmap.sampling.windows import Windows, default_window
+from lightning_memmap.sampling.window_shards import WindowShards, spans_of
+from lightning_memmap.sampling.windows import ReadWindows, default_window
 
 __all__ = [
     "BatchSchedule",
@@ -38,6 +40,7 @@ __all__ = [
     "KFold",
     "Parts",
     "RandomSplit",
+    "ReadWindows",
     "RowSubset",
     "Sampler",
     "SamplerFactory",
@@ -49,11 +52,12 @@ __all__ = [
     "Subset",
     "Weighted",
     "WeightedSampler",
+    "WindowShards",
     "WindowedSampler",
-    "Windows",
     "default_window",
     "derive_seed",
     "shard_rows",
     "shard_starts",
+    "spans_of",
     "striping",
 ]

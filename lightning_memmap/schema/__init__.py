@@ -28,7 +28,7 @@ from lightning_memmap.schema.fields import (
     entry,
     field_name,
 )
-from lightning_memmap.schema.forms import Form, Jagged, Pad, Rows, read_forms
+from lightning_memmap.schema.forms import Form, Jagged, Pad, Rows, Windows, read_forms
 from lightning_memmap.schema.leaves import (
     MAX_NUMBERS,
     MIN_NUMBERS,
@@ -49,6 +49,7 @@ __all__ = [
     "Pad",
     "Rows",
     "Schema",
+    "Windows",
     "read_forms",
 ]
 

@@ -2,7 +2,16 @@
 
 from lightning_memmap.store.reader import Store, open_store
 from lightning_memmap.store.sources import ColumnDataset
+from lightning_memmap.store.sources.token_stream import TokenStream
 from lightning_memmap.store.verify import Damage, verify_store
 from lightning_memmap.store.writer import build_store
 
-__all__ = ["ColumnDataset", "Damage", "Store", "build_store", "open_store", "verify_store"]
+__all__ = [
+    "ColumnDataset",
+    "Damage",
+    "Store",
+    "TokenStream",
+    "build_store",
+    "open_store",
+    "verify_store",
+]

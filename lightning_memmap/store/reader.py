@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import MemmapError
+from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.manifest import Manifest, check_files, manifest_mark
 from lightning_memmap.store.recognition import check_briefly
@@ -68,6 +69,17 @@ class Store:
             StoreError: The rows of a field do not lie in one tensor.
         """
         return [column.tensor for column in self.columns]
+
+    def in_memory(self, locations: Integers) -> Integers:
+        """Where rows lie in the mapped columns.
+
+        Args:
+            locations: Where they lie in the files, int64 of shape (B,); see `Shards.locate`.
+
+        Returns:
+            int64 of shape (B,): for one store, the same.
+        """
+        return locations
 
     def values(self, field: str) -> NDArray[Any]:
         """Read the value of a field of each row, such as a label.
