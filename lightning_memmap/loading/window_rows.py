@@ -32,6 +32,8 @@ class SeriesPlaces(NamedTuple):
 
     begins: Integers
     """The step of the memory at which the first window of each begins, or would: int64."""
+    starts: Integers
+    """The first step of the memory that belongs to each, int64."""
     rows: Integers
     """Where the other fields of each are, int64. -1 for a series without a window here."""
 
@@ -73,8 +75,8 @@ class WindowRows(RandomAccessRows):
         self._shifts = places.begins - (line.ends - line.counts) * line.stride
         # The other way round: the series of a step.
         here = np.flatnonzero((places.rows >= 0) & (line.counts > 0))
-        here = here[np.argsort(places.begins[here])]
-        self._begins = send(torch.from_numpy(places.begins[here]), device)
+        here = here[np.argsort(places.starts[here])]
+        self._starts = send(torch.from_numpy(places.starts[here]), device)
         self._rows = send(torch.from_numpy(places.rows[here]), device)
 
     @override
@@ -117,7 +119,7 @@ class WindowRows(RandomAccessRows):
         if self._others is None:
             return iter(())
         here = send(locations, self.device)
-        rows = self._rows[torch.searchsorted(self._begins, here, right=True) - 1]
+        rows = self._rows[torch.searchsorted(self._starts, here, right=True) - 1]
         if self._others.has_variable:
             rows = rows.cpu()
         return iter(self._others.fetch(rows, None if out is None else self._targets(out, False)))
@@ -161,7 +163,7 @@ def window_rows(
     homes = np.repeat(np.arange(series.num_shards), series.sizes)
     offsets = np.arange(series.num_rows) - series.starts[homes]
     rows = store.in_memory(series.locations_in(store.manifest.shards, homes, offsets))
-    begins = read_series(store, line.fields, series).begins
+    begins = starts = read_series(store, line.fields, series).begins
     is_cut = [field.name in line.fields for field, _ in needed]
     fields = [
         field.windowed(line.length) if cut else field
@@ -169,29 +171,28 @@ def window_rows(
     ]
     columns = [column for _, column in needed]
     steps = [steps_of(c) if cut else None for c, cut in zip(columns, is_cut, strict=True)]
-    others = [
-        mapped_tensor(column) for column, cut in zip(columns, is_cut, strict=True) if not cut
-    ]
+    others = [mapped_tensor(column) for column, cut in zip(columns, is_cut, strict=True) if not cut]
     place = torch.device("cpu")
     if device is not None:
         place = device
         firsts, counts = spans_of(shards, chosen)
         used = np.flatnonzero(counts)
         lengths = (counts[used] - 1) * line.stride + line.length
-        starts = begins[used] + firsts[used] * line.stride
+        pieces = begins[used] + firsts[used] * line.stride
         steps = [
-            None if each is None else _copied_steps(field, each, starts, lengths, device)
+            None if each is None else _copied_steps(field, each, pieces, lengths, device)
             for field, each in zip(fields, steps, strict=True)
         ]
         others = [_copied_others(other, rows[used], device) for other in others]
-        begins, rows = np.zeros_like(begins), np.full_like(rows, -1)
-        begins[used] = np.cumsum(lengths) - lengths - firsts[used] * line.stride
+        starts, rows = np.zeros_like(begins), np.full_like(rows, -1)
+        starts[used] = np.cumsum(lengths) - lengths
+        begins = starts - firsts * line.stride
         rows[used] = np.arange(len(used))
     return WindowRows(
         fields,
         steps,
         ResidentRows(others, place, np.zeros(0, np.int64)) if others else None,
-        SeriesPlaces(begins, rows),
+        SeriesPlaces(begins, starts, rows),
         StoreOffsets(line, shards),
         place,
     )
