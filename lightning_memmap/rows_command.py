@@ -30,7 +30,7 @@ from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.schema import Field
 from lightning_memmap.splits import SPLITS
-from lightning_memmap.store import Store, open_store
+from lightning_memmap.store import Store
 from lightning_memmap.store.columns import OpenColumn
 
 _DESCRIPTION = """List the rows of a global batch, device by device: of any step of any epoch, or of
@@ -143,7 +143,7 @@ def rows(args: list[str]) -> int:
         refuse_several_configs(args)
         question = Question(**given)
         data, topology = _read_config(question)
-        store = open_store(data.store_path("train"))
+        store = data.open_train_store()
         order = data.train_sampler(store, topology)
         if question.ckpt_path is None:
             steps = [

@@ -19,7 +19,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store
-from lightning_memmap.store.series import fields_of, windows_of
+from lightning_memmap.store.series import division_of, fields_of
 
 CPU = torch.device("cpu")
 #: A step of series ``i`` is this many times ``i``, and its number within the series.
@@ -95,7 +95,7 @@ def make_loader(
 
     forms: Any = dict.fromkeys(fields, windows)
     topology = DataTopology((CPU,) * num_devices, rank, size)
-    divide = windows_of(store, forms)
+    divide = division_of(store, forms)
     sized = SplitSize.of("train", store.manifest, topology, subset, None, order, divide)
     placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: 2**40})
     rows = load_split(store, topology, placement.splits["train"])

@@ -89,7 +89,7 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
     variable = [column for column in columns if isinstance(column, VariableColumn)]
     base = placement.shards.base
     cut, length = (base.fields, base.length) if isinstance(base, WindowShards) else ((), 0)
-    offsets = StoreOffsets(store.manifest.shards, placement.shards)
+    offsets = StoreOffsets.into(store, placement.shards)
     cpu = torch.device("cpu")
     groups: dict[tuple[Residency, torch.device], list[int]] = {}
     for shard, residency in enumerate(placement.residency):
@@ -112,6 +112,11 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
                 f"residency='stream': the rows of field {variable[0].field.name!r} at {store.path}"
                 " differ in length, and only rows of one size are read window by window: use"
                 " residency='mmap'"
+            )
+        if store.has_gaps and residency is Residency.STREAM:
+            raise StoreError(
+                f"residency='stream': the rows of the stores in {store.path} are mixed, and only"
+                " those of one store are read one after the other: use residency='mmap'"
             )
         if cut and residency is Residency.STREAM:
             raise StoreError(

@@ -8,9 +8,12 @@ Integers only: no file, no tensor, no device.
     sampler             what every sampler has: the rows of each position of an epoch
     sequential, shuffled, block_shuffled, weighted
                         the samplers, one a file
-    factory             what makes a sampler of a user's options
+    factory             what makes a sampler of a user's options:
+    mixture, curriculum of several sets; another one from an epoch on
     weighted_shards     shards that are equal in weight
-    window_shards       shards of windows over series
+    line_shards         shards that are pieces of a line:
+    window_shards       of windows over series
+    joined_shards       of the rows of several stores
     identity            what tells orders from each other
     permutations        the order within shards, from random bits
     window_permutation  the same, window by window
@@ -19,7 +22,10 @@ Integers only: no file, no tensor, no device.
 """
 
 from lightning_memmap.sampling.block_shuffled import BlockShuffledSampler
+from lightning_memmap.sampling.curriculum import Curriculum
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
+from lightning_memmap.sampling.joined_shards import JoinedShards
+from lightning_memmap.sampling.mixture import Mixture
 from lightning_memmap.sampling.sampler import Sampler, WindowedSampler, derive_seed
 from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.sampling.selection import KFold, Parts, RandomSplit, Selection, Subset
@@ -35,9 +41,12 @@ __all__ = [
     "BatchSchedule",
     "BlockShuffledSampler",
     "ChosenRows",
+    "Curriculum",
     "Fields",
     "Integers",
+    "JoinedShards",
     "KFold",
+    "Mixture",
     "Parts",
     "RandomSplit",
     "ReadWindows",

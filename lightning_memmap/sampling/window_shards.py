@@ -5,7 +5,7 @@ row of the store and a step of it. Integers only: no window is stored.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.line_shards import LineShards, as_rows
 from lightning_memmap.sampling.shards import Integers, Shards
 
 #: Windows that are located at once.
@@ -29,7 +30,7 @@ class InSeries(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowShards(Shards):
+class WindowShards(LineShards):
     """The windows over series, divided into shards.
 
     The series lie on a line in the order of a file, shard after shard, and with them their windows.
@@ -47,7 +48,6 @@ class WindowShards(Shards):
             (of_series.num_rows,).
         length: Steps of a window.
         stride: Steps from the beginning of a window to that of the next one.
-        is_ordered: Whether window ``i`` is in shard ``i % C``, as in dataset order.
     """
 
     of_series: Shards
@@ -55,7 +55,6 @@ class WindowShards(Shards):
     steps: Numbers
     length: int
     stride: int
-    is_ordered: bool = False
 
     @classmethod
     def of(
@@ -104,16 +103,6 @@ class WindowShards(Shards):
             "steps": self.steps.identity,
         }
         return {**self.of_series.identity, "num_rows": self.num_rows, "windows": windows}
-
-    @property
-    @override
-    def base(self) -> Shards:
-        return replace(self, is_ordered=False) if self.is_ordered else self
-
-    @property
-    @override
-    def ordered(self) -> "WindowShards":
-        return self if self.is_ordered else replace(self, is_ordered=True)
 
     @cached_property
     def counts(self) -> Integers:
@@ -172,12 +161,6 @@ class WindowShards(Shards):
         return self.of_series.stored_rows(self.numbered(rows).series)
 
     @override
-    def dataset_rows(self, shards: Integers, offsets: Integers) -> Integers:
-        if self.is_ordered:
-            return offsets * self.num_shards + shards
-        return self.dataset_rows_at(self.starts[shards] + offsets)
-
-    @override
     def dataset_rows_at(self, locations: Integers) -> Integers:
         places, windows = self.on_line(locations)
         numbers = self.of_series.rows_at(places)
@@ -185,21 +168,8 @@ class WindowShards(Shards):
         return rows
 
     @override
-    def rows_of(self, shard: int) -> Integers:
-        offsets = np.arange(self.sizes[shard], dtype=np.int64)
-        return self.dataset_rows(np.full_like(offsets, shard), offsets)
-
-    @override
-    def locations_in(self, stored: Shards, shards: Integers, offsets: Integers) -> Integers:
-        if self == stored:
-            return self.starts[shards] + offsets
-        return super().locations_in(stored, shards, offsets)
-
-    @override
     def locate(self, rows: range | Integers) -> Integers:
-        if isinstance(rows, range):
-            rows = np.arange(rows.start, rows.stop, rows.step)
-        numbers, windows = _in_series(self._number_ends, rows)
+        numbers, windows = _in_series(self._number_ends, as_rows(rows))
         places = self._places[numbers]
         located: Integers = self.ends[places] - self.counts[places] + windows
         return located

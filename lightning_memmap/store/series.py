@@ -23,22 +23,23 @@ class Series(NamedTuple):
     """Steps of each, int64 of shape (series,)."""
 
 
-def windows_of(store: Store, variable: Mapping[str, Form]) -> Callable[[Shards], Shards] | None:
-    """What divides the windows over the rows of a store into shards.
+def division_of(store: Store, variable: Mapping[str, Form]) -> Callable[[Shards], Shards] | None:
+    """What divides the rows of a store, or the windows over them, into shards.
 
     Args:
         store: The store.
         variable: The form of fields by name.
 
     Returns:
-        A function of the shards of rows; None where no field is cut into windows.
+        A function of the shards of rows; None where these are what a sampler orders: no field is
+        cut into windows, and the store is one.
 
     Raises:
         ValueError: A field cannot be cut into windows, or fields are cut in different ways.
     """
     forms = {name: form for name, form in variable.items() if isinstance(form, Windows)}
     if not forms:
-        return None
+        return store.shards_of if store.has_gaps else None
     first, form = next(iter(forms.items()))
     fields = {field.name: field for field in store.schema.fields}
     for name, other in forms.items():
@@ -60,6 +61,7 @@ def windows_of(store: Store, variable: Mapping[str, Form]) -> Callable[[Shards],
             )
 
     def divide(shards: Shards) -> Shards:
+        shards = store.shards_of(shards)
         steps = read_series(store, tuple(forms), shards).steps
         return WindowShards.of(shards, tuple(forms), steps, form.length, form.stride)
 
