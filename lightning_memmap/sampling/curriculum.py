@@ -201,7 +201,8 @@ class SharedShards(Shards):
     @override
     def locations_in(self, stored: Shards, shards: Integers, offsets: Integers) -> Integers:
         if self.shared == stored:
-            return self._all_places[self.starts[shards] + offsets]
+            found: Integers = self._all_places[self.starts[shards] + offsets]
+            return found
         return super().locations_in(stored, shards, offsets)
 
 

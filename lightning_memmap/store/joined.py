@@ -92,10 +92,10 @@ class JoinedStore(Store):
             ]
             num_rows = int(firsts[-1]) + self._parts[-1].num_rows
             return _JoinedColumn(_map(field, files, num_rows), self._locate)
-        # The same once more, for the items.
+        # The same once more, for the items: fields of as many items have them at the same places.
         unit = replace(field, shape=field.item_shape)
         sizes = [len(column.items) for column in variable]
-        begins = np.cumsum(sizes) - sizes + _shifts([unit], sizes)
+        begins = np.cumsum(sizes) - sizes + _shifts(self.schema.fields, sizes)
         files = [
             (part.path / f"{field.name}.values", int(begin) * field.item_bytes, size)
             for part, begin in zip(self._parts, begins, strict=True)
