@@ -76,7 +76,6 @@ NAMES = {
         "WeightedSampler",
         "WindowShards",
         "WindowedSampler",
-        "Windows",
         "default_window",
         "derive_seed",
         "shard_rows",
