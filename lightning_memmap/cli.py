@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 import lightning as L
@@ -28,12 +29,14 @@ from lightning_memmap.arguments import BriefParser, TrainingParser, nearest
 from lightning_memmap.compare import advise, compare
 from lightning_memmap.doctor import doctor
 from lightning_memmap.errors import DatasetError, MemmapError, StoreNotFoundError
+from lightning_memmap.loading.image_sample import image_samples
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
     Residency,
     SplitSize,
     format_bytes,
+    free_bytes,
     parse_bytes,
     plan_placement,
 )
@@ -53,6 +56,8 @@ Further commands: "lightning-memmap store --help" works on stores,
 
 #: The most devices that ``store plan`` tries in search of the fewest that hold the data.
 _MAX_DEVICES = 4096
+#: The most letters of the names of classes.
+_MAX_CLASSES_TEXT = 160
 
 
 class SaveConfig(SaveConfigCallback):
@@ -319,6 +324,9 @@ def _print_info(store: Store, console: Console) -> None:
         f" {store.num_shards} shards of {format_bytes(shard_bytes.min())} to"
         f" {format_bytes(shard_bytes.max())}"
     )
+    if store.classes:
+        names = shorten(", ".join(store.classes), _MAX_CLASSES_TEXT, placeholder=" ...")
+        console.print(f"{len(store.classes)} classes: {names}", soft_wrap=True)
     source = ", ".join(f"{key} {value}" for key, value in manifest.source.items())
     console.print(_printable(f"from {source}"))
     table = Table()
@@ -391,7 +399,8 @@ def _plan(
         residency: auto, or stream for data larger than memory.
         shuffle_window: Rows of a shard in a window of stream.
     """
-    stores = {name: store.manifest for name, store in _stores(path).items()}
+    opened = _stores(path)
+    stores = {name: store.manifest for name, store in opened.items()}
     counts, console = _counts(devices), _make_console()
     if residency == "stream":
         return _plan_windows(stores, counts, shuffle_window, console)
@@ -429,7 +438,47 @@ def _plan(
         console.print(f"Even {_MAX_DEVICES} devices do not hold the data.")
     else:
         console.print(f"The fewest devices that hold the data: {fewest}")
+    _plan_images(opened, budget, console)
     return 0
+
+
+def _plan_images(stores: dict[str, Store], budget: int, console: Console) -> None:
+    """Print encoded images as they are stored beside the same images stored decoded, if any."""
+    table = Table(
+        title="Encoded images, which stay in host memory, and the same images stored decoded",
+        title_justify="left",
+    )
+    for name in ("store", "field", "images"):
+        table.add_column(name)
+    for name in ("bytes", "bytes per image", "in host memory", "devices", "images/s"):
+        table.add_column(name, justify="right")
+    free = free_bytes(torch.device("cpu"))
+    for name, store in stores.items():
+        for found in image_samples(store):
+            size = "of several sizes" if found.shape is None else "{1} x {2}".format(*found.shape)
+            rate = f"{found.images_per_s:,.0f} by {found.num_threads} threads"
+            others = store.manifest.num_bytes - found.encoded_bytes
+            for images, num_bytes, devices, decoding in (
+                ("encoded", found.encoded_bytes, "-", rate),
+                (
+                    f"decoded, RGB {size}",
+                    found.decoded_bytes,
+                    str(-(-(found.decoded_bytes + others) // max(1, budget))),
+                    "-",
+                ),
+            ):
+                table.add_row(
+                    _printable(name),
+                    _printable(found.field),
+                    images,
+                    format_bytes(num_bytes),
+                    format_bytes(num_bytes // store.num_rows),
+                    "fits" if num_bytes <= free else f"no, {format_bytes(free)} are free",
+                    devices,
+                    decoding,
+                )
+    if table.row_count:
+        console.print(table)
 
 
 def _plan_windows(

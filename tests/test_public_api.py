@@ -26,8 +26,10 @@ from tests.preloaded import python
 NAMES = {
     "lightning_memmap": [
         "ColumnDataset",
+        "ImageFolder",
         "MemmapDataModule",
         "Store",
+        "TarDataset",
         "build_store",
         "open_store",
         "verify_store",
@@ -85,6 +87,7 @@ NAMES = {
     ],
     "lightning_memmap.schema": [
         "DTYPES",
+        "Decode",
         "Field",
         "Form",
         "Jagged",
@@ -98,7 +101,9 @@ NAMES = {
     "lightning_memmap.store": [
         "ColumnDataset",
         "Damage",
+        "ImageFolder",
         "Store",
+        "TarDataset",
         "TokenStream",
         "build_store",
         "open_store",

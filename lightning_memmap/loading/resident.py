@@ -52,20 +52,20 @@ class ResidentRows(RandomAccessRows):
         self.memory = Buffers.of([column for column in columns if isinstance(column, Tensor)])
         self.row_bytes = self.memory.row_bytes
         #: The others, by their place among the fields.
-        self._variable = {
+        self.variable = {
             index: column for index, column in enumerate(columns) if isinstance(column, ItemRows)
         }
 
     @property
     def has_variable(self) -> bool:
         """Whether the rows of a field differ in length."""
-        return bool(self._variable)
+        return bool(self.variable)
 
     @override
     def release(self) -> None:
         super().release()
         self.memory = Buffers([], [])
-        self._variable = {}
+        self.variable = {}
 
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
@@ -87,7 +87,7 @@ class ResidentRows(RandomAccessRows):
                 out = Buffers.empty(fields, len(locations), pin_memory=pin_memory)
             copy_rows(self.memory, locations, out)
             leaves = [*out.tensors]
-        for index, rows in self._variable.items():
+        for index, rows in self.variable.items():
             leaves.insert(index, located_rows(rows, locations.numpy()))
         return leaves
 

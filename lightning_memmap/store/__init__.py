@@ -1,7 +1,7 @@
 """A store: a directory that holds one dataset as memory-mapped tensors. No Lightning here."""
 
 from lightning_memmap.store.reader import Store, open_store
-from lightning_memmap.store.sources import ColumnDataset
+from lightning_memmap.store.sources import ColumnDataset, ImageFolder, TarDataset
 from lightning_memmap.store.sources.token_stream import TokenStream
 from lightning_memmap.store.verify import Damage, verify_store
 from lightning_memmap.store.writer import build_store
@@ -9,7 +9,9 @@ from lightning_memmap.store.writer import build_store
 __all__ = [
     "ColumnDataset",
     "Damage",
+    "ImageFolder",
     "Store",
+    "TarDataset",
     "TokenStream",
     "build_store",
     "open_store",
