@@ -1,6 +1,7 @@
 """Windows over series, in one place in memory: each step is there once."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -220,23 +221,22 @@ def _copied_steps(
     ends = np.cumsum(lengths)
     item = replace(field, shape=(None, *field.shape[1:]))
     most = max(1, _COPY_BYTES // item.item_bytes)
-    uploader = Uploader(device) if has_streams(device) else None
-    first = done = 0
-    while first < len(ends):
-        end = max(first + 1, int(np.searchsorted(ends, done + most, side="right")))
-        if end == first + 1:
-            source = steps[int(starts[first]) : int(starts[first] + lengths[first])]
-        else:
-            sizes = lengths[first:end, None]
-            source = VariableRows(item, steps, starts[first:end], sizes, ()).packed()
-        piece = target[done : done + len(source)]
-        if uploader is None:
-            piece.copy_(source)
-        else:
-            uploader.copy(piece, partial(_read, source))
-        first, done = end, done + len(source)
-    if uploader is not None:
-        uploader.__exit__(None, None, None)
+    with ExitStack() as stack:
+        uploader = stack.enter_context(Uploader(device)) if has_streams(device) else None
+        first = done = 0
+        while first < len(ends):
+            end = max(first + 1, int(np.searchsorted(ends, done + most, side="right")))
+            if end == first + 1:
+                source = steps[int(starts[first]) : int(starts[first] + lengths[first])]
+            else:
+                sizes = lengths[first:end, None]
+                source = VariableRows(item, steps, starts[first:end], sizes, ()).packed()
+            piece = target[done : done + len(source)]
+            if uploader is None:
+                piece.copy_(source)
+            else:
+                uploader.copy(piece, partial(_read, source))
+            first, done = end, done + len(source)
     return target
 
 
