@@ -29,6 +29,7 @@ from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
     FormedCollate,
+    NumberedCollate,
     SplitRows,
     SuperBatchLoader,
     load_split,
@@ -74,6 +75,7 @@ from lightning_memmap.splits import (
     named_datasets,
 )
 from lightning_memmap.store import Store
+from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.probes import first_sample
 from lightning_memmap.store.series import division_of, fields_of
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
@@ -160,7 +162,8 @@ class MemmapDataModule(L.LightningDataModule):
         predict_dataset: To predict on, one or several.
         store_dir: Directory with one store per split in it: ``train``, and ``val`` or, of several
             datasets, ``val/0`` or ``val/NAME``. ``{member}`` in it stands for the number of the
-            member.
+            member. At a URL such as ``s3://bucket/stores`` the stores must be there already; each
+            process fetches its shards into the cache of `lightning_memmap.store.open_store`.
         batch_size: Rows per data device and step, as under DDP.
         transform: Batch transform for training: a callable or module, run on each data device
             without gradients. With a parameter named ``generator`` it is given a seeded one.
@@ -214,7 +217,11 @@ class MemmapDataModule(L.LightningDataModule):
             ``Pad(value=-1, multiple=8)``; in a config ``{form: pad, value: -1, multiple: 8}``.
             ``"decode"`` is for bytes that are images: see `lightning_memmap.schema.Decode`.
             Fields must be named here where the first rows that are read do not show that they
-            differ. The form is no part of the store.
+            differ. The form is no part of the store. Lists of records and what may be None are
+            named here too, with ``"list"`` and ``"nullable"``; see `lightning_memmap.schema.forms`.
+        with_row_numbers: Give every batch the numbers of its rows in their dataset, int64 of shape
+            (B,): under the key ``row_number`` where samples are dicts or TensorDicts, and else
+            behind what they have. Of a subset too they are rows of the whole dataset.
 
     The arguments except the datasets are attributes too. Setting one takes effect at the next
     `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
@@ -225,7 +232,7 @@ class MemmapDataModule(L.LightningDataModule):
         ValueError: An argument is out of range, or two of them exclude each other.
     """
 
-    store_dir = Option[Path]()
+    store_dir = Option[Path | StoreUrl]()
     batch_size = Option[int]()
     transform = Option[Callable[..., Any] | None]()
     eval_transform = Option[Callable[..., Any] | None]()
@@ -247,6 +254,7 @@ class MemmapDataModule(L.LightningDataModule):
     shuffle_window = Option[int | None]()
     sampler = Option[SamplerFactory | Callable[[Shards, int], Sampler] | None]()
     variable = Option[Mapping[str, Any] | None]()
+    with_row_numbers = Option[bool]()
     train_dataset = _SplitDataset("train")
     val_dataset = _SplitDataset("val")
     test_dataset = _SplitDataset("test")
@@ -281,6 +289,7 @@ class MemmapDataModule(L.LightningDataModule):
         shuffle_window: int | None = None,
         sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None = None,
         variable: dict[str, Any] | None = None,
+        with_row_numbers: bool = False,
     ) -> None:
         super().__init__()
         self.options = DataOptions(
@@ -306,6 +315,7 @@ class MemmapDataModule(L.LightningDataModule):
             shuffle_window,
             sampler,
             variable,
+            with_row_numbers,
         )
         self.datasets: dict[str, Any] = dict(
             zip(SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
@@ -449,8 +459,9 @@ class MemmapDataModule(L.LightningDataModule):
         return {} if self._set_up is None else self._set_up.stores
 
     @property
-    def store_directory(self) -> Path:
-        """The directory of the stores: ``store_dir``, with its number in place of ``{member}``.
+    def store_directory(self) -> Path | StoreUrl:
+        """The directory of the stores, or its URL: ``store_dir``, with the number of the member in
+        place of ``{member}``.
 
         Raises:
             ValueError: The member is not known.
@@ -563,6 +574,8 @@ class MemmapDataModule(L.LightningDataModule):
             split: load_split(store, topology, placement.splits[split], forms)
             for split, store in stores.items()
         }
+        if self.with_row_numbers:
+            rows = {split: found.numbered() for split, found in rows.items()}
         order = self._order(stores["train"], sizes["train"]) if "train" in stores else None
         self._set_up = _SetUp(stores, placement, rows, order)
 
@@ -879,7 +892,7 @@ class MemmapDataModule(L.LightningDataModule):
             raise stores.missing("train")
         return store
 
-    def store_path(self, split: str) -> Path:
+    def store_path(self, split: str) -> Path | StoreUrl:
         """Where the store is that has the rows of a split.
 
         Args:
@@ -932,7 +945,9 @@ class MemmapDataModule(L.LightningDataModule):
             sample = next(samples_of(dataset))
         else:
             sample = first_sample(dataset, self.num_workers)
-        return FormedCollate(schema, read_forms(self.variable), sample)
+        collate = FormedCollate(schema, read_forms(self.variable), sample)
+        # As the rows were set up.
+        return NumberedCollate(collate, schema) if self._rows[split].are_numbered else collate
 
 
 def _check_state(state: object) -> LoaderState | None:

@@ -25,6 +25,7 @@ from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.splits import SPLITS
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
+from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recognition import check_choice
 from lightning_memmap.store.workers import check_num_workers
 
@@ -42,7 +43,7 @@ class DataOptions:
         ValueError: An option is out of range, or two of them exclude each other.
     """
 
-    store_dir: Path
+    store_dir: Path | StoreUrl
     batch_size: int
     transform: Callable[..., Any] | None
     eval_transform: Callable[..., Any] | None
@@ -64,6 +65,7 @@ class DataOptions:
     shuffle_window: int | None
     sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None
     variable: Mapping[str, Any] | None
+    with_row_numbers: bool
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "store_dir", _directory(self.store_dir))
@@ -71,7 +73,7 @@ class DataOptions:
             value = getattr(self, name)
             if value is not None or name in ("batch_size", "seed"):
                 check_integer(name, value)
-        for name in ("shuffle", "drop_last", "overwrite"):
+        for name in ("shuffle", "drop_last", "overwrite", "with_row_numbers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: give True or False")
         if not isinstance(self.memory_fraction, (int, float)):
@@ -214,10 +216,10 @@ def _no_split(argument: str, split: str, splits: Iterable[str]) -> ValueError:
     return ValueError(f"{argument} for {split!r}: {reason}, choose among {', '.join(splits)}")
 
 
-def _directory(given: object) -> Path:
+def _directory(given: object) -> Path | StoreUrl:
     if not isinstance(given, (str, Path)) or not str(given):
-        raise TypeError(f"store_dir={given!r}: give the path of a directory")
-    return Path(given)
+        raise TypeError(f"store_dir={given!r}: give the path of a directory, or a URL")
+    return place_of(given)
 
 
 class Option(Generic[T]):

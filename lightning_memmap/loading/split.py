@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from lightning_memmap.loading.column_rows import ColumnRows
 from lightning_memmap.loading.decoded import DecodedRows, default_threads
 from lightning_memmap.loading.image_decoder import ImageDecoder
 from lightning_memmap.loading.resident import ResidentRows, copied_rows, mapped_rows
+from lightning_memmap.loading.row_numbers import NumberedRows
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
@@ -20,7 +21,7 @@ from lightning_memmap.loading.variable_batch import check_encoded
 from lightning_memmap.loading.window_layout import WindowLayout
 from lightning_memmap.loading.window_rows import window_rows
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
-from lightning_memmap.sampling import Integers, Shards, WindowShards
+from lightning_memmap.sampling import Integers, LineShards, Shards, WindowShards
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column, OpenColumn, VariableColumn
@@ -50,6 +51,15 @@ class SplitRows:
     sources: tuple[RowSource, ...]
     source_of_shard: Integers
     absent: tuple[tuple[int, Field], ...] = ()
+
+    @property
+    def are_numbered(self) -> bool:
+        """Whether rows come with their numbers; see `lightning_memmap.loading.row_numbers`."""
+        return any(isinstance(source, NumberedRows) for source in self.sources)
+
+    def numbered(self) -> "SplitRows":
+        """The same rows, each with its number."""
+        return replace(self, sources=tuple(map(NumberedRows, self.sources)))
 
     @property
     def is_released(self) -> bool:
@@ -87,8 +97,9 @@ def load_split(
         DatasetError: The first of some images cannot be decoded.
         ValueError: A field that is to be decoded does not hold bytes.
         OSError: A file of a store that is read window by window cannot be opened.
-        StoreError: A column of the store cannot have this residency, or another store has replaced
-            one that is read window by window since it was opened.
+        StoreError: A column of the store cannot have this residency, another store has replaced
+            one that is read window by window since it was opened, or a shard of a store at a URL
+            cannot be fetched.
     """
     fields = placement.size.fields
     needed = [
@@ -96,7 +107,8 @@ def load_split(
         for pair in zip(store.manifest.columns, store.columns, strict=True)
         if fields is None or pair[0].field.name in fields
     ]
-    columns, opened = [column for column, _ in needed], [rows for _, rows in needed]
+    columns = [column for column, _ in needed]
+    opened = store.provide(fields, _stored_shards(store, placement))
     known = (FixedColumn, VariableColumn)
     others = [column for column in columns if type(column) not in known]
     variable = [column for column in columns if isinstance(column, VariableColumn)]
@@ -138,7 +150,7 @@ def load_split(
                 " residency='mmap'"
             )
         if cut and not others:
-            fields_ = [(column.field, rows) for column, rows in needed]
+            fields_ = [(c.field, rows) for c, rows in zip(columns, opened, strict=True)]
             place = None if residency is Residency.MMAP else device
             sources.append(window_rows(store, fields_, placement.shards, shards, place))
         elif others or not columns:
@@ -149,7 +161,8 @@ def load_split(
             sources.append(mapped_rows(opened, offsets))
         else:
             sources.append(copied_rows(opened, offsets, shards, device))
-    if images := image_decoders(columns, opened, forms or {}):
+    # Not from those that have only the rows of this process.
+    if images := image_decoders(columns, [rows for _, rows in needed], forms or {}):
         if cut:
             raise ValueError(
                 f"variable: field {cut[0]!r} is cut into windows, and images are decoded for each"
@@ -165,6 +178,20 @@ def load_split(
         if fields is not None and field.name not in fields
     )
     return SplitRows(topology, placement.shards, tuple(sources), source_of_shard, absent)
+
+
+def _stored_shards(store: Store, placement: SplitPlacement) -> list[int]:
+    """The shards of the store that have rows of the shards that this process holds."""
+    stored, shards = store.manifest.shards, placement.shards
+    held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
+    if shards == stored:
+        return held
+    if isinstance(shards.base, LineShards):
+        return [*range(stored.num_shards)]
+    found = np.zeros(stored.num_shards, bool)
+    for shard in held:
+        found[np.asarray(shards.rows_of(shard)) % stored.num_shards] = True
+    return [int(shard) for shard in np.flatnonzero(found)]
 
 
 def image_decoders(

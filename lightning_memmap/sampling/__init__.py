@@ -6,7 +6,7 @@ Integers only: no file, no tensor, no device.
     subset              some rows of a dataset, as a dataset of their own
     selection           which rows of which store each split has
     sampler             what every sampler has: the rows of each position of an epoch
-    sequential, shuffled, block_shuffled, weighted
+    sequential, shuffled, block_shuffled, weighted, bucketed
                         the samplers, one a file
     factory             what makes a sampler of a user's options:
     mixture, curriculum of several sets; another one from an epoch on
@@ -22,9 +22,11 @@ Integers only: no file, no tensor, no device.
 """
 
 from lightning_memmap.sampling.block_shuffled import BlockShuffledSampler
+from lightning_memmap.sampling.bucketed import Bucketed, BucketedSampler
 from lightning_memmap.sampling.curriculum import Curriculum
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.joined_shards import JoinedShards
+from lightning_memmap.sampling.line_shards import LineShards
 from lightning_memmap.sampling.mixture import Mixture
 from lightning_memmap.sampling.sampler import Sampler, WindowedSampler, derive_seed
 from lightning_memmap.sampling.schedule import BatchSchedule
@@ -40,12 +42,15 @@ from lightning_memmap.sampling.windows import ReadWindows, default_window
 __all__ = [
     "BatchSchedule",
     "BlockShuffledSampler",
+    "Bucketed",
+    "BucketedSampler",
     "ChosenRows",
     "Curriculum",
     "Fields",
     "Integers",
     "JoinedShards",
     "KFold",
+    "LineShards",
     "Mixture",
     "Parts",
     "RandomSplit",

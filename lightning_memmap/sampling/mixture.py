@@ -10,7 +10,7 @@ from lightning_memmap.errors import call_text, check_integer
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.joined_shards import JoinedShards
 from lightning_memmap.sampling.shards import Shards
-from lightning_memmap.sampling.weighted import WeightedSampler, rows_in_file_order
+from lightning_memmap.sampling.weighted import WeightedSampler
 from lightning_memmap.sampling.weighted_shards import WeightedShards
 from lightning_memmap.sampling.window_shards import WindowShards
 
@@ -71,7 +71,7 @@ class Mixture(SamplerFactory):
                 f"{self!r}: the training sets are {found}; give each of them a share, such as"
                 " train_dataset={'a': ..., 'b': ...} with sampler=Mixture({'a': 0.7, 'b': 0.3})"
             )
-        stores = joined.stores_of(shards.stored_rows(rows_in_file_order(shards)))
+        stores = joined.stores_of(shards.stored_rows(shards.all_rows()))
         sizes = np.bincount(stores, minlength=len(joined.stores))
         shares = np.array([float(self.shares[name]) for name in joined.stores])
         if empty := [

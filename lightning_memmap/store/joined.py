@@ -52,13 +52,17 @@ class JoinedStore(Store):
         shards = self.shards_of(Shards(total, first.num_shards))
         assert isinstance(shards, JoinedShards)
         self._shards = shards
+        # Of a store at a URL, all shards are fetched.
+        opened = [part.provide(None, range(part.num_shards)) for part in parts]
         self.path = path
         self.manifest = JoinedManifest(
             **{**vars(first), "shards": shards, "parts": tuple(part.manifest for part in parts)}
         )
         self.columns = [
-            self._joined(field, [part.columns[index] for part in parts], index)
-            for index, field in enumerate(first.schema.fields)
+            self._joined(field, columns, index)
+            for index, (field, *columns) in enumerate(
+                zip(first.schema.fields, *opened, strict=True)
+            )
         ]
         self._build = self.schema.builder()
 
@@ -175,6 +179,12 @@ class _JoinedItems(ItemRows):
     """Rows of several stores that differ in length."""
 
     locate: Callable[[Integers], Integers]
+
+    @override
+    def lengths(self) -> Integers:
+        every = np.arange(self.shards.num_rows, dtype=np.int64)
+        lengths: Integers = self.at(self.locate(every)).sizes.prod(axis=1)
+        return lengths
 
     @override
     def fetch(self, rows: Integers) -> list[Tensor]:

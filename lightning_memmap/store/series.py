@@ -1,6 +1,7 @@
 """Series: rows of a store that are cut into windows along their first dimension."""
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,8 +87,9 @@ def read_series(store: Store, fields: tuple[str, ...], shards: Shards) -> Series
     homes = np.repeat(np.arange(shards.num_shards), shards.sizes)
     offsets = np.arange(shards.num_rows) - shards.starts[homes]
     places = store.in_memory(shards.locations_in(store.manifest.shards, homes, offsets))
-    names = [field.name for field in store.schema.fields]
-    found = [_series(store.columns[names.index(name)], places) for name in fields]
+    # Of a store at a URL, all shards are fetched: a few bytes of each row are needed.
+    opened = [*chain(*(store.provide([name], range(store.num_shards)) for name in fields))]
+    found = [_series(column, places) for column in opened]
     for name, other in zip(fields, found, strict=True):
         wrong = np.flatnonzero((other.steps != found[0].steps) | (other.begins != found[0].begins))
         if len(wrong):
@@ -133,8 +135,17 @@ class _WindowFields:
         return self._shards.num_rows
 
     def values(self, field: str) -> NDArray[Any]:
-        numbers = np.arange(self.num_rows, dtype=np.int64)
-        return self._series.values(field)[self._shards.numbered(numbers).series]
+        return self._series.values(field)[self._all_series]
+
+    def lengths(self, field: str) -> Integers:
+        if field in self._shards.fields:
+            raise ValueError(f"field {field!r}: it is cut into windows, which all have one length")
+        return self._series.lengths(field)[self._all_series]
+
+    @property
+    def _all_series(self) -> Integers:
+        """The row of the store that each window is of."""
+        return self._shards.stored_rows(np.arange(self.num_rows, dtype=np.int64))
 
 
 def fields_of(store: Store, shards: Shards) -> Fields:

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from lightning_memmap.loading import DeviceLoader, FormedCollate, SuperBatchLoader, load_split
-from lightning_memmap.loading.collate import named_leaves, rebuilt
+from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.loading.variable_batch import dense_tensors, sent_leaf
-from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.placement import DataTopology, Residency, SplitSize, plan_placement
+from lightning_memmap.sampling import ShuffledSampler
 from lightning_memmap.schema import read_forms
 from lightning_memmap.store import Store, build_store
-from tests.rows import CPU, assembled, loader_over, make_loader
+from tests import images
+from tests.rows import CPU, assembled, loader_over, make_loader, split_with
 from tests.variable import Ragged, assert_is_batch
 
 Stores = Callable[..., Store]
@@ -25,14 +27,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-#: So many bytes in each row that copies and computations overlap. Simulated devices need no time.
-HEAVY = 2**12 if "SIMULATED_GPU_LIBRARY" in os.environ else 2**18
+#: So many bytes in each row, and so many operators of a transform, that copies and computations
+#: overlap. Simulated devices need no time.
+HEAVY, MANY = (2**12, 2) if "SIMULATED_GPU_LIBRARY" in os.environ else (2**18, 50)
 
 
 def scaled(batch: Any, generator: torch.Generator) -> Any:
     """Long enough on a side stream that a use without a wait would come too early."""
     image = batch["image"].float()
-    for _ in range(50):
+    for _ in range(MANY):
         image = image * 1.5 / 1.5
     noise = torch.rand(len(image), generator=generator, device=image.device)
     return {**batch, "noise": noise, "image": image.round().to(torch.uint8)}
@@ -89,14 +92,18 @@ def test_staging_brings_all_rows() -> None:
     assert torch.equal(target.cpu(), rows)
 
 
+@pytest.fixture(scope="module")
+def ragged_store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return build_store(Ragged(96), tmp_path_factory.mktemp("ragged") / "s", progress=False)
+
+
 @pytest.mark.parametrize("form", ["pad", "jagged", "list"])
 @pytest.mark.parametrize("residency", ["device", "host", "mmap"])
 @pytest.mark.parametrize("transform", [None, lambda batch: batch])
 def test_rows_that_differ_in_length_on_a_gpu_are_those_of_the_dataset(
-    tmp_path: Path, form: str, residency: str, transform: Any
+    ragged_store: Store, form: str, residency: str, transform: Any
 ) -> None:
-    dataset, root = Ragged(96), torch.device("cuda", 0)
-    store = build_store(dataset, tmp_path / "s", progress=False)
+    dataset, root, store = Ragged(96), torch.device("cuda", 0), ragged_store
     variable: dict[str, Any] = dict.fromkeys(("sound", "ids"), form)
     variable["image"] = "list" if form == "jagged" else form
     collate = FormedCollate(store.schema, read_forms(variable))
@@ -109,3 +116,35 @@ def test_rows_that_differ_in_length_on_a_gpu_are_those_of_the_dataset(
         on_cpu = rebuilt(batch, iter([sent_leaf(leaf, CPU) for _, leaf in named_leaves(batch)]))
         assert_is_batch(on_cpu, [dataset[row] for row in rows])
     assert not order
+
+
+@pytest.mark.parametrize("transform", [None, dict])
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("residency", ["device", "host", "mmap"])
+def test_decoded_images_are_copied_to_the_data_devices(
+    tmp_path: Path, residency: str, prefetch: int, transform: Any
+) -> None:
+    store = build_store(images.EncodedImages(90), tmp_path / "s", num_shards=12, progress=False)
+    root, forms = torch.device("cuda", 0), read_forms(images.FORMS)
+    for devices in ((root,), (root, root), (CPU, root)):
+        placed = residency if CPU not in devices else "mmap"
+        rows = split_with(
+            store, DataTopology(devices), (Residency(placed),) * 12, forms=images.FORMS
+        )
+        sampler = ShuffledSampler(rows.shards, 3)
+        loader = SuperBatchLoader(
+            rows, sampler, 12 // len(devices), collate=FormedCollate(store.schema, forms),
+            transform=transform,
+        )  # fmt: skip
+        order = sampler.dataset_rows(0, range(90)).tolist()
+        for batch in DeviceLoader(loader, root, prefetch):
+            assert batch["image"].device == batch["mask"].device == root
+            count = len(batch["row"])
+            images.assert_is_batch(
+                {name: leaf.cpu() for name, leaf in batch.items()}, order[:count]
+            )
+            del order[:count]
+        assert not order
+        for step in loader:
+            assert [batch["image"].device for batch in step.batches] == [*devices]
+        rows.release()
