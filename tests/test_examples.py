@@ -121,6 +121,23 @@ def test_gpt_script_learns_and_summarises(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_token_stream_script_learns_from_windows_that_are_stored_once(tmp_path: Path) -> None:
+    printed = run(
+        tmp_path, str(ROOT / "examples" / "token_stream.py"), "--max_steps", "40", "--stride", "5"
+    )
+    # The uniform distribution over bytes has ln(256) = 5.5.
+    assert metric(printed, "val_loss") < 3.6
+    # 65 bytes for each 5 of the text.
+    assert "13.0 times as many" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["stores"]
+    assert directory_bytes(tmp_path / "stores" / "token_stream" / "train") < 500_000
+
+
+def directory_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+@pytest.mark.slow
 def test_kfold_script_trains_all_folds_and_their_ensemble(tmp_path: Path) -> None:
     printed = run(
         tmp_path, str(ROOT / "examples" / "kfold.py"), "--num_folds", "3", "--max_epochs", "6"
