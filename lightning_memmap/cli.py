@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, NoReturn
 
 import lightning as L
@@ -29,7 +30,8 @@ from lightning_memmap.arguments import (
     imports_for_pages,
     nearest,
 )
-from lightning_memmap.compare import advise, advise_parser, compare, compare_parser
+from lightning_memmap.compare.advise_command import advise, advise_parser
+from lightning_memmap.compare.command import compare, compare_parser
 from lightning_memmap.completion import completion_parser, completion_script
 from lightning_memmap.doctor import doctor, doctor_parser
 from lightning_memmap.errors import DatasetError, MemmapError, StoreNotFoundError
@@ -38,7 +40,7 @@ from lightning_memmap.rows_command import rows, rows_parser
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.verify import unknown_files
-from lightning_memmap.store_plan import plan_devices, plan_windows
+from lightning_memmap.store_plan import plan_devices, plan_images, plan_windows
 from lightning_memmap.strategies import STRATEGIES
 
 _DESCRIPTION = "Train with data that stays resident on every device."
@@ -62,6 +64,9 @@ before and after:
 
 lightning-memmap COMMAND --help describes a command. A first run:
   lightning-memmap fit --config examples/configs/digits.yaml"""
+
+#: The most letters of the names of classes.
+_MAX_CLASSES_TEXT = 160
 
 
 class SaveConfig(SaveConfigCallback):
@@ -358,6 +363,9 @@ def _print_info(store: Store, console: Console) -> None:
         f" {store.num_shards} shards of {format_bytes(shard_bytes.min())} to"
         f" {format_bytes(shard_bytes.max())}"
     )
+    if store.classes:
+        names = shorten(", ".join(store.classes), _MAX_CLASSES_TEXT, placeholder=" ...")
+        console.print(f"{len(store.classes)} classes: {names}", soft_wrap=True)
     source = ", ".join(f"{key} {value}" for key, value in manifest.source.items())
     console.print(_printable(f"from {source}"))
     table = Table()
@@ -432,26 +440,29 @@ def _plan(
         shuffle_window: Rows of a shard in a window of stream.
         html: Where to write the table as a page, with bars.
     """
-    stores = {name: store.manifest for name, store in _stores(path).items()}
+    opened = _stores(path)
+    stores = {name: store.manifest for name, store in opened.items()}
     if residency == "stream":
-        plan = plan_windows(stores, devices, shuffle_window)
+        plans = [plan_windows(stores, devices, shuffle_window)]
     elif shuffle_window is not None:
         raise ValueError(f"shuffle_window={shuffle_window}: give residency='stream' to plan for it")
     else:
-        plan = plan_devices(stores, devices, memory, memory_fraction)
-    table = Table(title=_printable(plan.title), title_justify="left")
-    for column in plan.columns:
-        table.add_column(column.label, justify="left" if column.is_text else "right")
-    for row in plan.rows:
-        table.add_row(*(_printable(cell.text) for cell in row))
+        plans = [plan_devices(stores, devices, memory, memory_fraction)]
+        plans += plan_images(opened, memory, memory_fraction)
     console = _make_console()
-    console.print(table)
-    for note in plan.notes:
-        console.print(note.text)
+    for plan in plans:
+        table = Table(title=_printable(plan.title), title_justify="left")
+        for column in plan.columns:
+            table.add_column(column.label, justify="left" if column.is_text else "right")
+        for row in plan.rows:
+            table.add_row(*(_printable(cell.text) for cell in row))
+        console.print(table)
+        for note in plan.notes:
+            console.print(note.text)
     if html is not None:
         with imports_for_pages():
             from lightning_memmap.compare.render.pages import write_tables
-        write_tables(Path(html), f"Where would {', '.join(stores)} be?", (), [plan])
+        write_tables(Path(html), f"Where would {', '.join(stores)} be?", (), plans)
         console.print(html, soft_wrap=True)
     return 0
 

@@ -210,6 +210,7 @@ class MemmapDataModule(L.LightningDataModule):
         variable: How batches give fields whose rows differ in length, by field name: ``"pad"``, the
             default, ``"jagged"``, ``"list"``, or a `lightning_memmap.schema.Form` such as
             ``Pad(value=-1, multiple=8)``; in a config ``{form: pad, value: -1, multiple: 8}``.
+            ``"decode"`` is for bytes that are images: see `lightning_memmap.schema.Decode`.
             Fields must be named here where the first rows that are read do not show that they
             differ. The form is no part of the store.
 
@@ -552,8 +553,9 @@ class MemmapDataModule(L.LightningDataModule):
         )
         self._print_placement(placement)
         self._warn_of_random_reads(placement, free_bytes(torch.device("cpu")))
+        forms = read_forms(self.variable)
         rows = {
-            split: load_split(store, topology, placement.splits[split])
+            split: load_split(store, topology, placement.splits[split], forms)
             for split, store in stores.items()
         }
         order = self._order(stores["train"], sizes["train"]) if "train" in stores else None

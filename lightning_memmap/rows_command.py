@@ -4,7 +4,7 @@ import json as json_format
 import math
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -24,11 +24,12 @@ from torch import Tensor
 from lightning_memmap.arguments import BriefParser, refuse_several_configs
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import MemmapError
+from lightning_memmap.loading.split import image_decoders
 from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.pixels import pixels_of
 from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
-from lightning_memmap.schema import Field
+from lightning_memmap.schema import Decode, Field, Form, read_forms
 from lightning_memmap.splits import SPLITS
 from lightning_memmap.store import Store, open_store
 from lightning_memmap.store.columns import OpenColumn
@@ -157,7 +158,10 @@ def rows(args: list[str]) -> int:
             ]
         else:
             steps = _steps_of_checkpoint(question.ckpt_path, data, order, topology)
-        has_sheet = question.show is not None and _write_sheet(store, steps, Path(question.show))
+        forms = read_forms(data.variable)
+        has_sheet = question.show is not None and _write_sheet(
+            store, steps, Path(question.show), forms
+        )
     except (MemmapError, OSError, ValueError, IndexError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -171,7 +175,7 @@ def rows(args: list[str]) -> int:
             f" {order.num_positions}, {type(order).__name__}",
             soft_wrap=True,
         )
-        console.print(_table(step, store if question.show is not None else None))
+        console.print(_table(step, store if question.show is not None else None, forms))
     if has_sheet:
         console.print(f"images are in {question.show}, row by row in the order of the table")
     return 0
@@ -306,7 +310,7 @@ def _made(parser: BriefParser, config: dict[str, Any]) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _table(step: StepRows, store: Store | None) -> Table:
+def _table(step: StepRows, store: Store | None, forms: Mapping[str, Form]) -> Table:
     table = Table()
     if store is None:
         for name in ("data device", "rank", "rows"):
@@ -316,7 +320,11 @@ def _table(step: StepRows, store: Store | None) -> Table:
             table.add_row(str(device.device), str(device.rank), rows)
         return table
     names = [field.name for field in store.schema.fields]
-    shown = [index for index, field in enumerate(store.schema.fields) if _is_short(field)]
+    shown = [
+        index
+        for index, field in enumerate(store.schema.fields)
+        if _is_short(field) and not isinstance(forms.get(field.name), Decode)
+    ]
     for name in ("row", "data device"):
         table.add_column(name)
     for name in (names[index] for index in shown):
@@ -342,19 +350,23 @@ def _text(value: Any) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _write_sheet(store: Store, steps: Sequence[StepRows], path: Path) -> bool:
+def _write_sheet(
+    store: Store, steps: Sequence[StepRows], path: Path, forms: Mapping[str, Form]
+) -> bool:
     """Write the images of all steps as one image, in their order, if the rows have any.
 
     Raises:
         ValueError: Nothing is installed that writes images.
     """
-    columns = zip(store.schema.fields, store.columns, strict=True)
     rows = [row for step in steps for row in step.rows][:_SHEET_ROWS]
-    images = [
-        found
-        for field, column in columns
-        if not field.num_variable and (found := _images(column, rows))
-    ]
+    decoders = image_decoders(store.manifest.columns, store.columns, forms)
+    images = list[list[NDArray[np.uint8]]]()
+    for index, (field, column) in enumerate(zip(store.schema.fields, store.columns, strict=True)):
+        if index in decoders:
+            decoded = decoders[index].decoded([column.row(row).numpy() for row in rows])
+            images.append([image.movedim(0, -1).numpy() for image in decoded])
+        elif not field.num_variable and (found := _images(column, rows)):
+            images.append(found)
     if not images:
         return False
     pixels = images[0]

@@ -84,11 +84,7 @@ def check_datasets(kind: str, given: Any) -> None:
     for name, dataset in entries.items():
         if dataset is not None and not _is_dataset(dataset):
             raise _no_dataset(f"{kind}_dataset[{name!r}]", dataset)
-        if not isinstance(name, int) and not (isinstance(name, str) and _NAME.fullmatch(name)):
-            raise ValueError(
-                f"{kind}_dataset[{name!r}]: its store has this name: use ASCII letters, digits,"
-                " '_', '-' and '.', and begin with none of the last two"
-            )
+        check_store_name(f"{kind}_dataset", name)
         other = seen.setdefault(str(name).casefold(), name)
         if other is not name:
             raise ValueError(
@@ -98,6 +94,24 @@ def check_datasets(kind: str, given: Any) -> None:
     is_one = hasattr(given, "__getitem__") and not isinstance(given, (str, type))
     if given is not None and not is_one and not is_stream(given):
         raise _no_dataset(f"{kind}_dataset", given)
+
+
+def check_store_name(what: str, name: object) -> None:
+    """Check that a store can have the name or index of one of several datasets or loaders.
+
+    Args:
+        what: What has the name, for messages.
+        name: The name or index.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if isinstance(name, int) or (isinstance(name, str) and _NAME.fullmatch(name)):
+        return
+    raise ValueError(
+        f"{what}[{name!r}]: its store has this name: use ASCII letters, digits, '_', '-' and '.',"
+        " and begin with none of the last two"
+    )
 
 
 def argument_of(split: str) -> str:

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 import torch
 
 from lightning_memmap.compare.render.tables import Cell, Column, Table
+from lightning_memmap.loading.image_sample import image_samples
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
     Residency,
     SplitSize,
     format_bytes,
+    free_bytes,
     parse_bytes,
     plan_placement,
 )
+from lightning_memmap.store import Store
 from lightning_memmap.store.manifest import Manifest
 
 #: The most devices that are tried in search of the fewest that hold the data.
@@ -42,10 +45,7 @@ def plan_devices(
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction={memory_fraction}: more than 0 and at most 1")
     total = sum(manifest.num_bytes for manifest in stores.values())
-    try:
-        device_bytes = parse_bytes(memory)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"memory={memory!r:.50}: {error}") from error
+    device_bytes = _device_bytes(memory)
     budget = int(device_bytes * memory_fraction)
     rows = []
     for count in counts:
@@ -74,6 +74,62 @@ def plan_devices(
     )
     labels = ("devices", "on devices", "in host memory", "fullest device", "fits", "rows")
     return Table(title, [Column(label) for label in labels], rows, [Cell(note)])
+
+
+def plan_images(stores: Mapping[str, Store], memory: str, memory_fraction: float) -> list[Table]:
+    """Compare encoded images as they are stored with the same images stored decoded.
+
+    Args:
+        stores: The stores by name.
+        memory: Memory of one device, like 80GiB.
+        memory_fraction: Share of it that shards may take.
+
+    Returns:
+        A table with two rows for each field of images; none where there are no such fields.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    budget = max(1, int(_device_bytes(memory) * memory_fraction))
+    free = free_bytes(torch.device("cpu"))
+    rows = []
+    for name, store in stores.items():
+        for found in image_samples(store):
+            size = "of several sizes" if found.shape is None else "{1} x {2}".format(*found.shape)
+            rate = f"{found.images_per_s:,.0f} by {found.num_threads} threads"
+            others = store.manifest.num_bytes - found.encoded_bytes
+            needed = str(-(-(found.decoded_bytes + others) // budget))
+            largest = max(1, found.encoded_bytes, found.decoded_bytes)
+            for images, num_bytes, devices, decoding in (
+                ("encoded", found.encoded_bytes, "-", rate),
+                (f"decoded, RGB {size}", found.decoded_bytes, needed, "-"),
+            ):
+                fits = Cell("fits", "good")
+                rows.append(
+                    [
+                        Cell(name),
+                        Cell(found.field),
+                        Cell(images),
+                        Cell(format_bytes(num_bytes), bar=num_bytes / largest),
+                        Cell(format_bytes(num_bytes // store.num_rows)),
+                        fits
+                        if num_bytes <= free
+                        else Cell(f"no, {format_bytes(free)} are free", "unsure"),
+                        Cell(devices),
+                        Cell(decoding),
+                    ]
+                )
+    title = "Encoded images, which stay in host memory, and the same images stored decoded"
+    columns = [Column(label, is_text=True) for label in ("store", "field", "images")]
+    labels = ("bytes", "bytes per image", "in host memory", "devices", "images/s")
+    return [Table(title, [*columns, *map(Column, labels)], rows)] if rows else []
+
+
+def _device_bytes(memory: str) -> int:
+    try:
+        return parse_bytes(memory)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"memory={memory!r:.50}: {error}") from error
 
 
 def plan_windows(stores: Mapping[str, Manifest], devices: str, window: int | None) -> Table:

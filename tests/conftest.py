@@ -18,6 +18,7 @@ os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 import torch
 
 from lightning_memmap.store import Store, build_store
+from tests.installed import remember_entry_points
 from tests.rows import NumberedRows
 
 #: Warnings of other packages that say nothing about this one. All others are errors.
@@ -75,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest-xdist would begin with the modules that have the most tests: the longest test, alone in
     # its module, would come last, and all other processes would wait for it.
     config.option.loadscopereorder = False
+    remember_entry_points()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

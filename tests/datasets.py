@@ -111,6 +111,11 @@ class Replaced(Wrapped):
         return self.samples[row]
 
 
+def column_files(store: Store) -> dict[str, bytes]:
+    """What the files of fields of fixed shape contain, by their names."""
+    return {path.name: path.read_bytes() for path in store.path.glob("*.memmap")}
+
+
 def in_dataset_order(store: Store) -> dict[str, Tensor]:
     """All rows of a store by field, put in dataset order by the rule of the layout: row ``i``
     lies at ``start[i % C] + i // C``."""

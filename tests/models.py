@@ -94,6 +94,21 @@ class Sgd(Regression):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class ByLbfgs(L.LightningModule):
+    """Has an optimizer that calls the step several times. For a class that has a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Penalised(L.LightningModule):
+    """Has a penalty on the parameters themselves. For a class that has a step."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss + sum(parameter.norm() for parameter in self.parameters())
+
+
 class Manual(Regression):
     """Optimizes by hand, every second batch, with its own clipping."""
 

@@ -186,6 +186,11 @@ def assembled(
     return found
 
 
+def noisy(batch: Any, generator: torch.Generator) -> Any:
+    """A transform that adds random numbers to a batch, as ``noise``."""
+    return {**batch, "noise": torch.rand(len(batch["row"]), generator=generator)}
+
+
 def rows_of(batch: Any) -> list[int]:
     """The rows in a batch, once their images are seen to be theirs."""
     assert torch.equal(batch["image"], image_of(batch["row"]))
@@ -196,6 +201,11 @@ def rows_of(batch: Any) -> list[int]:
 def epoch_rows(loader: Loader) -> list[list[int]]:
     """The rows of each step that is left of an epoch, in the order of the assembled batch."""
     return [rows_of(batch.to(CPU) if isinstance(batch, SuperBatch) else batch) for batch in loader]
+
+
+def rows_in(loader: Iterable[Any]) -> list[int]:
+    """The field ``row`` of all batches, one after the other."""
+    return joined(batch["row"].tolist() for batch in loader)
 
 
 def joined(steps: Iterable[list[int]]) -> list[int]:

@@ -26,8 +26,10 @@ from tests.preloaded import python
 NAMES = {
     "lightning_memmap": [
         "ColumnDataset",
+        "ImageFolder",
         "MemmapDataModule",
         "Store",
+        "TarDataset",
         "build_store",
         "open_store",
         "verify_store",
@@ -80,6 +82,7 @@ NAMES = {
     ],
     "lightning_memmap.schema": [
         "DTYPES",
+        "Decode",
         "Field",
         "Form",
         "Jagged",
@@ -92,7 +95,9 @@ NAMES = {
     "lightning_memmap.store": [
         "ColumnDataset",
         "Damage",
+        "ImageFolder",
         "Store",
+        "TarDataset",
         "build_store",
         "open_store",
         "verify_store",

@@ -29,8 +29,8 @@ def run_on_simulated_devices(files: Iterable[str]) -> None:
         check=False,
     )
     if done.returncode == UNAVAILABLE:
-        # Without a compiler there is nothing to simulate with; on a torch with CUDA the same tests,
-        # marked gpu, run on the real device. Anything else that goes wrong fails this test.
+        # On a torch with CUDA the same tests, marked gpu, run on the real devices. Anything else
+        # that goes wrong fails this test.
         pytest.skip(f"GPUs cannot be simulated here: {done.stdout.strip()}")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 

@@ -171,7 +171,8 @@ class MemoryTrace(L.Callback):
     Each process writes ``memory_trace_rank<r>.json``: ``time_s``, and the bytes of parameters,
     gradients, optimizer state, data and activations (everything else that operators return,
     temporaries included) at these times, summed over all devices of the process. On CUDA devices it
-    also writes ``memory_snapshot_rank<r>.pickle`` for https://pytorch.org/memory_viz.
+    also writes ``memory_snapshot_rank<r>.pickle`` for https://pytorch.org/memory_viz (experimental:
+    it has not run on a GPU).
 
     Recording slows down the recorded steps, and no others.
 

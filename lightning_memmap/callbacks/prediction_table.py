@@ -13,12 +13,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_memmap.errors import MemmapError, SchemaError, with_article
+from lightning_memmap.errors import MemmapError, SchemaError, StoreError, with_article
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.schema import Schema
+from lightning_memmap.splits import check_store_name
 from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.recovery import is_store
 from lightning_memmap.store.table import TableBuild, TableWriter, check_place
 
 #: For predicted rows that are not in a store.
@@ -43,8 +45,9 @@ class PredictionTable(BasePredictionWriter):
     All ranks must run this callback, and share one file system at ``path``.
 
     Args:
-        path: Directory of the new store. Under ``memmap_independent`` each member writes its own
-            store, and ``{member}`` in the path is replaced by its number.
+        path: Directory of the new store, or of the stores of several loaders. Under
+            ``memmap_independent`` each member writes its own store, and ``{member}`` in the path is
+            replaced by its number.
         overwrite: Replace an existing store. It stays until the new one is complete.
 
     Raises:
@@ -52,48 +55,44 @@ class PredictionTable(BasePredictionWriter):
         RankMismatchError: Another rank failed, or predicts other rows than this one.
         SchemaError: ``predict_step`` returned something that cannot be stored, or rows of another
             shape or dtype than before.
-        ValueError: Not all batches are predicted, there are several loaders, the rows of the
-            batches are unknown, or ``{member}`` is in the path and there are no members.
+        ValueError: Not all batches are predicted, the rows of the batches are unknown, the name of
+            a loader is no name of a store, or ``{member}`` is in the path and there are no members.
     """
 
     def __init__(self, path: str | Path, overwrite: bool = False) -> None:
         super().__init__("batch")
         self.path = Path(path).resolve()
         self.overwrite = overwrite
-        self._num_rows = self._num_shards = 0
-        self._schema: Schema | None = None
-        self._build: TableBuild | None = None
-        self._writer: TableWriter | None = None
+        self._tables: list[_Table] = []
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check that the table can be written, before anything is predicted."""
+        """Check that there is something to predict, and put the member into the path."""
         super().setup(trainer, pl_module, stage)
         if stage == "predict":
             self.path = _path_of_member(self.path, trainer)
-            check_place(self.path, overwrite=self.overwrite)
             if trainer.limit_predict_batches == 0:
                 # No other hook is called in this case.
                 raise _incomplete(trainer, "no batch")
 
     @override
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Find the number of rows.
+        """Find the rows of each table, and check that it can be written.
 
         Raises:
+            StoreError: The place of a table is taken.
             ValueError: Some rows would have no prediction, or cannot be identified.
         """
         self._abandon()
-        loader: Any = trainer.predict_dataloaders
-        if isinstance(loader, (list, tuple, dict)):
-            raise ValueError(
-                f"PredictionTable: there are {len(loader)} predict dataloaders, and a table is for"
-                " one: call trainer.predict for each, with another path"
-            )
-        self._num_rows, self._num_shards = _rows_and_shards(loader)
-        (num_batches,) = trainer.num_predict_batches
-        if num_batches < len(loader) and not getattr(trainer, "fast_dev_run", False):
-            raise _incomplete(trainer, f"{num_batches} of {len(loader)} batches")
+        loaders = _by_path(self.path, trainer.predict_dataloaders)
+        for (path, loader), num_batches in zip(
+            loaders.items(), trainer.num_predict_batches, strict=True
+        ):
+            table = _Table(path, self.overwrite, *_rows_and_shards(loader))
+            check_place(path, overwrite=self.overwrite)
+            if num_batches < len(loader) and not getattr(trainer, "fast_dev_run", False):
+                raise _incomplete(trainer, f"{num_batches} of {len(loader)} batches")
+            self._tables.append(table)
 
     @override
     def write_on_batch_end(
@@ -107,6 +106,56 @@ class PredictionTable(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         """Write the rows of a batch. At the first batch, all ranks make the table together."""
+        self._tables[dataloader_idx].write(trainer, prediction, batch_indices, batch_idx)
+
+    @override
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Complete the tables on rank zero, while the other ranks wait.
+
+        Raises:
+            StoreError: A row was not predicted, or predicted twice.
+        """
+        for table in self._tables:
+            table.finish(trainer, pl_module)
+        self._abandon()
+
+    @override
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Remove what was written."""
+        self._abandon()
+
+    def _abandon(self) -> None:
+        for table in self._tables:
+            table.abandon()
+        self._tables = []
+
+
+class _Table:
+    """The table of one loader, as one rank writes it.
+
+    Args:
+        path: Its directory.
+        overwrite: Replace a store that is there.
+        num_rows: Rows that all ranks together write.
+        num_shards: Shards of the store.
+    """
+
+    def __init__(self, path: Path, overwrite: bool, num_rows: int, num_shards: int) -> None:
+        self._path, self._overwrite = path, overwrite
+        self._num_rows, self._num_shards = num_rows, num_shards
+        self._schema: Schema | None = None
+        self._build: TableBuild | None = None
+        self._writer: TableWriter | None = None
+
+    def write(
+        self,
+        trainer: L.Trainer,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch_idx: int,
+    ) -> None:
         try:
             if self._schema is None:
                 self._schema = Schema.from_batch(prediction)
@@ -126,13 +175,8 @@ class PredictionTable(BasePredictionWriter):
         if self._writer is not None:
             self._writer.write(batch_indices, leaves)
 
-    @override
-    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Complete the table on rank zero, while the other ranks wait.
-
-        Raises:
-            StoreError: A row was not predicted, or predicted twice.
-        """
+    def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Complete the table on rank zero. All ranks must call this."""
         with _all_or_none():
             if self._writer is not None:
                 self._writer.close()
@@ -141,42 +185,48 @@ class PredictionTable(BasePredictionWriter):
         total = int(trainer.strategy.reduce(count, group=dist.group.WORLD, reduce_op="sum"))
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_info("PredictionTable: fast_dev_run leaves no table")
-        else:
-            with _all_or_none():
-                if self._build is not None:
-                    model = type(pl_module)
-                    self._build.finish(
-                        total, predictions=f"{model.__module__}.{model.__qualname__}"
-                    )
-            rank_zero_info(f"PredictionTable: {self._num_rows} rows are at {self.path}")
-        self._abandon()
+            return
+        with _all_or_none():
+            if self._build is not None:
+                model = type(pl_module)
+                self._build.finish(total, predictions=f"{model.__module__}.{model.__qualname__}")
+        rank_zero_info(f"PredictionTable: {self._num_rows} rows are at {self._path}")
 
-    @override
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
-        """Remove what was written."""
-        self._abandon()
+    def abandon(self) -> None:
+        """Remove what was written of a table that is not complete."""
+        if self._writer is not None:
+            self._writer.abandon()
+        if self._build is not None:
+            self._build.abandon()
 
     def _open(self, trainer: L.Trainer, schema: Schema) -> None:
         """Create the files on rank zero and open them on all ranks, or raise on all ranks."""
-        plan = StorePlan(self.path, self._num_rows, self._num_shards, schema)
+        plan = StorePlan(self._path, self._num_rows, self._num_shards, schema)
         check_ranks_match({"the table": plan})
         writes = _is_first_of_its_rank(trainer)
         with _all_or_none():
             if trainer.is_global_zero:
-                self._build = TableBuild(plan, overwrite=self.overwrite)
+                self._build = TableBuild(plan, overwrite=self._overwrite)
         token = trainer.strategy.broadcast(self._build.token if self._build is not None else "")
         with _all_or_none():
             if writes:
                 self._writer = TableWriter(plan, token)
 
-    def _abandon(self) -> None:
-        if self._writer is not None:
-            self._writer.abandon()
-        if self._build is not None:
-            self._build.abandon()
-        self._writer = self._build = self._schema = None
+
+def _by_path(path: Path, loaders: Any) -> dict[Path, Any]:
+    """The loaders by the directory of their table, in the order of their indices."""
+    if isinstance(loaders, (list, tuple)):
+        loaders = dict(enumerate(loaders))
+    if not isinstance(loaders, dict):
+        return {path: loaders}
+    if is_store(path):
+        raise StoreError(
+            f"{path} is the store of one loader, and the stores of {len(loaders)} would lie in that"
+            " directory: choose another path, or delete this store"
+        )
+    for name in loaders:
+        check_store_name("the predict dataloader", name)
+    return {path / str(name): loader for name, loader in loaders.items()}
 
 
 def _path_of_member(path: Path, trainer: L.Trainer) -> Path:

@@ -4,7 +4,7 @@
 from it. `run`, `render` and `advise` import `report`, and only the commands here import all four.
 """
 
-from lightning_memmap.compare.advise_command import advise, advise_parser
-from lightning_memmap.compare.command import compare, compare_parser
+from lightning_memmap.compare.advise_command import advise
+from lightning_memmap.compare.command import compare
 
-__all__ = ["advise", "advise_parser", "compare", "compare_parser"]
+__all__ = ["advise", "compare"]

@@ -52,7 +52,7 @@ class ResidentRows(RandomAccessRows):
         self.memory = Buffers.of([column for column in columns if isinstance(column, Tensor)])
         self.row_bytes = self.memory.row_bytes
         #: The others, by their place among the fields.
-        self._variable = {
+        self.variable = {
             index: column for index, column in enumerate(columns) if isinstance(column, ItemRows)
         }
 
@@ -60,7 +60,7 @@ class ResidentRows(RandomAccessRows):
     def release(self) -> None:
         super().release()
         self.memory = Buffers([], [])
-        self._variable = {}
+        self.variable = {}
 
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
@@ -82,7 +82,7 @@ class ResidentRows(RandomAccessRows):
                 out = Buffers.empty(fields, len(locations), pin_memory=pin_memory)
             copy_rows(self.memory, locations, out)
             leaves = [*out.tensors]
-        for index, rows in self._variable.items():
+        for index, rows in self.variable.items():
             leaves.insert(index, located_rows(rows, locations.numpy()))
         return leaves
 

@@ -1,23 +1,28 @@
 """The rows of a split: every source that this process fetches from, and how they are set up."""
 
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.loading.column_rows import ColumnRows
-from lightning_memmap.loading.resident import copied_rows, mapped_rows
+from lightning_memmap.loading.decoded import DecodedRows, default_threads
+from lightning_memmap.loading.image_decoder import ImageDecoder
+from lightning_memmap.loading.resident import ResidentRows, copied_rows, mapped_rows
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
+from lightning_memmap.loading.variable_batch import check_encoded
 from lightning_memmap.loading.window_layout import WindowLayout
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Field
+from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
-from lightning_memmap.store.columns import Column, VariableColumn
+from lightning_memmap.store.columns import Column, OpenColumn, VariableColumn
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.row_file import open_row_files
 
@@ -56,7 +61,12 @@ class SplitRows:
             source.release()
 
 
-def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) -> SplitRows:
+def load_split(
+    store: Store,
+    topology: DataTopology,
+    placement: SplitPlacement,
+    forms: Mapping[str, Form] | None = None,
+) -> SplitRows:
     """Bring the shards of a split to where the plan wants them.
 
     Shards of a device or of the host are copied from the store in long reads, each shard once;
@@ -67,11 +77,14 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
         store: The open store.
         topology: The data devices and this process's rank.
         placement: Where each shard goes.
+        forms: How batches give fields, by name. Those of encoded images are decoded by the sources.
 
     Returns:
         The sources of the shards that this process holds.
 
     Raises:
+        DatasetError: The first of some images cannot be decoded.
+        ValueError: A field that is to be decoded does not hold bytes.
         OSError: A file of a store that is read window by window cannot be opened.
         StoreError: A column of the store cannot have this residency, or another store has replaced
             one that is read window by window since it was opened.
@@ -118,12 +131,57 @@ def load_split(store: Store, topology: DataTopology, placement: SplitPlacement) 
             sources.append(mapped_rows(opened, offsets))
         else:
             sources.append(copied_rows(opened, offsets, shards, device))
+    if images := image_decoders(columns, opened, forms or {}):
+        for index, source in enumerate(sources):
+            if isinstance(source, ResidentRows):
+                is_held = source_of_shard == index
+                sources[index] = _decoded_rows(source, images, is_held, topology)
     absent = tuple(
         (index, field)
         for index, field in enumerate(store.schema.fields)
         if fields is not None and field.name not in fields
     )
     return SplitRows(topology, placement.shards, tuple(sources), source_of_shard, absent)
+
+
+def image_decoders(
+    columns: Sequence[Column], opened: Sequence[OpenColumn], forms: Mapping[str, Form]
+) -> dict[int, ImageDecoder]:
+    """Make the decoders of encoded images.
+
+    Args:
+        columns: The columns of a store, or some of them.
+        opened: The same columns, open.
+        forms: How batches give fields, by name.
+
+    Returns:
+        The decoder of each field that is decoded, by its place among the columns.
+
+    Raises:
+        DatasetError: The first image of a field cannot be decoded.
+        ValueError: A field that is to be decoded does not hold bytes.
+    """
+    decoders = {}
+    for index, (column, rows) in enumerate(zip(columns, opened, strict=True)):
+        form = forms.get(column.field.name)
+        if isinstance(form, Decode):
+            check_encoded(column.field)
+            # All processes look at the same row, whether they hold it or not.
+            first = rows.row(0).numpy()
+            decoders[index] = ImageDecoder.like(column.field.name, form, first)
+    return decoders
+
+
+def _decoded_rows(
+    rows: ResidentRows,
+    decoders: Mapping[int, ImageDecoder],
+    is_held: NDArray[np.bool_],
+    topology: DataTopology,
+) -> DecodedRows:
+    given = [decoder.form.num_threads for decoder in decoders.values()]
+    usual = default_threads(topology.num_local_processes)
+    num_threads = max(usual if threads is None else threads for threads in given)
+    return DecodedRows(rows, decoders, is_held, num_threads)
 
 
 def _streamed_rows(

@@ -20,7 +20,7 @@ class Uploader:
 
     Args:
         device: Where the rows go.
-        buffer_bytes: Size of each buffer. A row that is larger gets a buffer of its size.
+        buffer_bytes: Size of each buffer at most, unless a row is larger.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int = _BUFFER_BYTES) -> None:
@@ -67,9 +67,8 @@ class Uploader:
         self._turn = 1 - self._turn
         self._copied[self._turn].synchronize()
         if len(self._buffers[self._turn]) < piece.nbytes:
+            # Of small fields no more is page-locked than they have.
             self._buffers[self._turn] = torch.empty(
-                max(self._buffer_bytes, piece.nbytes),
-                dtype=torch.uint8,
-                pin_memory=self._is_pinned,
+                piece.nbytes, dtype=torch.uint8, pin_memory=self._is_pinned
             )
         return self._buffers[self._turn][: piece.nbytes].view(piece.dtype).view(piece.shape)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
+from lightning_memmap.loading.image_decoder import ImageDecoder
 from lightning_memmap.loading.variable_rows import VariableRows
-from lightning_memmap.schema import Field, Form, Jagged, Pad, Schema
+from lightning_memmap.schema import Decode, Field, Form, Jagged, Pad, Schema
 from lightning_memmap.schema.fields import dtype_name
 
 #: Memory that is made has this much more than is asked for, since the next step may need more.
@@ -45,7 +46,8 @@ class Former:
 
     Args:
         field: The field, whose rows differ in length.
-        form: How the batch gives it. Text is always given as a list of str or bytes.
+        form: How the batch gives it. Text is always given as a list of str or bytes, unless they
+            are decoded.
 
     Raises:
         ValueError: The field cannot have this form.
@@ -80,8 +82,11 @@ class Former:
             rows: The rows, where they lie.
 
         Returns:
-            A `Padded`, a nested tensor or a `RowList`, on the device of the rows.
+            A `Padded`, a nested tensor, a `RowList`, or decoded images, on the device of the rows.
         """
+        if isinstance(self._form, Decode):
+            images = np.split(rows.packed().numpy(), np.cumsum(rows.lengths)[:-1])
+            return ImageDecoder.like(self._field.name, self._form, images[0]).decoded(images)
         if self._field.is_text:
             return RowList(self._texts(rows))
         if isinstance(self._form, Pad):
@@ -143,12 +148,14 @@ class FormedCollate:
                     f"variable: in the store, {schema.why_no_field(name)}: leave it out,"
                     " or build the store anew with overwrite=True"
                 )
-            if fields[name].is_text:
+            if isinstance(variable[name], Decode):
+                check_encoded(fields[name])
+            elif fields[name].is_text:
                 raise ValueError(
                     f"variable: field {name!r} is {fields[name].kind}, which batches give as a list"
                     " in any case: leave it out"
                 )
-            if not fields[name].num_variable:
+            elif not fields[name].num_variable:
                 raise ValueError(
                     f"variable: in the store, all rows of field {name!r} have the shape"
                     f" {fields[name].shape}: leave it out, or build the store anew with"
@@ -164,17 +171,39 @@ class FormedCollate:
         """Make a batch.
 
         Args:
-            leaves: One for each field of the schema, with the same rows.
+            leaves: One for each field of the schema, with the same rows. Images may be decoded
+                already.
 
         Returns:
             The nested batch.
         """
         return self._build(
             [
-                leaf if former is None else former.form(leaf)  # type: ignore[arg-type]
+                leaf if former is None or isinstance(leaf, Tensor) else former.form(leaf)
                 for former, leaf in zip(self._formers, leaves, strict=True)
             ]
         )
+
+
+def check_encoded(field: Field) -> None:
+    """Check that a field may hold encoded images.
+
+    Args:
+        field: The field, which a `Decode` is given for.
+
+    Raises:
+        ValueError: It does not hold bytes.
+    """
+    if field.kind == "bytes":
+        return
+    if field.kind.startswith("image") or (len(field.shape) == 3 and not field.num_variable):
+        remedy = "its images are stored decoded: leave it out"
+    else:
+        remedy = "give bytes in the dataset, such as pathlib.Path(...).read_bytes()"
+    raise ValueError(
+        f"variable: field {field.name!r} is {field}, and 'decode' is for the bytes of image files:"
+        f" {remedy}"
+    )
 
 
 def is_variable(leaf: Any) -> bool:

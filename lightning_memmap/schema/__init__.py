@@ -28,7 +28,7 @@ from lightning_memmap.schema.fields import (
     entry,
     field_name,
 )
-from lightning_memmap.schema.forms import Form, Jagged, Pad, Rows, read_forms
+from lightning_memmap.schema.forms import Decode, Form, Jagged, Pad, Rows, read_forms
 from lightning_memmap.schema.leaves import (
     MAX_NUMBERS,
     MIN_NUMBERS,
@@ -42,6 +42,7 @@ from lightning_memmap.schema.structure import EMPTY, Node, builder, describe, fl
 
 __all__ = [
     "DTYPES",
+    "Decode",
     "Field",
     "Form",
     "Jagged",

@@ -1,4 +1,4 @@
-"""Forms: how a batch gives a field whose rows differ in length."""
+"""Forms: how a batch gives a field whose rows differ in length, or are encoded images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,11 +6,13 @@ from reprlib import repr as short_repr
 from typing import Any, ClassVar
 
 from lightning_memmap.errors import check_integer
+from lightning_memmap.images import CHANNELS, check_mode, checked_size
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a batch gives a field whose rows differ in length: `Pad`, `Jagged` or `Rows`.
+    """How a batch gives a field whose rows differ in length: `Pad`, `Jagged` or `Rows`. Or, for
+    bytes that are images, `Decode`.
 
     Args:
         dims: Leading dimensions that may differ from row to row, where the first rows that are read
@@ -75,7 +77,51 @@ class Rows(Form):
     name = "list"
 
 
-_FORMS: dict[str, type[Form]] = {form.name: form for form in (Pad, Jagged, Rows)}
+@dataclass(frozen=True)
+class Decode(Form):
+    """Images that the store keeps encoded, as the bytes of JPEG, PNG and other files.
+
+    They are decoded when their batch is fetched, by threads, and those of the next step meanwhile.
+    A batch has them as uint8 of shape (B, channels, height, width), as it has images that are
+    stored decoded: upright, without transparency unless the mode has it.
+
+    Args:
+        dims: Not for images: leave it out.
+        mode: ``"RGB"``, ``"RGBA"`` or ``"L"``, gray values, to which images of other modes are
+            converted; or ``"P"``, the indices of a palette, such as class labels.
+        size: Height and width, or one number for both. Each image is scaled to fill them, and
+            what is over at two sides is cut off. By default all images must have one size.
+        num_threads: Threads that decode; by default the cores of this process, or its share of
+            them, and at most 16.
+
+    Raises:
+        TypeError: A number is none.
+        ValueError: An argument is out of range.
+    """
+
+    name = "decode"
+    dims: int = 0
+    mode: str = "RGB"
+    size: tuple[int, int] | None = None
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dims != 0:
+            raise ValueError(f"Decode: dims={self.dims}: leave it out for images")
+        check_mode(self.mode)
+        object.__setattr__(self, "size", checked_size(self.size))
+        if self.num_threads is not None:
+            check_integer("num_threads", self.num_threads)
+            if self.num_threads < 1:
+                raise ValueError(f"Decode: num_threads={self.num_threads}: at least 1 thread")
+
+    @property
+    def shape(self) -> tuple[int, int, int] | None:
+        """The shape of each image, (channels, height, width); None where the images decide."""
+        return None if self.size is None else (CHANNELS[self.mode], *self.size)
+
+
+_FORMS: dict[str, type[Form]] = {form.name: form for form in (Pad, Jagged, Rows, Decode)}
 
 
 def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:

@@ -39,6 +39,7 @@ _MAX_JSON_DEPTH = 72  # Two for each level of a sample, and those around it.
 _MAX_PROBES = 64
 _MAX_SOURCE = 64
 _MAX_TEXT = 4096
+_MAX_CLASSES, _MAX_CLASS_LETTERS = 2**15, 128
 _MAX_ROWS = 2**48
 #: The most rows where no field has a byte, since no file then bounds their number.
 _MAX_EMPTY_ROWS = 2**20
@@ -57,6 +58,7 @@ class Manifest:
         checksums: XXH3 (64 bits, hexadecimal) of each shard, by field name.
         source: Where the store came from, for people to read.
         fingerprint: The identity of the dataset; None in stores that were not built from one.
+        classes: The names of its classes, by label; empty where it has none.
     """
 
     shards: Shards
@@ -66,6 +68,7 @@ class Manifest:
     checksums: Mapping[str, Sequence[str]]
     source: Mapping[str, str]
     fingerprint: Fingerprint | None = None
+    classes: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -157,6 +160,8 @@ class Manifest:
         }
         if self.fingerprint is not None:
             body["fingerprint"] = self.fingerprint.to_json()
+        if self.classes:
+            body["classes"] = list(self.classes)
         body["digest"] = _digest(body)
         data = json.dumps(body, indent=1).encode()
         try:
@@ -265,7 +270,9 @@ class Manifest:
             raise ValueError(f"its source is not a table of at most {_MAX_SOURCE} texts")
         if not all(_is_text(text) for entry in source.items() for text in entry):
             raise ValueError(f"its source holds more than printable texts of {_MAX_TEXT} letters")
-        identity = body.get("fingerprint")
+        identity, classes = body.get("fingerprint"), body.get("classes", [])
+        if not isinstance(classes, list) or not are_class_names(classes):
+            raise ValueError("its classes are not a list of short texts")
         return cls(
             shards,
             schema,
@@ -274,6 +281,7 @@ class Manifest:
             {name: tuple(sums[name]) for name in names},
             source,
             None if identity is None else Fingerprint.from_json(identity),
+            tuple(classes),
         )
 
 
@@ -366,6 +374,17 @@ def _count(body: dict[str, Any], key: str, limit: int) -> int:
 def _is_hex_list(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(item, str) and _HEX.fullmatch(item) for item in value
+    )
+
+
+def are_class_names(names: Sequence[Any]) -> bool:
+    """Whether names can be kept as those of classes: short texts that can be shown.
+
+    Args:
+        names: The names.
+    """
+    return len(names) <= _MAX_CLASSES and all(
+        _is_text(name) and len(name) <= _MAX_CLASS_LETTERS for name in names
     )
 
 

@@ -40,12 +40,14 @@ class StorePlan:
         num_rows: Rows of the store.
         num_shards: Shards that the rows are divided into.
         schema: The fields and the nesting of a sample.
+        classes: The names of the dataset's classes, by label.
     """
 
     path: Path
     num_rows: int
     num_shards: int
     schema: Schema
+    classes: tuple[str, ...] = ()
 
     @cached_property
     def shards(self) -> Shards:
@@ -99,7 +101,9 @@ class StorePlan:
             StoreError: It has too many rows, shards, fields or names for a manifest.
         """
         sums = {field.name: ("0" * 16,) * self.num_shards for field in self.schema.fields}
-        Manifest(self.shards, self.schema, self.columns, (), sums, {}).encode()
+        Manifest(
+            self.shards, self.schema, self.columns, (), sums, {}, classes=self.classes
+        ).encode()
 
     def make_files(self) -> None:
         """Make the files and claim their space.
@@ -207,7 +211,14 @@ class StorePlan:
             "tensordict": str(tensordict.__version__),
         }
         manifest = Manifest(
-            self.shards, self.schema, columns, probes, checksums, source, fingerprint
+            self.shards,
+            self.schema,
+            columns,
+            probes,
+            checksums,
+            source,
+            fingerprint,
+            self.classes,
         )
         manifest.write(self.building)
         sync_path(self.building)

@@ -58,6 +58,11 @@ class Store:
         return self.manifest.schema
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the dataset's classes, by label; empty where it has none."""
+        return self.manifest.classes
+
+    @property
     def tensors(self) -> list[Tensor]:
         """One mapped tensor per field, of shape (num_rows, *field shape), on the CPU.
 

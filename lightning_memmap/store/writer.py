@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, with_article
 from lightning_memmap.schema import read_forms
@@ -27,7 +28,7 @@ from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
 from lightning_memmap.store.journal import BuildPlan, Journal
-from lightning_memmap.store.manifest import Manifest, check_num_shards
+from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import (
     probe_rows,
@@ -247,6 +248,15 @@ def _class_name(dataset: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _class_names(dataset: Any) -> tuple[str, ...]:
+    """The names of a dataset's classes, by label: its attribute ``classes``, as torchvision's
+    datasets have it. None where it is no list of short texts."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    names = getattr(dataset, "classes", None)
+    return tuple(names) if isinstance(names, (list, tuple)) and are_class_names(names) else ()
+
+
 @dataclass(frozen=True)
 class _Build:
     """One build of one dataset, as planned before the first row is written."""
@@ -283,7 +293,7 @@ class _Build:
         """
         num_rows = len(dataset)
         probes = take_probes(dataset, num_rows, num_workers, variable, dtypes)
-        plan = StorePlan(path, num_rows, num_shards, probes[0].schema)
+        plan = StorePlan(path, num_rows, num_shards, probes[0].schema, _class_names(dataset))
         plan.check()
         digests = tuple((probe.row, probe.digest) for probe in probes)
         row_s = median(probe.duration_s for probe in probes)
@@ -308,7 +318,7 @@ class _Build:
             num_shards: Shards that the rows are divided into.
             fingerprint: The identity of the stream.
         """
-        plan = StorePlan(path, len(spool), num_shards, spool.schema)
+        plan = StorePlan(path, len(spool), num_shards, spool.schema, _class_names(stream))
         plan.check()
         probes = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))
         return cls(spool, _class_name(stream), plan, probes, fingerprint, 0.0, spool.row_bytes)

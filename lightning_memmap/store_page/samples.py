@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from lightning_memmap.images import ImageError, decode_image
 from lightning_memmap.pixels import pixels_of
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
@@ -64,6 +65,9 @@ def show(field: Field, row: Tensor) -> Value:
         field: The field.
         row: Its value.
     """
+    if field.kind == "bytes" and (pixels := _decoded(row)) is not None:
+        shape = " x ".join(map(str, pixels.shape))
+        return Value(field.name, _picture(pixels), f"{shape}, encoded in {len(row)} bytes")
     if field.is_text:
         # A lone half of a surrogate pair cannot be part of a page.
         text = str(field.value(row)).encode("utf-8", "replace").decode()
@@ -79,8 +83,18 @@ def show(field: Field, row: Tensor) -> Value:
     return Value(field.name, "", text)
 
 
+def _decoded(row: Tensor) -> np.ndarray | None:
+    """The pixels of an encoded image, channels last; None where the bytes are none."""
+    try:
+        return np.ascontiguousarray(decode_image(row.numpy(), "RGB").transpose(1, 2, 0))
+    except ImageError:
+        return None
+
+
 def _picture(pixels: np.ndarray) -> str:
-    image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+    image = Image.fromarray(
+        pixels[..., 0] if pixels.shape[-1] == 1 else np.ascontiguousarray(pixels)
+    )
     image.thumbnail((_MAX_PIXELS, _MAX_PIXELS))
     file = io.BytesIO()
     image.save(file, "PNG")

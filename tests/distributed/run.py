@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
+from tests.installed import remember_entry_points
 
 
 def main(scenario: str, out: Path, options: str) -> None:
@@ -24,6 +25,7 @@ def main(scenario: str, out: Path, options: str) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    remember_entry_points()
     module, _, name = scenario.rpartition(".")
     function = getattr(importlib.import_module(f"tests.distributed.scenarios.{module}"), name)
     result = function(out, **json.loads(options))

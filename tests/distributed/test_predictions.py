@@ -18,8 +18,8 @@ ROWS = 101
 WHOLE = ("data module", "groups", "shared", "stock")
 
 
-def assert_holds_predictions(path: Path) -> None:
-    points = Points(ROWS)
+def assert_holds_predictions(path: Path, rows: int = ROWS) -> None:
+    points = Points(rows)
     found = in_dataset_order(open_store(path))
     assert found["row"].tolist() == points.row.tolist()
     with torch.no_grad():
@@ -30,7 +30,7 @@ def assert_holds_predictions(path: Path) -> None:
 def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> None:
     ranks = launch("predicting.tables", tmp_path, processes=2, rows=ROWS)
     for rank in ranks:
-        for name in WHOLE:
+        for name in (*WHOLE, "several"):
             assert rank[name] == "", name
         assert "202 rows were written, and the table has 101" in rank["twice"]
         for name, difference in (("dtype", "row int32"), ("apart", str(tmp_path / "1" / "apart"))):
@@ -43,6 +43,8 @@ def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> 
     assert ranks[1]["held"] == f"RankMismatchError: another process failed. rank 0: {held}"
     for name in WHOLE:
         assert_holds_predictions(tmp_path / name)
+    assert_holds_predictions(tmp_path / "several" / "short", 7)
+    assert_holds_predictions(tmp_path / "several" / "long")
     assert open_store(tmp_path / "data module").num_shards == 6
     left = {path.name for path in tmp_path.rglob("*") if path.is_dir()}
     assert not left & {"held", "twice", "dtype", "apart"}

@@ -34,10 +34,10 @@ def build_library() -> Path:
         raise UnavailableError("torch is not installed")
     folder = Path(torch.origin).parent
     if (folder / "lib" / "libtorch_cuda.so").exists():
-        raise UnavailableError(f"torch {version} has CUDA itself, and cannot simulate it")
+        raise UnavailableError(f"torch {version} is built for real ones: run pytest -m gpu")
     compiler = shutil.which("g++")
     if compiler is None:
-        raise UnavailableError("g++ is not installed")
+        raise UnavailableError("there is no g++ to compile them with: install it")
     key = hashlib.sha256(f"{version} {folder} {_FLAGS}".encode())
     for source in sorted(_FOLDER.iterdir()):
         key.update(source.read_bytes())

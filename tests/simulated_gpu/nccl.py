@@ -9,13 +9,17 @@ What NCCL refuses is refused: host memory, tensors that are not contiguous, dtyp
 know, two processes on one device. Messages between two processes have no tags. The first collective
 of a group, or a batch of messages, must be called by all of its processes.
 
+Those of real groups pass torch's dispatcher, since they are in C++. Those here do not: where a
+dispatch mode is active, such as that of ``compare``, it is shown the same call on a group in C++,
+which sends nothing.
+
 Not simulated: time, deadlocks by the order of calls on several groups, time-outs, aborts, several
-nodes. Nor do collectives pass torch's dispatcher, as those of real groups do, which are in C++: a
-dispatch mode, such as that of ``compare``, does not see them.
+nodes.
 """
 
 import ctypes
 import datetime
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +31,7 @@ import torch.distributed as dist  # isort: skip
 from torch import Tensor  # isort: skip
 from torch.distributed import constants  # isort: skip
 from torch.distributed import distributed_c10d as c10d  # isort: skip
+from torch._C._distributed_c10d import FakeProcessGroup  # isort: skip
 
 #: Given flat copies of the inputs and flat memory for the results, both on the host. What it
 #: returns, if anything, waits until the results are there.
@@ -143,6 +148,19 @@ class _Backends:
         return cls.text in ("", "undefined") or "cpu:" in cls.text
 
 
+def _dispatched(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Show calls of a collective to dispatch modes, as calls of the operator in C++."""
+
+    @functools.wraps(collective)
+    def call(group: "ProcessGroupNCCL", *args: Any, **options: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            # What it writes to the results is overwritten.
+            getattr(group.shown, collective.__name__)(*args, **options)
+        return collective(group, *args, **options)
+
+    return call
+
+
 class ProcessGroupNCCL(dist.ProcessGroup):
     """Takes the place of torch's class of this name, for each group that a process is in.
 
@@ -164,6 +182,12 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         self._inner: Any = c10d.ProcessGroupGloo(
             dist.PrefixStore("simulated/", store), rank, size, timeout=self.options._timeout
         )
+        self.shown = dist.ProcessGroup(store, rank, size)
+        fake = FakeProcessGroup._create_internal(rank, size)
+        for kind in ("cpu", "cuda"):
+            self.shown._register_backend(
+                torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, fake
+            )
         self._device: torch.device | None = None
         self._own_stream: Any = None
         self._sends: list[tuple[Any, Tensor]] = []
@@ -364,6 +388,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
     # Collectives. torch names their arguments.
 
+    @_dispatched
     def allreduce(self, tensors: Any, opts: Any = None) -> NCCLWork:
         if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             op = opts
@@ -380,6 +405,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
+    @_dispatched
     def reduce(self, tensors: Any, opts: Any) -> NCCLWork:
         is_root = opts.rootRank == self.rank()
 
@@ -391,6 +417,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         return self._run("reduce", tensors, tensors, move, opts)
 
+    @_dispatched
     def broadcast(self, tensors: Any, opts: Any = None, **_: Any) -> NCCLWork:
         if opts is None or isinstance(opts, int):
             root, opts = opts or 0, dist.BroadcastOptions()
@@ -404,13 +431,14 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         return self._run("broadcast", tensors, tensors, move, opts)
 
+    @_dispatched
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             self._gathered(made, given[0])
 
         return self._run("allgather", inputs, outputs[0], move, opts, result=outputs)
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
+    def _gather_singles(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             for source, target in zip(given, made, strict=True):
                 if source.numel():
@@ -418,13 +446,19 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         return self._run("allgather_base", inputs, outputs, move, opts)
 
+    @_dispatched
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
+        return self._gather_singles(outputs, inputs, opts)
+
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @_dispatched
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> NCCLWork:  # noqa: A002
-        return self.all_gather_single_coalesced([output], [input], opts)
+        return self._gather_singles([output], [input], opts)
 
     _allgather_base = all_gather_single
 
+    @_dispatched
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             for index, source in enumerate(given):
@@ -434,6 +468,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         flat = [tensor for of_rank in outputs for tensor in of_rank]
         return self._run("allgather_coalesced", inputs, flat, move, opts, result=outputs)
 
+    @_dispatched
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             whole = torch.cat(given)
@@ -442,7 +477,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         return self._run("reduce_scatter", inputs[0], outputs, move, opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
+    def _scatter_singles(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             for source, target in zip(given, made, strict=True):
                 self._reduced(source, opts.reduceOp)
@@ -451,13 +486,19 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         return self._run("reduce_scatter_base", inputs, outputs, move, opts)
 
+    @_dispatched
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
+        return self._scatter_singles(outputs, inputs, opts)
+
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @_dispatched
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> NCCLWork:  # noqa: A002
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        return self._scatter_singles([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @_dispatched
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
         is_root = opts.rootRank == self.rank()
 
@@ -468,6 +509,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         targets = outputs[0] if is_root else []
         return self._run("gather", inputs, targets, move, opts, result=outputs)
 
+    @_dispatched
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
         is_root = opts.rootRank == self.rank()
 
@@ -477,12 +519,14 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         return self._run("scatter", inputs[0] if is_root else [], outputs, move, opts)
 
+    @_dispatched
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             self._exchanged(made, given)
 
         return self._run("alltoall", inputs, outputs, move, opts)
 
+    @_dispatched
     def all_to_all_single(
         self,
         output: Tensor,
@@ -510,13 +554,18 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         device = getattr(opts, "device", None) or self._device
         if device is None or device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        work = self.allreduce([torch.zeros(1, device=device)])
+
+        def move(inputs: list[Tensor], outputs: list[Tensor]) -> None:
+            self._reduced(inputs[0], dist.ReduceOp.SUM)
+
+        work = self._run("barrier", [torch.zeros(1, device=device)], [], move)
         self._flush()
         work.wait_on_host()
         return work
 
     # Messages
 
+    @_dispatched
     def send(self, tensors: Any, receiver: int, tag: int = 0) -> NCCLWork:
         def move(given: list[Tensor], _: list[Tensor]) -> None:
             sent = given[0].clone()
@@ -525,6 +574,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         return self._run("send", tensors, [], move, result=tensors, is_message=True)
 
+    @_dispatched
     def recv(self, tensors: Any, sender: int, tag: int = 0) -> NCCLWork:
         def move(_: list[Tensor], made: list[Tensor]) -> Callable[[], object]:
             receiving = self._inner.recv([_bytes(made[0])], sender, 0)

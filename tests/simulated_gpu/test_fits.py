@@ -1,6 +1,6 @@
 """Fits on simulated GPUs have the bits of fits on as many logical CPU devices, without a race."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,13 @@ def noisy(batch: Any, generator: torch.Generator) -> Any:
 
 
 def run(
-    path: Path, accelerator: str, make: Callable[[], Any], num_devices: int, **options: Any
+    path: Path,
+    stores: Path,
+    accelerator: str,
+    make: Callable[[], Any],
+    num_devices: int,
+    num_batches: int,
+    **options: Any,
 ) -> dict[str, Any]:
     """All that can be seen of a fit, a test and a prediction; and see that a resume equals it."""
     found: dict[str, Any] = {}
@@ -93,8 +99,8 @@ def run(
         VAL,
         TEST,
         VAL,
-        store_dir=path / "stores",
-        batch_size=GLOBAL_BATCH // (len(options.pop("names", ())) or num_devices),
+        store_dir=stores,
+        batch_size=GLOBAL_BATCH // num_batches,
         **options,
     )
     saved = ModelCheckpoint(path / accelerator, "{step}", every_n_train_steps=2, save_top_k=-1)
@@ -117,52 +123,94 @@ def run(
     return found
 
 
-def check(
-    path: Path,
-    make: Callable[..., Any],
-    options: dict[str, Any],
-    names: list[str] | None = None,
-) -> None:
-    """Compare a run on simulated GPUs with one on the CPU.
+class Check:
+    """Compares runs on simulated GPUs with runs on the CPU, each of which is made once.
 
     Args:
         path: For stores and checkpoints.
-        make: Makes the strategy; is given ``data_devices`` if they are named.
-        options: Of the data module.
-        names: The data devices; by default two GPUs, or two logical CPU devices.
     """
-    runs = []
-    for accelerator in ("gpu", "cpu"):
-        given = dict(options)
-        if accelerator == "cpu" and options.get("residency") in ("device", "host"):
-            given["residency"] = "mmap"
-        if names is None:
-            runs.append(run(path, accelerator, make, 2, **given))
-        else:
-            devices_ = names if accelerator == "gpu" else ["cpu"] * len(names)
-            made = partial(make, data_devices=devices_)
-            runs.append(run(path, accelerator, made, 1, names=names, **given))
-    found, expected = runs
-    if make is DataParallelStrategy:
+
+    def __init__(self, path: Path) -> None:
+        self._stores = path / "stores"
+        self._path = path
+        self._on_cpu: dict[Any, dict[str, Any]] = {}
+
+    def __call__(
+        self,
+        path: Path,
+        make: Callable[..., Any],
+        names: Sequence[str] = (),
+        *,
+        transform: Any = None,
+        shuffle_window: int | None = None,
+        prefetch: int | None = None,
+        num_microbatches: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Compare a run with that on the CPU.
+
+        Args:
+            path: For the checkpoints of this run.
+            make: Makes the strategy; is given ``data_devices`` if they are named.
+            names: The data devices; by default two GPUs, or two logical CPU devices.
+            transform: Of the data module.
+            shuffle_window: Of the data module.
+            prefetch: Of the strategy; on the CPU, its default.
+            num_microbatches: Of the strategy.
+            options: Of the data module on GPUs. On the CPU its rows are in the mapping.
+        """
+        data = {"transform": transform, "shuffle_window": shuffle_window}
+        stages = {} if num_microbatches is None else {"num_microbatches": num_microbatches}
+        ahead = {} if prefetch is None else {"prefetch": prefetch}
+        found = self._run(path, "gpu", partial(make, **stages, **ahead), names, **data, **options)
+        key = make, len(names), transform, shuffle_window, num_microbatches
+        if key not in self._on_cpu:
+            own = self._path / str(len(self._on_cpu))
+            logical = ["cpu"] * len(names)
+            self._on_cpu[key] = self._run(
+                own, "cpu", partial(make, **stages), logical, residency="mmap", **data
+            )
+        expected = self._on_cpu[key]
         # Replicas on two devices note their rows side by side.
-        found["rows"].sort()
-        expected["rows"].sort()
-    for name in ("rows", "logged", "test"):
-        assert found[name] == expected[name], name
-    for name in ("weights", "predicted"):
-        assert torch.equal(found[name], expected[name]), name
-    assert all(map(torch.equal, found["buffers"], expected["buffers"]))
+        in_order = sorted if make is DataParallelStrategy else list
+        assert in_order(found["rows"]) == in_order(expected["rows"])
+        for name in ("logged", "test"):
+            assert found[name] == expected[name], name
+        for name in ("weights", "predicted"):
+            assert torch.equal(found[name], expected[name]), name
+        assert all(map(torch.equal, found["buffers"], expected["buffers"]))
+
+    def _run(
+        self, path: Path, accelerator: str, make: Any, names: Sequence[str], **options: Any
+    ) -> dict[str, Any]:
+        if names:
+            make = partial(make, data_devices=list(names))
+        num_batches = len(names) or 2
+        num_devices = 1 if names else 2
+        return run(path, self._stores, accelerator, make, num_devices, num_batches, **options)
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
+    return Check(tmp_path_factory.mktemp("references"))
 
 
 @pytest.mark.parametrize(
     ("residency", "prefetch"),
     [("device", 0), ("device", 2), ("host", 4), ("mmap", 2), ("stream", 0), ("stream", 2)],
 )
-def test_superbatch_has_the_bits_of_the_cpu(tmp_path: Path, residency: str, prefetch: int) -> None:
-    options: dict[str, Any] = {"residency": residency, "transform": noisy}
-    if residency == "stream":
-        options["shuffle_window"] = 2
-    check(tmp_path, partial(SuperBatchStrategy, prefetch=prefetch), options)
+def test_superbatch_has_the_bits_of_the_cpu(
+    tmp_path: Path, check: Check, residency: str, prefetch: int
+) -> None:
+    window = 2 if residency == "stream" else None
+    check(
+        tmp_path,
+        SuperBatchStrategy,
+        transform=noisy,
+        shuffle_window=window,
+        prefetch=prefetch,
+        residency=residency,
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,32 +224,38 @@ def test_superbatch_has_the_bits_of_the_cpu(tmp_path: Path, residency: str, pref
     ],
 )
 def test_superbatch_on_named_devices_has_the_bits_of_the_cpu(
-    tmp_path: Path, names: list[str], transform: Any
+    tmp_path: Path, check: Check, names: list[str], transform: Any
 ) -> None:
-    options = {"residency": "device", "transform": transform}
-    check(tmp_path, SuperBatchStrategy, options, names)
+    check(tmp_path, SuperBatchStrategy, names, transform=transform, residency="device")
 
 
 @pytest.mark.parametrize("host_bytes", [2**40, 2**20])
 def test_shards_of_a_device_in_several_places_have_the_bits_of_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_bytes: int
+    tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch, host_bytes: int
 ) -> None:
     """A budget of some shards: the others stay in host memory, or in the mapping."""
     monkeypatch.setattr(budgets, "available_bytes", lambda: host_bytes)
-    options = {"residency": "auto", "memory_fraction": 2e-6, "transform": noisy}
-    check(tmp_path, SuperBatchStrategy, options)
+    options: dict[str, Any] = {"residency": "auto", "memory_fraction": 2e-6}
+    check(tmp_path, SuperBatchStrategy, transform=noisy, **options)
 
 
 @pytest.mark.parametrize("residency", ["device", "mmap"])
-def test_data_parallel_has_the_bits_of_the_cpu(tmp_path: Path, residency: str) -> None:
-    options = {"residency": residency, "transform": noisy}
-    check(tmp_path, DataParallelStrategy, options)
+def test_data_parallel_has_the_bits_of_the_cpu(
+    tmp_path: Path, check: Check, residency: str
+) -> None:
+    check(tmp_path, DataParallelStrategy, transform=noisy, residency=residency)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_model_parallel_has_the_bits_of_the_cpu(tmp_path: Path, num_microbatches: int) -> None:
-    make = partial(LocalModelParallelStrategy, num_microbatches=num_microbatches)
-    check(tmp_path, make, {"residency": "device"})
+def test_model_parallel_has_the_bits_of_the_cpu(
+    tmp_path: Path, check: Check, num_microbatches: int
+) -> None:
+    check(
+        tmp_path,
+        LocalModelParallelStrategy,
+        num_microbatches=num_microbatches,
+        residency="device",
+    )
 
 
 def test_members_in_sequence_have_the_bits_of_the_cpu(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ contract of `tests.distributed.test_contract`, with the cases that differ most f
 devices; Lightning's own train, and resume.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from tests.distributed import test_contract as contract
 from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.distributed.harness import global_batches, launch
 from tests.distributed.reports import Reports
-from tests.distributed.scenarios import lightning_own
+from tests.distributed.scenarios import comparing, lightning_own
 from tests.distributed.scenarios.contract import run
 from tests.models import Regression, weights
 from tests.strategies.contract import DEVICES, REFERENCE, contracts_in
+from tests.unit.compare.runs import BATCH_SIZE, PARAMETERS, result_of
 
 #: The others differ in what Lightning does in Python, or are of one process.
 CASES = (
@@ -85,7 +87,17 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     return out, lightning_own.fit_and_resume(out, "auto", 1)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+#: Lightning wraps the module in a stream of its own, for which the first forward and backward pass
+#: do not wait: they read weights that DDP's broadcast may still be writing there.
+RACE_OF_LIGHTNING_DDP = re.compile(
+    r"race: aten::(?P<reads>\w+)\.out reads on (?P<device>cuda:\d)/stream 0 without waiting"
+    r" what copy_ on (?P=device)/stream [1-9]\d* writes"
+)
+#: By strategy, the operators that race. There is no other report.
+RACING = {"ddp": {"addmm", "mm"}, "fsdp": set()}
+
+
+@pytest.mark.parametrize("name", RACING)
 def test_strategy_of_lightning_trains_as_one_process(
     tmp_path: Path, one: tuple[Path, dict[str, Any]], name: str
 ) -> None:
@@ -105,11 +117,39 @@ def test_strategy_of_lightning_trains_as_one_process(
     found = load(tmp_path / "whole.ckpt")
     torch.testing.assert_close(found, load(out / "whole.ckpt"), rtol=0, atol=5e-6)
     assert torch.equal(load(tmp_path / "resumed.ckpt"), found)
+    for rank in ranks:
+        known = [RACE_OF_LIGHTNING_DDP.match(report) for report in rank["reports"]]
+        assert all(known), rank["reports"]
+        assert {match["reads"] for match in known if match} == RACING[name]
 
 
 def load(path: Path) -> torch.Tensor:
     """The weights of a checkpoint, in the plain module."""
     return weights(Regression.load_from_checkpoint(path, map_location="cpu", weights_only=True))
+
+
+def test_comparison_counts_what_the_collectives_of_a_step_send(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    launch("comparing.check_each", tmp_path / "runs", processes=2, accelerator="gpu")
+    # Each parameter is divided by its first dimension: of one row, it has a row of padding.
+    shards = 4 * (8 * 16 + 16 + 2 * 16 + 2) // 2
+    # The module itself copies the numbers of its rows to the host.
+    rows = DEVICES * BATCH_SIZE
+    ddp = {"allreduce": 4 * PARAMETERS, "copy": 8 * BATCH_SIZE}
+    sharded = {"allgather": shards, "reduce_scatter": shards, "copy": 8 * BATCH_SIZE}
+    expected = {
+        "ddp": ddp,
+        "memmap_superbatch_ddp": ddp,
+        "model_parallel": sharded,
+        # Gathered again in the backward pass, before which the units are freed.
+        "memmap_fsdp2": {**sharded, "allgather": 2 * shards},
+        # 16 activations of each row, or their gradients; and the loss.
+        "memmap_pipeline": {"send": 4 * 16 * rows, "broadcast": 4, "copy": 8 * rows},
+    }
+    for strategy in comparing.STRATEGIES:
+        for rank in result_of(tmp_path / "runs" / f"{strategy}-check").ranks:
+            found = {each.kind: each.num_bytes for each in rank.movements}
+            assert found == expected[strategy], strategy
 
 
 def test_tensor_parallel_of_lightning_trains_as_one_process(

@@ -5,6 +5,7 @@ a result has a right value, it is that of Lightning's own strategy on one device
 global batches.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,20 @@ def fit(
 def fit_case(name: str, path: Path, case: Case) -> tuple[Regression, L.Trainer]:
     callbacks = [*case.callbacks(path / name)]
     return fit(name, path, case.make(), callbacks=callbacks, **case.options)
+
+
+@pytest.fixture(scope="module")
+def reference_of(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Regression, L.Trainer]]:
+    """Fits a case on one device, once for all strategies."""
+    directory = tmp_path_factory.mktemp("reference")
+
+    @functools.cache
+    def fit_once(case: str) -> tuple[Regression, L.Trainer]:
+        return fit_case(REFERENCE, directory / case, CASES[case])
+
+    return fit_once
 
 
 def seen_steps(name: str, module: Regression, stage: str) -> list[list[int]]:
@@ -188,9 +203,15 @@ def mean_loss(module: Regression, points: Points) -> float:
 @every_strategy
 class TestTraining:
     @pytest.mark.parametrize("case", CASES)
-    def test_fit_of_a_case_is_as_on_one_device(self, name: str, tmp_path: Path, case: str) -> None:
+    def test_fit_of_a_case_is_as_on_one_device(
+        self,
+        name: str,
+        tmp_path: Path,
+        case: str,
+        reference_of: Callable[[str], tuple[Regression, L.Trainer]],
+    ) -> None:
         found, trainer = fit_case(name, tmp_path, CASES[case])
-        expected, reference = fit_case(REFERENCE, tmp_path, CASES[case])
+        expected, reference = reference_of(case)
         assert trainer.global_step == reference.global_step > 0
         assert trainer.current_epoch == reference.current_epoch
         for parameter, start in zip(

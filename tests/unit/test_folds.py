@@ -14,7 +14,7 @@ from lightning_memmap.placement import DataTopology, Residency, SplitPlacement, 
 from lightning_memmap.sampling import RowSubset, Shards, StridedRows
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
-from tests.rows import CPU, check_save_and_resume, epoch_rows, joined, loader_over
+from tests.rows import CPU, check_save_and_resume, epoch_rows, joined, loader_over, rows_in
 
 ROWS = 101
 EPOCH = 1
@@ -69,10 +69,6 @@ def make_data(path: Path, **options: Any) -> MemmapDataModule:
     return MemmapDataModule(**{**defaults, **options})
 
 
-def rows(loader: Any) -> list[int]:
-    return [row for batch in loader for row in batch["row"].tolist()]
-
-
 def set_up(data: MemmapDataModule) -> MemmapDataModule:
     data.prepare_data()
     data.setup()
@@ -83,7 +79,7 @@ def test_folds_share_one_store_and_hold_each_row_out_once(tmp_path: Path) -> Non
     held_out = []
     for fold in range(5):
         data = set_up(make_data(tmp_path, num_folds=5, member=fold))
-        trained, validated = rows(data.train_dataloader()), rows(data.val_dataloader())
+        trained, validated = rows_in(data.train_dataloader()), rows_in(data.val_dataloader())
         assert sorted(trained + validated) == list(range(ROWS))
         assert validated == list(range(fold, ROWS, 5))
         assert trained != sorted(trained)
@@ -96,8 +92,8 @@ def test_parts_divide_the_training_rows_and_share_the_others(tmp_path: Path) -> 
     trained = []
     for part in range(3):
         data = set_up(make_data(tmp_path, val_dataset=Points(20, 500), num_parts=3, member=part))
-        assert rows(data.val_dataloader()) == list(range(500, 520))
-        trained += (mine := rows(data.train_dataloader()))
+        assert rows_in(data.val_dataloader()) == list(range(500, 520))
+        trained += (mine := rows_in(data.train_dataloader()))
         assert {row % 3 for row in mine} == {part}
     assert sorted(trained) == list(range(ROWS))
 
@@ -119,7 +115,7 @@ def test_member_in_the_directory_gives_each_a_store_of_its_own(tmp_path: Path) -
                 tmp_path, train_dataset=dataset, store_dir=tmp_path / "site{member}", member=member
             )
         )
-        assert sorted(rows(data.train_dataloader())) == dataset.row.tolist()
+        assert sorted(rows_in(data.train_dataloader())) == dataset.row.tolist()
     assert (tmp_path / "site1" / "train").is_dir()
 
 

@@ -23,7 +23,7 @@ from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import KFold, Parts, RandomSplit, Subset, Weighted
 from tests.models import Points, Regression, make_trainer
 from tests.preloaded import python
-from tests.rows import check_save_and_resume, epoch_rows, joined, make_loader
+from tests.rows import check_save_and_resume, epoch_rows, joined, make_loader, rows_in
 
 CLEAN, NOISY = Points(20, 100), Points(13, 200)
 
@@ -37,10 +37,6 @@ def set_up(data: MemmapDataModule, stage: str | None = None) -> MemmapDataModule
     data.prepare_data()
     data.setup(stage)
     return data
-
-
-def rows(loader: Any) -> list[int]:
-    return [row for batch in loader for row in batch["row"].tolist()]
 
 
 class Several(Regression):
@@ -131,7 +127,7 @@ def test_stores_are_used_without_datasets_when_they_are_named(tmp_path: Path) ->
     data = set_up(make_data(tmp_path, val_dataset={"noisy": None, "clean": None}))
     found = data.val_dataloader()
     assert isinstance(found, dict)
-    assert [(name, rows(loader)) for name, loader in found.items()] == [
+    assert [(name, rows_in(loader)) for name, loader in found.items()] == [
         ("noisy", NOISY.row.tolist()),
         ("clean", CLEAN.row.tolist()),
     ]
@@ -173,13 +169,13 @@ def test_from_datasets_takes_several(tmp_path: Path) -> None:
     )
     loaders = set_up(data).val_dataloader()
     assert isinstance(loaders, list)
-    assert [len(rows(loader)) for loader in loaders] == [20, 13]
+    assert [len(rows_in(loader)) for loader in loaders] == [20, 13]
 
 
 def test_list_of_samples_and_dict_of_columns_are_one_dataset(tmp_path: Path) -> None:
     samples: Any = [{"row": index} for index in range(5)]
     data = set_up(make_data(tmp_path, val_dataset=samples))
-    assert rows(data.val_dataloader()) == list(range(5))
+    assert rows_in(data.val_dataloader()) == list(range(5))
 
 
 def test_fingerprints_are_by_name(tmp_path: Path) -> None:
@@ -376,7 +372,7 @@ def test_random_split_trains_and_validates_on_one_store(tmp_path: Path, residenc
     data = labelled(
         tmp_path, subset=RandomSplit(0.2, stratify="label"), residency=residency, num_shards=6
     )
-    trained, validated = rows(data.train_dataloader()), rows(data.val_dataloader())
+    trained, validated = rows_in(data.train_dataloader()), rows_in(data.val_dataloader())
     assert sorted(trained + validated) == list(range(90))
     assert trained != sorted(trained)
     assert validated == sorted(validated)
@@ -393,8 +389,8 @@ def test_folds_hold_out_what_the_member_says(tmp_path: Path) -> None:
     held_out = []
     for fold in range(4):
         data = labelled(tmp_path, subset=KFold(4, stratify="label"), member=fold)
-        validated = rows(data.val_dataloader())
-        assert sorted(rows(data.train_dataloader()) + validated) == list(range(90))
+        validated = rows_in(data.val_dataloader())
+        assert sorted(rows_in(data.train_dataloader()) + validated) == list(range(90))
         held_out += validated
     assert sorted(held_out) == list(range(90))
     with pytest.raises(ValueError, match=r"subset=KFold\(num_folds=4, .*\): which member is it"):
@@ -407,7 +403,7 @@ def test_num_folds_and_num_parts_are_selections(tmp_path: Path) -> None:
         ({"num_parts": 3}, {"subset": Parts(3)}),
     ):
         found = [
-            rows(labelled(tmp_path, member=1, **options).train_dataloader())
+            rows_in(labelled(tmp_path, member=1, **options).train_dataloader())
             for options in (one, other)
         ]
         assert found[0] == found[1]
@@ -422,12 +418,12 @@ def test_subsets_are_by_split(tmp_path: Path) -> None:
             "val/b": Subset([5, 3, 39]),
         },
     )
-    assert sorted(rows(data.train_dataloader())) == list(range(50))
+    assert sorted(rows_in(data.train_dataloader())) == list(range(50))
     loaders = data.val_dataloader()
     assert isinstance(loaders, dict)
-    assert rows(loaders["a"]) == list(range(30))
+    assert rows_in(loaders["a"]) == list(range(30))
     # In the order in which they are given, as torch's Subset has them.
-    assert rows(loaders["b"]) == [5, 3, 39]
+    assert rows_in(loaders["b"]) == [5, 3, 39]
 
 
 def test_subset_is_the_same_on_any_number_of_devices(tmp_path: Path) -> None:

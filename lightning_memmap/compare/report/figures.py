@@ -287,7 +287,8 @@ FIGURES = {
         ),
         Figure(
             "joules_per_sample", "per sample", MILLIJOULES,
-            'energy of the GPUs, by NVML, with `pip install "lightning_memmap[nvml]"`',
+            "energy of the GPUs (experimental), by NVML, with"
+            ' `pip install "lightning_memmap[nvml]"`',
             _joules_per_sample, better="less", table="devices",
         ),
         Figure(

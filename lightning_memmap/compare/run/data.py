@@ -4,7 +4,7 @@ It contains everything that a comparison knows of data modules, stores, placemen
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import Any
@@ -25,6 +25,7 @@ from lightning_memmap.errors import with_article
 from lightning_memmap.loading import FormedCollate, has_streams
 from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.column_rows import ColumnRows
+from lightning_memmap.loading.split import image_decoders
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.placement import DataTopology, Placement, data_parallel_rank, topology_of
@@ -134,7 +135,7 @@ def prepare_store(
         has_transform=data.transform is not None,
         transform_is_random=_is_random(data, store),
         has_eval_transform=data.eval_transform is not None,
-    ), expected_hashes(store, order, schedule, num_steps)
+    ), expected_hashes(store, order, schedule, num_steps, read_forms(data.variable))
 
 
 def _is_random(data: MemmapDataModule, store: Store) -> bool:
@@ -154,7 +155,11 @@ def _is_random(data: MemmapDataModule, store: Store) -> bool:
 
 
 def expected_hashes(
-    store: Store, sampler: Sampler, schedule: BatchSchedule, num_steps: int
+    store: Store,
+    sampler: Sampler,
+    schedule: BatchSchedule,
+    num_steps: int,
+    forms: Mapping[str, Form],
 ) -> tuple[int, ...]:
     """Compute the hash of each global batch from the first epoch on.
 
@@ -166,15 +171,20 @@ def expected_hashes(
         sampler: Its order.
         schedule: How an epoch is divided into steps.
         num_steps: Steps of a check run. If an epoch has fewer, further epochs follow.
+        forms: How batches give fields, by name: encoded images are decoded.
 
     Returns:
         `hash_rows` of each step.
     """
+    decoders = image_decoders(store.manifest.columns, store.columns, forms)
 
     def expected(index: int) -> int:
         epoch, step = divmod(index, len(schedule))
         rows = sampler.dataset_rows(epoch, range(*schedule.bounds(step)))
-        return hash_rows([column.fetch(rows) for column in store.columns])
+        leaves = [column.fetch(rows) for column in store.columns]
+        for place, decoder in decoders.items():
+            leaves[place] = decoder.decoded([row.numpy() for row in leaves[place]])
+        return hash_rows(leaves)
 
     return tuple(map(expected, range(num_steps)))
 

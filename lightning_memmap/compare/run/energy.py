@@ -8,6 +8,8 @@ import torch
 class EnergyMeter:
     """Energy of CUDA devices in joules, from NVML, where ``nvidia-ml-py`` is installed.
 
+    Experimental: it has run with a stand-in for NVML alone.
+
     Args:
         num_devices: How many of the devices that this process sees are read, from the first on.
     """

@@ -324,8 +324,10 @@ class CheckRun(RunCallback):
     def _save_weights(self, trainer: L.Trainer, name: str) -> None:
         # On every rank: a strategy that shards the weights gathers them here.
         state = trainer.strategy.lightning_module_state_dict()
+        root = trainer.strategy.root_device
         whole = {
-            key: (value.full_tensor() if hasattr(value, "full_tensor") else value)
+            # Lightning has brought the shards to the CPU, where NCCL cannot gather them.
+            key: (value.to(root).full_tensor() if hasattr(value, "full_tensor") else value)
             for key, value in state.items()
             if isinstance(value, Tensor)
         }

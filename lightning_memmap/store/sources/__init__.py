@@ -30,9 +30,11 @@ from lightning_memmap.store.sources.field_array import (
     MemoryArray,
     PickedRows,
 )
+from lightning_memmap.store.sources.image_folder import ImageFolder
 from lightning_memmap.store.sources.stream import Spool, SpooledItems
+from lightning_memmap.store.sources.tar_dataset import TarDataset
 
-__all__ = ["ColumnDataset", "FieldArray", "field_arrays"]
+__all__ = ["ColumnDataset", "FieldArray", "ImageFolder", "TarDataset", "field_arrays"]
 
 _MEMORY_TYPES = {Tensor, Parameter, MemoryMappedTensor, np.ndarray, np.memmap}
 _FILE_MODULES = {"h5py", "zarr"}

@@ -37,19 +37,19 @@ MODULES: dict[str, type[Regression]] = {"model_parallel": Sharded, "memmap_pipel
 def check_all(out: Path) -> dict[str, Any]:
     """One run for each strategy, with and without a transform, and one with a transform that does
     something else in each process; `tests.unit.compare.runs` reads what they leave in ``out``."""
+    for name, transform in TRANSFORMS.items():
+        check_each(out / name, transform=transform, store_dir=out / "stores")
+    check_run(out / "fault", "ddp", transform=OfItsDevice(), store_dir=out / "stores")
+    return {}
+
+
+def check_each(out: Path, **options: Any) -> dict[str, Any]:
+    """One run for each strategy."""
     # Runs look for the parameters among all objects of a process.
     gc.freeze()
-    for name, transform in TRANSFORMS.items():
-        for strategy in STRATEGIES:
-            check_run(
-                out / name,
-                strategy,
-                MODULES.get(strategy, Regression),
-                trainer={"strategy": _make(strategy)},
-                transform=transform,
-                store_dir=out / "stores",
-            )
-    check_run(out / "fault", "ddp", transform=OfItsDevice(), store_dir=out / "stores")
+    for strategy in STRATEGIES:
+        trainer = {"strategy": _make(strategy)}
+        check_run(out, strategy, MODULES.get(strategy, Regression), trainer=trainer, **options)
     return {}
 
 

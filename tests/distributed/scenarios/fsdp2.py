@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import FSDP2Strategy
-from tests.models import Points, Regression, TwoOptimizers, make_trainer
+from tests.models import ByLbfgs, Penalised, Points, Regression, TwoOptimizers, make_trainer
 
 ROWS = 63
 GLOBAL_BATCH = 12
@@ -150,15 +150,12 @@ class Momentum(Regression):
         return [torch.optim.SGD(biases, lr=0.05), torch.optim.Adam(weights, lr=0.02)]
 
 
-class Lbfgs(Deep):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
+class Lbfgs(ByLbfgs, Deep):
+    pass
 
 
-class Penalised(Deep):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss + sum(parameter.norm() for parameter in self.parameters())
+class PenalisedDeep(Penalised, Deep):
+    pass
 
 
 class Anchored(Deep):
@@ -362,7 +359,7 @@ def errors(out: Path, sharded: Deep) -> dict[str, str]:
         "swa": (Deep, {"trainer_options": {"callbacks": [swa]}}),
         "ema": (Deep, {"trainer_options": {"callbacks": [ema]}}),
         "lbfgs": (Lbfgs, {}),
-        "penalty": (Penalised, {"wrap_classes": ["Block"]}),
+        "penalty": (PenalisedDeep, {"wrap_classes": ["Block"]}),
         "anchor": (Anchored, {"wrap_classes": ["Block"]}),
         "vector": (Flattened, {"wrap_classes": ["Block"]}),
         "class": (Deep, {"wrap_classes": ["Block", "Decoder"]}),

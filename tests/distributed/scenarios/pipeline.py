@@ -19,7 +19,7 @@ from torchmetrics import SumMetric
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import PredictionTable
 from lightning_memmap.strategies import PipelineStrategy
-from tests.models import Points, make_trainer
+from tests.models import ByLbfgs, Penalised, Points, make_trainer
 
 GLOBAL_BATCH = 10
 #: Seven steps of an epoch: five of 10 rows, and the last two, of 7 and 6.
@@ -313,9 +313,8 @@ class CallsOutside(Staged):
         self(torch.zeros(4, 8))
 
 
-class Lbfgs(Staged):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
+class Lbfgs(ByLbfgs, Staged):
+    pass
 
 
 class Sparse(Staged):
@@ -324,10 +323,8 @@ class Sparse(Staged):
         self.net[1] = nn.EmbeddingBag(4, 4, sparse=True)
 
 
-class Penalised(Staged):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss + sum(parameter.norm() for parameter in self.parameters())
+class PenalisedStages(Penalised, Staged):
+    pass
 
 
 def refused(runs: Runs) -> dict[str, str]:
@@ -342,7 +339,7 @@ def refused(runs: Runs) -> dict[str, str]:
         "output": (LooksAtOutput, {}, {}),
         "calls outside": (CallsOutside, {}, {}),
         "lbfgs": (Lbfgs, {}, {}),
-        "penalty": (Penalised, {}, {}),
+        "penalty": (PenalisedStages, {}, {}),
         "sparse": (Sparse, {"data_parallel_size": 2}, {}),
         "swa": (Staged, {}, {"callbacks": [StochasticWeightAveraging(0.1)]}),
         "ema": (Staged, {}, {"callbacks": [EMAWeightAveraging()]}),

@@ -37,6 +37,15 @@ class Failing(Regression):
         return {**prediction, "row": prediction["row"].to(self.dtype_there)}
 
 
+class OfSeveral(Regression):
+    """Predicts on several sets of rows."""
+
+    def predict_step(  # type: ignore[override]
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int
+    ) -> dict[str, Tensor]:
+        return super().predict_step(batch, batch_idx)
+
+
 class Configured(Regression):
     """Says how it is divided, which is not at all: a strategy of several processes asks for it."""
 
@@ -62,6 +71,12 @@ def tables(out: Path, rows: int) -> dict[str, Any]:
     data = MemmapDataModule(
         predict_dataset=Points(rows), store_dir=out / "stores", batch_size=8, num_shards=6
     )
+    several = MemmapDataModule(
+        predict_dataset={"short": Points(7), "long": Points(rows)},
+        store_dir=out / "several stores",
+        batch_size=8,
+        num_shards=6,
+    )
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     # As if another run wrote there: rank zero alone notices.
     other_run = locked(out / "held") if rank == 0 else nullcontext()
@@ -86,6 +101,7 @@ def tables(out: Path, rows: int) -> dict[str, Any]:
             strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
         ),
         "stock": predict(out, "stock", Regression(), stock),
+        "several": predict(out, "several", OfSeveral(), several),
         "twice": predict(out, "twice", Regression(), stock, use_distributed_sampler=False),
         "dtype": predict(out, "dtype", Failing(torch.int32), data),
         "apart": predict(out / str(rank), "apart", Regression(), data),

@@ -1,6 +1,7 @@
 """The table that `PredictionTable` writes, row by row, and what it refuses."""
 
 import dataclasses
+import re
 import sys
 from collections import namedtuple
 from collections.abc import Callable
@@ -35,6 +36,13 @@ class Predictor(Regression):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.predict(batch, batch_idx)
+
+
+class OfSeveral(Regression):
+    """Predicts on several sets of rows."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return super().predict_step(batch, batch_idx)
 
 
 def predict(
@@ -115,6 +123,19 @@ class TestRows:
         store = predict(tmp_path, loader=data.test_dataloader(), strategy="memmap_superbatch")
         assert_holds(store)
         assert store.num_shards == 5
+
+    @pytest.mark.parametrize("names", [[0, 1], ["short", "long"]], ids=["list", "dict"])
+    def test_each_of_several_loaders_has_a_table(self, tmp_path: Path, names: list[Any]) -> None:
+        sets = dict(zip(names, (Points(5), POINTS), strict=True))
+        trainer = make_trainer(tmp_path, callbacks=[PredictionTable(tmp_path / "tables")])
+        data = MemmapDataModule(
+            predict_dataset=list(sets.values()) if names == [0, 1] else sets,
+            store_dir=tmp_path / "stores",
+            batch_size=6,
+        )
+        trainer.predict(OfSeveral(), datamodule=data, return_predictions=False)
+        for name, points in sets.items():
+            assert_holds(open_store(tmp_path / "tables" / str(name)), points)
 
     # The data module has a hook for validation, and nothing to validate on.
     @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
@@ -306,13 +327,16 @@ class TestRefusals:
             predict(tmp_path, fast_dev_run=2)
         assert nothing_at(tmp_path)
 
-    def test_several_loaders_are_refused(self, tmp_path: Path) -> None:
-        class Module(Regression):
-            def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-                return batch["row"]
+    def test_loaders_in_place_of_one_table_are_refused(self, tmp_path: Path) -> None:
+        predict(tmp_path)
+        with pytest.raises(StoreError, match="is the store of one loader, and the stores of 2"):
+            predict(tmp_path, OfSeveral(), [DataLoader(POINTS)] * 2, overwrite=True)
+        assert_holds(open_store(tmp_path / "table"))
 
-        with pytest.raises(ValueError, match="there are 2 predict dataloaders"):
-            predict(tmp_path, Module(), [DataLoader(POINTS), DataLoader(POINTS)])
+    @pytest.mark.parametrize("name", ["..", "a/b", ""])
+    def test_loader_with_no_name_of_a_store_is_refused(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(f"the predict dataloader[{name!r}]: its")):
+            predict(tmp_path, OfSeveral(), {name: DataLoader(POINTS)})
 
     @no_rows_known
     @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Runs of a comparison in this process, with what they are about."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,7 +26,7 @@ from lightning_memmap.compare.run.worker import (
 )
 from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import open_store
-from tests.models import Points, Regression
+from tests.models import ACCELERATOR_VARIABLE, Points, Regression
 
 CheckResult: TypeAlias = RunResult[CheckRank]
 DEVICES, BATCH_SIZE, ROWS, STEPS = 2, 8, 100, 6
@@ -85,7 +86,8 @@ def make_spec(
     path: Path, kind: RunKind, variant: str, sections: dict[str, Any], **options: Any
 ) -> RunSpec:
     chosen = parse_variants(variant)[0].trainer_options(DEVICES) if variant else {"devices": 1}
-    trainer = {"accelerator": "cpu", **chosen, **options.pop("trainer", {})}
+    accelerator = os.environ.get(ACCELERATOR_VARIABLE, "cpu")
+    trainer = {"accelerator": accelerator, **chosen, **options.pop("trainer", {})}
     values = {
         "warmup_steps": 2 if kind == "timed" else 0,
         "steps": STEPS,
@@ -171,5 +173,5 @@ def check_runs_parity(path: Path, runs: dict[str, CheckResult]) -> dict[str, Par
     data = MemmapDataModule(store_dir=path / "stores")
     schedule = BatchSchedule(store.num_rows, DEVICES * BATCH_SIZE, store.num_shards, drop_last=True)
     return check_all_parity(
-        runs, expected_hashes(store, data.train_sampler(store), schedule, STEPS)
+        runs, expected_hashes(store, data.train_sampler(store), schedule, STEPS, {})
     )

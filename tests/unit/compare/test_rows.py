@@ -63,7 +63,7 @@ def test_expected_hashes_are_those_of_a_loader(
     sampler = make_sampler(70, 6, 3, shuffle)
     schedule = BatchSchedule(70, 12, 6, drop_last=True)
     assert len(schedule) == 5
-    assert expected_hashes(store, sampler, schedule, 10) == tuple(found)
+    assert expected_hashes(store, sampler, schedule, 10, {}) == tuple(found)
     assert len(set(found)) == (10 if shuffle else 5)
 
 

@@ -34,6 +34,7 @@ from tests.rows import (
     make_loader,
     make_sampler,
     make_split,
+    noisy,
     order_rows,
     rows_of,
     sampler_over,
@@ -338,13 +339,10 @@ class TestResume:
     def test_transforms_after_resume_repeat_those_not_interrupted(
         self, numbered_store: Stores
     ) -> None:
-        def noise(batch: Any, generator: torch.Generator) -> Any:
-            return {**batch, "noise": torch.rand(len(batch["row"]), generator=generator)}
-
         def steps(loader: SuperBatchLoader) -> list[list[float]]:
             return [super_batch.to(CPU)["noise"].tolist() for super_batch in loader]
 
-        make = functools.partial(make_loader, numbered_store(97, 24), 4, 3, transform=noise)
+        make = functools.partial(make_loader, numbered_store(97, 24), 4, 3, transform=noisy)
         whole = steps(make())
         for count in range(1, len(whole)):
             saved, resumed = make(), make()

@@ -20,6 +20,7 @@ from tests.rows import (
     check_save_and_resume,
     epoch_rows,
     make_loader,
+    noisy,
     rows_of,
     take_steps,
 )
@@ -31,10 +32,6 @@ Stores = Callable[..., Store]
 #: So many bytes in each row that every step is a take of its own.
 HEAVY = 2**18
 NUM_STEPS = 9
-
-
-def noisy(batch: Any, generator: torch.Generator) -> Any:
-    return {**batch, "noise": torch.rand(len(batch["row"]), generator=generator)}
 
 
 def noisy_by_the_global_generator(batch: Any) -> Any:

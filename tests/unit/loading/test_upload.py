@@ -91,11 +91,12 @@ class TestStaging:
         assert len(set(buffers)) == 2
         assert all(one != other for one, other in pairwise(buffers))
 
-    def test_buffers_are_page_locked_and_of_the_size_asked_for(self, device: Device) -> None:
-        source = Source(torch.arange(100))
+    def test_buffers_are_page_locked_and_no_larger_than_the_rows(self, device: Device) -> None:
         with Uploader(CPU, 64) as staging:
-            staging.copy(torch.zeros_like(source.rows), source.read)
-        assert [buffer.nbytes for buffer in device.page_locked] == [64, 64]
+            for num_rows in (2, 3, 100):
+                source = Source(torch.arange(num_rows))
+                staging.copy(torch.zeros_like(source.rows), source.read)
+        assert [buffer.nbytes for buffer in device.page_locked] == [16, 24, 64, 64]
 
     def test_no_buffer_is_filled_while_the_device_copies_from_it(self, device: Device) -> None:
         source, target = Source(torch.arange(100)), torch.zeros(100, dtype=torch.int64)

@@ -18,10 +18,10 @@ from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, Te
 from lightning_memmap import ColumnDataset, MemmapDataModule, build_store
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Schema
-from lightning_memmap.store import Store, range_writer
+from lightning_memmap.store import range_writer
 from lightning_memmap.store.probes import leaf_bytes
 from lightning_memmap.store.sources import field_arrays
-from tests.datasets import Wrapped
+from tests.datasets import Wrapped, column_files
 
 import_module("polars")  # It sets an environment variable, which a test must not do.
 
@@ -229,10 +229,6 @@ KINDS: list[Callable[[Path], Any]] = [
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 
-def files_of(store: Store) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in store.path.glob("*.memmap")}
-
-
 def plain(value: Any) -> torch.Tensor:
     if torch.is_tensor(value):
         return value.detach().resolve_conj().contiguous()
@@ -266,7 +262,7 @@ def test_store_by_slices_has_the_bytes_of_one_written_item_by_item(
     monkeypatch.setattr(range_writer, "_RANGE_BYTES", 37 * by_items.manifest.row_bytes)
     monkeypatch.setattr(range_writer, "read_samples", not_called)
     by_slices = build_store(dataset, tmp_path / "slices", num_shards=7, progress=False)
-    assert files_of(by_slices) == files_of(by_items)
+    assert column_files(by_slices) == column_files(by_items)
     assert by_slices.manifest.probes == by_items.manifest.probes
     assert by_slices.manifest.checksums == by_items.manifest.checksums
     assert by_slices.schema == by_items.schema
@@ -466,7 +462,7 @@ def test_store_by_slices_is_the_same_with_workers(
     dataset = kind(tmp_path)
     by_items = build_store(Wrapped(dataset), tmp_path / "items", progress=False)
     store = build_store(dataset, tmp_path / "s", num_workers=num_workers, progress=False)
-    assert files_of(store) == files_of(by_items)
+    assert column_files(store) == column_files(by_items)
 
 
 def test_store_by_slices_that_was_interrupted_goes_on_where_it_stopped(

@@ -9,11 +9,11 @@ from tensordict import TensorDict, is_tensorclass, tensorclass
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_memmap import MemmapDataModule, Store, build_store, open_store
+from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.sources import field_arrays
-from tests.datasets import Wrapped
+from tests.datasets import Wrapped, column_files
 
 
 @tensorclass
@@ -97,11 +97,7 @@ def test_tensordict_is_stored_by_slices(tmp_path: Path) -> None:
     by_slices = build_store(dataset, tmp_path / "slices", progress=False)
     by_items = build_store(Wrapped(dataset), tmp_path / "items", progress=False)
     assert by_slices.manifest.checksums == by_items.manifest.checksums
-    assert files(by_slices) == files(by_items)
-
-
-def files(store: Store) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in store.path.glob("*.memmap")}
+    assert column_files(by_slices) == column_files(by_items)
 
 
 @pytest.mark.parametrize(

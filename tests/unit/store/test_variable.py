@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path, PurePosixPath
 from time import monotonic, sleep
 from typing import Any
@@ -23,6 +22,7 @@ from lightning_memmap.store.columns.segments import copy_segments, fill_segments
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.recovery import building_path
 from tests.datasets import Counting, Replaced
+from tests.preloaded import python
 from tests.unit.store.signing import sign_manifest
 from tests.variable import Ragged
 
@@ -317,8 +317,9 @@ def test_build_that_failed_is_resumed(tmp_path: Path, num_workers: int) -> None:
     assert verify_store(store.path) == []
 
 
+ROOT = Path(__file__).parents[3]
 BUILD = """
-import sys, time
+import os, sys, time
 from tests.variable import Ragged
 from lightning_memmap.store import build_store
 from lightning_memmap.store import range_writer, writer
@@ -330,6 +331,7 @@ class Slow(Ragged):
         time.sleep(0.001)
         return super().__getitem__(row)
 
+print(os.getpid(), flush=True)
 build_store(Slow(600), sys.argv[1], num_shards=7, progress=False, fingerprint="one",
     num_workers=int(sys.argv[2]))
 """
@@ -338,16 +340,20 @@ build_store(Slow(600), sys.argv[1], num_shards=7, progress=False, fingerprint="o
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_build_killed_while_it_writes_is_resumed(tmp_path: Path, num_workers: int) -> None:
     path = tmp_path / "s"
-    command = [sys.executable, "-c", BUILD, str(path), str(num_workers)]
-    process = subprocess.Popen(command)
+    command = [python(), "-c", BUILD, str(path), str(num_workers)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    # That of the program, which the process only stands for: its workers survive it.
+    program = int(process.stdout.readline())
     journal = building_path(path) / "journal"
     deadline = monotonic() + 120
     while not (journal.exists() and journal.stat().st_size > 20):
         assert process.poll() is None
         assert monotonic() < deadline
         sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    os.kill(program, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
     assert not path.exists()
     counting = Counting(Ragged(600))
     store = build(path, counting, fingerprint="one")

@@ -1,0 +1,152 @@
+"""Decode images: the bytes of a JPEG, PNG or other file become uint8 pixels, channels first.
+
+Pillow is imported when the first image is decoded.
+"""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: The channels of each mode. Of "P" they are the indices of a palette, such as class labels.
+CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1, "P": 1}
+#: Endings of the names of image files.
+EXTENSIONS = (
+    ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
+)  # fmt: skip
+#: Formats that Pillow decodes by itself. For others, such as EPS, it starts programs.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
+#: A file of a few bytes can claim any number of pixels.
+MAX_PIXELS = 2**26
+_ORIENTATION = 0x0112
+
+
+class ImageError(ValueError):
+    """An image cannot be decoded as it is asked for. The message says why."""
+
+
+class ImageSizeError(ImageError):
+    """An image has another size than the others."""
+
+
+def check_mode(mode: object) -> None:
+    """Check the mode that images are decoded to.
+
+    Args:
+        mode: The value.
+
+    Raises:
+        ValueError: It is none of `CHANNELS`.
+    """
+    if mode not in CHANNELS:
+        raise ValueError(f"mode={mode!r}: choose one of {', '.join(CHANNELS)}")
+
+
+def checked_size(size: Any) -> tuple[int, int] | None:
+    """Check the size that images are scaled to.
+
+    Args:
+        size: Height and width in pixels, one number for both, or None.
+
+    Returns:
+        Height and width; None where images keep their sizes.
+
+    Raises:
+        ValueError: It is none of these, or out of range.
+    """
+    if size is None:
+        return None
+    both = (size, size) if isinstance(size, int) else size
+    is_pair = isinstance(both, (tuple, list)) and len(both) == 2
+    if not is_pair or any(type(one) is not int or one < 1 for one in both):
+        raise ValueError(f"size={size!r}: give height and width in pixels, such as (224, 224)")
+    if both[0] * both[1] > MAX_PIXELS:
+        raise ValueError(f"size={size!r}: more than {MAX_PIXELS} pixels")
+    return both[0], both[1]
+
+
+def decode_image(
+    source: bytes | NDArray[np.uint8] | Path,
+    mode: str,
+    size: tuple[int, int] | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> NDArray[np.uint8]:
+    """Decode an image, turned upright if its EXIF orientation says how it was taken.
+
+    A mode without transparency leaves the alpha channel out, so that what lies under transparent
+    pixels is seen. Of an animation it is the first image.
+
+    Args:
+        source: The bytes of a file, or its path.
+        mode: One of `CHANNELS`. ``"P"`` takes images of palette indices and of gray values alone.
+        size: Height and width. The image is scaled to fill them, and what is over at two sides is
+            cut off. Palette indices are picked, other values interpolated.
+        shape: What the result must have, (channels, height, width).
+
+    Returns:
+        uint8 of shape (channels, height, width).
+
+    Raises:
+        ImageError: It is no image, is damaged, has another shape, more than `MAX_PIXELS` pixels or
+            more than 8 bits, or it cannot be converted to the mode. The message says which.
+        ImportError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise ImportError(
+            "images are decoded by Pillow: pip install 'lightning_memmap[images]'"
+        ) from error
+    data = source.data if isinstance(source, np.ndarray) else source
+    file: Any = data if isinstance(data, Path) else io.BytesIO(data)
+    try:
+        with Image.open(file, formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise ImageError(f"its {width} x {height} pixels are more than {MAX_PIXELS}")
+            if size is None and shape is not None and {width, height} != {*shape[1:]}:
+                raise _other_size((height, width), shape)
+            return _pixels(image, mode, size, shape)
+    except UnidentifiedImageError as error:
+        raise ImageError(f"it is no image of a known format ({', '.join(_FORMATS)})") from error
+    except (ImageError, FileNotFoundError):
+        raise
+    except Exception as error:  # Each format has its own errors for damaged files.
+        raise ImageError(f"it cannot be decoded ({type(error).__name__}: {error})") from error
+
+
+def _pixels(
+    image: Any, mode: str, size: tuple[int, int] | None, shape: tuple[int, ...] | None
+) -> NDArray[np.uint8]:
+    from PIL import Image, ImageOps
+
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        raise ImageError(
+            f"its mode {image.mode!r} has more than 8 bits, which would be lost: store it decoded"
+        )
+    if mode == "P" and image.mode not in ("P", "L"):
+        raise ImageError(f"its mode is {image.mode!r}, and only 'P' and 'L' have palette indices")
+    image.load()
+    if image.getexif().get(_ORIENTATION, 1) != 1:
+        image = ImageOps.exif_transpose(image)
+    if mode not in (image.mode, "P"):
+        if mode != "RGBA":
+            # Pillow would warn that it is lost.
+            image.info.pop("transparency", None)
+        image = image.convert(mode)
+    if size is not None and image.size != size[::-1]:
+        method = Image.Resampling.NEAREST if mode == "P" else Image.Resampling.BILINEAR
+        image = ImageOps.fit(image, size[::-1], method)
+    pixels: NDArray[np.uint8] = np.asarray(image)
+    pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    if shape is not None and pixels.shape != shape:
+        raise _other_size(pixels.shape[1:], shape)
+    return pixels
+
+
+def _other_size(found: tuple[int, ...], shape: tuple[int, ...]) -> ImageSizeError:
+    return ImageSizeError(
+        f"it is {found[0]} x {found[1]} pixels, and the first image {shape[1]} x {shape[2]}"
+    )

@@ -1,0 +1,90 @@
+"""Encoded images against decoded ones: their bytes, and how fast they are decoded here."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_memmap.images import ImageError, decode_image
+from lightning_memmap.loading.decoded import default_threads
+from lightning_memmap.store import Store
+
+#: Images that are decoded, and seconds after which no further one is.
+_MAX_IMAGES, _MOST_S = 512, 1.0
+
+
+@dataclass(frozen=True)
+class ImageSample:
+    """What a sample of encoded images shows of a field.
+
+    Args:
+        field: Name of the field.
+        num_rows: Rows of the store.
+        encoded_bytes: Bytes of all files.
+        decoded_bytes: Bytes of all images decoded to RGB, from the mean of the sample.
+        shape: The shape of each, (3, height, width); None where they differ in size.
+        images_per_s: How many this machine has decoded in a second.
+        num_threads: The threads that did so.
+    """
+
+    field: str
+    num_rows: int
+    encoded_bytes: int
+    decoded_bytes: int
+    shape: tuple[int, ...] | None
+    images_per_s: float
+    num_threads: int
+
+
+def image_samples(store: Store) -> Iterator[ImageSample]:
+    """Decode some images of each field of a store that has encoded images.
+
+    Args:
+        store: The store.
+
+    Yields:
+        What is found. Fields whose first row is no image, and all where Pillow is not installed,
+        are left out.
+    """
+    columns = zip(store.manifest.columns, store.columns, strict=True)
+    for column, rows in columns:
+        if column.field.kind != "bytes" or _shape(rows.row(0).numpy()) is None:
+            continue
+        count = min(_MAX_IMAGES, store.num_rows)
+        # Evenly spaced, and in an order in which any first part of them is too.
+        chosen = np.random.default_rng(0).permutation(
+            np.linspace(0, store.num_rows - 1, count).astype(np.int64)
+        )
+        num_threads = default_threads(1)
+        shapes: list[tuple[int, ...]] = []
+        start = perf_counter()
+        with ThreadPoolExecutor(num_threads) as threads:
+            for first in range(0, count, 4 * num_threads):
+                fetched = rows.fetch(chosen[first : first + 4 * num_threads])
+                found = threads.map(_shape, [row.numpy() for row in fetched])
+                shapes += [shape for shape in found if shape is not None]
+                if perf_counter() - start > _MOST_S:
+                    break
+        if not shapes:
+            continue
+        rate = len(shapes) / (perf_counter() - start)
+        mean = sum(int(np.prod(shape)) for shape in shapes) / len(shapes)
+        yield ImageSample(
+            column.field.name,
+            store.num_rows,
+            column.num_bytes(range(store.num_rows)),
+            int(mean * store.num_rows),
+            shapes[0] if len(set(shapes)) == 1 else None,
+            rate,
+            num_threads,
+        )
+
+
+def _shape(data: NDArray[np.uint8]) -> tuple[int, ...] | None:
+    try:
+        return decode_image(data, "RGB").shape
+    except (ImageError, ImportError):
+        return None

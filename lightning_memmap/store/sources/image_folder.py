@@ -1,0 +1,115 @@
+"""A folder of images, in which the folder of an image is its class."""
+
+import operator
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from lightning_memmap.images import (
+    EXTENSIONS,
+    ImageError,
+    check_mode,
+    checked_size,
+    decode_image,
+)
+
+
+class ImageFolder(Dataset[dict[str, Any]]):
+    """A map-style dataset of the images in ``root/CLASS/**``, with the class as the label.
+
+    A sample is ``{"image": ..., "label": int}``: the image as uint8 tensor of shape (channels,
+    height, width), or the bytes of its file. Classes are the folders in ``root``, sorted by name;
+    the images of a class come in the order of their names, those of deeper folders included. Files
+    with other endings than `lightning_memmap.images.EXTENSIONS`, and hidden files and folders, are
+    left out.
+
+    Args:
+        root: The folder of the classes.
+        mode: ``"RGB"``, ``"RGBA"``, ``"L"`` or ``"P"``, as of `lightning_memmap.schema.Decode`.
+            With None the bytes of each file are given, after a test that they can be decoded.
+        size: Height and width in pixels, or one number for both, as of `Decode`. By default images
+            keep their sizes.
+
+    Attributes:
+        classes: The names of the classes, by label. A store of this dataset has them as well.
+        files: The file of each row, relative to ``root``.
+        labels: The label of each row.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ValueError: It has no folders, a class has no images, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        mode: str | None = "RGB",
+        size: int | tuple[int, int] | None = None,
+    ) -> None:
+        if mode is not None:
+            check_mode(mode)
+        elif size is not None:
+            raise ValueError(
+                f"size={size!r} with mode=None: the files are kept as they are; give the size to"
+                " Decode(size=...), which decodes them"
+            )
+        self.root = Path(root)
+        self.mode = mode
+        self.size = checked_size(size)
+        if not self.root.is_dir():
+            raise FileNotFoundError(f"root={str(root)!r}: there is no such folder")
+        self.classes = sorted(
+            entry.name
+            for entry in os.scandir(self.root)
+            if entry.is_dir() and not entry.name.startswith(".")
+        )
+        if not self.classes:
+            raise ValueError(f"root={str(root)!r}: it has no folders, one for each class")
+        self.files: list[str] = []
+        self.labels: list[int] = []
+        for label, name in enumerate(self.classes):
+            found = [os.path.relpath(path, self.root) for path in _images_in(self.root / name)]
+            if not found:
+                raise ValueError(
+                    f"root={str(root)!r}: class {name!r} has no images ({', '.join(EXTENSIONS)}):"
+                    " remove the folder, or put images there"
+                )
+            self.files += found
+            self.labels += [label] * len(found)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @override
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """Read an image.
+
+        Args:
+            row: The row.
+
+        Raises:
+            IndexError: There is no such row.
+            ImageError: The file cannot be decoded. The message names it.
+            OSError: It cannot be read.
+        """
+        file = self.files[operator.index(row)]
+        data = (self.root / file).read_bytes()
+        try:
+            pixels = decode_image(data, self.mode or "RGB", self.size)
+        except ImageError as error:
+            raise ImageError(f"{self.root / file}: {error}: repair or remove the file") from error
+        image = data if self.mode is None else torch.tensor(pixels)
+        return {"image": image, "label": self.labels[row]}
+
+
+def _images_in(folder: Path) -> Iterator[str]:
+    for path, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if not name.startswith(".") and name.lower().endswith(EXTENSIONS):
+                yield os.path.join(path, name)

@@ -1,0 +1,248 @@
+"""Samples in tar files, as WebDataset writes them."""
+
+import io
+import json
+import re
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+from typing_extensions import override
+
+from lightning_memmap.errors import DatasetError
+from lightning_memmap.images import check_mode, checked_size, decode_image
+from lightning_memmap.store.workers import describe_error
+
+#: The key of a sample and the ending of a member: everything up to, and after, the first dot of
+#: the name without its folders.
+_NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
+#: Members of WebDataset itself.
+_META = re.compile(r"__[^/]*__(/|$)")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+#: The largest member that is read.
+_MAX_MEMBER_BYTES = 2**29
+#: The most tar files that a pattern in braces stands for.
+_MAX_TARS = 2**20
+_IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "pgm")
+_PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
+
+
+class TarDataset(IterableDataset[dict[str, Any]]):
+    """Samples in tar files, as WebDataset has them: members of one sample follow one another.
+
+    The members ``photos/0001.jpg`` and ``photos/0001.cls`` make the sample
+    ``{"__key__": "photos/0001", "jpg": ..., "cls": ...}``. The key ends at the first dot of the
+    name without its folders; endings are in lower case. What a member becomes depends on the last
+    part of its ending:
+
+    ========================================== ========================================
+    ``cls``, ``index``, ``id``, ``count``      int
+    ``txt``, ``text``, ``transcript``          str, from UTF-8
+    ``json``                                   what the JSON says
+    ``npy``                                    a numpy array
+    ``jpg``, ``jpeg``, ``png``, ``webp``,      bytes, or with ``mode`` a uint8 tensor of shape
+    ``ppm``, ``pgm``                           (channels, height, width)
+    ``pyd``, ``pkl``, ``pickle``, ``pth``,     refused: unpickling can run code
+    ``pt``
+    others                                     bytes
+    ========================================== ========================================
+
+    Nothing is extracted to the disk. Links, folders and members without an ending are left out.
+
+    Args:
+        tars: The tar files, which may be compressed: a path, which may have ``{000..003}``,
+            ``{train,extra}`` or ``*`` in it, or a list of such. They are read in this order; those
+            that ``*`` stands for, sorted by name.
+        fields: What a sample consists of, by name of the field: an ending, or several of which
+            each sample has one, such as ``{"image": "jpg;png", "label": "cls"}``. ``__key__``
+            stands for the key. By default a sample has its key and all its members. Other members
+            are not read.
+        mode: As of `lightning_memmap.schema.Decode`: images are decoded. By default they stay
+            encoded.
+        size: As there.
+
+    Attributes:
+        tars: The path of each tar file.
+        sizes: The bytes of each tar file: if they change, it is another dataset.
+
+    Raises:
+        FileNotFoundError: A tar file is not there.
+        ValueError: No file fits a pattern, a pattern is wrong, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        tars: str | Path | list[str | Path],
+        fields: dict[str, str] | None = None,
+        mode: str | None = None,
+        size: int | tuple[int, int] | None = None,
+    ) -> None:
+        if mode is not None:
+            check_mode(mode)
+        elif size is not None:
+            raise ValueError(
+                f"size={size!r} with mode=None: images stay encoded; give a mode, or the size to"
+                " Decode(size=...), which decodes them"
+            )
+        given = [tars] if isinstance(tars, (str, Path)) else list(tars)
+        self.tars = [str(path) for pattern in given for path in _paths(str(pattern))]
+        if not self.tars:
+            raise ValueError(f"tars={tars!r}: there are none: give at least one")
+        self.sizes = [Path(path).stat().st_size for path in self.tars]
+        self.fields = None if fields is None else dict(fields)
+        self.mode = mode
+        self.size = checked_size(size)
+
+    @override
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over the samples of all tar files.
+
+        Yields:
+            The samples, in their order.
+
+        Raises:
+            DatasetError: A tar file is damaged, a member cannot be read, is refused, or is there
+                twice in a sample, or a sample lacks a field. The message names file and member.
+        """
+        for tar in self.tars:
+            for key, members in self._groups(tar):
+                yield self._sample(tar, key, members)
+
+    def _groups(self, tar: str) -> Iterator[tuple[str, dict[str, bytes]]]:
+        """The key of each sample of a tar file, and its members that are wanted, by ending."""
+        current: str | None = None
+        members: dict[str, bytes] = {}
+        for name, read in _members(tar):
+            if (match := _NAME.fullmatch(name)) is None:
+                continue
+            key, ending = match[1], match[2].lower()
+            if current is not None and key != current:
+                yield current, members
+                members = {}
+            current = key
+            if ending in members:
+                raise DatasetError(f"{tar}: {name!r}: the sample {key!r} has two such members")
+            if self._is_wanted(ending):
+                members[ending] = read()
+        if current is not None:
+            yield current, members
+
+    def _is_wanted(self, ending: str) -> bool:
+        return self.fields is None or any(
+            ending in endings.split(";") for endings in self.fields.values()
+        )
+
+    def _sample(self, tar: str, key: str, members: Mapping[str, bytes]) -> dict[str, Any]:
+        if self.fields is None:
+            decoded = {ending: self._value(tar, key, ending, members[ending]) for ending in members}
+            return {"__key__": key, **decoded}
+        sample: dict[str, Any] = {}
+        for field, endings in self.fields.items():
+            if endings == "__key__":
+                sample[field] = key
+                continue
+            found = [ending for ending in endings.split(";") if ending in members]
+            if len(found) != 1:
+                raise DatasetError(
+                    f"{tar}: the sample {key!r} has {len(found)} members {endings!r} for the field"
+                    f" {field!r}, and each sample must have one"
+                )
+            sample[field] = self._value(tar, key, found[0], members[found[0]])
+        return sample
+
+    def _value(self, tar: str, key: str, ending: str, data: bytes) -> Any:
+        kind = ending.rpartition(".")[2]
+        where = f"{tar}: '{key}.{ending}'"
+        if kind in _PICKLES:
+            raise DatasetError(
+                f"{where}: a .{kind} file is unpickled, which can run any code, and is never read:"
+                " write the values as .npy or .json, or name the members to read with fields={...}"
+            )
+        try:
+            if kind in _IMAGES and self.mode is not None:
+                return torch.tensor(decode_image(data, self.mode, self.size))
+            return _READERS.get(kind, bytes)(data)
+        except Exception as error:
+            raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from error
+
+
+def _array(data: bytes) -> np.ndarray:
+    array: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
+    return array
+
+
+_READERS: dict[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), int),
+    **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
+    **dict.fromkeys(("json", "jsn"), json.loads),
+    "npy": _array,
+}
+
+
+def _members(tar: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """The name of each plain file in a tar file, and a function that reads it."""
+    name = "its first member"
+    try:
+        with tarfile.open(tar, "r|*") as file:
+            for member in file:
+                name = member.name
+                # Links and devices are none.
+                if member.isreg() and not _META.match(name):
+                    yield name, partial(_read, tar, file, member)
+                # Otherwise the list of members grows with the file.
+                file.members = []  # type: ignore[attr-defined]
+    except DatasetError:
+        raise
+    except Exception as error:  # Each compression has its own errors.
+        raise DatasetError(f"{tar}, at {name!r}: {describe_error(error)}") from error
+
+
+def _read(tar: str, file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    where = f"{tar}: {member.name!r}"
+    if member.size > _MAX_MEMBER_BYTES:
+        raise DatasetError(
+            f"{where} has {member.size} bytes, and at most {_MAX_MEMBER_BYTES} are read"
+        )
+    try:
+        source = file.extractfile(member)
+        data = b"" if source is None else source.read()
+    except Exception as error:  # As above.
+        raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from error
+    if len(data) != member.size:
+        raise DatasetError(f"{where} is cut short: the tar file is damaged")
+    return data
+
+
+def _paths(pattern: str) -> list[str]:
+    """The tar files that a pattern stands for."""
+    if "://" in pattern or pattern.startswith("pipe:"):
+        raise ValueError(f"tars={pattern!r}: give files of this machine")
+    paths = []
+    for path in _expanded(pattern):
+        found = sorted(glob(path)) if re.search(r"[*?[]", path) else [path]
+        if not found:
+            raise ValueError(f"tars={pattern!r}: no file fits {path!r}")
+        paths += found
+    return paths
+
+
+def _expanded(pattern: str) -> list[str]:
+    """A pattern without braces for each choice that its braces stand for, as of a shell."""
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if match is None:
+        return [pattern]
+    if numbers := _RANGE.fullmatch(match[1]):
+        first, last = numbers.groups()
+        if int(last) < int(first) or int(last) - int(first) >= _MAX_TARS:
+            raise ValueError(f"tars={pattern!r}: {match[0]} is no range such as {{000..003}}")
+        choices = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    else:
+        choices = match[1].split(",")
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    return [path for choice in choices for path in _expanded(f"{before}{choice}{after}")]
