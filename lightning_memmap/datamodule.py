@@ -29,6 +29,7 @@ from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
     FormedCollate,
+    NumberedCollate,
     SplitRows,
     SuperBatchLoader,
     load_split,
@@ -212,7 +213,11 @@ class MemmapDataModule(L.LightningDataModule):
             ``Pad(value=-1, multiple=8)``; in a config ``{form: pad, value: -1, multiple: 8}``.
             ``"decode"`` is for bytes that are images: see `lightning_memmap.schema.Decode`.
             Fields must be named here where the first rows that are read do not show that they
-            differ. The form is no part of the store.
+            differ. The form is no part of the store. Lists of records and what may be None are
+            named here too, with ``"list"`` and ``"nullable"``; see `lightning_memmap.schema.forms`.
+        with_row_numbers: Give every batch the numbers of its rows in their dataset, int64 of shape
+            (B,): under the key ``row_number`` where samples are dicts or TensorDicts, and else
+            behind what they have. Of a subset too they are rows of the whole dataset.
 
     The arguments except the datasets are attributes too. Setting one takes effect at the next
     `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
@@ -245,6 +250,7 @@ class MemmapDataModule(L.LightningDataModule):
     shuffle_window = Option[int | None]()
     sampler = Option[SamplerFactory | Callable[[Shards, int], Sampler] | None]()
     variable = Option[Mapping[str, Any] | None]()
+    with_row_numbers = Option[bool]()
     train_dataset = _SplitDataset("train")
     val_dataset = _SplitDataset("val")
     test_dataset = _SplitDataset("test")
@@ -279,6 +285,7 @@ class MemmapDataModule(L.LightningDataModule):
         shuffle_window: int | None = None,
         sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None = None,
         variable: dict[str, Any] | None = None,
+        with_row_numbers: bool = False,
     ) -> None:
         super().__init__()
         self.options = DataOptions(
@@ -304,6 +311,7 @@ class MemmapDataModule(L.LightningDataModule):
             shuffle_window,
             sampler,
             variable,
+            with_row_numbers,
         )
         self.datasets: dict[str, Any] = dict(
             zip(SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
@@ -558,6 +566,8 @@ class MemmapDataModule(L.LightningDataModule):
             split: load_split(store, topology, placement.splits[split], forms)
             for split, store in stores.items()
         }
+        if self.with_row_numbers:
+            rows = {split: found.numbered() for split, found in rows.items()}
         order = self._order(stores["train"], sizes["train"]) if "train" in stores else None
         self._set_up = _SetUp(stores, placement, rows, order)
 
@@ -908,7 +918,9 @@ class MemmapDataModule(L.LightningDataModule):
             sample = next(samples_of(dataset))
         else:
             sample = first_sample(dataset, self.num_workers)
-        return FormedCollate(schema, read_forms(self.variable), sample)
+        collate = FormedCollate(schema, read_forms(self.variable), sample)
+        # As the rows were set up.
+        return NumberedCollate(collate, schema) if self._rows[split].are_numbered else collate
 
 
 def _check_state(state: object) -> LoaderState | None:

@@ -64,6 +64,7 @@ class DataOptions:
     shuffle_window: int | None
     sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None
     variable: Mapping[str, Any] | None
+    with_row_numbers: bool
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "store_dir", _directory(self.store_dir))
@@ -71,7 +72,7 @@ class DataOptions:
             value = getattr(self, name)
             if value is not None or name in ("batch_size", "seed"):
                 check_integer(name, value)
-        for name in ("shuffle", "drop_last", "overwrite"):
+        for name in ("shuffle", "drop_last", "overwrite", "with_row_numbers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: give True or False")
         if not isinstance(self.memory_fraction, (int, float)):

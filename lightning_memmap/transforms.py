@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading import OnSuperBatch
-from lightning_memmap.loading.collate import named_leaves
+from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.transform import check_callable
 from lightning_memmap.loading.variable_batch import is_variable
 

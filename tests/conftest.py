@@ -12,6 +12,8 @@ import pytest
 
 # Many processes share few cores. Set before torch is imported, here and in what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of programs import the package: it is compiled once, whatever the environment says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Lightning sets it where there are GPUs, and a test leaves the environment as it was.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
@@ -62,6 +64,8 @@ _SLOW = (
     "unit/store/test_build.py::test_build_on_full_disk",
     "unit/store/test_concurrency.py",
     "unit/store/test_crash.py",
+    "unit/store/test_records.py::test_build_killed",
+    "unit/store/test_records.py::test_missing_values",
     "unit/store/test_shared_directory.py",
     "unit/store/test_sources.py",
     "unit/store/test_table.py",

@@ -55,6 +55,8 @@ NAMES = {
     "lightning_memmap.sampling": [
         "BatchSchedule",
         "BlockShuffledSampler",
+        "Bucketed",
+        "BucketedSampler",
         "ChosenRows",
         "Fields",
         "Integers",

@@ -3,10 +3,11 @@
 row_source       rows in one place, and how they come into a batch
 resident         on a device, on the host, or in the file mapping
 streamed         in the files, read window by window (window_layout, window_reader)
+row_numbers      the same rows, each with its number in the dataset
 split            all sources of a split (store_offsets, upload)
 fetch            the rows of coming steps (buffers, device_streams)
 transform        batch transforms, repeatable
-super_batch      the batches of all data devices in one step (collate)
+super_batch      the batches of all data devices in one step (collate, nested)
 variable_rows    rows that differ in length, not copied yet
 variable_batch   what a batch has for them
 loader           super-batches in the order of the sampler (state)
@@ -18,17 +19,20 @@ from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.device_loader import DeviceLoader, loader_for
 from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.nested import RowList
+from lightning_memmap.loading.row_numbers import NumberedCollate
 from lightning_memmap.loading.row_source import EpochRows, RowSource
 from lightning_memmap.loading.split import SplitRows, load_split
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import OnSuperBatch
-from lightning_memmap.loading.variable_batch import FormedCollate, Padded, RowList
+from lightning_memmap.loading.variable_batch import FormedCollate, Padded
 
 __all__ = [
     "BatchLoader",
     "DeviceLoader",
     "EpochRows",
     "FormedCollate",
+    "NumberedCollate",
     "OnSuperBatch",
     "Padded",
     "RowList",

@@ -266,7 +266,7 @@ class SuperBatchLoader:
                 "sampler": "the shuffle, shuffle_window and sampler of the checkpoint",
                 "num_rows": f"num_rows={was}, that is, the dataset of the checkpoint",
                 "num_shards": f"num_shards={was}: with a number of data devices that divides it",
-                "digest": "the rows and the weights of the checkpoint",
+                "digest": "the rows, weights and lengths of the checkpoint",
             }.get(name, f"{name}={was}")
             raise ValueError(
                 f"the checkpoint stands inside an epoch with {name}={was}, and this loader has"

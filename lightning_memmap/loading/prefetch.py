@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lightning_memmap.loading.collate import named_leaves
 from lightning_memmap.loading.device_streams import SideStreams
+from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.variable_batch import dense_tensors
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from lightning_memmap.loading.column_rows import ColumnRows
 from lightning_memmap.loading.decoded import DecodedRows, default_threads
 from lightning_memmap.loading.image_decoder import ImageDecoder
 from lightning_memmap.loading.resident import ResidentRows, copied_rows, mapped_rows
+from lightning_memmap.loading.row_numbers import NumberedRows
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
@@ -49,6 +50,15 @@ class SplitRows:
     sources: tuple[RowSource, ...]
     source_of_shard: Integers
     absent: tuple[tuple[int, Field], ...] = ()
+
+    @property
+    def are_numbered(self) -> bool:
+        """Whether rows come with their numbers; see `lightning_memmap.loading.row_numbers`."""
+        return any(isinstance(source, NumberedRows) for source in self.sources)
+
+    def numbered(self) -> "SplitRows":
+        """The same rows, each with its number."""
+        return replace(self, sources=tuple(map(NumberedRows, self.sources)))
 
     @property
     def is_released(self) -> bool:

@@ -1,6 +1,7 @@
 """What a batch has for fields whose rows differ in length, and how it is put together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +11,22 @@ from torch import Tensor
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.image_decoder import ImageDecoder
+from lightning_memmap.loading.nested import RowList, named_leaves, rebuilt
 from lightning_memmap.loading.variable_rows import VariableRows
-from lightning_memmap.schema import Decode, Field, Form, Jagged, Pad, Schema
+from lightning_memmap.schema import (
+    Decode,
+    Field,
+    Form,
+    Jagged,
+    Masked,
+    Nesting,
+    Nullable,
+    Pad,
+    Rows,
+    Schema,
+)
 from lightning_memmap.schema.fields import dtype_name
+from lightning_memmap.schema.nesting import Build, Leaves
 
 #: Memory that is made has this much more than is asked for, since the next step may need more.
 _SLACK = 1.25
@@ -34,11 +48,6 @@ class Padded(NamedTuple):
             row[tuple(slice(size) for size in each)]
             for row, each in zip(self.values, sizes, strict=True)
         ]
-
-
-class RowList(list[Any]):
-    """The rows of one field, one by one: tensors, or for text str or bytes. A list like any other,
-    but no container of fields."""
 
 
 class Former:
@@ -104,7 +113,7 @@ class Former:
             return RowList(p.view(*shape, *item) for p, shape in zip(parts, shapes, strict=True))
         return RowList(parts)
 
-    def _texts(self, rows: VariableRows) -> Iterable[str | bytes]:
+    def _texts(self, rows: VariableRows) -> Iterable[str | bytes | list[str | bytes]]:
         data = rows.packed().numpy().tobytes()
         ends = np.cumsum(rows.lengths).tolist()
         for begin, end in zip([0, *ends], ends, strict=False):
@@ -129,7 +138,10 @@ class FormedCollate:
 
     Args:
         schema: The fields of the store.
-        variable: The form of each variable field by its name; by default they are padded with 0.
+        variable: The form of each variable field, and of each list of records, by its name. By
+            default, fields are padded with 0, and a list of records is given row by row: what the
+            records of a row have of each field, stacked. A field of a list may have a form of its
+            own where the list is not given row by row.
         sample: A sample of the dataset for its classes; see `Schema.builder`.
 
     Raises:
@@ -142,7 +154,15 @@ class FormedCollate:
     ) -> None:
         variable = variable or {}
         fields = {field.name: field for field in schema.fields}
-        for name in variable:
+        optional, lists = schema.optional, schema.lists
+        for name, form in variable.items():
+            if name in lists or (form.nullable and name in optional):
+                continue
+            if form.nullable and name in fields:
+                raise ValueError(
+                    f"variable: in the store, no row of field {name!r} may be None: leave that out,"
+                    " or build the store anew with overwrite=True"
+                )
             if name not in fields:
                 raise ValueError(
                     f"variable: in the store, {schema.why_no_field(name)}: leave it out,"
@@ -161,9 +181,29 @@ class FormedCollate:
                     f" {fields[name].shape}: leave it out, or build the store anew with"
                     " overwrite=True"
                 )
-        self._build = schema.builder(sample)
+        forms: dict[str, Form | None] = {
+            field.name: _form(variable, field.name, Pad()) if field.num_variable else None
+            for field in schema.fields
+        }
+        for name, inner in lists.items():
+            of_list = _form(variable, name, Rows())
+            forms |= {field: _form(variable, field, of_list) for field in inner}
+            for field in inner:
+                of_field = forms[field]
+                if fields[field].is_text:
+                    forms[field] = Rows()
+                # What the values are padded with is no value of what says where they are.
+                if fields[field].kind == "mask" and isinstance(of_field, Pad):
+                    forms[field] = replace(of_field, value=0)
+            kinds = {isinstance(forms[n], Rows) for n in inner if not fields[n].is_text}
+            if len(kinds) > 1:
+                raise ValueError(
+                    f"variable: some fields of the list {name!r} are given row by row and others"
+                    f" are not: name a form for all of them, such as variable={{{name!r}: 'pad'}}"
+                )
+        self._build = schema.builder(sample, _NESTING)
         self._formers = [
-            Former(field, variable.get(field.name, Pad())) if field.num_variable else None
+            Former(field, of_field) if (of_field := forms[field.name]) is not None else None
             for field in schema.fields
         ]
 
@@ -206,6 +246,26 @@ def check_encoded(field: Field) -> None:
     )
 
 
+def _form(variable: dict[str, Form], name: str, default: Form) -> Form:
+    form = variable.get(name, default)
+    return default if isinstance(form, Nullable) else form
+
+
+def _records(record: Build, leaves: Mapping[int, Any]) -> Any:
+    """The records of all rows: row by row where their fields are lists of rows."""
+    if not all(isinstance(leaf, RowList) for leaf in leaves.values()):
+        return record(leaves)
+    rows = zip(*leaves.values(), strict=True)
+    return RowList(record(dict(zip(leaves, row, strict=True))) for row in rows)
+
+
+def _masked(part: Build, leaves: Leaves, mask: Any) -> Masked:
+    return Masked(part(leaves), mask)
+
+
+_NESTING = Nesting(_records, _masked)
+
+
 def is_variable(leaf: Any) -> bool:
     """Whether a leaf of a batch has rows that differ in length: a nested tensor or a `RowList`.
 
@@ -222,7 +282,7 @@ def dense_tensors(leaf: Any) -> list[Tensor]:
         leaf: A tensor, a `RowList`, or anything else, which has none.
     """
     if isinstance(leaf, RowList):
-        return [row for row in leaf if isinstance(row, Tensor)]
+        return [part for row in leaf for _, part in named_leaves(row) if isinstance(part, Tensor)]
     if isinstance(leaf, Tensor) and leaf.is_nested:
         nested: Any = leaf
         return [nested.values(), nested.offsets()]
@@ -236,8 +296,8 @@ def is_on(leaf: Any, device: torch.device) -> bool:
         leaf: A tensor or a `RowList`.
         device: The device.
     """
-    rows = leaf if isinstance(leaf, RowList) else [leaf]
-    return all(row.device == device for row in rows if isinstance(row, Tensor))
+    tensors = dense_tensors(leaf) if isinstance(leaf, RowList) else [leaf]
+    return all(tensor.device == device for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def sent_leaf(leaf: Any, device: torch.device) -> Any:
@@ -251,10 +311,22 @@ def sent_leaf(leaf: Any, device: torch.device) -> Any:
         return leaf.to(device) if leaf.is_nested else send(leaf, device)
     if is_on(leaf, device):
         return leaf
-    # In one copy.
-    flat = send(torch.cat([row.flatten() for row in leaf]), device)
-    parts = flat.split_with_sizes([row.numel() for row in leaf])
-    return RowList(part.view(row.shape) for part, row in zip(parts, leaf, strict=True))
+    parts = [[part for _, part in named_leaves(row)] for row in leaf]
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in dense_tensors(leaf):
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    sent = {dtype: iter(_sent(tensors, device)) for dtype, tensors in by_dtype.items()}
+    return RowList(
+        rebuilt(row, iter([next(sent[p.dtype]) if isinstance(p, Tensor) else p for p in each]))
+        for row, each in zip(leaf, parts, strict=True)
+    )
+
+
+def _sent(tensors: Sequence[Tensor], device: torch.device) -> Iterable[Tensor]:
+    """Tensors of one dtype on a device, in one copy."""
+    flat = send(torch.cat([tensor.flatten() for tensor in tensors]), device)
+    parts = flat.split_with_sizes([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.device) -> Any:

@@ -4,8 +4,10 @@ They are not copied before the form of the batch is known: until then they are p
 padded rows are written once, straight to where they stay, and only bare rows cross a link.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -14,14 +16,18 @@ from torch import Tensor
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns.segments import copy_segments, fill_segments
+from lightning_memmap.store.columns.segments import (
+    Bytes,
+    copy_segments,
+    fill_segments,
+    pack_segments,
+)
 from lightning_memmap.store.columns.variable import ItemRows, pack_rows
 
 #: Rows that are padded to more than this are copied one by one.
 _WINDOW_BYTES = 2**15
 #: At most this many times the bytes of the rows are copied to spare calls.
 _MOST_PADDED = 2.5
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Gives memory on the CPU for a number of bytes, uint8 of shape (bytes,).
 Allocate = Callable[[int], Tensor]
 
@@ -77,11 +83,26 @@ class VariableRows:
         lengths: Integers = self.sizes.prod(axis=1)
         return lengths
 
+    @property
+    def _bytes(self) -> Bytes:
+        """The memory of the items, uint8 of shape (bytes,)."""
+        return self.items.view(-1).view(torch.uint8).numpy()
+
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, rows: slice | Integers) -> "VariableRows":
-        return replace(self, starts=self.starts[rows], sizes=self.sizes[rows])
+        return VariableRows(
+            self.field, self.items, self.starts[rows], self.sizes[rows], self.widths
+        )
+
+    def of_widths(self, widths: tuple[int, ...]) -> "VariableRows":
+        """These rows, as some of a step.
+
+        Args:
+            widths: The largest sizes among all rows of the step.
+        """
+        return VariableRows(self.field, self.items, self.starts, self.sizes, widths)
 
     def contiguous(self) -> "VariableRows":
         """These rows: they are copied later."""
@@ -102,9 +123,21 @@ class VariableRows:
         Args:
             sizes: Rows of each part.
         """
-        ends = np.cumsum(sizes).tolist()
-        parts = [self[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        return [replace(part, widths=widths_of([part])) for part in parts]
+        counts = np.array(sizes, np.int64)
+        ends = np.cumsum(counts)
+        firsts = ends - counts
+        # One more row, for parts without any at the end.
+        rows = np.append(self.sizes, np.zeros((1, self.sizes.shape[1]), np.int64), axis=0)
+        widths = np.maximum.reduceat(rows, firsts, axis=0)
+        widths[counts == 0] = 0
+        return [
+            VariableRows(
+                self.field, self.items, self.starts[first:end], self.sizes[first:end], tuple(width)
+            )
+            for first, end, width in zip(
+                firsts.tolist(), ends.tolist(), widths.tolist(), strict=True
+            )
+        ]
 
     def to(self, device: torch.device) -> "VariableRows":
         """The rows on another device: packed where they lie, and then copied. Text stays here.
@@ -117,7 +150,9 @@ class VariableRows:
         pin = self.device.type == "cpu" and has_streams(device)
         items = send(self.packed(_page_locked_memory if pin else fresh_memory), device)
         lengths = self.lengths
-        return replace(self, items=items, starts=np.cumsum(lengths) - lengths)
+        return VariableRows(
+            self.field, items, np.cumsum(lengths) - lengths, self.sizes, self.widths
+        )
 
     def packed(self, allocate: Allocate = fresh_memory) -> Tensor:
         """Copy the rows, one after the other.
@@ -131,14 +166,13 @@ class VariableRows:
         lengths = self.lengths
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
-        places = ends - lengths
         if self.device.type != "cpu":
-            starts, counts = self._on_device(self.starts - places, lengths).unbind(1)
+            starts, counts = self._on_device(self.starts - ends + lengths, lengths).unbind(1)
             shifts = starts.repeat_interleave(counts, output_size=total)
             return self.items.index_select(0, shifts + torch.arange(total, device=self.device))
         size = self.field.item_bytes
         memory = allocate(total * size)
-        _copy(self.items, self.starts * size, memory, places * size, lengths * size)
+        pack_segments(self._bytes, self.starts * size, memory.numpy(), lengths * size)
         return memory.view(self.field.dtype).view(total, *self.field.item_shape)
 
     def padded(
@@ -158,54 +192,73 @@ class VariableRows:
         if self.device.type != "cpu":
             return self._padded_on_device(widths, value).view(shape)
         size = self.field.item_bytes
-        memory = allocate(int(np.prod(shape)) * self.field.dtype.itemsize)
+        memory = allocate(math.prod(shape) * self.field.dtype.itemsize)
         out = memory.view(self.field.dtype).view(shape)
-        item = torch.tensor([value], dtype=self.field.dtype)
-        if self._are_short(shape):
-            self._copy_windows(out, item)
+        item = _bytes_of(value, self.field.dtype)
+        if self._are_short(widths):
+            self._copy_windows(out)
+            self._mask(memory.numpy(), shape, item)
             return out
         # What lies in one piece: a row, or where several dimensions differ, a part along the last.
         starts, places, lengths = self._runs(widths)
-        _copy(self.items, starts * size, memory, places * size, lengths * size)
+        copy_segments(self._bytes, starts * size, memory.numpy(), places * size, lengths * size)
         # From the end of each piece to the start of the next one.
         ends = np.append(0, places + lengths) * size
         gaps = np.append(places * size, memory.numel()) - ends
-        fill_segments(memory.numpy(), ends, gaps, item.view(torch.uint8).numpy())
+        fill_segments(memory.numpy(), ends, gaps, item)
         return out
 
-    def _are_short(self, shape: tuple[int, ...]) -> bool:
-        """Whether rows of a padded shape can be copied together with what follows them."""
-        width, row_bytes = shape[1], shape[1] * self.field.item_bytes
+    def _are_short(self, widths: tuple[int, ...]) -> bool:
+        """Whether padded rows can be copied together with what follows them in memory."""
+        width = widths[0]
         return (
-            self.sizes.shape[1] == 1
-            and 0 < width <= len(self.items)
-            and row_bytes <= _WINDOW_BYTES
+            len(widths) == 1
+            and 0 < width <= self.items.shape[0]
+            and width * self.field.item_bytes <= _WINDOW_BYTES
             and len(self) * width <= _MOST_PADDED * self.sizes.sum()
-            and self.field.dtype.itemsize in _INTEGERS
         )
 
-    def _copy_windows(self, out: Tensor, item: Tensor) -> None:
-        """Copy rows and what follows them in memory, in one call, and then overwrite the latter.
+    def _copy_windows(self, out: Tensor) -> None:
+        """Copy rows and what follows them in memory, in one call.
 
         Args:
             out: The padded rows.
-            item: What they are padded with, of shape (1,).
         """
-        width, stride = out.shape[1], self.items.stride()
-        last = len(self.items) - width
+        starts, stride = self.starts, self.items.stride()
+        last = self.items.shape[0] - out.shape[1]
         windows = self.items.as_strided((last + 1, *out.shape[1:]), (stride[0], *stride))
-        torch.index_select(windows, 0, torch.from_numpy(np.minimum(self.starts, last)), out=out)
+        is_late = starts > last
+        if not is_late.any():
+            torch.index_select(windows, 0, torch.from_numpy(starts), out=out)
+            return
+        torch.index_select(windows, 0, torch.from_numpy(np.minimum(starts, last)), out=out)
         # Too close to the end of the memory.
-        for row in np.flatnonzero(self.starts > last).tolist():
-            start, length = int(self.starts[row]), int(self.sizes[row, 0])
+        for row in np.flatnonzero(is_late).tolist():
+            start, length = int(starts[row]), int(self.sizes[row, 0])
             out[row, :length] = self.items[start : start + length]
-        # Not all dtypes can be filled by a mask, but integers of the same size can.
-        integer = _INTEGERS[item.element_size()]
-        # Half the bytes of int64 are compared in less than half the time.
-        lengths = torch.from_numpy(self.sizes.astype(np.int32))
-        is_padding = torch.arange(width, dtype=torch.int32) >= lengths
-        is_padding = is_padding.view(*out.shape[:2], *(1 for _ in self.field.item_shape))
-        out.view(integer).masked_fill_(is_padding, item.view(integer).item())
+
+    def _mask(self, memory: Bytes, shape: tuple[int, ...], item: Bytes) -> None:
+        """Overwrite what is behind the rows.
+
+        Args:
+            memory: The padded rows, of shape (bytes,).
+            shape: Their shape.
+            item: The bytes of what they are padded with.
+        """
+        width, lengths = shape[1], self.sizes[:, 0]
+        shortest = int(lengths.min())
+        if shortest == width:
+            return
+        # Rows of a mask are pieces of one array too: that costs less than comparing numbers.
+        tails = torch.from_numpy(np.arange(2 * width) >= width)
+        masks = tails.as_strided((width + 1, width - shortest), (1, 1))
+        is_padding = masks.index_select(0, torch.from_numpy(width + shortest - lengths)).numpy()
+        if len(shape) > 2:
+            is_padding = is_padding.reshape(*is_padding.shape, *[1] * (len(shape) - 2))
+        # numpy has no bfloat16 and no float8, but integers of their size.
+        number = np.dtype(f"u{len(item)}" if len(item) <= 8 else np.complex128)
+        padded = memory.view(number).reshape(shape)
+        np.copyto(padded[:, shortest:], item.view(number), where=is_padding)
 
     def _runs(self, widths: tuple[int, ...]) -> tuple[Integers, Integers, Integers]:
         """Pieces without gaps: first item, first item in the padded rows, and length in items."""
@@ -247,15 +300,14 @@ class VariableRows:
         return send(torch.from_numpy(np.column_stack(numbers)), self.device)
 
 
+@lru_cache(maxsize=64)
+def _bytes_of(value: float, dtype: torch.dtype) -> Bytes:
+    """A number as it lies in memory, uint8 of shape (bytes of the dtype,)."""
+    return torch.tensor([value], dtype=dtype).view(torch.uint8).numpy()
+
+
 def _page_locked_memory(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _copy(
-    items: Tensor, starts: Integers, memory: Tensor, places: Integers, lengths: Integers
-) -> None:
-    source = items.view(-1).view(torch.uint8).numpy()
-    copy_segments(source, starts, memory.numpy(), places, lengths)
 
 
 def send_rows(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:
@@ -298,7 +350,7 @@ def share_widths(leaves: Sequence[list[Tensor | VariableRows]]) -> None:
             parts = [rows for each in leaves if isinstance(rows := each[index], VariableRows)]
             widths = widths_of(parts)
             for each, rows in zip(leaves, parts, strict=True):
-                each[index] = replace(rows, widths=widths)
+                each[index] = rows.of_widths(widths)
 
 
 def widths_of(parts: Sequence[VariableRows]) -> tuple[int, ...]:
@@ -310,8 +362,11 @@ def widths_of(parts: Sequence[VariableRows]) -> tuple[int, ...]:
     Returns:
         The largest size in each dimension that differs.
     """
-    sizes = np.concatenate([part.sizes for part in parts])
-    return tuple(map(int, sizes.max(axis=0, initial=0)))
+    return _largest(np.concatenate([part.sizes for part in parts]))
+
+
+def _largest(sizes: Integers) -> tuple[int, ...]:
+    return tuple(sizes.max(axis=0, initial=0).tolist())
 
 
 def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
@@ -323,8 +378,7 @@ def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
     """
     items, sizes = pack_rows(field, rows)
     lengths = sizes.prod(axis=1)
-    widths = tuple(map(int, sizes.max(axis=0)))
-    return VariableRows(field, items, np.cumsum(lengths) - lengths, sizes, widths)
+    return VariableRows(field, items, np.cumsum(lengths) - lengths, sizes, _largest(sizes))
 
 
 def located_rows(rows: ItemRows, locations: Integers) -> VariableRows:
@@ -339,5 +393,4 @@ def located_rows(rows: ItemRows, locations: Integers) -> VariableRows:
         StoreError: The index of the store is damaged.
     """
     starts, sizes = rows.at(locations)
-    found = VariableRows(rows.field, rows.items, starts, sizes, ())
-    return replace(found, widths=widths_of([found]))
+    return VariableRows(rows.field, rows.items, starts, sizes, _largest(sizes))

@@ -6,7 +6,7 @@ Integers only: no file, no tensor, no device.
     subset              some rows of a dataset, as a dataset of their own
     selection           which rows of which store each split has
     sampler             what every sampler has: the rows of each position of an epoch
-    sequential, shuffled, block_shuffled, weighted
+    sequential, shuffled, block_shuffled, weighted, bucketed
                         the samplers, one a file
     factory             what makes a sampler of a user's options
     weighted_shards     shards that are equal in weight
@@ -18,6 +18,7 @@ Integers only: no file, no tensor, no device.
 """
 
 from lightning_memmap.sampling.block_shuffled import BlockShuffledSampler
+from lightning_memmap.sampling.bucketed import Bucketed, BucketedSampler
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.sampler import Sampler, WindowedSampler, derive_seed
 from lightning_memmap.sampling.schedule import BatchSchedule
@@ -32,6 +33,8 @@ from lightning_memmap.sampling.windows import Windows, default_window
 __all__ = [
     "BatchSchedule",
     "BlockShuffledSampler",
+    "Bucketed",
+    "BucketedSampler",
     "ChosenRows",
     "Fields",
     "Integers",

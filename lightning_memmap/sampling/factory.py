@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from lightning_memmap.sampling.sampler import Sampler
-from lightning_memmap.sampling.shards import Shards
+from lightning_memmap.sampling.shards import Integers, Shards
 
 
 class Fields(Protocol):
@@ -27,6 +27,19 @@ class Fields(Protocol):
 
         Raises:
             ValueError: There is no such field, or its rows have more than one value.
+        """
+
+    def lengths(self, field: str) -> Integers:
+        """The length of each row of a field whose rows differ in length. No value is read.
+
+        Args:
+            field: Name of such a field.
+
+        Returns:
+            The items of each row, for text its bytes: int64 of shape (num_rows,), in dataset order.
+
+        Raises:
+            ValueError: There is no such field, or its rows have one length.
         """
 
 

@@ -4,7 +4,7 @@ Set-up time and memory do not grow with the number of rows, or grow with its squ
 position can be looked up at any time. Integers only.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ _VERY_LONG_SHARD = 65536
 _COMMON_ROUNDS = 5
 #: Offsets that are computed at a time, which stay in the processor's cache.
 _CACHED = 16384
+#: Numbers outside of their shards that are brought inside at a time, which limits memory.
+_WALKED = 2**18
 
 
 class Permutation(Protocol):
@@ -178,10 +180,13 @@ class _Cipher:
         # and the last one removes it.
         number = np.arange(num_shards, dtype=np.uint32)[:, None] << np.uint32(self._bits)
         self._own = [
-            (_random_table(bits, num_shards, self._high, low) | number).ravel(),
+            _random_table(bits, num_shards, self._high, low),
             _random_table(bits, num_shards, low, self._high).ravel(),
-            (_random_table(bits, num_shards, self._high, low) | number).ravel(),
+            _random_table(bits, num_shards, self._high, low),
         ]
+        for index in (0, 2):
+            self._own[index] |= number
+            self._own[index] = self._own[index].ravel()
         self._smallest = int(sizes[-1])
         self._inside = self._walk(sizes)
 
@@ -246,18 +251,28 @@ class _Cipher:
         np.subtract(upper, np.uint32(self._high), out=other)
         np.minimum(upper, other, out=upper)
 
-    def _walk(self, sizes: Integers) -> Integers:
+    def _walk(self, sizes: Integers) -> NDArray[np.integer[Any]]:
         """What replaces an offset outside its shard.
 
         The cipher is applied again until the offset falls inside ("cycle walking"), which makes it
         a bijection of the shard.
 
         Returns:
-            int64 of shape (numbers of two digits from the smallest size on, C).
+            Integers of shape (numbers of two digits from the smallest size on, C).
         """
-        numbers = np.arange(self._smallest, self._high << self._bits, dtype=np.int64)
-        shards = np.tile(np.arange(len(sizes), dtype=np.int64), len(numbers))
-        start = np.repeat(numbers, len(sizes))
+        end = self._high << self._bits
+        inside = np.empty((end - self._smallest, len(sizes)), np.min_scalar_type(end))
+        step = max(1, _WALKED // len(sizes))
+        for first in range(self._smallest, end, step):
+            numbers = np.arange(first, min(first + step, end), dtype=np.int64)
+            found = self._inside_of(np.repeat(numbers, len(sizes)), sizes)
+            begin = first - self._smallest
+            inside[begin : begin + len(numbers)] = found.reshape(-1, len(sizes))
+        return inside
+
+    def _inside_of(self, start: Integers, sizes: Integers) -> Integers:
+        """Where the numbers of each shard in turn lead, int64 of the same shape."""
+        shards = np.tile(np.arange(len(sizes), dtype=np.int64), len(start) // len(sizes))
         inside = start.copy()
         left = np.flatnonzero(start >= sizes[shards])
         while len(left):
@@ -268,7 +283,7 @@ class _Cipher:
             inside[left] = again
             # No offset inside leads to one that comes back to where it began.
             left = left[(again >= sizes[where]) & (again != start[left])]
-        return inside.reshape(len(numbers), len(sizes))
+        return inside
 
 
 def _random_keys(bits: np.random.Philox, num_rows: int, length: int) -> NDArray[np.uint64]:

@@ -119,6 +119,11 @@ class Shards:
         rows = offsets * self.num_shards + shards
         return rows if self.subset is None else self.subset.rows(rows)
 
+    def all_rows(self) -> Integers:
+        """The dataset rows of all shards, shard after shard, int64 of shape (num_rows,)."""
+        homes = np.repeat(np.arange(self.num_shards), self.sizes)
+        return self.dataset_rows(homes, np.arange(self.num_rows) - self.starts[homes])
+
     def rows_of(self, shard: int) -> range | Integers:
         """The dataset rows of one shard, in its order.
 

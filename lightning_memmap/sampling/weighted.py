@@ -69,7 +69,7 @@ class Weighted(SamplerFactory):
             ValueError: There is not one weight for each row; one is negative or not finite; all
                 are zero; or ``num_samples`` is out of range.
         """
-        weights = self._weights(_rows_in_file_order(shards), fields)
+        weights = self._weights(shards.all_rows(), fields)
         num_weighted = int(np.count_nonzero(weights))
         if not num_weighted:
             raise ValueError("Weighted: all weights of the training rows are 0")
@@ -223,12 +223,6 @@ def _permutation(size: int, bits: np.random.Philox) -> Integers:
 @lru_cache(maxsize=2)
 def _draws(sampler: WeightedSampler, epoch: int) -> _Draws:
     return _Draws(sampler, epoch)
-
-
-def _rows_in_file_order(shards: Shards) -> Integers:
-    """The dataset rows of all shards, shard after shard, int64 of shape (num_rows,)."""
-    homes = np.repeat(np.arange(shards.num_shards), shards.sizes)
-    return shards.dataset_rows(homes, np.arange(shards.num_rows) - shards.starts[homes])
 
 
 def _at_most_once(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:

@@ -1,10 +1,12 @@
 """Fields: what one sample consists of, and how a batch is put back together.
 
 A sample is any nesting of tuple, list, dict, named tuple, dataclass, TensorDict and tensorclass
-around leaves: tensors, numpy arrays and scalars, PIL images, numbers, bools, text and bytes. Each
+around leaves: tensors, numpy arrays and scalars, PIL images, numbers, bools, text, bytes, times and
+members of enums. Each
 leaf is a field with a dtype and a shape, which every row shares, except for leading dimensions that
 are declared to differ from row to row or were found to. A long list or tuple of numbers of one
-dtype is one field as well.
+dtype is one field as well. So is each part of the records of a list of any length. What is None in
+some rows has a field beside it that says in which.
 `Schema` is a value: it touches no file.
 """
 
@@ -21,24 +23,32 @@ from torch import Tensor
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.fields import (
     DTYPES,
-    TEXT_KINDS,
+    PLAIN_KINDS,
     Field,
     check_names,
     dtype_name,
     entry,
     field_name,
 )
-from lightning_memmap.schema.forms import Decode, Form, Jagged, Pad, Rows, read_forms
+from lightning_memmap.schema.forms import (
+    Decode,
+    Form,
+    Jagged,
+    Nullable,
+    Pad,
+    Rows,
+    read_forms,
+)
 from lightning_memmap.schema.leaves import (
     MAX_NUMBERS,
     MIN_NUMBERS,
-    array_dtype,
     describe_leaf,
     describe_rows,
-    to_array,
+    leaf_array,
 )
-from lightning_memmap.schema.narrowing import narrowed
-from lightning_memmap.schema.structure import EMPTY, Node, builder, describe, flatten, merge
+from lightning_memmap.schema.merging import declared, field_paths, merge
+from lightning_memmap.schema.nesting import BATCH, Masked, Nesting
+from lightning_memmap.schema.structure import Node, builder, describe, flatten
 
 __all__ = [
     "DTYPES",
@@ -46,7 +56,10 @@ __all__ = [
     "Field",
     "Form",
     "Jagged",
+    "Masked",
+    "Nesting",
     "Node",
+    "Nullable",
     "Pad",
     "Rows",
     "Schema",
@@ -70,14 +83,14 @@ class Schema:
     structure: Node
 
     @classmethod
-    def from_sample(cls, sample: Any, variable: Mapping[str, int] | None = None) -> "Schema":
+    def from_sample(cls, sample: Any, variable: Mapping[str, Form] | None = None) -> "Schema":
         """Describe the samples of a dataset by one of them.
 
         Args:
             sample: Any nesting of the containers above around tensors, numpy arrays and scalars,
-                PIL images, numbers, bools, text and bytes.
-            variable: By the name of a field, how many of its leading dimensions may differ from
-                this sample to the others.
+                PIL images, numbers, bools, text, bytes, times and members of enums.
+            variable: By name, the form of each field and list that may differ in length, or be
+                None, in other samples.
 
         Returns:
             The schema that all other samples must fit.
@@ -90,18 +103,20 @@ class Schema:
         leaves: list[tuple[str, Any]] = []
         variable = variable or {}
         structure = describe(sample, leaves, number_ndim=0, variable=variable)
-        if not leaves:
-            raise SchemaError(
-                f"the sample {short_repr(sample)} holds no tensor, array, image or number; an empty"
-                " list has no dtype: give an empty array of one, or a first row with numbers"
-            )
-        fields = [describe_leaf(*leaf) for leaf in leaves]
+        if not leaves and not cls((), structure).unknown.keys() - {"value"}:
+            raise SchemaError(f"the sample {short_repr(sample)} holds no tensor, array or number")
+        found = cls(tuple(describe_leaf(*leaf) for leaf in leaves), structure)
+        fields = list[Field]()
+        optional = [name for name, form in variable.items() if form.nullable]
+        structure = declared(structure, found._by_path(), variable, optional, fields)
         found = cls(tuple(fields), structure)
-        for name in variable.keys() - {*(field.name for field in fields), *found.empty_lists}:
+        names = {*(field.name for field in fields), *found.unknown, *found.lists, *found.optional}
+        for name in variable.keys() - names:
             raise SchemaError(f"variable: {found.why_no_field(name)}")
         for index, field in enumerate(fields):
-            count = variable.get(field.name, 0)
-            if count and field.is_text:
+            form = variable.get(field.name)
+            count = form.dims if form is not None else 0
+            if count and field.is_text and field.name not in found.lists:
                 raise SchemaError(
                     f"variable: field {field.name!r} is {field.kind}, which batches give as a list"
                     " in any case: leave it out"
@@ -122,8 +137,9 @@ class Schema:
             other: The schema of other samples of the same dataset.
 
         Returns:
-            The schema, in which leading dimensions of fields that differ are None, and lists of
-            numbers that differ in length are fields; or None if the two differ in more than that.
+            The schema, in which leading dimensions of fields that differ are None, lists of numbers
+            that differ in length are fields, other lists that do are lists of records, and what is
+            None in one of the two is optional; or None if the two differ in more than that.
 
         Raises:
             SchemaError: They differ in the dtypes of a list of numbers. The message names it.
@@ -135,10 +151,67 @@ class Schema:
         return None if structure is None else Schema(tuple(fields), structure)
 
     @property
-    def empty_lists(self) -> list[str]:
-        """The names of lists without a value: what they hold is for other samples to show."""
+    def unknown(self) -> dict[str, str]:
+        """What samples have of which the fields are for other samples to show: lists without a
+        value, and None. By name, what it is."""
         nodes = self.structure.walk()
-        return [field_name(path) for path, node in nodes if node.is_list and not node.keys]
+        return {
+            field_name(path): "None" if node.kind == "none" else "an empty list"
+            for path, node in nodes
+            if node.kind == "none" or (node.is_list and not node.keys)
+        }
+
+    def _is_unknown(self, name: str) -> bool:
+        return any(f"{name}.".startswith(f"{unknown}.") for unknown in self.unknown)
+
+    @property
+    def lists(self) -> dict[str, tuple[str, ...]]:
+        """The lists of records, by name, each with the names of its fields."""
+        return {
+            field_name(path): tuple(map(field_name, field_paths(node, path)))
+            for path, node in self.structure.walk()
+            if node.kind == "records"
+        }
+
+    @property
+    def optional(self) -> dict[str, tuple[str, ...]]:
+        """What may be None, by name, with the names of its fields and last of the one that says
+        where it is not."""
+        return {
+            field_name(path): tuple(map(field_name, field_paths(node, path)))
+            for path, node in self.structure.walk()
+            if node.kind == "optional"
+        }
+
+    @property
+    def same_lengths(self) -> dict[str, str]:
+        """By the name of a field, another one of the same list whose rows have as many items."""
+        found, fields = dict[str, str](), {field.name: field for field in self.fields}
+        for names in self.lists.values():
+            alike = [n for n in names if fields[n].num_variable == 1 and not fields[n].is_text]
+            found |= dict.fromkeys(alike[1:], alike[0]) if alike else {}
+        return found
+
+    def arguments(self) -> dict[str, Any]:
+        """The argument ``variable`` that admits all samples of this schema.
+
+        Returns:
+            By name, the name of a form, or a dict with it and its arguments.
+        """
+        lists, found = self.lists, dict[str, dict[str, Any]]()
+        in_lists = {name for names in lists.values() for name in names}
+        for name in lists:
+            found[name] = {"form": "list"}
+        for field in self.fields:
+            count = field.num_variable
+            if count > (field.name in in_lists) and not field.is_text:
+                form = "list" if field.name in in_lists else "pad"
+                found[field.name] = {"form": form} if count == 1 else {"form": form, "dims": count}
+        for name in self.optional:
+            found[name] = (
+                {**found[name], "nullable": True} if name in found else {"form": "nullable"}
+            )
+        return {name: each if len(each) > 1 else each["form"] for name, each in found.items()}
 
     def why_no_field(self, name: str) -> str:
         """Say why no field has a name.
@@ -153,6 +226,13 @@ class Schema:
         names, lists, fields = list[str](), set[tuple[str | int, ...]](), self._by_path()
         for path, node in self.structure.walk():
             within = [fields.get((*path, key)) for key in node.keys]
+            if node.is_list and path and field_name(path) == name and len(node.keys) > 1:
+                differ = {field.kind for field in within if field} - set(PLAIN_KINDS)
+                if differ or None in within:
+                    return (
+                        f"{name!r} is a list of parts that differ in more than their values: give"
+                        " all of them the same fields"
+                    )
             if node.is_list and path and all(field and not field.shape for field in within):
                 if field_name(path) == name:
                     dtypes = sorted({dtype_name(field.dtype) for field in within if field})
@@ -167,8 +247,7 @@ class Schema:
         return f"there is no field {name!r}, among {names}"
 
     def _by_path(self) -> dict[tuple[str | int, ...], Field]:
-        paths = [path for path, node in self.structure.walk() if node.is_field]
-        return dict(zip(paths, self.fields, strict=True))
+        return dict(zip(field_paths(self.structure), self.fields, strict=True))
 
     @classmethod
     def from_batch(cls, batch: Any) -> "Schema":
@@ -210,7 +289,7 @@ class Schema:
         """
         names = [field.name for field in self.fields]
         for name in dtypes:
-            if name not in names + self.empty_lists:
+            if name not in names and not self._is_unknown(name):
                 raise SchemaError(
                     f"store_dtypes[{name!r}]: there is no such field; the fields are"
                     f" {', '.join(names)}"
@@ -251,29 +330,7 @@ class Schema:
         """
         leaves: list[Any] = []
         flatten(sample, self.structure, leaves, number_ndim=0)
-        arrays: list[Tensor | np.ndarray] = []
-        for field, leaf in zip(self.fields, leaves, strict=True):
-            if leaf is EMPTY:
-                arrays.append(torch.empty((0, *field.item_shape), dtype=field.dtype))
-                continue
-            try:
-                array, kind = to_array(field.name, leaf)
-                dtype, shape = array_dtype(field.name, array), tuple(array.shape)
-            except SchemaError as error:
-                raise SchemaError(f"{error}; expected {field} ({field.kind})") from error
-            # Palette and grey images may have the same shape and dtype, but differ in meaning.
-            has_mode = kind.startswith("image") or field.is_text or kind in TEXT_KINDS
-            other_mode = has_mode and kind != field.kind
-            if dtype != field.sample_dtype or not field.admits(shape) or other_mode:
-                raise SchemaError(
-                    f"field {field.name!r}: found {dtype_name(dtype)} {shape} ({kind}), expected"
-                    f" {replace(field, dtype=field.sample_dtype)} ({field.kind})"
-                )
-            try:
-                arrays.append(narrowed(field, array))
-            except ValueError as error:
-                raise SchemaError(str(error)) from error
-        return arrays
+        return [leaf_array(*pair) for pair in zip(self.fields, leaves, strict=True)]
 
     def flatten_batch(self, batch: Any) -> list[Tensor]:
         """Check a batch of rows against this schema and return its leaves, one per field.
@@ -306,7 +363,9 @@ class Schema:
                 )
         return [leaf.detach().resolve_conj().resolve_neg() for leaf in leaves]
 
-    def builder(self, sample: Any = None) -> Callable[[Sequence[Any]], Any]:
+    def builder(
+        self, sample: Any = None, nesting: Nesting = BATCH
+    ) -> Callable[[Sequence[Any]], Any]:
         """Make a function that nests one value per field as ``default_collate`` would.
 
         Tuples become lists; every other container keeps its kind. A list of numbers becomes a list
@@ -315,12 +374,13 @@ class Schema:
         Args:
             sample: A sample of the dataset, from which the classes of named tuples and dataclasses
                 are taken. Without it, classes with the same names and fields are made.
+            nesting: How lists of records, and what may be None, are put together.
 
         Returns:
             A function that takes one tensor, or what stands in its place, per field, in the order
             of the fields, and returns the nested sample or batch.
         """
-        return builder(self.structure, sample, count())
+        return builder(self.structure, sample, count(), nesting)
 
     def to_json(self) -> dict[str, Any]:
         """Convert this schema to JSON values.
@@ -354,17 +414,45 @@ class Schema:
         schema = cls._checked(structure, [Field.from_json(item) for item in items])
         if [field.name for field in schema.fields] != [name for name, _ in leaves]:
             raise SchemaError("the fields are not the leaves of the structure")
+        in_lists = schema._check_kinds()
         for field, (name, node) in zip(schema.fields, leaves, strict=True):
-            is_numbers = len(field.shape) == 1 and not field.is_text
+            shape = field.of_record.shape if name in in_lists else field.shape
+            is_numbers = len(shape) == 1 and not field.is_text
             if node.kind == "numbers":
                 size = field.shape[0] if is_numbers else None
                 is_numbers = size is not None and MIN_NUMBERS <= size <= MAX_NUMBERS
             elif node.kind == "sequence":
-                is_numbers = is_numbers and field.num_variable == 1
+                is_numbers = is_numbers and (field.num_variable == 1 or name in in_lists)
             if node.kind != "leaf" and not is_numbers:
                 raise SchemaError(f"field {name!r}: {field} is not a list of numbers")
         _check_batch_sizes(schema)
         return schema
+
+    def _check_kinds(self) -> set[str]:
+        """Check that fields are in lists, and say what is None, where their kinds mean that.
+
+        Returns:
+            The names of the fields in lists.
+
+        Raises:
+            SchemaError: They do not.
+        """
+        in_lists = {name for names in self.lists.values() for name in names}
+        masks = {names[-1] for names in self.optional.values()}
+        for field in self.fields:
+            is_in_list = field.kind.endswith(":list") if field.is_text else field.num_variable > 0
+            if field.name in in_lists and not is_in_list:
+                raise SchemaError(f"field {field.name!r}: {field} has no records of a list")
+            if field.kind.endswith(":list") and field.name not in in_lists:
+                raise SchemaError(f"field {field.name!r}: {field.kind} is in no list of records")
+            if field.name in in_lists and not field.is_text:
+                field = field.of_record
+            is_mask = (field.kind, field.dtype, field.shape) == ("mask", torch.bool, ())
+            if is_mask != (field.name in masks) or (field.kind == "mask" and not is_mask):
+                raise SchemaError(
+                    f"field {field.name!r}: {field} ({field.kind}) does not say what is None"
+                )
+        return in_lists
 
 
 def _check_batch_sizes(schema: Schema) -> None:

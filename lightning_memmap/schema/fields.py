@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from reprlib import repr as short_repr
 from typing import Any
 from urllib.parse import quote
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, StoreError
+from lightning_memmap.schema.texts import split_texts
 
 #: The dtypes that a store can hold. Others (float8 and sub-byte types, complex32) do not survive a
 #: round trip through tensordict's memory-mapped files.
@@ -27,8 +29,16 @@ DTYPES: dict[str, torch.dtype] = {
 #: The longest name of a field: what file systems allow, less the longest suffix of its files.
 MAX_NAME_LENGTH = 255 - len(".memmap")
 _MAX_DIMENSIONS = 64
-#: Kinds of fields whose rows are given back as Python objects and not as tensors.
-TEXT_KINDS = ("text", "bytes")
+#: Kinds of fields whose rows are given back as Python objects and not as tensors. A row may be a
+#: list of texts.
+TEXT_KINDS = ("text", "bytes", "text:list", "bytes:list")
+#: Kinds that mean the same numbers. All others mean something of their own.
+PLAIN_KINDS = ("tensor", "array", "number", "mask")
+#: Units of times, as numpy names them.
+TIME_UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as")
+_TIME_KINDS = ("datetime", "timedelta")
+#: The most members of an enum, and the most characters of the name of one.
+_MAX_NAMES, _MAX_NAME = 2**12, 256
 _KIND = re.compile(r"[a-z]+(:[A-Za-z0-9;]{1,32})?")
 
 
@@ -55,8 +65,13 @@ class Field:
             row to row are None; see `num_variable`.
         kind: What the dataset gave: ``tensor``, ``array``, ``number``, ``text``, ``bytes`` or, for
             PIL images, ``image:<mode>``. A list of numbers is an array, or a tensor where they are
-            tensors. Text is stored as UTF-8, so both ``text`` and ``bytes`` are uint8 (None,).
+            tensors. Text is stored as UTF-8, so both ``text`` and ``bytes`` are uint8 (None,), and
+            so are ``text:list`` and ``bytes:list``, whose rows are several texts. Times are
+            integers: ``datetime:<unit>`` counts from 1970, ``datetime:<unit>;UTC`` where times had
+            a zone, and ``timedelta:<unit>`` is a duration, in a unit of `TIME_UNITS`. ``enum`` are
+            the members of an enum, and ``mask`` says which rows of another field are not None.
         given: The dtype in which the dataset gives it, if rows are kept in another one; else None.
+        names: The members of an enum: the name of each, and the integer that stands for it.
     """
 
     name: str
@@ -64,13 +79,14 @@ class Field:
     shape: tuple[int | None, ...]
     kind: str
     given: torch.dtype | None = None
+    names: tuple[tuple[str, int], ...] = ()
 
     @property
     def sample_dtype(self) -> torch.dtype:
         """The dtype in which the dataset gives it."""
         return self.given or self.dtype
 
-    @property
+    @cached_property
     def num_variable(self) -> int:
         """How many leading dimensions differ from row to row."""
         return sum(size is None for size in self.shape)
@@ -80,13 +96,13 @@ class Field:
         """Whether rows are given back as str or bytes."""
         return self.kind in TEXT_KINDS
 
-    @property
+    @cached_property
     def item_shape(self) -> tuple[int, ...]:
         """The dimensions that all rows share. What they hold is an item: rows have one or more, and
         exactly one where no dimension differs."""
         return tuple(size for size in self.shape if size is not None)
 
-    @property
+    @cached_property
     def item_bytes(self) -> int:
         """Bytes of one item."""
         return math.prod(self.item_shape) * self.dtype.itemsize
@@ -106,6 +122,28 @@ class Field:
         pairs = zip(shape, self.shape, strict=False)
         return len(shape) == len(self.shape) and all(b is None or a == b for a, b in pairs)
 
+    def is_kind(self, kind: str) -> bool:
+        """Whether values of a kind may be rows of this field.
+
+        Args:
+            kind: The kind.
+        """
+        return kind == self.kind or (kind in PLAIN_KINDS and self.kind in PLAIN_KINDS)
+
+    @property
+    def in_list(self) -> "Field":
+        """The field that has several rows of this one in each of its rows."""
+        if self.is_text:
+            return replace(self, kind=f"{self.kind}:list")
+        return replace(self, shape=(None, *self.shape))
+
+    @property
+    def of_record(self) -> "Field":
+        """The field that this one has several rows of in each of its own; see `in_list`."""
+        if self.is_text:
+            return replace(self, kind=self.kind.removesuffix(":list"))
+        return replace(self, shape=self.shape[1:])
+
     def merged(self, other: "Field") -> "Field | None":
         """The field that has the rows of two.
 
@@ -117,10 +155,7 @@ class Field:
             the two differ in more than their sizes.
         """
         is_alike = self.sample_dtype == other.sample_dtype and len(self.shape) == len(other.shape)
-        is_other_kind = (self.kind != other.kind) and (
-            self.kind.startswith("image") or other.kind.startswith("image") or self.is_text
-        )
-        if not is_alike or is_other_kind:
+        if not is_alike or not self.is_kind(other.kind) or self.names != other.names:
             return None
         differing = [a is None or a != b for a, b in zip(self.shape, other.shape, strict=True)]
         count = len(differing) - differing[::-1].index(True) if any(differing) else 0
@@ -133,26 +168,39 @@ class Field:
             row: The row as it is stored, on the CPU.
 
         Returns:
-            The row itself; text as str, and bytes as such.
+            The row itself; text as str, and bytes as such, or lists of them.
 
         Raises:
             StoreError: The row is no text.
         """
         return self.decode(row.numpy().tobytes()) if self.is_text else row
 
-    def decode(self, data: bytes) -> str | bytes:
+    def decode(self, data: bytes) -> str | bytes | list[str | bytes]:
         """Convert the bytes of a row of text to what a store gives back for it.
 
         Args:
             data: The bytes.
 
         Returns:
-            A str, or the bytes themselves where the field's kind is ``bytes``.
+            A str, or the bytes themselves where the field's kind is ``bytes``; a list of them where
+            a row has several.
 
         Raises:
             StoreError: The bytes are no text.
         """
-        if self.kind == "bytes":
+        if not self.kind.endswith(":list"):
+            return self._decode(data)
+        try:
+            texts = split_texts(data)
+        except ValueError as error:
+            raise StoreError(
+                f"field {self.name!r}: a row is not a list of texts ({error}): its store is"
+                " damaged, build it again"
+            ) from None
+        return [self._decode(text) for text in texts]
+
+    def _decode(self, data: bytes) -> str | bytes:
+        if self.kind.startswith("bytes"):
             return data
         try:
             return data.decode("utf-8", "surrogatepass")
@@ -175,6 +223,7 @@ class Field:
             "shape": list(self.shape),
             "kind": self.kind,
             **({"given": dtype_name(self.given)} if self.given is not None else {}),
+            **({"names": dict(self.names)} if self.names else {}),
         }
 
     @classmethod
@@ -207,13 +256,33 @@ class Field:
         if given is not None and (not isinstance(given, str) or given not in DTYPES):
             raise SchemaError(f"unknown dtype {short_repr(given)} of the dataset")
         name, given_dtype = entry(value, "name", str), None if given is None else DTYPES[given]
-        found = cls(name, dtype, tuple(shape), kind, given_dtype)
+        names = value.get("names", {})
+        _check_members(names, kind)
+        found = cls(name, dtype, tuple(shape), kind, given_dtype, tuple(names.items()))
         if found.is_text and (dtype, found.shape) != (torch.uint8, (None,)):
             raise SchemaError(f"a field of {found} is no {kind}")
+        meaning, _, unit = kind.partition(":")
+        if meaning in (*_TIME_KINDS, "enum") and found.sample_dtype != torch.int64:
+            raise SchemaError(f"a field of {dtype_name(found.sample_dtype)} is no {kind}")
+        if meaning in _TIME_KINDS and unit.removesuffix(";UTC") not in TIME_UNITS:
+            raise SchemaError(f"{kind}: unknown unit of time")
         return found
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {tuple(self.shape)}"
+
+
+def _check_members(names: Any, kind: str) -> None:
+    """Check the members of an enum, which have not been checked."""
+    if not isinstance(names, dict) or bool(names) != (kind == "enum"):
+        raise SchemaError(f"the members {short_repr(names)} of a field of the kind {kind!r}")
+    numbers = list(names.values())
+    if len(names) > _MAX_NAMES or len(set(numbers)) != len(numbers):
+        raise SchemaError(f"an enum has at most {_MAX_NAMES} members, each with its own number")
+    if not all(type(number) is int and -(2**63) <= number < 2**63 for number in numbers):
+        raise SchemaError(f"the numbers {short_repr(numbers)} of an enum are not int64")
+    if not all(0 < len(name) <= _MAX_NAME and name.isprintable() for name in names):
+        raise SchemaError(f"the members of an enum have no names: {short_repr(list(names))}")
 
 
 def entry(value: Any, key: str, kind: type) -> Any:

@@ -1,4 +1,6 @@
-"""Forms: how a batch gives a field whose rows differ in length, or are encoded images."""
+"""Forms: how a batch gives a field whose rows differ in length or are encoded images, and what to
+expect of its rows.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +13,15 @@ from lightning_memmap.images import CHANNELS, check_mode, checked_size
 
 @dataclass(frozen=True)
 class Form:
-    """How a batch gives a field whose rows differ in length: `Pad`, `Jagged` or `Rows`. Or, for
-    bytes that are images, `Decode`.
+    """How a batch gives a field, or a list of records, whose rows differ in length: `Pad`, `Jagged`
+    or `Rows`. For bytes that are images, `Decode`. And for any field whether rows may be None:
+    `Nullable`.
 
     Args:
         dims: Leading dimensions that may differ from row to row, where the first rows that are read
             do not show it, at least 1. It matters only while the store is built.
+        nullable: Whether rows may be None, where the first rows that are read do not show it. It
+            matters only while the store is built.
 
     Raises:
         TypeError: A number is none.
@@ -25,14 +30,21 @@ class Form:
 
     #: The name of this form, as in ``variable={"audio": "pad"}``.
     name: ClassVar[str]
+    #: The fewest dimensions that may differ.
+    min_dims: ClassVar[int] = 1
     dims: int = 1
+    nullable: bool = False
 
     def __post_init__(self) -> None:
         check_integer("dims", self.dims)
-        if self.dims < 1:
+        if self.dims < self.min_dims:
             raise ValueError(
-                f"{type(self).__name__}: dims={self.dims}: at least 1 dimension differs from row to"
-                " row"
+                f"{type(self).__name__}: dims={self.dims}: at least {self.min_dims} dimension"
+                " differs from row to row"
+            )
+        if not isinstance(self.nullable, bool):
+            raise TypeError(
+                f"{type(self).__name__}: nullable={self.nullable!r}: give True or False"
             )
 
 
@@ -43,6 +55,7 @@ class Pad(Form):
 
     Args:
         dims: As for every `Form`.
+        nullable: As for every `Form`.
         value: What the rows are padded with.
         multiple: The padded length is a multiple of this, at least 1.
     """
@@ -100,6 +113,7 @@ class Decode(Form):
     """
 
     name = "decode"
+    min_dims = 0
     dims: int = 0
     mode: str = "RGB"
     size: tuple[int, int] | None = None
@@ -121,7 +135,17 @@ class Decode(Form):
         return None if self.size is None else (CHANNELS[self.mode], *self.size)
 
 
-_FORMS: dict[str, type[Form]] = {form.name: form for form in (Pad, Jagged, Rows, Decode)}
+@dataclass(frozen=True)
+class Nullable(Form):
+    """What the field has by default, also where its rows have one shape, and None in some rows."""
+
+    name = "nullable"
+    min_dims = 0
+    dims: int = 0
+    nullable: bool = True
+
+
+_FORMS: dict[str, type[Form]] = {form.name: form for form in (Pad, Jagged, Rows, Decode, Nullable)}
 
 
 def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:

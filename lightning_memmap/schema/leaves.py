@@ -1,7 +1,11 @@
 """Leaves: what a dataset gives for a field, as a dense CPU tensor or numpy array."""
 
+import datetime
+import enum
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
@@ -10,13 +14,18 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, with_article
-from lightning_memmap.schema.fields import DTYPES, TEXT_KINDS, Field, dtype_name
+from lightning_memmap.schema.fields import DTYPES, TEXT_KINDS, TIME_UNITS, Field, dtype_name
+from lightning_memmap.schema.narrowing import narrowed
+from lightning_memmap.schema.texts import join_texts
 
 #: A list or tuple of at least this many numbers of one dtype is one field. In a shorter one, such
 #: as ``(image, label)``, each is a field of its own.
 MIN_NUMBERS = 16
 #: A longer list would cost seconds a batch, since each of its numbers becomes a tensor.
 MAX_NUMBERS = 2**20
+
+#: The leaf of a list without numbers, of a list without records, and of a field that is None.
+EMPTY = object()
 
 _FROM_PYTHON: dict[type, np.dtype[Any]] = {
     bool: np.dtype(np.bool_),
@@ -27,6 +36,10 @@ _FROM_PYTHON: dict[type, np.dtype[Any]] = {
 #: numpy has no bfloat16.
 _FROM_NUMPY = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name != "bfloat16"}
 _TO_NUMPY = {dtype: name for name, dtype in _FROM_NUMPY.items()}
+
+
+class Records(list[Any]):
+    """The leaves of one field in the records of one list."""
 
 
 def describe_leaf(name: str, leaf: Any) -> Field:
@@ -45,7 +58,8 @@ def describe_leaf(name: str, leaf: Any) -> Field:
     """
     array, kind = to_array(name, leaf)
     shape = (None,) if kind in TEXT_KINDS else tuple(array.shape)
-    return Field(name, array_dtype(name, array), shape, kind)
+    names = _members(leaf.__class__) if kind == "enum" else ()
+    return Field(name, array_dtype(name, array), shape, kind, names=names)
 
 
 def describe_rows(name: str, leaf: Any) -> Field:
@@ -76,6 +90,82 @@ def describe_rows(name: str, leaf: Any) -> Field:
     return Field(name, array_dtype(name, leaf), tuple(leaf.shape[1:]), "tensor")
 
 
+def leaf_array(field: Field, leaf: Any) -> Tensor | np.ndarray:
+    """Check a leaf, and convert it to what is stored of it.
+
+    Args:
+        field: Its field.
+        leaf: What a sample has, `Records`, or `EMPTY`.
+
+    Returns:
+        A dense CPU tensor or numpy array of the field's dtype, and of a shape that it admits.
+
+    Raises:
+        SchemaError: The leaf does not fit. The message names the field, what was found and what was
+            expected.
+    """
+    if leaf is EMPTY:
+        return torch.zeros([size or 0 for size in field.shape], dtype=field.dtype)
+    if isinstance(leaf, Records):
+        return _records_array(field, leaf)
+    try:
+        array, kind = to_array(field.name, leaf)
+        dtype, shape = array_dtype(field.name, array), tuple(array.shape)
+    except SchemaError as error:
+        # Without a cause, it is a value that another schema has.
+        cause = None if is_missing(leaf) else error
+        raise SchemaError(f"{error}; expected {field} ({field.kind})") from cause
+    # Palette and grey images may have the same shape and dtype, but differ in meaning.
+    if dtype != field.sample_dtype or not field.admits(shape) or not field.is_kind(kind):
+        raise SchemaError(
+            f"field {field.name!r}: found {dtype_name(dtype)} {shape} ({kind}), expected"
+            f" {replace(field, dtype=field.sample_dtype)} ({field.kind})"
+        )
+    if field.names and _members(leaf.__class__) != field.names:
+        raise SchemaError(
+            f"field {field.name!r}: found {leaf!r}, expected a member of an enum of"
+            f" {', '.join(name for name, _ in field.names)}"
+        )
+    try:
+        return narrowed(field, array)
+    except ValueError as error:
+        raise SchemaError(str(error)) from error
+
+
+def _records_array(field: Field, leaves: Records) -> Tensor | np.ndarray:
+    """What the records of a list have for a field, stacked."""
+    record = field.of_record
+    arrays = [leaf_array(record, leaf) for leaf in leaves]
+    if field.is_text:
+        try:
+            return join_texts([np.asarray(array) for array in arrays])
+        except ValueError as error:
+            raise SchemaError(f"field {field.name!r}: {error}") from error
+    shapes = {
+        tuple(array.shape) for array, leaf in zip(arrays, leaves, strict=True) if leaf is not EMPTY
+    }
+    if len(shapes) > 1:
+        raise SchemaError(
+            f"field {field.name!r}: found records of the shapes {sorted(shapes)} in one list; the"
+            " records of a list have one shape: pad them in the dataset, or join them into one"
+            " array, with their lengths in another field"
+        )
+    for shape in shapes if record.num_variable else ():
+        missing = torch.zeros(shape, dtype=field.dtype)
+        pairs = zip(arrays, leaves, strict=True)
+        arrays = [missing if leaf is EMPTY else array for array, leaf in pairs]
+    if not any(isinstance(array, Tensor) for array in arrays):
+        return np.stack(arrays)
+    return torch.stack([torch.as_tensor(_native(array)) for array in arrays])
+
+
+def _native(array: Tensor | np.ndarray) -> Tensor | np.ndarray:
+    """An array in the byte order of this machine, which torch needs."""
+    if isinstance(array, Tensor):
+        return array
+    return array.astype(array.dtype.newbyteorder("="))
+
+
 def to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
     """Convert a leaf to a dense CPU tensor or numpy array.
 
@@ -101,28 +191,102 @@ def to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
             f"field {name!r}: found a masked array, whose mask would be lost: give filled() and"
             " the mask as two arrays"
         )
+    # Before numbers and text, which members of an enum may be as well.
+    if isinstance(leaf, enum.Enum):
+        return np.asarray(_number_of_member(name, leaf)), "enum"
     # Before numpy's scalars, of which strings are some.
     if isinstance(leaf, (str, PurePath)):
         return np.frombuffer(str(leaf).encode("utf-8", "surrogatepass"), np.uint8), "text"
     if isinstance(leaf, (bytes, bytearray)):
         return np.frombuffer(leaf, np.uint8), "bytes"
+    if isinstance(leaf, (datetime.date, datetime.timedelta)):
+        return _time_array(name, *_numpy_time(leaf))
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return np.asarray(leaf), "array"
+        array = np.asarray(leaf)
+        return _time_array(name, array) if array.dtype.kind in "mM" else (array, "array")
     number = _python_dtype(type(leaf))
     if number is not None:
         return _number_array(name, leaf, number), "number"
     image = sys.modules.get("PIL.Image")
     if image is not None and isinstance(leaf, image.Image):
         return _image_array(name, leaf), f"image:{leaf.mode}"
-    if leaf is None:
-        raise SchemaError(
-            f"field {name!r}: found NoneType, which cannot be stored: give a value that stands for"
-            " it, such as nan or -1, or leave the row out"
-        )
+    if is_missing(leaf):
+        raise SchemaError(f"field {name!r}: found {leaf}")
     raise SchemaError(
         f"field {name!r}: found {type(leaf).__name__}, which cannot be stored; give a tensor, a"
-        " numpy array, a PIL image, a number, a bool, a str or bytes"
+        " numpy array, a PIL image, a number, a bool, a str, bytes, a time or a member of an enum"
     )
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value stands for one that is missing: None, NaT, and pandas' NA.
+
+    NaN is a number.
+
+    Args:
+        value: Any part of a sample.
+    """
+    if value is None:
+        return True
+    if isinstance(value, (np.datetime64, np.timedelta64)):
+        return bool(np.isnat(value))
+    kind = type(value)
+    return kind.__name__ in ("NAType", "NaTType") and kind.__module__.startswith("pandas.")
+
+
+def _time_array(name: str, times: np.ndarray, zone: str = "") -> tuple[np.ndarray, str]:
+    """Times as integers, and their kind."""
+    unit, count = np.datetime_data(times.dtype)
+    if unit not in TIME_UNITS or count != 1:
+        raise SchemaError(
+            f"field {name!r}: found times of dtype {times.dtype}: convert them to a unit of numpy,"
+            " such as with astype('datetime64[us]') or astype('timedelta64[us]')"
+        )
+    if np.isnat(times).any():
+        raise SchemaError(
+            f"field {name!r}: found NaT in an array, for which there is no integer: give a mask"
+            " beside it, or leave the row out"
+            if times.ndim
+            else f"field {name!r}: found NaT"
+        )
+    what = "datetime" if times.dtype.kind == "M" else "timedelta"
+    return times.astype(times.dtype.newbyteorder("=")).view(np.int64), f"{what}:{unit}{zone}"
+
+
+def _numpy_time(time: datetime.date | datetime.timedelta) -> tuple[np.ndarray, str]:
+    """A time of Python or pandas as one of numpy, and its zone."""
+    is_aware = isinstance(time, datetime.datetime) and time.tzinfo is not None
+    if hasattr(time, "asm8"):  # Of pandas, in its own unit, and with a zone in UTC.
+        return np.asarray(time.asm8), ";UTC" * is_aware
+    if isinstance(time, datetime.datetime) and is_aware:
+        time = time.astimezone(datetime.timezone.utc).replace(tzinfo=None)
+    kind = "timedelta64" if isinstance(time, datetime.timedelta) else "datetime64"
+    unit = "us" if isinstance(time, (datetime.datetime, datetime.timedelta)) else "D"
+    return np.asarray(time, f"{kind}[{unit}]"), ";UTC" * is_aware
+
+
+@lru_cache
+def _members(kind: type[enum.Enum]) -> tuple[tuple[str, int], ...]:
+    """The members of an enum, and the integer that stands for each: its value where all values are
+    integers, and else its place."""
+    values = [member.value for member in kind]
+    are_integers = all(
+        isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+        for value in values
+    )
+    numbers = [int(value) for value in values] if are_integers else range(len(values))
+    return tuple((member.name, number) for member, number in zip(kind, numbers, strict=True))
+
+
+def _number_of_member(name: str, member: enum.Enum) -> np.ndarray:
+    numbers = dict(_members(type(member)))
+    # A combination of flags is no member that its class lists.
+    number = numbers.get(member.name, member.value)
+    if not isinstance(number, int):
+        raise SchemaError(
+            f"field {name!r}: found {member!r}, which is no single member of its enum"
+        )
+    return _number_array(name, number, np.dtype(np.int64))
 
 
 def array_dtype(name: str, array: Tensor | np.ndarray) -> torch.dtype:

@@ -48,9 +48,12 @@ def fitting_rows(field: Field, rows: Any) -> Tensor | np.ndarray | None:
 
 def _fitting(field: Field, rows: Any) -> Tensor | np.ndarray | None:
     try:
-        array, _ = to_array(field.name, rows)
+        array, kind = to_array(field.name, rows)
         dtype = array_dtype(field.name, array)
-        is_fit = (dtype, tuple(array.shape[1:])) == (field.sample_dtype, field.shape)
+        # An array has no time zone, and does not say whether it is of images.
+        is_kind = field.is_kind(kind) or field.kind.removesuffix(";UTC") == kind
+        is_kind = is_kind or field.kind.startswith("image")
+        is_fit = is_kind and (dtype, tuple(array.shape[1:])) == (field.sample_dtype, field.shape)
         return narrowed(field, array) if is_fit else None
     except (SchemaError, ValueError):
         return None

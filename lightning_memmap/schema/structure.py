@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections import namedtuple
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
+from functools import cached_property, lru_cache
+from itertools import chain, islice
 from keyword import iskeyword
 from reprlib import repr as short_repr
 from typing import Any
@@ -18,13 +18,19 @@ from torch import Tensor
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.fields import (
     MAX_NAME_LENGTH,
-    Field,
     check_name_length,
-    dtype_name,
     entry,
     field_name,
 )
-from lightning_memmap.schema.leaves import MIN_NUMBERS, number_dtype, stack_numbers
+from lightning_memmap.schema.leaves import (
+    EMPTY,
+    MIN_NUMBERS,
+    Records,
+    is_missing,
+    number_dtype,
+    stack_numbers,
+)
+from lightning_memmap.schema.nesting import BATCH, Build, Leaves, Nesting
 
 _MAX_DEPTH = 32
 #: An untrusted schema may name many classes, and making one takes a millisecond.
@@ -33,7 +39,6 @@ _TENSOR_KINDS = ("tensordict", "tensorclass")
 _CLASS_KINDS = ("namedtuple", "dataclass", "tensorclass")
 
 Path = tuple[str | int, ...]
-Build = Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,12 @@ class Node:
 
     Args:
         kind: ``leaf``, a field of one value, ``numbers``, a field of a list or tuple of numbers,
-            ``sequence``, the same where their count differs from row to row, ``tuple``, ``list``,
-            ``dict``, ``namedtuple``, ``dataclass``, ``tensordict`` or ``tensorclass``.
-        keys: The key, name or position of each child.
+            ``sequence``, the same where their count differs from row to row, ``records``, a list of
+            as many equal parts as it happens to have, whose one child is such a part, ``optional``,
+            whose first child is the part that is None in some rows, and whose second one is the
+            field that says in which, ``none``, a part that was None in all rows seen, ``tuple``,
+            ``list``, ``dict``, ``namedtuple``, ``dataclass``, ``tensordict`` or ``tensorclass``.
+        keys: The key, name or position of each child of the last seven kinds.
         children: The children, in the order of ``keys``.
         name: The class name of a named tuple, dataclass or tensorclass.
         feature_dims: Of a TensorDict or tensorclass: the dimensions of its first field that are not
@@ -67,6 +75,27 @@ class Node:
         """Whether this is a list or tuple that is no field."""
         return self.kind in ("tuple", "list")
 
+    @cached_property
+    def num_fields(self) -> int:
+        """The fields from this node on."""
+        return sum(node.is_field for _, node in self.walk())
+
+    def paths(self, path: Path) -> list[Path]:
+        """Where the children are.
+
+        Args:
+            path: Where this node is.
+
+        Returns:
+            The path of each child. The part of an optional node, and what lists of records consist
+            of, have the path of the node itself.
+        """
+        if self.kind == "records":
+            return [path]
+        if self.kind == "optional":
+            return [path, (*path, MASK)]
+        return [(*path, key) for key in self.keys]
+
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
         """Iterate over this node and all below it, in the order of the leaves.
 
@@ -77,8 +106,8 @@ class Node:
             The path and the node, a container before its children.
         """
         yield path, self
-        for key, child in zip(self.keys, self.children, strict=True):
-            yield from child.walk((*path, key))
+        for child_path, child in zip(self.paths(path), self.children, strict=True):
+            yield from child.walk(child_path)
 
     def fields(self) -> list[tuple[str, "Node"]]:
         """List the fields below this node.
@@ -106,7 +135,7 @@ class Node:
             return {"kind": self.kind}
         return {
             "kind": self.kind,
-            "keys": list(self.keys),
+            **({} if self.kind in _WRAPPERS else {"keys": list(self.keys)}),
             **({"name": self.name} if self.name else {}),
             **({"feature_dims": self.feature_dims} if self.kind in _TENSOR_KINDS else {}),
             "children": [child.to_json() for child in self.children],
@@ -132,12 +161,15 @@ class Node:
         return structure
 
 
-_LEAF = Node("leaf")
+LEAF = Node("leaf")
+SEQUENCE = Node("sequence")
+NONE = Node("none")
+#: The last part of the name of the field that says which rows of another one are not None.
+MASK = "mask"
 _NUMBERS = Node("numbers")
-_SEQUENCE = Node("sequence")
-#: The leaf of a list without numbers, whose count differs from row to row.
-EMPTY = object()
-_FIELDS = {node.kind: node for node in (_LEAF, _NUMBERS, _SEQUENCE)}
+_FIELDS = {node.kind: node for node in (LEAF, _NUMBERS, SEQUENCE)}
+#: The number of children of the kinds that have no keys.
+_WRAPPERS = {"records": 1, "optional": 2}
 
 
 def describe(
@@ -165,10 +197,15 @@ def describe(
     """
     if len(path) > _MAX_DEPTH:
         raise SchemaError(f"the sample is nested deeper than {_MAX_DEPTH} levels")
+    # A batch has no rows that are missing.
+    if not number_ndim and is_missing(value):
+        if not path:
+            raise SchemaError("the sample is None: leave the row out of the dataset")
+        return NONE
     found = _children(value, path)
     if found is None:
         leaves.append((field_name(path), value))
-        return _LEAF
+        return LEAF
     kind, keys, values = found
     is_variable = field_name(path) in variable
     if (
@@ -178,7 +215,7 @@ def describe(
     ):
         name = field_name(path)
         leaves.append((name, stack_numbers(name, values, number_ndim)))
-        return _SEQUENCE if is_variable else _NUMBERS
+        return SEQUENCE if is_variable else _NUMBERS
     first = len(leaves)
     children = tuple(
         describe(child, leaves, number_ndim, (*path, key), variable)
@@ -200,88 +237,6 @@ def describe(
     return Node(kind, tuple(keys), children, name, np.ndim(leaves[first][1]) - value.batch_dims)
 
 
-def merge(
-    one: Node,
-    other: Node,
-    fields: Mapping[Path, Field],
-    other_fields: Mapping[Path, Field],
-    merged: list[Field],
-    path: Path = (),
-) -> Node | None:
-    """Find the structure that has the samples of two.
-
-    They may differ in the lengths of lists of numbers, in the sizes of fields, and in the order of
-    a dict's keys.
-
-    Args:
-        one: The structure of some samples, whose order of keys the result has.
-        other: The structure of others.
-        fields: The fields of ``one``, by path.
-        other_fields: The fields of ``other``, by path.
-        merged: The fields of the result are appended to this list.
-        path: Where the two are in the sample.
-
-    Returns:
-        The structure; None if the two differ in more than that.
-
-    Raises:
-        SchemaError: They differ in the dtypes of a list of numbers. The message names it.
-    """
-    if one.is_field and other.is_field and (one.kind == "leaf") == (other.kind == "leaf"):
-        field = fields[path].merged(other_fields[path])
-        if field is None and one.kind != "leaf":
-            raise _mixed_error(path, (fields[path], other_fields[path]))
-        if field is None:
-            return None
-        merged.append(field)
-        return _SEQUENCE if one.kind != "leaf" and field.num_variable else one
-    is_of_other_length = one.is_field or other.is_field or len(one.keys) != len(other.keys)
-    if _is_list(one) and _is_list(other) and is_of_other_length:
-        numbers = _numbers(one, fields, path) | _numbers(other, other_fields, path)
-        known = [field for field in numbers if field is not None]
-        if not known or None in numbers:
-            return None
-        if len(known) > 1:
-            raise _mixed_error(path, known)
-        merged.append(known[0])
-        return _SEQUENCE
-    if (one.kind, one.name, set(one.keys)) != (other.kind, other.name, set(other.keys)):
-        return None
-    others = dict(zip(other.keys, other.children, strict=True))
-    children = []
-    for key, child in zip(one.keys, one.children, strict=True):
-        found_child = merge(child, others[key], fields, other_fields, merged, (*path, key))
-        if found_child is None:
-            return None
-        children.append(found_child)
-    return dataclasses.replace(one, children=tuple(children))
-
-
-def _is_list(node: Node) -> bool:
-    return node.is_list or node.kind in ("numbers", "sequence")
-
-
-def _numbers(node: Node, fields: Mapping[Path, Field], path: Path) -> set[Field | None]:
-    """The fields that have the numbers of a list, any count of them, in the dtype of samples; None
-    among them where it has other things."""
-    paths = [path] if node.is_field else [(*path, key) for key in node.keys]
-    kinds = {"number": "array"}
-    return {
-        Field(field_name(path), field.sample_dtype, (None,), kinds.get(field.kind, field.kind))
-        if field is not None and (node.is_field or field.shape == ())
-        else None
-        for field in map(fields.get, paths)
-    }
-
-
-def _mixed_error(path: Path, fields: Iterable[Field]) -> SchemaError:
-    found = sorted({f"{dtype_name(field.sample_dtype)} ({field.kind})" for field in fields})
-    return SchemaError(
-        f"Rows of {field_name(path)!r} are lists of {' and '.join(found)}: give all numbers one"
-        " dtype, such as [1.0, 2.0], or arrays in place of the lists"
-    )
-
-
 def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: Path = ()) -> None:
     """Take the leaves out of a sample or batch that has a known structure.
 
@@ -298,7 +253,24 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: P
     if node.kind == "leaf":
         leaves.append(value)
         return
+    if node.kind == "optional":
+        part, is_given = node.children[0], not is_missing(value)
+        if is_given:
+            flatten(value, part, leaves, number_ndim, path)
+        else:
+            leaves += [EMPTY] * part.num_fields
+        leaves.append(is_given)
+        return
+    if node.kind == "none":
+        if not is_missing(value):
+            raise SchemaError(
+                f"field {field_name(path)!r}: found {short_repr(value)}, expected None"
+            )
+        return
     found = _children(value, ())
+    if node.kind == "records":
+        _flatten_records(value, found, node.children[0], leaves, path)
+        return
     if node.is_field:
         if found is None or found[0] not in ("tuple", "list"):
             raise SchemaError(
@@ -327,17 +299,40 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: P
         flatten(child, child_node, leaves, number_ndim, (*path, key))
 
 
-def builder(node: Node, sample: Any, indices: Iterator[int]) -> Build:
+def _flatten_records(value: Any, found: Any, record: Node, leaves: list[Any], path: Path) -> None:
+    """Take the leaves out of a list of records: for each field, those of all records together."""
+    if found is None or found[0] not in ("tuple", "list"):
+        raise SchemaError(
+            f"field {field_name(path)!r}: found {type(value).__name__}, expected a list or tuple"
+        )
+    rows = []
+    for each in found[2]:
+        rows.append(list[Any]())
+        flatten(each, record, rows[-1], 0, path)
+    leaves += map(Records, zip(*rows, strict=True)) if rows else [EMPTY] * record.num_fields
+
+
+def builder(node: Node, sample: Any, indices: Iterator[int], nesting: Nesting = BATCH) -> Build:
     """Make a function that puts leaves back into a structure; see `Schema.builder`.
 
     Args:
         node: The structure.
         sample: A sample of the dataset, for its classes, or None.
         indices: The indices that the leaves from here on have; as many as needed are taken.
+        nesting: How lists of records, and what may be None, are put together.
 
     Returns:
         A function from the tensors of all fields to the nested value.
     """
+    if node.kind == "records":
+        within = list(islice(indices, node.num_fields))
+        first = next(iter(sample), None) if isinstance(sample, (list, tuple)) else None
+        record = builder(node.children[0], first, iter(within), nesting)
+        return lambda leaves: nesting.records(record, {at: leaves[at] for at in within})
+    if node.kind == "optional":
+        part = builder(node.children[0], sample, indices, nesting)
+        mask = next(indices)
+        return lambda leaves: nesting.optional(part, leaves, leaves[mask])
     if node.is_field:
         index = next(indices)
         if node.kind != "numbers":
@@ -345,13 +340,13 @@ def builder(node: Node, sample: Any, indices: Iterator[int]) -> Build:
         # Each contiguous, as default_collate makes them.
         return lambda leaves: list(leaves[index].movedim(-1, 0).contiguous().unbind())
     if node.kind in _TENSOR_KINDS:
-        return _tensordict_builder(node, sample, indices)
+        return _tensordict_builder(node, sample, indices, nesting)
     found = _children(sample, ()) if sample is not None else None
     if found is not None and (found[0] != node.kind or set(found[1]) != set(node.keys)):
         found = None
     samples = dict(zip(found[1], found[2], strict=True)) if found is not None else {}
     pairs = zip(node.keys, node.children, strict=True)
-    children = [(key, builder(child, samples.get(key), indices)) for key, child in pairs]
+    children = [(key, builder(child, samples.get(key), indices, nesting)) for key, child in pairs]
     if node.kind in ("tuple", "list"):
         return lambda leaves: [child(leaves) for _, child in children]
     if node.kind == "dict":
@@ -360,7 +355,7 @@ def builder(node: Node, sample: Any, indices: Iterator[int]) -> Build:
     if node.kind == "namedtuple":
         return lambda leaves: class_type._make(child(leaves) for _, child in children)
 
-    def build_dataclass(leaves: Sequence[Tensor]) -> Any:
+    def build_dataclass(leaves: Leaves) -> Any:
         # Not through __init__: what a class checks of one sample need not hold for a batch.
         batch = object.__new__(class_type)
         for key, child in children:
@@ -370,19 +365,19 @@ def builder(node: Node, sample: Any, indices: Iterator[int]) -> Build:
     return build_dataclass
 
 
-def _tensordict_builder(node: Node, sample: Any, indices: Iterator[int]) -> Build:
+def _tensordict_builder(node: Node, sample: Any, indices: Iterator[int], nesting: Nesting) -> Build:
     """A function that makes a TensorDict, or the tensorclass of a sample that is given."""
     first = next(indices)
     within = chain([first], indices)
     is_sample = node.kind == "tensordict" or type(sample).__name__ == node.name
     samples = dict(zip(*found[1:], strict=True)) if (found := _children(sample, ())) else {}
     children = [
-        (str(key), builder(child, samples.get(key), within))
+        (str(key), builder(child, samples.get(key), within, nesting))
         for key, child in zip(node.keys, node.children, strict=True)
     ]
     class_type: Any = type(sample) if is_sample and is_tensorclass(sample) else None
 
-    def build(leaves: Sequence[Tensor]) -> Any:
+    def build(leaves: Leaves) -> Any:
         shape = leaves[first].shape
         batch_size = shape[: max(0, len(shape) - node.feature_dims)]
         made = TensorDict({key: child(leaves) for key, child in children}, batch_size)
@@ -433,6 +428,8 @@ def _node_from_json(value: Any, depth: int) -> Node:
     kind = entry(value, "kind", str)
     if kind in _FIELDS:
         return _FIELDS[kind]
+    if kind in _WRAPPERS:
+        return _wrapper_from_json(kind, entry(value, "children", list), depth)
     if kind not in ("tuple", "list", "dict", *_CLASS_KINDS, "tensordict"):
         raise SchemaError(f"unknown container {short_repr(kind)}")
     keys, children = entry(value, "keys", list), entry(value, "children", list)
@@ -451,6 +448,19 @@ def _node_from_json(value: Any, depth: int) -> Node:
         raise SchemaError(f"a {kind} of {feature_dims} dimensions and the keys {short_repr(keys)}")
     nodes = tuple(_node_from_json(child, depth + 1) for child in children)
     return Node(kind, tuple(keys), nodes, name, feature_dims)
+
+
+def _wrapper_from_json(kind: str, children: list[Any], depth: int) -> Node:
+    if len(children) != _WRAPPERS[kind]:
+        raise SchemaError(f"{len(children)} children: {kind} has {_WRAPPERS[kind]}")
+    node = Node(kind, (), tuple(_node_from_json(child, depth + 1) for child in children))
+    if kind == "optional" and (node.children[0].kind == kind or node.children[1] != LEAF):
+        raise SchemaError("what may be None has no field that says in which rows it is")
+    if kind == "records" and any(
+        part.kind in (kind, "numbers") for _, part in node.children[0].walk()
+    ):
+        raise SchemaError("a list of records has lists in its records")
+    return node
 
 
 def _check_class(kind: str, name: str, keys: list[str | int]) -> None:

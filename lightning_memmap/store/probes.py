@@ -1,7 +1,7 @@
 """Probe rows: a few rows that identify a dataset, and show whether it is random."""
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import DatasetError, SchemaError
-from lightning_memmap.schema import Schema
+from lightning_memmap.schema import Form, Schema
 from lightning_memmap.store.workers import describe_error, run_tasks
 
 NUM_PROBES = 8
+#: The most rows that are read to find out what a list consists of that is empty in the first ones.
+MAX_PROBES = 1024
 _MOMENT_S = 0.1
 
 
@@ -130,21 +132,12 @@ def _way_out(schema: Schema, sample: Any) -> str:
             "All rows of a store share one structure, and each field one dtype and number of"
             " dimensions: convert it in the dataset"
         )
-    return (
-        "Where rows differ in length, that must be declared:"
-        f" variable={_declaration(schema, merged)}"
-    )
-
-
-def _declaration(schema: Schema, merged: Schema) -> dict[str, Any]:
-    """The argument ``variable`` that makes a schema the merged one."""
-    known = {field.name: field.num_variable for field in schema.fields}
-    found = {f.name: f.num_variable for f in merged.fields if f.num_variable and not f.is_text}
-    return {
-        name: "pad" if count == 1 else {"form": "pad", "dims": count}
-        for name, count in found.items()
-        if known.get(name) != count
-    }
+    known, found = schema.arguments(), merged.arguments()
+    argument = {name: each for name, each in found.items() if known.get(name) != each}
+    if not argument:
+        return "The records of a list must be alike within a row: convert them in the dataset"
+    what = "are None" if merged.optional.keys() - schema.optional.keys() else "differ in length"
+    return f"Where rows {what}, that must be declared: variable={argument}"
 
 
 def merged_schema(schema: Schema, sample: Any) -> Schema | None:
@@ -270,7 +263,7 @@ def take_probes(
     dataset: Any,
     num_rows: int,
     num_workers: int,
-    variable: Mapping[str, int] | None = None,
+    variable: Mapping[str, Form] | None = None,
     store_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[Probe]:
     """Read each probe row twice and hash it.
@@ -281,8 +274,8 @@ def take_probes(
         num_workers: Processes that read. Unless it is 0, this process reads no row: a file that the
             dataset opens at the first read would be shared with all processes that are forked
             later, and with it the position of the next read.
-        variable: By the name of a field, how many of its leading dimensions may differ from row to
-            row. Those that differ between probe rows may do so anyhow.
+        variable: By name, the form of each field or list whose rows may differ in length, or be
+            None. Those that do among the probe rows need not be named.
         store_dtypes: Other dtypes in which fields are kept, by name.
 
     Returns:
@@ -294,7 +287,7 @@ def take_probes(
         DatasetError: A row differs between the two reads, so the dataset is random; or the dataset
             raised an error, or a worker process died.
     """
-    rows, probes = probe_rows(num_rows), list[Probe]()
+    rows, probes, found = probe_rows(num_rows), list[Probe](), list[tuple[Schema, int]]()
     first = _Prober(dataset, variable, store_dtypes)
     run_tasks(first, [rows], min(num_workers, 1), probes.extend)
     # Where rows are slow, the others are read by several processes.
@@ -310,15 +303,75 @@ def take_probes(
         # Each was merged with the first one, so that any two of them differ in no more than that.
         assert merged is not None
         schema = merged.stored_as(store_dtypes or {})
-    for name in schema.empty_lists:
-        if name in {**(variable or {}), **(store_dtypes or {})}:
-            raise SchemaError(
-                f"field {name!r} is an empty list in each of the {len(probes)} rows that were read"
-                " first, so that its dtype is not known: give arrays in place of lists, such as"
-                " numpy.array(values, numpy.int64)"
-            )
-    probes = [replace(probe, schema=schema) for probe in probes]
+    num_read = len(probes)
+    if wanted := schema.unknown.keys() & {*(variable or {}), *(store_dtypes or {})}:
+        more = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64)
+        search = _Search(dataset, schema, wanted)
+        run_tasks(search, [np.unique(more).tolist()], min(num_workers, 1), found.append)
+        schema, num_read = found[0][0].stored_as(store_dtypes or {}), found[0][1]
+    check_known(schema, {*(variable or {}), *(store_dtypes or {})}, num_read)
+    # What a row consists of, and so its hash, may depend on what other rows have shown.
+    stale = {
+        probe.row
+        for probe in probes
+        if probe.schema.structure != schema.structure
+        or (schema.optional and probe.schema.fields != schema.fields)
+    }
+    probes = [replace(probe, schema=schema) for probe in probes if probe.row not in stale]
+    tasks = [[row] for row in sorted(stale)]
+    run_tasks(replace(first, schema=schema), tasks, min(num_workers, len(tasks)), probes.extend)
     return sorted(probes, key=lambda probe: probe.row)
+
+
+def check_known(schema: Schema, named: Collection[str], num_read: int) -> None:
+    """Check that the rows that were read first show what to store of the others.
+
+    Args:
+        schema: The schema that has all of them.
+        named: Names in the arguments ``variable`` and ``store_dtypes``.
+        num_read: How many rows were read.
+
+    Raises:
+        SchemaError: They do not. The message says what to do.
+    """
+    if not schema.fields:
+        raise SchemaError(
+            f"the {num_read} rows that were read first hold no tensor, array or number: empty lists"
+            " and None have no dtype"
+        )
+    for name, what in schema.unknown.items():
+        if name in named or what == "None":
+            way_out = (
+                "give arrays in place of lists, such as numpy.array(values, numpy.int64)"
+                if what != "None"
+                else f"let more rows be read with variable={{{name!r}: 'nullable'}}"
+                if name not in named
+                else "leave it out of the samples"
+            )
+            raise SchemaError(
+                f"field {name!r} is {what} in each of the {num_read} rows that were read first, so"
+                f" that its dtype is not known: {way_out}"
+            )
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Reads rows until these show what has some names: lists that were empty, and None.
+
+    It returns the schema, and how many rows were read.
+    """
+
+    dataset: Any
+    schema: Schema
+    names: Collection[str]
+
+    def __call__(self, rows: list[int]) -> tuple[Schema, int]:
+        schema = self.schema
+        for count, row in enumerate(rows, 1):
+            schema = merged_schema(schema, read_sample(self.dataset, row)) or schema
+            if not schema.unknown.keys() & set(self.names):
+                return schema, count
+        return schema, len(rows)
 
 
 @dataclass(frozen=True)
@@ -329,7 +382,7 @@ class _Prober:
     """
 
     dataset: Any
-    variable: Mapping[str, int] | None
+    variable: Mapping[str, Form] | None
     store_dtypes: Mapping[str, torch.dtype] | None
     schema: Schema | None = None
 

@@ -14,7 +14,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import MemmapError
+from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Schema
+from lightning_memmap.schema.nesting import SAMPLE
+from lightning_memmap.store.columns import ItemRows
 from lightning_memmap.store.manifest import Manifest, check_files, manifest_mark
 from lightning_memmap.store.recognition import check_briefly
 from lightning_memmap.store.recovery import finish_interrupted, is_interrupted
@@ -27,7 +30,8 @@ class Store:
     """An open store. Use `open_store` or `build_store` to get one.
 
     It is a map-style dataset as well: ``store[i]`` is row ``i`` in dataset order, with tensors, and
-    for text str and bytes, as leaves. Processes on one machine that open the same store share its
+    for text str and bytes, as leaves. A list of records is a list again, and None is
+    None. Processes on one machine that open the same store share its
     pages in memory.
 
     Attributes:
@@ -40,7 +44,7 @@ class Store:
         self.path = path
         self.manifest = manifest
         self.columns = [column.open(path) for column in manifest.columns]
-        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder()
+        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(nesting=SAMPLE)
 
     @property
     def num_rows(self) -> int:
@@ -86,10 +90,7 @@ class Store:
         Raises:
             ValueError: There is no such field, or its rows have more than one value.
         """
-        names = [each.name for each in self.schema.fields]
-        if field not in names:
-            raise ValueError(f"field {field!r}: the store at {self.path} has {names}")
-        index = names.index(field)
+        index = self._index_of(field)
         found = self.schema.fields[index]
         if found.is_text:
             raise ValueError(
@@ -110,6 +111,32 @@ class Store:
             # numpy has no bfloat16.
             blocks.append((values.float() if values.dtype == torch.bfloat16 else values).numpy())
         return np.concatenate(blocks)
+
+    def lengths(self, field: str) -> Integers:
+        """Look up the length of each row of a field whose rows differ in length.
+
+        No value is read.
+
+        Args:
+            field: Name of such a field.
+
+        Returns:
+            The items of each row, for text its bytes: int64 of shape (num_rows,), in dataset order.
+
+        Raises:
+            ValueError: There is no such field, or its rows have one length.
+            StoreError: The index of the field is damaged.
+        """
+        column = self.columns[self._index_of(field)]
+        if not isinstance(column, ItemRows):
+            raise ValueError(f"field {field!r}: all its rows have one length")
+        return column.lengths()
+
+    def _index_of(self, field: str) -> int:
+        names = [each.name for each in self.schema.fields]
+        if field not in names:
+            raise ValueError(f"field {field!r}: the store at {self.path} has {names}")
+        return names.index(field)
 
     def shard(self, index: int) -> dict[str, Tensor]:
         """Return views of one shard's rows by field name.

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, with_article
-from lightning_memmap.schema import read_forms
+from lightning_memmap.schema import Form, Nullable, read_forms
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.store.checksums import compute_checksums
@@ -50,6 +50,7 @@ from lightning_memmap.store.recovery import (
     recover,
     remove_tree,
 )
+from lightning_memmap.store.sources import nullable_columns
 from lightning_memmap.store.sources.refusals import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.workers import check_num_workers, run_tasks
@@ -104,10 +105,10 @@ def build_store(
         fresh: Do not resume an interrupted build.
         store_dtypes: Other dtypes than those of the samples in which fields are kept, by name of
             the field, such as ``{"image": "uint8"}``. Every value must stay what it is.
-        variable: The fields whose rows may differ in length, each with a form, such as
-            ``{"audio": "pad"}``. Those that differ among the first rows that are read need not be
-            named. Of the form only the number of dimensions matters here; see
-            `lightning_memmap.schema.forms`.
+        variable: The fields and lists whose rows may differ in length, or be None, each with a
+            form, such as ``{"audio": "pad", "objects": "list", "age": "nullable"}``. Those that do
+            among the first rows that are read need not be named. Of the form only ``dims`` and
+            ``nullable`` matter here; see `lightning_memmap.schema.forms`.
 
     Returns:
         The open store.
@@ -132,7 +133,7 @@ def build_store(
     check_given(fingerprint)
     check_choice(check)
     dtypes = check_store_dtypes(store_dtypes)
-    dims = {name: form.dims for name, form in read_forms(variable).items()}
+    forms = read_forms(variable)
     if num_workers and is_stream(dataset):
         raise ValueError(
             f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
@@ -175,13 +176,13 @@ def build_store(
         identity = Fingerprint.of(dataset, fingerprint)
         if is_stream(dataset):
             with show("reading", None, 0) as advance:
-                spool = Spool(dataset, directory.parent, advance, dims, dtypes)
+                spool = Spool(dataset, directory.parent, advance, forms, dtypes)
             with closing(spool):
                 build = _Build.of_stream(dataset, spool, directory, num_shards, identity)
                 build.run(num_workers, show, resume=False)
         else:
             build = _Build.prepare(
-                dataset, directory, num_shards, num_workers, identity, dims, dtypes
+                dataset, directory, num_shards, num_workers, identity, forms, dtypes
             )
             build.run(num_workers, show, resume=not (overwrite or fresh))
     return open_store(directory)
@@ -277,7 +278,7 @@ class _Build:
         num_shards: int,
         num_workers: int,
         fingerprint: Fingerprint,
-        variable: Mapping[str, int],
+        variable: Mapping[str, Form],
         dtypes: Mapping[str, torch.dtype],
     ) -> "_Build":
         """Read the probe rows, and check that a store can be made of the dataset.
@@ -288,10 +289,11 @@ class _Build:
             num_shards: Shards that the rows are divided into.
             num_workers: Processes that read the probe rows; with 0, this one.
             fingerprint: The identity of the dataset.
-            variable: Leading dimensions that may differ from row to row, by field name.
+            variable: The forms of fields and lists, by name.
             dtypes: Other dtypes in which fields are kept, by name.
         """
         num_rows = len(dataset)
+        variable = {**{name: Nullable() for name in nullable_columns(dataset)}, **variable}
         probes = take_probes(dataset, num_rows, num_workers, variable, dtypes)
         plan = StorePlan(path, num_rows, num_shards, probes[0].schema, _class_names(dataset))
         plan.check()

@@ -20,6 +20,7 @@ from lightning_memmap.loading import (
     loader_for,
 )
 from lightning_memmap.placement import DataTopology, data_parallel_rank, local_processes
+from lightning_memmap.schema import Masked
 
 #: Steps that are prepared ahead on a device that works asynchronously.
 _PREFETCH = 2
@@ -132,7 +133,7 @@ def _is_on(batch: Any, device: torch.device) -> bool:
         return all(_is_on(child, device) for child in batch.values())
     if isinstance(batch, (str, bytes)):
         return True
-    is_plain = type(batch) in (list, tuple, Padded, RowList)
+    is_plain = type(batch) in (list, tuple, Padded, Masked, RowList)
     return is_plain and all(_is_on(child, device) for child in batch)
 
 

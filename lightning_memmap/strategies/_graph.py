@@ -23,7 +23,7 @@ from lightning_memmap._compat.optimization import (
     logging_in,
 )
 from lightning_memmap._compat.tensors import copy_tensors, storage_key, tree_leaves
-from lightning_memmap.loading.collate import named_leaves, rebuilt
+from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.strategies._cuda_graph import CUDAGraph
 
 #: Steps of one shape that run normally before one is captured, so that everything that is made

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import nan
 from pathlib import Path
 from time import monotonic, perf_counter, time
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import msgspec
@@ -16,6 +16,7 @@ import psutil
 import torch
 from lightning.fabric.utilities.throughput import Throughput
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
@@ -327,7 +328,9 @@ class CheckRun(RunCallback):
         root = trainer.strategy.root_device
         whole = {
             # Lightning has brought the shards to the CPU, where NCCL cannot gather them.
-            key: (value.to(root).full_tensor() if hasattr(value, "full_tensor") else value)
+            key: cast(DTensor, value.to(root)).full_tensor()
+            if isinstance(value, DTensor)
+            else value
             for key, value in state.items()
             if isinstance(value, Tensor)
         }

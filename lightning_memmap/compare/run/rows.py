@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_memmap.callbacks.memory_trace import batches_of
 from lightning_memmap.loading import Padded, RowList
-from lightning_memmap.loading.collate import named_leaves
+from lightning_memmap.loading.nested import named_leaves
 
 MODULUS = 2**64
 

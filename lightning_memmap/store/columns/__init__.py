@@ -8,6 +8,7 @@ built, and recorded in its manifest.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from lightning_memmap.sampling import Shards
@@ -74,7 +75,12 @@ def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:
     def grow(field: Field) -> Column:
         return next(kind for kind in _KINDS if kind.takes(field))(field, shards)
 
-    return tuple(map(grow, schema.fields))
+    grown = {field.name: grow(field) for field in schema.fields}
+    for name, leader in schema.same_lengths.items():
+        column = grown[name]
+        if isinstance(column, VariableColumn) and isinstance(grown[leader], VariableColumn):
+            grown[name] = replace(column, index_of=leader)
+    return tuple(grown.values())
 
 
 def columns_to_json(columns: Sequence[Column]) -> dict[str, Any]:
@@ -121,4 +127,26 @@ def columns_from_json(schema: Schema, shards: Shards, entries: Any) -> tuple[Col
         if not isinstance(name, str) or name not in kinds:
             raise ValueError(f"field {field.name!r} is kept in a way that this version cannot read")
         columns.append(kinds[name].from_json(field, shards, entry))
+    _check_indices(columns)
     return tuple(columns)
+
+
+def _check_indices(columns: Sequence[Column]) -> None:
+    """Check that an index that several columns have is that of one of them, and fits all.
+
+    Raises:
+        ValueError: It does not.
+    """
+    own = {
+        column.field.name: column
+        for column in columns
+        if isinstance(column, VariableColumn) and not column.index_of
+    }
+    for column in columns:
+        if isinstance(column, VariableColumn) and column.index_of:
+            leader = own.get(column.index_of)
+            fits = leader is not None and leader.field.num_variable == 1
+            if not fits or leader is None or leader.shard_items != column.shard_items:
+                raise ValueError(
+                    f"field {column.field.name!r} cannot have the index of {column.index_of!r}"
+                )

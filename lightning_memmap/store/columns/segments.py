@@ -13,6 +13,8 @@ Bytes = NDArray[np.uint8]
 LONG_BYTES = 2**13
 #: Blocks are copied through a buffer of this size, which stays in the processor's cache.
 _PASS_BYTES = 2**17
+#: At most this many times the bytes of the pieces are copied to spare calls.
+_MOST_COPIED = 2.5
 
 
 def copy_segments(
@@ -49,6 +51,39 @@ def copy_segments(
             rest = rests[first : first + step]
             put[end] = taken[begin]
             put[end + rest] = taken[begin + rest]
+
+
+def pack_segments(source: Bytes, starts: Integers, target: Bytes, lengths: Integers) -> None:
+    """Copy pieces of memory, one directly after the other.
+
+    Args:
+        source: Memory to copy from, of shape (bytes,).
+        starts: The first byte of each piece in it, int64 of shape (n,).
+        target: Memory to copy to, of the shape (bytes of all pieces,), which does not overlap with
+            the source.
+        lengths: Bytes of each piece, int64 of shape (n,).
+
+    Raises:
+        IndexError: A piece is outside one of the two.
+    """
+    places = np.cumsum(lengths) - lengths
+    longest = int(lengths.max(initial=0))
+    is_uneven = longest * len(lengths) > _MOST_COPIED * len(target)
+    if longest >= LONG_BYTES or is_uneven or lengths.min(initial=0) < 0:
+        copy_segments(source, starts, target, places, lengths)
+        return
+    # Each piece is copied together with what follows it, which the next piece then overwrites.
+    has_room = (starts >= 0) & (starts + longest <= len(source))
+    has_room &= places + longest <= len(target)
+    if longest and has_room.any():
+        whole = np.flatnonzero(has_room)
+        taken, put = _windows(source, longest), _windows(target, longest)
+        step = max(1, _PASS_BYTES // longest)
+        for first in range(0, len(whole), step):
+            some = whole[first : first + step]
+            put[places[some]] = taken[starts[some]]
+    left = np.flatnonzero(~has_room)
+    copy_segments(source, starts[left], target, places[left], lengths[left])
 
 
 def fill_segments(target: Bytes, places: Integers, lengths: Integers, item: Bytes) -> None:

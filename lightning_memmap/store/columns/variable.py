@@ -2,7 +2,8 @@
 
 It has two files. ``values`` holds the items of all rows, one row after the other, without padding.
 ``index`` holds an int64 for each row: where it ends, counted in items from the start of ``values``.
-Where several dimensions differ, their sizes follow it.
+Where several dimensions differ, their sizes follow it. Fields that have as many items as each other
+in every row, such as those of a list of records, share an index.
 
 While the column grows, each process appends its rows to a file of its own, and a file of fixed size
 says where each row is.
@@ -35,6 +36,8 @@ _MAX_FILE_BYTES = 2**62
 #: No dimension of a row is larger, so that products of sizes can be checked.
 _MAX_SIZE = 2**40
 _JOIN_BYTES = 32 * 2**20
+#: Rows whose places are looked up at once.
+_LOCATED_ROWS = 2**18
 #: What the names of the files have beside the field's.
 _MAX_SUFFIX = len(".0123456789abcdef") + len(TEMPORARY)
 #: By process, the number of the file that it appends rows to.
@@ -49,14 +52,16 @@ class VariableColumn(Column):
         field: The field.
         shards: The rows of the store, and the shards that they are divided into.
         shard_items: Items of each shard, int64 of shape (C,); nothing while the column grows.
+        index_of: Name of another field whose index this one has as well; by default its own.
 
     Raises:
         ValueError: The rows of the field have one shape, its items have no bytes, its name is too
-            long, or no file could hold its items.
+            long, no file could hold its items, or its rows need an index of their own.
     """
 
     kind: ClassVar[str] = "variable"
     shard_items: tuple[int, ...] = ()
+    index_of: str = ""
 
     def __post_init__(self) -> None:
         field = self.field
@@ -66,10 +71,12 @@ class VariableColumn(Column):
             raise ValueError(f"the name of field {field.name!r} is too long for its files")
         if sum(self.shard_items) * field.item_bytes > _MAX_FILE_BYTES:
             raise ValueError(f"{sum(self.shard_items)} items of {field} fit into no file")
+        if self.index_of and field.num_variable > 1:
+            raise ValueError(f"the rows of field {field.name!r} need an index of their own")
 
     @property
     def _index_name(self) -> str:
-        return f"{self.field.name}.index"
+        return f"{self.index_of or self.field.name}.index"
 
     @property
     def _values_name(self) -> str:
@@ -110,11 +117,15 @@ class VariableColumn(Column):
             raise ValueError(f"the items of {field.name!r} are not given for each shard")
         if any(type(count) is not int or not 0 <= count <= _MAX_FILE_BYTES for count in items):
             raise ValueError(f"the items of {field.name!r} are no counts")
-        return cls(field, shards, tuple(items))
+        index_of = entry.get("index_of", "")
+        if not isinstance(index_of, str):
+            raise ValueError(f"the index of {field.name!r} is that of no field")
+        return cls(field, shards, tuple(items), index_of)
 
     @override
     def to_json(self) -> dict[str, Any]:
-        return {"shard_items": list(self.shard_items or (0,) * self.shards.num_shards)}
+        items = {"shard_items": list(self.shard_items or (0,) * self.shards.num_shards)}
+        return {**items, "index_of": self.index_of} if self.index_of else items
 
     @override
     def num_bytes(self, rows: range | Integers) -> int:
@@ -333,22 +344,36 @@ class ItemRows:
         # As an unsigned integer, a negative location is larger than any other.
         if len(locations) and int(locations.view(np.uint64).max()) >= len(self.index):
             raise IndexError(f"locations {locations.min()} to {locations.max()}: outside the rows")
-        found = self.index[locations]
-        ends = found[:, 0]
-        starts = np.where(locations > 0, self.index[locations - 1, 0], 0)
+        ends = self.index[:, 0].take(locations)
+        starts = self.index[:, 0].take(locations - 1, mode="wrap")
+        starts[locations == 0] = 0
         # Compared, not subtracted: a difference may overflow.
-        is_valid = ((starts >= 0) & (starts <= ends) & (ends <= len(self.items))).all()
+        least, most = starts.min(initial=0), ends.max(initial=0)
+        is_valid = least >= 0 and most <= len(self.items) and bool((starts <= ends).all())
         lengths = ends - starts
         sizes = lengths[:, None]
         if is_valid and self.field.num_variable > 1:
-            sizes = found[:, 1:]
+            sizes = self.index[:, 1:].take(locations, axis=0)
             is_small = ((sizes >= 0) & (sizes < _MAX_SIZE)).all()
             # As floats too, which do not overflow.
             products = sizes.astype(np.float64).prod(axis=1)
-            is_valid = is_small and (products == lengths).all()
+            is_valid = bool(is_small and (products == lengths).all())
         if not is_valid:
             raise _damaged(self.field)
         return Located(starts, sizes)
+
+    def lengths(self) -> Integers:
+        """The items of each row, int64 of shape (rows,), in dataset order.
+
+        Raises:
+            StoreError: The index is damaged.
+        """
+        lengths = np.empty(len(self.index), np.int64)
+        for first in range(0, len(lengths), _LOCATED_ROWS):
+            rows = range(first, min(first + _LOCATED_ROWS, len(lengths)))
+            found = self.at(self.shards.locate(rows))
+            lengths[rows.start : rows.stop] = found.sizes.prod(axis=1)
+        return lengths
 
     def row(self, row: int) -> Tensor:
         """Copy one row, given in dataset order."""

@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import Field, Node, Schema
+from lightning_memmap.schema.fields import field_name
 from lightning_memmap.schema.structure import flatten
 from lightning_memmap.store.sources import hugging_face
 from lightning_memmap.store.sources.column_dataset import ColumnDataset
@@ -28,13 +29,22 @@ from lightning_memmap.store.sources.field_array import (
     FileArray,
     JoinedRows,
     MemoryArray,
+    NullableRows,
+    PartOfRows,
     PickedRows,
 )
 from lightning_memmap.store.sources.image_folder import ImageFolder
 from lightning_memmap.store.sources.stream import Spool, SpooledItems
 from lightning_memmap.store.sources.tar_dataset import TarDataset
 
-__all__ = ["ColumnDataset", "FieldArray", "ImageFolder", "TarDataset", "field_arrays"]
+__all__ = [
+    "ColumnDataset",
+    "FieldArray",
+    "ImageFolder",
+    "TarDataset",
+    "field_arrays",
+    "nullable_columns",
+]
 
 _MEMORY_TYPES = {Tensor, Parameter, MemoryMappedTensor, np.ndarray, np.memmap}
 _FILE_MODULES = {"h5py", "zarr"}
@@ -80,13 +90,39 @@ def _arrays_of(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldA
         return None
     leaves: list[Any] = []
     flatten(dataset, node, leaves, number_ndim=1)
-    arrays = []
+    arrays = list[FieldArray]()
     for leaf in leaves:
+        if leaf is True:  # Whether the rows of the array before are None.
+            whole = arrays.pop()
+            arrays += [PartOfRows(whole, is_mask=False), PartOfRows(whole, is_mask=True)]
+            continue
         array = _duck_typed(leaf) if kind is ColumnDataset else _array(leaf)
         if array is None:
             return None
         arrays.append(array)
     return arrays
+
+
+def nullable_columns(dataset: Any) -> set[str]:
+    """Find the columns that have rows without a value, where that is known without reading all rows
+    one by one.
+
+    Args:
+        dataset: The dataset.
+
+    Returns:
+        The names of their fields.
+    """
+    kind = type(dataset)
+    if kind is Subset:
+        return nullable_columns(dataset.dataset)
+    if kind is ConcatDataset:
+        return set().union(*map(nullable_columns, dataset.datasets))
+    if hugging_face.is_dataset(dataset):
+        names = hugging_face.nullable_columns(dataset)
+    else:
+        names = dataset.nullable if isinstance(dataset, ColumnDataset) else []
+    return {field_name((name,)) for name in names}
 
 
 def _array(values: Any) -> FieldArray | None:
@@ -100,6 +136,8 @@ def _duck_typed(values: Any) -> FieldArray | None:
     """An array of any library, which the user has given as a column."""
     if isinstance(values, FieldArray):
         return values
+    if isinstance(values, NullableRows):
+        return MemoryArray(values)
     return _array(values) or (FileArray(values) if _is_array_like(values) else None)
 
 

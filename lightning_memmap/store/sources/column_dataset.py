@@ -11,10 +11,11 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError
+from lightning_memmap.schema.leaves import is_missing
 from lightning_memmap.store.sources import from_arrow, from_pandas, from_polars
-from lightning_memmap.store.sources.field_array import object_array
+from lightning_memmap.store.sources.field_array import NullableRows, object_array
 from lightning_memmap.store.sources.names import chosen
-from lightning_memmap.store.sources.parquet import parquet_columns
+from lightning_memmap.store.sources.parquet import ParquetColumn, parquet_columns
 from lightning_memmap.store.sources.refusals import (
     is_dict_of_splits,
     is_frame,
@@ -87,6 +88,23 @@ class ColumnDataset(Dataset[dict[str, Any]]):
         index %= self._num_rows
         return {name: column[index] for name, column in self.columns.items()}
 
+    @property
+    def nullable(self) -> list[str]:
+        """The names of the columns that have rows without a value."""
+        return [name for name, column in self.columns.items() if _has_missing(column)]
+
+
+def _has_missing(column: Any) -> bool:
+    if isinstance(column, ParquetColumn):
+        return column.has_missing
+    if isinstance(column, NullableRows):
+        return not column.is_given.all()
+    if not isinstance(column, np.ndarray) or column.ndim != 1:
+        return False
+    if column.dtype.kind in "mM":
+        return bool(np.isnat(column).any())
+    return column.dtype == object and any(map(is_missing, column))
+
 
 def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(given, (str, Path)):
@@ -121,11 +139,18 @@ def _by_position(name: str, column: Any) -> Any:
     return np.asarray(column) if hasattr(column, "iloc") else column
 
 
-def _list_to_numpy(values: Sequence[Any]) -> np.ndarray:
+def _list_to_numpy(values: Sequence[Any]) -> np.ndarray | NullableRows:
     try:
         array = np.asarray(values)
     except ValueError:  # They differ in length.
         return object_array(values)
+    if array.dtype == object and array.ndim == 1 and any(map(is_missing, values)):
+        is_given = np.array([not is_missing(value) for value in values])
+        known = np.asarray([value for value in values if not is_missing(value)])
+        if known.ndim == 1 and known.dtype.kind in "biufc":
+            rows = np.zeros(len(values), known.dtype)
+            rows[is_given] = known
+            return NullableRows(rows, is_given)
     # An array of text would make text of numbers, and cut off zeros at the end.
     return array if array.dtype.kind in "biufc" else object_array(values)
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,15 +17,41 @@ from lightning_memmap.sampling import Integers
 _MAX_GAP_BYTES = 64 * 2**10
 
 
+@dataclass(frozen=True, eq=False)
+class NullableRows:
+    """Rows of numbers or times of which some are None.
+
+    Args:
+        values: The rows, zeros where they are None.
+        is_given: Whether each row is not None, bool of shape (n,).
+    """
+
+    values: np.ndarray
+    is_given: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: Any) -> Any:
+        if isinstance(rows, slice | np.ndarray):
+            return NullableRows(self.values[rows], self.is_given[rows])
+        return self.values[rows] if self.is_given[rows] else None
+
+
+#: What is read of the rows of a field.
+Found: TypeAlias = Tensor | np.ndarray | NullableRows
+
+
 class FieldArray(ABC):
     """The rows of one field, one after the other along the first dimension.
 
     What is read has the field's dtype and shape (n, *field shape), or is a numpy array of objects,
-    one for each row. Anything else means that these rows must be read one by one.
+    one for each row. Anything else means that these rows must be read one by one. Of a field that
+    may be None, rows are read as `NullableRows`, of which `PartOfRows` takes one part.
     """
 
     @abstractmethod
-    def read(self, first: int, end: int) -> Tensor | np.ndarray:
+    def read(self, first: int, end: int) -> Found:
         """Read consecutive rows.
 
         Args:
@@ -34,7 +60,7 @@ class FieldArray(ABC):
         """
 
     @abstractmethod
-    def take(self, rows: Integers) -> Tensor | np.ndarray:
+    def take(self, rows: Integers) -> Found:
         """Read rows in any order.
 
         Args:
@@ -50,17 +76,19 @@ class MemoryArray(FieldArray):
         values: The rows.
     """
 
-    values: Tensor | np.ndarray
+    values: Found
 
     @override
-    def read(self, first: int, end: int) -> Tensor | np.ndarray:
-        return self.values[first:end]
+    def read(self, first: int, end: int) -> Found:
+        found: Found = self.values[first:end]
+        return found
 
     @override
-    def take(self, rows: Integers) -> Tensor | np.ndarray:
+    def take(self, rows: Integers) -> Found:
         if isinstance(self.values, Tensor):
             return self.values[torch.from_numpy(rows).to(self.values.device)]
-        return self.values[rows]
+        found: Found = self.values[rows]
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +130,14 @@ class PickedRows(FieldArray):
     rows: Integers
 
     @override
-    def read(self, first: int, end: int) -> Tensor | np.ndarray:
+    def read(self, first: int, end: int) -> Found:
         return self._take(self.rows[first:end])
 
     @override
-    def take(self, rows: Integers) -> Tensor | np.ndarray:
+    def take(self, rows: Integers) -> Found:
         return self._take(self.rows[rows])
 
-    def _take(self, rows: Integers) -> Tensor | np.ndarray:
+    def _take(self, rows: Integers) -> Found:
         if len(rows) and (np.diff(rows) == 1).all():
             return self.array.read(int(rows[0]), int(rows[-1]) + 1)
         return self.array.take(rows)
@@ -132,7 +160,7 @@ class JoinedRows(FieldArray):
         return np.cumsum(self.sizes, dtype=np.int64)
 
     @override
-    def read(self, first: int, end: int) -> Tensor | np.ndarray:
+    def read(self, first: int, end: int) -> Found:
         parts = []
         for array, size, stop in zip(self.arrays, self.sizes, self._ends.tolist(), strict=True):
             start = stop - size
@@ -141,7 +169,7 @@ class JoinedRows(FieldArray):
         return join(parts)
 
     @override
-    def take(self, rows: Integers) -> Tensor | np.ndarray:
+    def take(self, rows: Integers) -> Found:
         numbers = np.searchsorted(self._ends, rows, side="right")
         order = np.argsort(numbers, kind="stable")
         parts = []
@@ -151,7 +179,39 @@ class JoinedRows(FieldArray):
             parts.append(self.arrays[number].take(rows[places] - start))
         joined = join(parts)
         back = np.argsort(order)
-        return joined[torch.from_numpy(back)] if isinstance(joined, Tensor) else joined[back]
+        in_order: Found = (
+            joined[torch.from_numpy(back)] if isinstance(joined, Tensor) else joined[back]
+        )
+        return in_order
+
+
+@dataclass(frozen=True, eq=False)
+class PartOfRows(FieldArray):
+    """The values of rows of which some may be None, or which of them are not.
+
+    Args:
+        array: The rows.
+        is_mask: Whether it is the latter.
+    """
+
+    array: FieldArray
+    is_mask: bool
+
+    @override
+    def read(self, first: int, end: int) -> Tensor | np.ndarray:
+        return self._part(self.array.read(first, end))
+
+    @override
+    def take(self, rows: Integers) -> Tensor | np.ndarray:
+        return self._part(self.array.take(rows))
+
+    def _part(self, found: Found) -> Tensor | np.ndarray:
+        if isinstance(found, NullableRows):
+            return found.is_given if self.is_mask else found.values
+        if not self.is_mask:
+            return found
+        # Objects say for themselves whether they are None, and are read one by one.
+        return np.ones(len(found), object if found.dtype == object else bool)
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
@@ -166,18 +226,30 @@ def object_array(values: Sequence[Any]) -> np.ndarray:
     return objects
 
 
-def join(parts: Sequence[Tensor | np.ndarray]) -> Tensor | np.ndarray:
+def join(parts: Sequence[Found]) -> Found:
     """Join arrays along their first dimension.
 
     Args:
-        parts: Tensors or numpy arrays, at least one.
+        parts: Tensors, numpy arrays or rows of which some are None, at least one.
 
     Returns:
         A tensor if all are tensors of one dtype, an array if all are arrays of one dtype and row
-        shape, and else an array of objects.
+        shape, and else an array of objects. If rows of a part are None, then of the whole as well.
     """
     if len(parts) == 1:
         return parts[0]
+    if any(isinstance(part, NullableRows) for part in parts):
+        values, given = (
+            join([PartOfRows(MemoryArray(part), is_mask).read(0, len(part)) for part in parts])
+            for is_mask in (False, True)
+        )
+        assert isinstance(values, np.ndarray)
+        assert isinstance(given, np.ndarray)
+        return NullableRows(values, given)
+    return _joined([part for part in parts if not isinstance(part, NullableRows)])
+
+
+def _joined(parts: Sequence[Tensor | np.ndarray]) -> Tensor | np.ndarray:
     if len({(type(part), part.dtype, tuple(part.shape[1:])) for part in parts}) > 1:
         return object_array([row for part in parts for row in part])
     if isinstance(parts[0], Tensor):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_memmap.store.sources.field_array import object_array
+from lightning_memmap.store.sources.field_array import NullableRows, object_array
 from lightning_memmap.store.sources.names import chosen
 
 
@@ -25,7 +25,7 @@ def columns_of(table: Any, names: Sequence[str] | None) -> dict[str, Any]:
     return {name: to_numpy(table.column(name)) for name in chosen(names, table.column_names)}
 
 
-def to_numpy(column: Any) -> np.ndarray:
+def to_numpy(column: Any) -> np.ndarray | NullableRows:
     """Convert a column to a numpy array.
 
     Args:
@@ -34,7 +34,8 @@ def to_numpy(column: Any) -> np.ndarray:
     Returns:
         For numbers and times an array of their type; for lists of numbers of one length a
         two-dimensional one; for tensors of one shape one of more dimensions; else an array of
-        objects, in which lists of numbers are arrays, and missing values None.
+        objects, in which lists of numbers are arrays, and missing values None. Numbers and times of
+        which some are missing are `NullableRows`.
     """
     import pyarrow as pa
 
@@ -51,7 +52,17 @@ def to_numpy(column: Any) -> np.ndarray:
             return np.concatenate([chunk.to_numpy_ndarray() for chunk in _chunks(column)])
         if _is_list(kind) and pa.types.is_primitive(kind.value_type):
             return _lists_to_numpy(column)
+    elif pa.types.is_primitive(kind):
+        return NullableRows(_filled(column).to_numpy(), column.is_valid().to_numpy())
     return object_array(column.to_pylist())
+
+
+def _filled(column: Any) -> Any:
+    """A column of numbers or times with zeros in place of what is missing."""
+    import pyarrow as pa
+
+    zero = pa.Array.from_buffers(column.type, 1, [None, pa.py_buffer(bytes(16))])[0]
+    return column.fill_null(zero)
 
 
 def _chunks(column: Any) -> list[Any]:

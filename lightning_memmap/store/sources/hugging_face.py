@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Node
-from lightning_memmap.store.sources.field_array import FieldArray
+from lightning_memmap.store.sources.field_array import FieldArray, NullableRows, PartOfRows
 from lightning_memmap.store.sources.from_arrow import to_numpy
 
 #: Formats whose samples have the values of the table, in a type of Python, numpy or torch.
@@ -42,16 +42,32 @@ def arrays_of(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldAr
     if dataset.format["type"] not in _FORMATS or dataset.format["format_kwargs"]:
         return None
     paths = [path for path, part in node.walk() if part.is_field]
-    widths = {path: len(part.children) for path, part in node.walk()}
+    widths = {path: len(part.children) for path, part in node.walk() if part.is_list}
     arrays: list[FieldArray] = []
     for path, field in zip(paths, fields, strict=True):
+        if field.kind == "mask":  # Of the column before.
+            arrays.append(PartOfRows(arrays[-1], is_mask=True))
+            arrays[-2] = PartOfRows(arrays[-2], is_mask=False)
+            continue
         # A short list of numbers has a field for each of its items.
         name, item = path[0], path[1] if len(path) == 2 else None
         if len(path) > 2 or isinstance(item, str):
             return None
         column = dataset.select_columns([name]).with_format("arrow")
-        arrays.append(_ArrowColumn(column, str(name), item, widths[path[:1]], field))
+        arrays.append(_ArrowColumn(column, str(name), item, widths.get(path[:1], 0), field))
     return arrays
+
+
+def nullable_columns(dataset: Any) -> list[str]:
+    """The columns whose samples are None in some rows.
+
+    Args:
+        dataset: A ``datasets.Dataset``.
+    """
+    if dataset.format["type"] is not None:  # NaN, or whatever a transform makes of it.
+        return []
+    table = dataset.data
+    return [name for name in dataset.format["columns"] if table.column(name).null_count]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,18 +90,27 @@ class _ArrowColumn(FieldArray):
     field: Field
 
     @override
-    def read(self, first: int, end: int) -> np.ndarray:
+    def read(self, first: int, end: int) -> np.ndarray | NullableRows:
         return self._values(self.dataset[first:end])
 
     @override
-    def take(self, rows: Integers) -> np.ndarray:
+    def take(self, rows: Integers) -> np.ndarray | NullableRows:
         return self._values(self.dataset[rows])
 
-    def _values(self, table: Any) -> np.ndarray:
-        values = to_numpy(table.column(self.name))
+    def _values(self, table: Any) -> np.ndarray | NullableRows:
+        found = to_numpy(table.column(self.name))
+        if isinstance(found, NullableRows):
+            return NullableRows(self._wanted(found.values), found.is_given)
+        return self._wanted(found)
+
+    def _wanted(self, values: np.ndarray) -> np.ndarray:
         if self.item is not None and values.ndim == 2 and values.shape[1] == self.width:
             values = values[:, self.item]
         wanted = torch.empty(0, dtype=self.field.sample_dtype).numpy().dtype
+        if values.dtype.kind in "mM" and ":" in self.field.kind:
+            unit = self.field.kind.partition(":")[2].removesuffix(";UTC")
+            times = np.dtype(f"{values.dtype.str[1:3]}[{unit}]")
+            return values.astype(times) if np.can_cast(values.dtype, times, "safe") else values
         kinds = values.dtype.kind + wanted.kind
         # What does not fit is left as it is, and then read item by item.
         fits = kinds in ("bb", "ff") or (

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.sources.field_array import FieldArray, join
+from lightning_memmap.store.sources.field_array import FieldArray, NullableRows, join
 from lightning_memmap.store.sources.from_arrow import to_numpy
 from lightning_memmap.store.sources.names import chosen
 from lightning_memmap.store.workers import describe_error
@@ -74,7 +74,17 @@ class ParquetColumn(FieldArray):
         states = [(path, path.stat()) for path in paths]
         self.files = [(str(path), state.st_size, state.st_mtime_ns) for path, state in states]
         self.name = name
-        self._last: tuple[int, np.ndarray] | None = None
+        self._last: tuple[int, Any] | None = None
+
+    @property
+    def has_missing(self) -> bool:
+        """Whether rows have no value: by the statistics of the files, where these have them."""
+        groups, _ = self._groups
+        for number, (_, file, group) in enumerate(groups):
+            found = _null_count(file, group, self.name)
+            if found or (found is None and isinstance(self._read_group(number), NullableRows)):
+                return True
+        return False
 
     @cached_property
     def _groups(self) -> tuple[list[tuple[str, Any, int]], Integers]:
@@ -135,7 +145,7 @@ class ParquetColumn(FieldArray):
             parts.append(values[rows[places] - (int(self._groups[1][number]) - len(values))])
         return join(parts)[np.argsort(order)]
 
-    def _read_group(self, number: int) -> np.ndarray:
+    def _read_group(self, number: int) -> Any:
         if self._last is None or self._last[0] != number:
             path, file, group = self._groups[0][number]
             with _reading(path):
@@ -146,6 +156,17 @@ class ParquetColumn(FieldArray):
     def __getstate__(self) -> dict[str, Any]:
         # Each process opens the files for itself.
         return {"files": self.files, "name": self.name, "_last": None}
+
+
+def _null_count(file: Any, group: int, name: str) -> int | None:
+    """How many rows of a column have no value in a row group; None where the file does not say."""
+    metadata = file.metadata.row_group(group)
+    for index in range(metadata.num_columns):
+        column = metadata.column(index)
+        if column.path_in_schema == name and (found := column.statistics) is not None:
+            count: int | None = found.null_count if found.has_null_count else None
+            return count
+    return None
 
 
 def _is_alike(one: Any, other: Any) -> bool:

@@ -23,11 +23,13 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Schema
+from lightning_memmap.schema import Field, Form, Schema
 from lightning_memmap.schema.rows import stack_samples
 from lightning_memmap.store.columns import PackedRows
 from lightning_memmap.store.probes import (
+    MAX_PROBES,
     NUM_PROBES,
+    check_known,
     flatten_row,
     hash_row,
     leaf_bytes,
@@ -37,6 +39,8 @@ from lightning_memmap.store.progress import Advance
 from lightning_memmap.store.sources.field_array import FieldArray
 from lightning_memmap.store.workers import describe_error
 
+#: Instead of a sample, at the end.
+_END = object()
 #: Samples that are held as Python objects, before they are written.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 
@@ -89,8 +93,8 @@ class Spool:
         stream: The stream, which is read to its end.
         directory: Where the files are.
         advance: Called with the number of rows read since the last call.
-        variable: By the name of a field, how many of its leading dimensions may differ from row to
-            row. Those that differ among the first `NUM_PROBES` rows may do so anyhow.
+        variable: By name, the form of each field or list whose rows may differ in length, or be
+            None. Those that do among the first `NUM_PROBES` rows need not be named.
         store_dtypes: Other dtypes in which fields are kept, by name.
 
     Attributes:
@@ -109,7 +113,7 @@ class Spool:
         stream: Any,
         directory: Path,
         advance: Advance,
-        variable: Mapping[str, int],
+        variable: Mapping[str, Form],
         store_dtypes: Mapping[str, torch.dtype],
     ) -> None:
         self._num_rows = 0
@@ -124,6 +128,12 @@ class Spool:
             raise SchemaError(f"row 0, {error}") from error
         for sample in piece[1:]:
             self.schema = merged_schema(self.schema, sample) or self.schema
+        while self.schema.unknown.keys() & variable.keys() and len(piece) < MAX_PROBES:
+            if (sample := next(samples, _END)) is _END:
+                break
+            piece.append(sample)
+            self.schema = merged_schema(self.schema, sample) or self.schema
+        check_known(self.schema, {*variable, *store_dtypes}, len(piece))
         with ExitStack() as stack:
             self.arrays = [
                 SpooledItems(field, directory)

@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from lightning_memmap.loading.collate import named_leaves, rebuilt
+from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.variable_batch import interleaved, is_variable
 
 _WITH_ROWS = (Tensor, TensorDictBase)

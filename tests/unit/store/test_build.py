@@ -520,7 +520,7 @@ MISFITS: dict[str, tuple[Any, list[str]]] = {
         {"x": torch.zeros(4, dtype=torch.int64)},
         [r"found dict of \['x'\], expected \['x', 'label'\]"],
     ),
-    "none": ({"x": None, "label": 1}, ["field 'x': found NoneType", r"expected int64 \(4,\)"]),
+    "none": ({"x": None, "label": 1}, ["field 'x': found None", r"expected int64 \(4,\)"]),
 }
 
 

@@ -402,15 +402,6 @@ def test_columns_with_text_are_stored_as_items(tmp_path: Path) -> None:
         assert store[row] == {"age": row, "city": dataset.columns["city"][row]}
 
 
-def test_missing_value_is_refused_at_its_row(tmp_path: Path) -> None:
-    pandas = import_module("pandas")
-    frame = pandas.DataFrame({"age": pandas.array([*range(30), None, 5], dtype="Int64")})
-    with pytest.raises(SchemaError, match="row 30, field 'age': found NoneType"):
-        build_store(ColumnDataset(frame), tmp_path / "store", progress=False)
-    filled = ColumnDataset(frame.fillna(-1))
-    assert build_store(filled, tmp_path / "store", progress=False)[30] == {"age": -1}
-
-
 def test_arrow_lists_of_other_lengths_are_refused_at_their_row(tmp_path: Path) -> None:
     pa = import_module("pyarrow")
     lists = pa.table({"tokens": [[1, 2, 3]] * 30 + [[1, 2]] + [[1, 2, 3]] * 30})

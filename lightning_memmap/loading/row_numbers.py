@@ -1,0 +1,128 @@
+"""Rows that come with their numbers: those that they have in the dataset as it was given."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from lightning_memmap.loading.buffers import Buffers
+from lightning_memmap.loading.row_source import EpochRows, FieldRows, Leaf, RowSource
+from lightning_memmap.sampling import Integers, Sampler
+from lightning_memmap.schema import Schema
+
+#: The key of the row numbers in a batch.
+ROW_NUMBER = "row_number"
+
+
+@dataclass(frozen=True)
+class NumberedRows:
+    """A row source whose rows have one leaf more, the last one: their numbers.
+
+    Args:
+        source: Where the rows are.
+    """
+
+    source: RowSource
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are fetched."""
+        return self.source.device
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the rows were freed."""
+        return self.source.is_released
+
+    def check_sampler(self, sampler: Sampler) -> None:
+        """Check that rows can be fetched in the order of a sampler; see `RowSource`."""
+        self.source.check_sampler(sampler)
+
+    @contextmanager
+    def epoch(self, sampler: Sampler, epoch: int, position: int) -> Iterator[EpochRows]:
+        """The rows in the order of an epoch; see `RowSource.epoch`."""
+        with self.source.epoch(sampler, epoch, position) as rows:
+            yield _NumberedEpoch(rows, sampler, epoch)
+
+    def release(self) -> None:
+        """Free the rows; see `RowSource.release`."""
+        self.source.release()
+
+
+@dataclass(frozen=True)
+class _NumberedEpoch:
+    """Rows and their numbers. Beside each location is the number of its row."""
+
+    rows: EpochRows
+    sampler: Sampler
+    number: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    @property
+    def fields(self) -> Sequence[FieldRows]:
+        return self.rows.fields
+
+    @property
+    def row_bytes(self) -> int:
+        return self.rows.row_bytes
+
+    def locate(self, positions: range) -> Integers:
+        numbers = self.sampler.dataset_rows(self.number, positions)
+        return np.column_stack([self.rows.locate(positions), numbers])
+
+    def fetch(
+        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+    ) -> Sequence[Leaf]:
+        places, numbers = (column.contiguous() for column in locations.unbind(1))
+        return [*self.rows.fetch(places, out, pin_memory=pin_memory), numbers.to(self.device)]
+
+
+class NumberedCollate:
+    """Adds row numbers to batches: under the key `ROW_NUMBER`, or behind what a list has.
+
+    Args:
+        collate: Makes a batch of the other leaves.
+        schema: The schema of the samples.
+
+    Raises:
+        ValueError: The samples have that key, or are of a class, in which there is no place.
+    """
+
+    def __init__(self, collate: Callable[[Sequence[Any]], Any], schema: Schema) -> None:
+        node = schema.structure
+        if node.name:
+            raise ValueError(
+                f"with_row_numbers=True: the samples are of the class {node.name!r}, which has no"
+                f" place for row numbers: give a dict, or a field of your own with the row"
+            )
+        if ROW_NUMBER in node.keys:
+            raise ValueError(
+                f"with_row_numbers=True: the samples have a key {ROW_NUMBER!r} of their own: rename"
+                " it, or leave the argument out"
+            )
+        self._collate = collate
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """Make a batch.
+
+        Args:
+            leaves: One for each field, and the row numbers.
+
+        Returns:
+            The nested batch.
+        """
+        *others, numbers = leaves
+        batch = self._collate(others)
+        if isinstance(batch, TensorDictBase):
+            return batch.set(ROW_NUMBER, numbers)
+        if type(batch) is dict:
+            return {**batch, ROW_NUMBER: numbers}
+        return [*batch, numbers] if type(batch) is list else [batch, numbers]

@@ -1,0 +1,227 @@
+"""Batches of lists of records, of rows that are None, and of row numbers, from any place."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.loading import FormedCollate, NumberedCollate, RowList, SuperBatchLoader
+from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.variable_batch import dense_tensors, is_on, sent_leaf
+from lightning_memmap.placement import DataTopology, Residency
+from lightning_memmap.sampling import KFold, ShuffledSampler, Subset, Weighted
+from lightning_memmap.schema import Form, Masked, Pad, Rows
+from lightning_memmap.store import Store, build_store
+from tests.records import Scenes, assert_is_batch
+from tests.rows import CPU, make_split, split_with
+
+NUM_ROWS = 120
+FORMS: dict[str, dict[str, Form]] = {
+    "list": {},
+    "pad": {"objects": Pad(), "objects.label": Pad(value=0)},
+    "sound list": {"sound": Rows()},
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    path = tmp_path_factory.mktemp("records") / "s"
+    return build_store(Scenes(NUM_ROWS), path, num_shards=12, progress=False)
+
+
+def loader_over(store: Store, rows: Any, batch_size: int, form: str, **options: Any) -> Any:
+    collate = FormedCollate(store.schema, FORMS[form])
+    sampler = ShuffledSampler(rows.shards, 3)
+    return SuperBatchLoader(rows, sampler, batch_size, collate=collate, **options)
+
+
+def assert_gives_all_rows(loader: Any) -> None:
+    dataset, start = Scenes(NUM_ROWS), 0
+    order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
+    for step in loader:
+        samples = [dataset[row] for row in order[start : start + len(step)]]
+        assert_is_batch(step.to("cpu"), samples)
+        start += len(step)
+    assert start == NUM_ROWS
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_do_not_depend_on_the_number_of_data_devices(
+    store: Store, form: str, num_devices: int, transform: Any
+) -> None:
+    rows = make_split(store, num_devices)
+    assert_gives_all_rows(loader_over(store, rows, 24 // num_devices, form, transform=transform))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_lie_where_they_are_wanted(store: Store, form: str) -> None:
+    places = (Residency.MMAP, Residency.DEVICE, Residency.MMAP) * 4
+    for residency in (places, (Residency.DEVICE,) * 12):
+        rows = split_with(store, DataTopology((CPU,) * 2), residency)
+        assert_gives_all_rows(loader_over(store, rows, 6, form))
+
+
+@pytest.mark.parametrize("form", ["list", "pad"])
+def test_loader_goes_on_in_the_middle_of_an_epoch(store: Store, form: str) -> None:
+    saved = loader_over(store, make_split(store, 2), 6, form)
+    for _, _ in zip(range(4), saved, strict=False):
+        pass
+    loader = loader_over(store, make_split(store, 3), 4, form)
+    loader.load_state_dict(saved.state_dict())
+    order = loader.order.dataset_rows(0, range(48, NUM_ROWS)).tolist()
+    for step in loader:
+        rows, order = order[: len(step)], order[len(step) :]
+        assert_is_batch(step.to("cpu"), [Scenes(NUM_ROWS)[row] for row in rows])
+    assert not order
+
+
+def test_rows_of_records_are_sent_in_one_copy_for_each_dtype(store: Store) -> None:
+    batch = next(iter(loader_over(store, make_split(store), 8, "list"))).to("cpu")
+    meta = sent_leaf(batch["objects"], torch.device("meta"))
+    assert isinstance(meta, RowList)
+    assert is_on(meta, torch.device("meta"))
+    assert not is_on(meta, CPU)
+    for one, other in zip(meta, batch["objects"], strict=True):
+        assert one["name"] == other["name"]
+        pairs = zip(named_leaves(one), named_leaves(other), strict=True)
+        for (_, a), (_, b) in pairs:
+            assert not isinstance(b, Tensor) or (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert len({t.untyped_storage()._cdata for t in dense_tensors(meta)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("forms", "words"),
+    [
+        ({"objects.label": Pad()}, "some fields of the list 'objects' are given row by row"),
+        ({"row": Form(nullable=True)}, "no row of field 'row' may be None"),
+        ({"objects": Pad(value=-1)}, "'objects.mask' is bool, which does not have the value -1"),
+        ({"object": Pad()}, "there is no field 'object'"),
+    ],
+)
+def test_form_that_a_list_cannot_have_is_refused(
+    store: Store, forms: dict[str, Form], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        FormedCollate(store.schema, forms)
+
+
+def test_rows_of_several_fields_are_in_the_parts_of_a_masked_value() -> None:
+    assert Masked([1, 2], torch.tensor([True, False])).rows() == [1, None]
+    with pytest.raises(TypeError, match="the rows of a dict are in its parts"):
+        Masked({"a": torch.zeros(2)}, torch.ones(2, dtype=torch.bool)).rows()
+
+
+class Numbers:
+    """Row ``i`` as a sample of some kind."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 61
+
+    def __getitem__(self, row: int) -> Any:
+        if not 0 <= row < 61:
+            raise IndexError(row)
+        value = torch.tensor(row)
+        kinds = {
+            "dict": {"x": value},
+            "tuple": (value, -value),
+            "tensor": value,
+            "tensordict": TensorDict({"x": value}, []),
+            "class": Pair(row),
+            "taken": {"row_number": value},
+        }
+        return kinds[self.kind]
+
+
+class Pair(NamedTuple):
+    x: int
+
+
+def numbers_in(kind: str, batch: Any) -> tuple[Tensor, Tensor]:
+    """Row numbers, and the values in which the dataset has them too."""
+    if kind in ("dict", "tensordict"):
+        assert set(batch.keys()) == {"x", "row_number"}
+        return batch["row_number"], batch["x"]
+    assert len(batch) == (3 if kind == "tuple" else 2)
+    return batch[-1], batch[0]
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host", "stream"])
+@pytest.mark.parametrize("kind", ["dict", "tuple", "tensor", "tensordict"])
+def test_batches_carry_the_rows_of_the_dataset(tmp_path: Path, kind: str, residency: str) -> None:
+    options: dict[str, Any] = {"store_dir": tmp_path, "batch_size": 8, "num_shards": 4}
+    options["residency"] = residency
+    data = MemmapDataModule(Numbers(kind), Numbers(kind), with_row_numbers=True, **options)
+    data.prepare_data()
+    chosen = [*range(3, 50, 2)]
+    for changes, expected in (
+        ({}, [*range(61)]),
+        ({"subset": Subset(chosen)}, chosen),
+    ):
+        changed = data.with_options(**changes)
+        changed.setup("fit")
+        seen = list[int]()
+        for batch in changed.train_dataloader():
+            numbers, values = numbers_in(kind, batch)
+            assert numbers.dtype == torch.int64
+            assert torch.equal(numbers, values)
+            seen += numbers.tolist()
+        assert sorted(seen) == expected
+        assert seen != expected
+        val = [numbers_in(kind, batch)[0] for batch in changed.val_dataloader()]
+        assert torch.cat(val).tolist() == [*range(61)]
+
+
+def test_row_numbers_under_folds_and_weights_are_rows_of_the_dataset(tmp_path: Path) -> None:
+    data = MemmapDataModule(
+        Numbers("dict"), store_dir=tmp_path, batch_size=8, with_row_numbers=True
+    )
+    data.prepare_data()
+    weights = Weighted("x", num_samples=40)
+    for changes in ({"subset": KFold(4), "member": 1}, {"sampler": weights}):
+        changed = data.with_options(**changes)
+        changed.setup("fit")
+        loaders = [changed.train_dataloader(), changed.val_dataloader()]
+        for loader in loaders:
+            for batch in loader:
+                assert torch.equal(batch["row_number"], batch["x"])
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+def test_row_numbers_do_not_depend_on_the_number_of_data_devices(
+    store: Store, num_devices: int, transform: Any
+) -> None:
+    places = (Residency.MMAP, Residency.DEVICE, Residency.MMAP) * 4
+    rows = split_with(store, DataTopology((CPU,) * num_devices), places).numbered()
+    collate = NumberedCollate(FormedCollate(store.schema), store.schema)
+    loader = SuperBatchLoader(
+        rows,
+        ShuffledSampler(rows.shards, 3),
+        24 // num_devices,
+        collate=collate,
+        transform=transform,
+    )
+    batches = [step.to("cpu") for step in loader]
+    assert all(torch.equal(batch["row"], batch["row_number"]) for batch in batches)
+    order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
+    assert torch.cat([batch["row_number"] for batch in batches]).tolist() == order
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("class", "class 'Pair', which has no place"), ("taken", "'row_number' of")]
+)
+def test_row_numbers_without_a_place_are_refused(tmp_path: Path, kind: str, words: str) -> None:
+    data = MemmapDataModule(Numbers(kind), store_dir=tmp_path, with_row_numbers=True)
+    data.prepare_data()
+    data.setup("fit")
+    with pytest.raises(ValueError, match=words):
+        data.train_dataloader()

@@ -1,0 +1,86 @@
+"""Many rows over many processes: what a process sets up does not grow with the rows."""
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Collection
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.sampling import (
+    BatchSchedule,
+    BlockShuffledSampler,
+    Integers,
+    Sampler,
+    SequentialSampler,
+    Shards,
+    ShuffledSampler,
+)
+from lightning_memmap.schema import Field
+from lightning_memmap.store.columns.fixed import FixedColumn
+from lightning_memmap.store.manifest import rows_bytes
+
+CPU = torch.device("cpu")
+ROWS, RANKS, GLOBAL_BATCH = 10**10, 1024, 2**20
+
+
+class ManyRows:
+    """The sizes of a store that is not there."""
+
+    num_rows, num_shards, row_bytes = ROWS, RANKS, 8
+
+    def shard_bytes(
+        self, shards: Shards | None = None, fields: Collection[str] | None = None
+    ) -> Integers:
+        column = FixedColumn(Field("x", torch.int64, (), "array"), Shards(ROWS, RANKS))
+        shards = shards or column.shards
+        return np.array([rows_bytes([column], shards.rows_of(c)) for c in range(RANKS)], np.int64)
+
+
+def order_of(kind: str, shards: Shards) -> Sampler:
+    if kind == "shuffled":
+        return ShuffledSampler(shards, 7)
+    return (
+        SequentialSampler(shards) if kind == "sequential" else BlockShuffledSampler(shards, 7, 1000)
+    )
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "sequential", "block-shuffled"])
+def test_set_up_of_a_rank_is_small(kind: str) -> None:
+    tracemalloc.start()
+    try:
+        topology = DataTopology((CPU,), rank=511, size=RANKS)
+        size = SplitSize.of("train", ManyRows(), topology)
+        placement = plan_placement({"train": size}, topology, "mmap", budget_bytes={CPU: 0})
+        sampler = order_of(kind, size.shards)
+        plan = BatchSchedule(sampler.num_positions, GLOBAL_BATCH, RANKS)
+        found = []
+        for step in (0, len(plan) // 2, len(plan) - 1):
+            first, last = plan.bounds(step)
+            found.append(sampler.dataset_rows(3, range(first + 511, last, RANKS)))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    rows = np.concatenate(found)
+    assert len(np.unique(rows)) == len(rows) > 2 * GLOBAL_BATCH // RANKS
+    assert (rows % RANKS == 511).all()
+    assert rows.max() < ROWS
+    held = [shard for shard, where in enumerate(placement.splits["train"].residency) if where]
+    assert held == [511]
+    assert peak_bytes < 100e6
+
+
+def test_each_row_is_of_one_rank() -> None:
+    topologies = [DataTopology((CPU,), rank, RANKS) for rank in range(RANKS)]
+    owners = Counter(
+        shard for each in topologies for shard in range(RANKS) if each.owner(shard) is not None
+    )
+    assert owners == dict.fromkeys(range(RANKS), 1)
+    shards = Shards(ROWS, RANKS)
+    rows = [shards.rows_of(shard) for shard in range(RANKS)]
+    # Each is every 1,024th row from another one on, and together they are all rows.
+    assert [each[0] for each in rows] == list(range(RANKS))
+    assert {each.step for each in rows if isinstance(each, range)} == {RANKS}
+    assert sum(map(len, rows)) == ROWS

@@ -1,0 +1,188 @@
+"""Rows of similar length together: each once, in any division, in buckets in random order."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_memmap.sampling import (
+    Bucketed,
+    BucketedSampler,
+    Sampler,
+    Shards,
+    ShuffledSampler,
+    StridedRows,
+)
+
+
+class Table:
+    """Fields of a dataset in memory, all of which are rows of known lengths."""
+
+    def __init__(self, num_rows: int, **lengths: Any) -> None:
+        self.num_rows = num_rows
+        self.fields = {name: np.asarray(values) for name, values in lengths.items()}
+
+    def values(self, field: str) -> np.ndarray:
+        raise NotImplementedError
+
+    def lengths(self, field: str) -> np.ndarray:
+        return self.fields[field]
+
+
+def made(
+    lengths: Any, num_shards: int = 4, bucket_size: int = 8, seed: int = 0, **options: Any
+) -> BucketedSampler:
+    num_rows = len(lengths)
+    factory = Bucketed(lengths, bucket_size, **options)
+    return factory.make(Shards(num_rows, num_shards), seed, Table(num_rows))
+
+
+def order_of(sampler: Sampler, epoch: int = 0) -> np.ndarray:
+    return sampler.dataset_rows(epoch, range(sampler.num_positions))
+
+
+def padding(lengths: np.ndarray, order: np.ndarray, batch: int) -> float:
+    """The share of a padded epoch that is padding."""
+    found = lengths[order]
+    width = [found[first : first + batch] for first in range(0, len(found), batch)]
+    return 1 - lengths.sum() / sum(len(each) * each.max() for each in width)
+
+
+some_lengths = st.lists(st.sampled_from([0, 1, 2, 3, 5, 40, 300, 70_000]), min_size=1, max_size=120)
+
+
+@given(some_lengths, st.integers(1, 9), st.integers(1, 20), st.integers(1, 5), st.integers(0, 3))
+@settings(deadline=None, max_examples=200)
+def test_each_row_comes_once_at_a_position_of_its_shard(
+    lengths: list[int], num_shards: int, bucket_size: int, num_buckets: int, epoch: int
+) -> None:
+    sampler = made(lengths, num_shards, bucket_size, num_buckets=num_buckets)
+    order = order_of(sampler, epoch)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    assert (order % num_shards == np.arange(len(lengths)) % num_shards).all()
+
+
+@given(st.data(), some_lengths, st.integers(1, 12), st.integers(1, 20), st.integers(1, 5))
+@settings(deadline=None, max_examples=200)
+def test_positions_are_the_same_in_any_division(
+    data: st.DataObject, lengths: list[int], num_shards: int, bucket_size: int, num_buckets: int
+) -> None:
+    sampler = made(lengths, num_shards, bucket_size, num_buckets=num_buckets)
+    whole = order_of(sampler, 3).tolist()
+    step = data.draw(st.sampled_from([n for n in range(1, 13) if num_shards % n == 0]))
+    start = data.draw(st.integers(0, len(lengths)))
+    stop = data.draw(st.integers(start, len(lengths)))
+    # As a process that has these shards alone finds them, in a sampler of its own.
+    again = pickle.loads(pickle.dumps(sampler))
+    assert again.dataset_rows(3, range(start, stop, step)).tolist() == whole[start:stop:step]
+
+
+@given(some_lengths, st.integers(1, 20), st.integers(1, 5))
+@settings(deadline=None, max_examples=100)
+def test_buckets_of_one_shard_are_the_sorted_window_cut_into_pieces(
+    lengths: list[int], bucket_size: int, num_buckets: int
+) -> None:
+    sampler = made(lengths, 1, bucket_size, num_buckets=num_buckets)
+    found = np.array(lengths)[order_of(sampler)]
+    size = bucket_size * num_buckets
+    for first in range(0, len(found), size):
+        window = found[first : first + size]
+        buckets = [window[at : at + bucket_size] for at in range(0, len(window), bucket_size)]
+        assert all((np.diff(bucket) >= 0).all() for bucket in buckets)
+        buckets.sort(key=lambda bucket: (bucket[0], bucket[-1]))
+        assert np.concatenate(buckets).tolist() == sorted(window.tolist())
+
+
+@pytest.mark.parametrize(("num_shards", "batch"), [(1, 64), (24, 96), (24, 8), (24, 100)])
+def test_buckets_of_many_shards_have_little_padding(num_shards: int, batch: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 1000, 20_000)
+    shuffled = ShuffledSampler(Shards(len(lengths), num_shards), 0)
+    assert padding(lengths, order_of(shuffled), batch) > 0.4
+    # Windows of 9,600 rows.
+    sampler = made(lengths, num_shards, batch, num_buckets=9600 // batch)
+    assert padding(lengths, order_of(sampler), batch) < 0.1
+    # A bucket of several steps ascends, so that they are of similar length too.
+    sampler = made(lengths, num_shards, 4 * batch, num_buckets=2400 // batch)
+    assert padding(lengths, order_of(sampler), batch) < 0.1
+
+
+def test_windows_have_other_rows_and_buckets_another_order_in_each_epoch() -> None:
+    lengths = np.arange(960)
+    sampler = made(lengths, 4, 16, num_buckets=30)
+    orders = [order_of(sampler, epoch) for epoch in range(4)]
+    windows = [set(order[:480].tolist()) for order in orders]
+    assert all(150 < len(one & windows[0]) < 330 for one in windows[1:])
+    means = np.array([order.reshape(-1, 16).mean(axis=1) for order in orders])
+    # Neither ascending nor the same: ranks of buckets are unrelated to their places and epochs.
+    related = np.corrcoef(np.vstack([means[:, :30], np.arange(30)]))
+    assert (np.abs(related - np.eye(5)) < 0.5).all()
+
+
+def test_each_place_of_a_window_has_buckets_of_all_lengths_equally_often() -> None:
+    lengths = np.arange(60)
+    sampler = made(lengths, 1, 10, num_buckets=6)
+    counts = np.zeros((6, 6))
+    epochs = 1200
+    for epoch in range(epochs):
+        ranks = order_of(sampler, epoch)[::10] // 10
+        counts[np.arange(6), ranks] += 1
+    chi_square = ((counts - epochs / 6) ** 2 / (epochs / 6)).sum()
+    # The 99.9 % quantile for 25 degrees of freedom.
+    assert chi_square < 52.62
+
+
+def test_lengths_are_those_of_the_chosen_rows() -> None:
+    lengths = np.arange(300)[::-1].copy()
+    shards = Shards(150, 6, StridedRows(1, 2))
+    for given_lengths in (lengths, lengths.tolist(), torch.from_numpy(lengths), "sound"):
+        sampler = Bucketed(given_lengths, 12).make(shards, 0, Table(300, sound=lengths))
+        order = order_of(sampler)
+        assert sorted(order.tolist()) == list(range(1, 300, 2))
+        spread = lengths[order[:144].reshape(-1, 12)]
+        assert (spread.max(axis=1) - spread.min(axis=1)).max() < 80
+
+
+def test_identity_is_that_of_the_lengths_and_the_numbers() -> None:
+    one, same, other = made([1, 2, 3]), made(torch.tensor([1, 2, 3])), made([1, 2, 4])
+    assert one == same
+    assert one.identity == same.identity != other.identity
+    assert made([1, 2, 3], bucket_size=9).identity != one.identity
+    assert made([1, 2, 3], num_buckets=9).identity != one.identity
+    assert (
+        repr(Bucketed("sound", 64)) == "Bucketed(lengths='sound', bucket_size=64, num_buckets=100)"
+    )
+
+
+def test_known_lengths_and_seed_give_known_rows() -> None:
+    # Checkpoints stand for this order: it must never change.
+    sampler = made(np.arange(24) * 7 % 11, 3, 4, seed=42, num_buckets=3)
+    assert order_of(sampler, 5).tolist() == GOLDEN_SMALL
+    large = made(np.arange(100_003) * 31 % 1009, 24, 96, seed=7)
+    assert large.dataset_rows(2, range(50_000, 50_005)).tolist() == GOLDEN_LARGE
+
+
+GOLDEN_SMALL = [21, 16, 5, 9, 13, 14, 6, 7, 11, 0, 19, 8]
+GOLDEN_SMALL += [18, 22, 2, 15, 10, 23, 12, 4, 20, 3, 1, 17]
+GOLDEN_LARGE = [7856, 9417, 10426, 95507, 85092]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "words"),
+    [
+        ([1, -1], {}, "row 1 has the length -1"),
+        ([[1], [1]], {}, r"lengths of shape \(2, 1\), and the dataset has 2 rows"),
+        ([1.0, 2.0], {}, "lengths of float64: give integers"),
+        ([1], {"bucket_size": 0}, "bucket_size=0: at least 1"),
+        ([1], {"bucket_size": 1.5}, r"bucket_size=1\.5: give an integer"),
+        ([1], {"num_buckets": 0}, "num_buckets=0: at least 1"),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(
+    lengths: Any, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        made(lengths, **options)

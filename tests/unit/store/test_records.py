@@ -1,0 +1,589 @@
+"""Lists of records, None, times and enums: found, stored, resumed, verified, refused."""
+
+import datetime
+import enum
+import os
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
+
+from lightning_memmap import ColumnDataset, MemmapDataModule
+from lightning_memmap.errors import SchemaError, StoreError
+from lightning_memmap.schema import Schema
+from lightning_memmap.schema.texts import join_texts, split_texts
+from lightning_memmap.store import Store, build_store, open_store, verify_store
+from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.range_writer import _fitting
+from lightning_memmap.store.recovery import building_path
+from lightning_memmap.store.sources import field_arrays
+from tests.datasets import Counting, Replaced
+from tests.records import Colour, Scenes
+from tests.unit.store.signing import sign_manifest
+
+import_module("polars")  # It sets an environment variable, which a test must not do.
+NUM_ROWS = 200
+
+
+def build(path: Path, dataset: Any, **options: Any) -> Store:
+    return build_store(dataset, path, **{"num_shards": 7, "progress": False, **options})
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """A row of a store is the sample: numbers as tensors, and everything else as it was."""
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_equal(found[key], expected[key])
+    elif isinstance(expected, list) and expected and not isinstance(expected[0], int | float):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif expected is None or isinstance(expected, str | bytes):
+        assert found == expected
+    elif isinstance(expected, datetime.datetime):
+        assert found == int(np.datetime64(expected, "us").astype(np.int64))
+    elif isinstance(expected, enum.Enum):
+        assert found == list(type(expected)).index(expected)
+    elif isinstance(expected, list) and not expected:
+        assert len(found) == 0
+    else:
+        assert torch.equal(found, torch.as_tensor(expected, dtype=found.dtype))
+
+
+def assert_holds(store: Store, dataset: Any) -> None:
+    assert len(store) == len(dataset)
+    for row in range(len(dataset)):
+        assert_equal(store[row], dataset[row])
+
+
+@given(st.lists(st.binary(max_size=40), max_size=20))
+def test_texts_come_back(texts: list[bytes]) -> None:
+    joined = join_texts([np.frombuffer(text, np.uint8) for text in texts])
+    assert split_texts(joined.tobytes()) == texts
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_texts_are_refused_or_divided(data: bytes) -> None:
+    try:
+        texts = split_texts(data)
+    except ValueError:
+        return
+    joined = join_texts([np.frombuffer(text, np.uint8) for text in texts])
+    assert joined.tobytes() == data
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_records_are_found_built_verified_and_read(tmp_path: Path, num_workers: int) -> None:
+    store = build(tmp_path / "s", Scenes(NUM_ROWS), num_workers=num_workers)
+    assert_holds(store, Scenes(NUM_ROWS))
+    assert verify_store(store.path) == []
+    again = build(tmp_path / "s", Scenes(NUM_ROWS), check="full", num_workers=num_workers)
+    assert again.manifest == store.manifest
+    assert store.schema.lists["objects"] == (
+        "objects.box", "objects.label", "objects.name", "objects.score", "objects.score.mask",
+        "objects.mask",
+    )  # fmt: skip
+    # Boxes, labels and scores have one index, and the others one each.
+    indices = {path.name for path in store.path.glob("objects.*index")}
+    assert indices == {"objects.box.index", "objects.name.index", "objects.mask.index"}
+
+
+def test_store_of_a_store_has_the_same_files(tmp_path: Path) -> None:
+    store = build(tmp_path / "s", Scenes(NUM_ROWS))
+    other = build(tmp_path / "t", store)
+    for name in os.listdir(store.path):
+        if name != "manifest.json":
+            assert (other.path / name).read_bytes() == (store.path / name).read_bytes(), name
+
+
+counts = st.lists(st.integers(0, 5), min_size=1, max_size=30)
+
+
+@given(counts, st.integers(1, 9), st.booleans())
+@settings(deadline=None, max_examples=25)
+def test_lists_of_any_lengths_come_back(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], shards: int, is_text: bool
+) -> None:
+    part: Any = "żółw" if is_text else torch.arange(6).view(2, 3)
+    rows = [{"x": 1, "parts": [part] * size} for size in sizes]
+    if not any(sizes):
+        rows.append({"x": 1, "parts": [part]})
+    path = tmp_path_factory.mktemp("lists") / "s"
+    store = build(path, rows, num_shards=shards, variable={"parts": "list"})
+    assert_holds(store, rows)
+    assert verify_store(path) == []
+
+
+def late(sample: Any) -> Replaced:
+    """A dataset of which one row, which is no probe row, differs."""
+    assert 150 not in probe_rows(NUM_ROWS)
+    first = {"a": torch.zeros(3), "parts": [{"box": [1, 2], "m": torch.zeros(2, 2)}] * 2}
+    return Replaced([first] * NUM_ROWS, {150: {**first, **sample}})
+
+
+@pytest.mark.parametrize(
+    ("sample", "argument"),
+    [
+        ({"parts": [{"box": [1, 2], "m": torch.zeros(2, 2)}]}, {"parts": "list"}),
+        ({"parts": []}, {"parts": "list"}),
+        ({"a": None}, {"a": "nullable"}),
+        ({"parts": None}, {"parts": "nullable"}),
+        ({"a": torch.zeros(4)}, {"a": "pad"}),
+    ],
+)
+def test_later_row_names_the_argument_that_stores_it(
+    tmp_path: Path, sample: Any, argument: dict[str, Any]
+) -> None:
+    with pytest.raises(SchemaError, match="row 150") as caught:
+        build(tmp_path / "s", late(sample))
+    assert f"variable={argument}" in str(caught.value)
+    store = build(tmp_path / "s", late(sample), variable=argument)
+    found = store[150]
+    if "a" in sample:
+        assert found["a"] is None if sample["a"] is None else torch.equal(found["a"], sample["a"])
+    elif sample["parts"] is None:
+        assert found["parts"] is None
+    else:
+        assert len(found["parts"]) == len(sample["parts"])
+        assert len(store[0]["parts"]) == 2
+    assert verify_store(store.path) == []
+
+
+class Sparse:
+    """Lists that are empty, and values that are None, in all rows but one."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        if not 0 <= row < NUM_ROWS:
+            raise IndexError(row)
+        is_it = row == self.row
+        return {"i": row, "boxes": [{"b": [1.0, 2.0]}] if is_it else [], "n": 3 if is_it else None}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rows_are_read_until_one_shows_what_others_have(tmp_path: Path, num_workers: int) -> None:
+    with pytest.raises(SchemaError, match=r"'n' is None in each of the 8 rows .*'n': 'nullable'"):
+        build(tmp_path / "s", Sparse(77), num_workers=num_workers)
+    variable = {"n": "nullable", "boxes": "list"}
+    store = build(tmp_path / "s", Sparse(77), variable=variable, num_workers=num_workers)
+    assert_holds(store, Sparse(77))
+    with pytest.raises(SchemaError, match=r"is (None|an empty list) in each of the 200 rows"):
+        build(tmp_path / "t", Sparse(-1), variable=variable, num_workers=num_workers)
+
+
+def test_stream_is_read_until_a_row_shows_what_others_have(tmp_path: Path) -> None:
+    variable = {"n": "nullable", "boxes": "list"}
+    rows = (Sparse(77)[row] for row in range(NUM_ROWS))
+    store = build(tmp_path / "s", rows, variable=variable, fingerprint="one")
+    assert_holds(store, Sparse(77))
+    rows = (Scenes(NUM_ROWS)[row] for row in range(NUM_ROWS))
+    streamed = build(tmp_path / "t", rows, fingerprint="one")
+    plain = build(tmp_path / "u", Scenes(NUM_ROWS))
+    assert streamed.manifest.checksums == plain.manifest.checksums
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (
+            [torch.zeros(2), torch.zeros(3)],
+            r"'parts': found records of the shapes \[\(2,\), \(3,\)",
+        ),
+        ([{"t": ["a"]}, {"t": ["a", "b"]}], "'parts.t': the records of a list have lists of diff"),
+        ([{"t": 1}, {"t": 1.5}], "'parts' is a list of parts that differ in more than their val"),
+    ],
+)
+def test_lists_of_parts_that_are_not_alike_are_refused(
+    tmp_path: Path, parts: Any, words: str
+) -> None:
+    with pytest.raises(SchemaError, match=words):
+        build(tmp_path / "s", [{"x": 1, "parts": parts}] * 3, variable={"parts": "list"})
+
+
+BUILD = """
+import sys, time
+from lightning_memmap.store import build_store
+from tests.records import Scenes
+
+class Slow(Scenes):
+    def __getitem__(self, row):
+        time.sleep(0.01)
+        return super().__getitem__(row)
+
+build_store(Slow(600), sys.argv[1], num_shards=7, progress=False, fingerprint="one")
+"""
+
+
+def test_build_killed_while_it_writes_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    process = subprocess.Popen([sys.executable, "-c", BUILD, str(path)])
+    journal = building_path(path) / "journal"
+    deadline = monotonic() + 120
+    while not (journal.exists() and journal.stat().st_size > 20):
+        assert process.poll() is None
+        assert monotonic() < deadline
+        sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    counting = Counting(Scenes(600))
+    store = build(path, counting, fingerprint="one")
+    assert len(counting.rows) < 650
+    assert store.manifest.checksums == build(tmp_path / "t", Scenes(600)).manifest.checksums
+    assert verify_store(path) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        (
+            "objects.box.index",
+            {"objects.box", "objects.label", "objects.score", "objects.score.mask"},
+        ),
+        ("objects.label.values", {"objects.label"}),
+        ("captions.values", {"captions"}),
+        ("age.mask.memmap", {"age.mask"}),
+    ],
+)
+def test_flipped_bit_is_found(tmp_path: Path, file: str, fields: set[str]) -> None:
+    path = build(tmp_path / "s", Scenes(NUM_ROWS)).path
+    data = bytearray((path / file).read_bytes())
+    data[0] ^= 1
+    (path / file).write_bytes(data)
+    assert {damage.field for damage in verify_store(path)} == fields
+    (path / file).write_bytes(data[:-1])
+    with pytest.raises(StoreError, match=rf"{file} has {len(data) - 1} bytes"):
+        open_store(path)
+
+
+def edit_column(name: str, **entries: Any) -> Any:
+    return lambda body: body["columns"][name].update(entries)
+
+
+def edit_field(name: str, **entries: Any) -> Any:
+    def edit(body: Any) -> None:
+        next(field for field in body["fields"] if field["name"] == name).update(entries)
+
+    return edit
+
+
+def edit_node(key: str, **entries: Any) -> Any:
+    def edit(body: Any) -> None:
+        root = body["structure"]
+        root["children"][root["keys"].index(key)].update(entries)
+
+    return edit
+
+
+LEAF = {"kind": "leaf"}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        edit_column("objects.label", index_of="row"),
+        edit_column("objects.label", index_of="objects.mask"),
+        edit_column("objects.label", index_of="objects.label"),
+        edit_column("objects.label", index_of="../x"),
+        edit_column("objects.label", index_of=3),
+        edit_column("objects.label", shard_items=[0] * 7),
+        edit_column("objects.mask", index_of="objects.box"),
+        edit_field("captions", kind="text"),
+        edit_field("title", kind="text:list"),
+        edit_field("age.mask", kind="tensor"),
+        edit_field("age.mask", dtype="uint8"),
+        edit_field("age", kind="mask"),
+        edit_field("at", kind="datetime:weeks"),
+        edit_field("at", kind="datetime:us", dtype="float64"),
+        edit_field("colour", names={}),
+        edit_field("colour", names=["RED"]),
+        edit_field("colour", names={"RED": 0, "GREEN": 0}),
+        edit_field("colour", names={"RED": 0, "GREEN": 2**63}),
+        edit_field("colour", names={"RED": True}),
+        edit_field("colour", names={"\x1b[31m": 0}),
+        edit_field("colour", names={"x" * 300: 0}),
+        edit_field("colour", names={str(n): n for n in range(5000)}),
+        edit_field("age", names={"RED": 0}),
+        edit_node("captions", children=[]),
+        edit_node("captions", children=[{"kind": "records", "children": [LEAF]}]),
+        edit_node("captions", children=[{"kind": "numbers"}]),
+        edit_node("captions", kind="optional"),
+        edit_node("age", children=[LEAF]),
+        edit_node("age", children=[LEAF, {"kind": "sequence"}]),
+        edit_node("age", children=[{"kind": "optional", "children": [LEAF, LEAF]}, LEAF]),
+        edit_node("age", kind="none", keys=[], children=[]),
+        edit_node("age", kind="records"),
+    ],
+)
+def test_manifest_that_lies_is_refused(tmp_path: Path, edit: Any) -> None:
+    path = build(tmp_path / "s", Scenes(60)).path
+    sign_manifest(path, edit)
+    with pytest.raises(StoreError, match="cannot be trusted"):
+        open_store(path)
+
+
+def test_texts_that_are_none_are_refused(tmp_path: Path) -> None:
+    store = build(tmp_path / "s", Scenes(60))
+    values = store.path / "captions.values"
+    values.write_bytes(b"\xff" * values.stat().st_size)
+    row = next(row for row in range(60) if Scenes(60)[row]["captions"])
+    with pytest.raises(StoreError, match="'captions': a row is not a list of texts"):
+        open_store(store.path)[row]
+
+
+class Digits:
+    """Row ``i`` is a handwritten digit, and a box around each of its darkest spots."""
+
+    def __init__(self) -> None:
+        self.digits: Any = load_digits()
+
+    def __len__(self) -> int:
+        return len(self.digits.images)
+
+    def __getitem__(self, row: int) -> Any:
+        image = self.digits.images[row]
+        spots = np.argwhere(image == 16)
+        label = int(self.digits.target[row])
+        objects = [
+            {"box": [*spot, *(spot + 1)], "label": label} for spot in spots.tolist() and spots
+        ]
+        return image.astype(np.uint8), objects
+
+
+def test_digits_with_boxes_are_given_as_a_detection_collate_function_does(tmp_path: Path) -> None:
+    dataset = Digits()
+    data = MemmapDataModule(
+        dataset, store_dir=tmp_path, batch_size=64, variable={"1": "list"}, with_row_numbers=True
+    )
+    data.prepare_data()
+    data.setup("fit")
+    seen = []
+    for images, targets, rows in data.train_dataloader():
+        for image, target, row in zip(images, targets, rows.tolist(), strict=True):
+            expected, objects = dataset[row]
+            assert torch.equal(image, torch.from_numpy(expected))
+            boxes = torch.tensor(np.array([o["box"] for o in objects]).reshape(-1, 4))
+            assert torch.equal(target["box"], boxes)
+            assert target["label"].tolist() == [o["label"] for o in objects]
+        seen += rows.tolist()
+    assert sorted(seen) == [*range(1797)]
+
+
+# None in tables
+
+
+def missing(size: int) -> dict[str, list[Any]]:
+    days = [datetime.datetime(2024, 1, 1) + datetime.timedelta(hours=i) for i in range(size)]
+    return {
+        name: [None if row % 3 == at else value for row, value in enumerate(values)]
+        for at, (name, values) in enumerate(
+            {"i": [*range(size)], "f": [i / 2 for i in range(size)], "at": days}.items()
+        )
+    } | {"b": [None if row == 17 else row % 2 == 0 for row in range(size)]}
+
+
+def tables(kind: str, path: Path) -> Any:
+    values = missing(40)
+    pa = import_module("pyarrow")
+    if kind == "pandas":
+        pandas = import_module("pandas")
+        frame = pandas.DataFrame({"at": pandas.to_datetime(values["at"])})
+        frame["zoned"] = frame["at"].dt.tz_localize("Europe/Oslo")
+        frame["since"] = frame["at"] - frame["at"][0]
+        for name, dtype in (("i", "Int16"), ("f", "Float32"), ("b", "boolean")):
+            frame[name] = pandas.array(values[name], dtype=dtype)
+        return ColumnDataset(frame)
+    if kind == "polars":
+        polars = import_module("polars")
+        return ColumnDataset(
+            polars.DataFrame(values).with_columns(polars.col("i").cast(polars.Int8))
+        )
+    table = pa.table(values)
+    if kind == "parquet":
+        import_module("pyarrow.parquet").write_table(table, path, row_group_size=7)
+        return ColumnDataset(path)
+    if kind == "hugging face":
+        return import_module("datasets").Dataset(table)
+    return ColumnDataset(values if kind == "lists" else table)
+
+
+class Items:
+    """The same rows, of which only single ones can be read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.dataset[row]
+
+
+KINDS = ("pandas", "polars", "pyarrow", "parquet", "hugging face", "lists")
+
+
+@pytest.mark.parametrize("combination", ["whole", "subset", "concatenated"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_values_are_none_by_slices_as_item_by_item(
+    tmp_path: Path, kind: str, combination: str
+) -> None:
+    dataset = tables(kind, tmp_path / "rows.parquet")
+    if combination == "subset":
+        dataset = Subset(dataset, [*range(30, 3, -1)])
+    if combination == "concatenated":
+        dataset = ConcatDataset([dataset, Subset(dataset, [*range(9, 20)])])
+    store = build(tmp_path / "s", dataset)
+    names = [field.name for field in store.schema.fields]
+    assert "i.mask" in names
+    assert "b.mask" in names
+    variable = dict.fromkeys(store.schema.optional, "nullable")
+    items = build(tmp_path / "t", Items(dataset), variable=variable)
+    assert items.schema == store.schema
+    assert items.manifest.checksums == store.manifest.checksums
+    for row in range(len(dataset)):
+        assert {n for n, v in store[row].items() if v is None} == {
+            n for n, v in dataset[row].items() if v is None or str(v) == "NaT"
+        }
+    # By slices indeed, wherever the numbers of a column have one dtype.
+    arrays = field_arrays(dataset, store.schema)
+    assert arrays is not None
+    if kind != "lists":
+        for array, field in zip(arrays, store.schema.fields, strict=True):
+            assert not isinstance(array, Tensor)
+            assert _fitting(field, array.read(0, 9), 9) is not None, field
+
+
+def test_text_of_which_some_is_missing_is_none(tmp_path: Path) -> None:
+    pandas = import_module("pandas")
+    for dtype in (object, "string", "str"):
+        column = pandas.Series(["a", None, "c"] * 9, dtype=dtype)
+        store = build(tmp_path / str(dtype), ColumnDataset(pandas.DataFrame({"x": column})))
+        assert [store[row]["x"] for row in range(3)] == ["a", None, "c"]
+
+
+def test_nan_is_a_number(tmp_path: Path) -> None:
+    pandas = import_module("pandas")
+    frame = pandas.DataFrame({"x": [1.5, float("nan")] * 9})
+    store = build(tmp_path / "s", ColumnDataset(frame))
+    assert [field.name for field in store.schema.fields] == ["x"]
+    assert torch.isnan(store[1]["x"])
+
+
+# Times and enums
+
+
+class Level(enum.IntEnum):
+    LOW = 10
+    HIGH = 20
+
+
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+UTC = datetime.timezone.utc
+OSLO = datetime.timezone(datetime.timedelta(hours=2))
+DAY = datetime.date(2024, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "number"),
+    [
+        (datetime.datetime(1970, 1, 2), "datetime:us", 86_400_000_000),
+        (datetime.datetime(1969, 12, 31, 23, 59, 59, 999_999), "datetime:us", -1),
+        (datetime.datetime(1970, 1, 1, 2, tzinfo=OSLO), "datetime:us;UTC", 0),
+        (datetime.datetime(1970, 1, 1, 2, tzinfo=UTC), "datetime:us;UTC", 7_200_000_000),
+        (datetime.date(1970, 1, 11), "datetime:D", 10),
+        (datetime.timedelta(microseconds=-5), "timedelta:us", -5),
+        (np.datetime64("1970-01-01T00:00:01", "ns"), "datetime:ns", 10**9),
+        (np.datetime64("1971", "Y"), "datetime:Y", 1),
+        (np.timedelta64(3, "s"), "timedelta:s", 3),
+        (Colour.GREEN, "enum", 1),
+        (Level.HIGH, "enum", 20),
+        (Access.WRITE, "enum", 2),
+        (Access.READ | Access.WRITE, "enum", 3),
+    ],
+)
+def test_times_and_enums_are_integers(tmp_path: Path, value: Any, kind: str, number: int) -> None:
+    store = build(tmp_path / "s", [{"x": value}] * 9)
+    (field,) = store.schema.fields
+    assert (field.kind, field.dtype, field.shape) == (kind, torch.int64, ())
+    assert store[4]["x"].item() == number
+    if kind == "enum":
+        assert dict(field.names)[list(type(value))[-1].name] in (1, 2, 20)
+    assert Schema.from_json(store.schema.to_json()) == store.schema
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+def test_times_of_pandas_have_their_own_unit(tmp_path: Path, unit: str) -> None:
+    pandas = import_module("pandas")
+    time = pandas.Timestamp("2024-05-01 12:00:01").as_unit(unit)
+    zoned = time.tz_localize("Europe/Oslo")
+    duration = pandas.Timedelta(90, "s").as_unit(unit)
+    store = build(tmp_path / "s", [{"t": time, "z": zoned, "d": duration}] * 9)
+    kinds = [field.kind for field in store.schema.fields]
+    assert kinds == [f"datetime:{unit}", f"datetime:{unit};UTC", f"timedelta:{unit}"]
+    found = store[0]
+    assert found["t"].item() == time.asm8.astype(np.int64)
+    assert found["t"] - found["z"] == 2 * 3600 * 10 ** {"s": 0, "ms": 3, "us": 6, "ns": 9}[unit]
+    assert found["d"].item() == duration.asm8.astype(np.int64)
+
+
+def test_arrays_of_times_are_integers(tmp_path: Path) -> None:
+    times = np.arange("2024-05-01", "2024-05-05", dtype="datetime64[D]")
+    store = build(tmp_path / "s", [{"x": times.astype(">M8[s]")}] * 9)
+    assert store[0]["x"].tolist() == times.astype("datetime64[s]").astype(np.int64).tolist()
+    lists = [{"i": 1, "x": [times[0], times[1]][: row % 3]} for row in range(9)]
+    store = build(tmp_path / "t", lists)
+    assert store.schema.fields[1].kind == "datetime:D"
+    assert [len(store[row]["x"]) for row in range(9)] == [0, 1, 2] * 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (datetime.datetime(2024, 1, 1), datetime.datetime(2024, 1, 1, tzinfo=UTC)),
+        (datetime.datetime(2024, 1, 1), DAY),
+        (np.datetime64("2024", "s"), np.datetime64("2024", "ns")),
+        (datetime.timedelta(1), 5),
+        (Colour.RED, Level.LOW),
+        (Colour.RED, 0),
+        (Level.LOW, 10),
+    ],
+)
+def test_rows_of_another_meaning_are_refused(tmp_path: Path, one: Any, other: Any) -> None:
+    for first, second in ((one, other), (other, one)):
+        with pytest.raises(SchemaError, match="row 1, field 'x': found"):
+            build(tmp_path / "s", [{"x": first}, {"x": second}])
+
+
+def test_time_that_is_missing_is_none(tmp_path: Path) -> None:
+    pandas = import_module("pandas")
+    for at, (value, none) in enumerate(
+        [
+            (np.datetime64(5, "s"), np.datetime64("NaT", "s")),
+            (pandas.Timestamp(5), pandas.NaT),
+            (3, pandas.NA),
+        ]
+    ):
+        store = build(tmp_path / str(at), [{"x": value}, {"x": none}] * 9)
+        assert [store[row]["x"] is None for row in range(4)] == [False, True, False, True]
