@@ -5,8 +5,9 @@
     lightning-memmap compare --config examples/configs/photos.yaml
 
 Decoding a file takes longer than training on it, and a DataLoader decodes every file again in every
-epoch. A store has them decoded, once, and what is left to each epoch is the augmentation. The
-classes are the photograph that a patch is of, and whether it is upside down.
+epoch. A store has them decoded, once, and what is left to each epoch is the augmentation. Where the
+decoded images do not fit, ``--encoded true`` keeps the files, which threads decode while the model
+trains. The classes are the photograph that a patch is of, and whether it is upside down.
 """
 
 import lightning as L
@@ -93,20 +94,22 @@ class PhotoClassifier(Classifier):
         return self.network(image)  # type: ignore[no-any-return]
 
 
-def main(devices: int = 2, max_epochs: int = 5) -> None:
+def main(devices: int = 2, max_epochs: int = 5, encoded: bool = False) -> None:
     """Train with memmap_superbatch, test, and print a summary.
 
     Args:
         devices: GPUs; without one, logical data devices on the CPU.
         max_epochs: Epochs to train.
+        encoded: Keep the images encoded in the stores.
     """
     L.seed_everything(0)
     data = MemmapDataModule(
-        *(Photos(split) for split in ("train", "val", "test")),
-        store_dir="stores/photos",
+        *(Photos(split, mode=None if encoded else "RGB") for split in ("train", "val", "test")),
+        store_dir="stores/photos-encoded" if encoded else "stores/photos",
         batch_size=32,
         transform=RandomCropAndFlip(),
         eval_transform=CropAndNormalize(),
+        variable={"image": "decode"} if encoded else None,
     )
     train_and_test(PhotoClassifier(), data, devices=devices, max_epochs=max_epochs)
 

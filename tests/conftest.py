@@ -61,9 +61,12 @@ _SLOW = (
     "unit/compare/test_worker.py",
     "unit/loading/test_streamed.py",
     "unit/sampling/test_weighted.py",
+    "unit/store/test_append.py",
     "unit/store/test_build.py::test_build_on_full_disk",
     "unit/store/test_concurrency.py",
     "unit/store/test_crash.py",
+    "unit/store/test_parts.py",
+    "unit/store/test_remote.py",
     "unit/store/test_records.py::test_build_killed",
     "unit/store/test_records.py::test_missing_values",
     "unit/store/test_shared_directory.py",
@@ -145,8 +148,9 @@ def guard_threads() -> Iterator[None]:
 
 
 def _threads() -> set[threading.Thread]:
-    # The monitor of tqdm and the event loop of zarr serve the whole process and never end.
-    kept = ("tqdm_monitor", "zarr_io", "asyncio_")
+    # The monitor of tqdm and the event loops of zarr and fsspec serve the whole process and never
+    # end.
+    kept = ("tqdm_monitor", "zarr_io", "asyncio_", "fsspecIO")
     return {thread for thread in threading.enumerate() if not thread.name.startswith(kept)}
 
 

@@ -4,23 +4,21 @@ scikit-learn ships two photographs (the licences are in its folder ``datasets/im
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
-from torch.utils.data import Dataset
 
 from examples.folders import made_at_once
+from lightning_memmap import ImageFolder
 
-#: A folder of each split has this name, as ``torchvision.datasets.ImageFolder`` wants it.
+#: The folders of each split.
 CLASSES = ("flower", "flower_turned", "temple", "temple_turned")
 _NUM_ROWS = {"train": 2000, "val": 256, "test": 256}
 _SIZE = 128
 
 
-class Photos(Dataset[dict[str, Any]]):
+class Photos(ImageFolder):
     """Patches of two photographs, decoded from a PNG file each time one is read.
 
     A sample is ``{"image": uint8 tensor of shape (3, 128, 128), "label": int from 0 to 3}``. The
@@ -29,31 +27,22 @@ class Photos(Dataset[dict[str, Any]]):
     Args:
         split: ``train``, ``val`` or ``test``.
         folder: Folder of the files. `make_photos` makes a split whose folder is missing.
+        mode: As of `lightning_memmap.ImageFolder`. With None the store keeps the files as they are.
 
     Raises:
         ValueError: An unknown split.
     """
 
-    def __init__(self, split: str, folder: str | Path = "stores/photos-png") -> None:
+    def __init__(
+        self, split: str, folder: str | Path = "stores/photos-png", mode: str | None = "RGB"
+    ) -> None:
         if split not in _NUM_ROWS:
             raise ValueError(f"split={split!r}: choose one of {', '.join(_NUM_ROWS)}")
         directory = Path(folder) / split
         if not directory.exists():
             seed = list(_NUM_ROWS).index(split)
             make_photos(directory, num_rows=_NUM_ROWS[split], seed=seed)
-        self.files = sorted(directory.glob("*/*.png"))
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        path = self.files[row]
-        with Image.open(path) as file:
-            image = torch.from_numpy(np.array(file.convert("RGB")))
-        return {
-            "image": image.movedim(-1, 0).contiguous(),
-            "label": CLASSES.index(path.parent.name),
-        }
+        super().__init__(directory, mode)
 
 
 def make_photos(directory: Path, *, num_rows: int, seed: int) -> None:

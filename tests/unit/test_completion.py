@@ -45,7 +45,7 @@ def printed(shell: str) -> str:
     ("words", "offered"),
     [
         (["do"], {"doctor"}),
-        (["store", "p"], {"plan"}),
+        (["store", "pl"], {"plan"}),
         (["store", "plan", "--mem"], {"--memory", "--memory_fraction"}),
         (["compare", "--dev"], {"--devices"}),
         (["fit", "--trainer.max_e"], {"--trainer.max_epochs"}),

@@ -9,6 +9,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import STRATEGIES
+from tests.images import FORMS, Brightness, EncodedImages
 from tests.models import Points, Regression, make_trainer, weights
 from tests.variable import Ragged, Sounds
 
@@ -98,6 +99,25 @@ def fit_variable(
     module = Sounds()
     trainer.fit(module, data)
     return {"seen": module.seen, "texts": module.texts, "weights": weights(module)}
+
+
+def fit_encoded(
+    out: Path, strategy: str, devices: int, strategy_options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train on encoded images."""
+    data = MemmapDataModule(
+        EncodedImages(100), store_dir=out / "stores", batch_size=24 // devices, variable=FORMS
+    )
+    trainer = make_trainer(
+        out,
+        strategy=make_strategy(strategy, strategy_options),
+        devices=devices,
+        max_epochs=2,
+        limit_val_batches=0,
+    )
+    module = Brightness()
+    trainer.fit(module, data)
+    return {"seen": module.seen, "weights": weights(module)}
 
 
 def fit_in_children(out: Path, strategy: str, devices: int, rows: int) -> dict[str, Any]:
