@@ -6,7 +6,8 @@
 
 This is the usual case of training that waits for data: decoding a file takes longer than training
 on it. A DataLoader decodes every file again in every epoch. A store has them decoded, once, and
-what is left to each epoch is the augmentation: crop, mirror, normalise.
+what is left to each epoch is the augmentation: crop, mirror, normalise. Where the decoded images
+do not fit, ``encoded=True`` keeps the files, which threads decode while the model trains.
 
 scikit-learn ships two photographs (the licences are in its folder ``datasets/images``). The rows
 are patches of them at random places, and the classes are the photograph and whether the patch is
@@ -14,7 +15,6 @@ upside down.
 """
 
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import numpy as np
@@ -23,20 +23,19 @@ from jsonargparse import auto_cli
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from examples.digits import ImageClassifier
 from examples.folders import made_at_once
-from lightning_memmap import MemmapDataModule
+from lightning_memmap import ImageFolder, MemmapDataModule
 from lightning_memmap.callbacks import RunSummary
 
-#: A folder of each split has this name, as ``torchvision.datasets.ImageFolder`` wants it.
+#: The folders of each split.
 CLASSES = ("flower", "flower_turned", "temple", "temple_turned")
 _NUM_ROWS = {"train": 2000, "val": 256, "test": 256}
 _SIZE = 128
 
 
-class Photos(Dataset[dict[str, Any]]):
+class Photos(ImageFolder):
     """Patches of two photographs, decoded from a PNG file each time one is read.
 
     A sample is ``{"image": uint8 tensor of shape (3, 128, 128), "label": int from 0 to 3}``. The
@@ -45,31 +44,22 @@ class Photos(Dataset[dict[str, Any]]):
     Args:
         split: ``train``, ``val`` or ``test``.
         folder: Folder of the files. `make_photos` makes a split whose folder is missing.
+        mode: As of `lightning_memmap.ImageFolder`. With None the store keeps the files as they are.
 
     Raises:
         ValueError: An unknown split.
     """
 
-    def __init__(self, split: str, folder: str | Path = "stores/photos-png") -> None:
+    def __init__(
+        self, split: str, folder: str | Path = "stores/photos-png", mode: str | None = "RGB"
+    ) -> None:
         if split not in _NUM_ROWS:
             raise ValueError(f"split={split!r}: choose one of {', '.join(_NUM_ROWS)}")
         directory = Path(folder) / split
         if not directory.exists():
             seed = list(_NUM_ROWS).index(split)
             make_photos(directory, num_rows=_NUM_ROWS[split], seed=seed)
-        self.files = sorted(directory.glob("*/*.png"))
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        path = self.files[row]
-        with Image.open(path) as file:
-            image = torch.from_numpy(np.array(file.convert("RGB")))
-        return {
-            "image": image.movedim(-1, 0).contiguous(),
-            "label": CLASSES.index(path.parent.name),
-        }
+        super().__init__(directory, mode)
 
 
 def make_photos(directory: Path, *, num_rows: int, seed: int) -> None:
@@ -192,6 +182,7 @@ def main(
     batch_size: int = 32,
     max_epochs: int = 5,
     lr: float = 2e-3,
+    encoded: bool = False,
 ) -> None:
     """Train with memmap_superbatch, test, and print a summary.
 
@@ -202,14 +193,16 @@ def main(
         batch_size: Rows per data device and step.
         max_epochs: Epochs to train.
         lr: Learning rate.
+        encoded: Keep the images encoded in the stores. Then choose another ``store_dir``.
     """
     L.seed_everything(0)
     datamodule = MemmapDataModule(
-        *(Photos(split, folder) for split in _NUM_ROWS),
+        *(Photos(split, folder, None if encoded else "RGB") for split in _NUM_ROWS),
         store_dir=store_dir,
         batch_size=batch_size,
         transform=RandomCropAndFlip(),
         eval_transform=CropAndNormalize(),
+        variable={"image": "decode"} if encoded else None,
     )
     trainer = L.Trainer(
         strategy="memmap_superbatch",

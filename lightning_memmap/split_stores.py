@@ -10,10 +10,12 @@ from typing import Any
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.options import DataOptions
-from lightning_memmap.sampling import RowSubset, Selection
+from lightning_memmap.sampling import RowSubset, SamplerFactory, Selection
 from lightning_memmap.schema.narrowing import check_store_dtypes
-from lightning_memmap.splits import argument_of, named_datasets
+from lightning_memmap.splits import argument_of, has_several, named_datasets
 from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.store.joined import JoinedStore
+from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recovery import is_store, stores_within
 
 
@@ -39,12 +41,33 @@ class SplitStores:
         return {
             split: dataset
             for kind, given in self.given.items()
-            for split, dataset in named_datasets(kind, given).items()
+            for split, dataset in named_datasets(kind, given or self._unnamed(kind)).items()
         }
 
+    def _unnamed(self, kind: str) -> Any:
+        """What stands for the datasets of an argument that is None."""
+        return dict.fromkeys(self.mixed) or None if kind == "train" else None
+
     @property
-    def directory(self) -> Path:
-        """The directory of the stores: ``store_dir``, with its number in place of ``{member}``.
+    def mixed(self) -> tuple[str, ...]:
+        """The names of the training sets that the sampler mixes; none where there is one."""
+        sampler = self.options.sampler
+        return sampler.stores if isinstance(sampler, SamplerFactory) else ()
+
+    def parts(self, split: str) -> list[str]:
+        """The splits whose stores have the rows of a split: several where they are mixed.
+
+        Args:
+            split: Its name.
+        """
+        if split != "train":
+            return [split]
+        return [name for name in self.datasets if name.partition("/")[0] == "train"]
+
+    @property
+    def directory(self) -> Path | StoreUrl:
+        """The directory of the stores, or its URL: ``store_dir``, with the number of the member in
+        place of ``{member}``.
 
         Raises:
             ValueError: The member is not known.
@@ -52,7 +75,7 @@ class SplitStores:
         text = str(self.options.store_dir)
         if "{member}" not in text:
             return self.options.store_dir
-        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
+        return place_of(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
 
     def stored_split(self, split: str) -> str:
         """The split whose store has the rows of a split.
@@ -63,7 +86,7 @@ class SplitStores:
         selection = self.options.selection(split)
         return split if selection is None else selection.stored_split(split)
 
-    def path(self, split: str) -> Path:
+    def path(self, split: str) -> Path | StoreUrl:
         """Where the store is that has the rows of a split.
 
         Args:
@@ -82,6 +105,7 @@ class SplitStores:
                 twice.
         """
         self.check_held_out()
+        self.check_mixture()
         self.options.check_splits(self.datasets)
 
     def check_held_out(self) -> None:
@@ -98,6 +122,41 @@ class SplitStores:
                 " validated on; leave val_dataset out, or give it as test_dataset"
             )
 
+    def check_mixture(self) -> None:
+        """Check that several training sets are mixed, and that nothing else is.
+
+        Raises:
+            ValueError: They are not, or rows are selected from them.
+        """
+        given, mixed = self.given["train"], self.mixed
+        names = [*given] if has_several(given) else []
+        if names and {*names} != {*mixed}:
+            raise ValueError(
+                f"train_dataset has the sets {', '.join(names)}, and sampler="
+                f"{self.options.sampler!r}: say how often each of them comes with"
+                f" sampler=Mixture({dict.fromkeys(names, round(1 / len(names), 2))}), or join them"
+                " with torch.utils.data.ConcatDataset. For a dict of batches in each step, give"
+                " Lightning a CombinedLoader over the loaders of several data modules"
+            )
+        if mixed and given is not None and not names:
+            raise ValueError(
+                f"sampler={self.options.sampler!r}: it mixes several training sets, and"
+                " train_dataset is one: give them by name, such as"
+                f" train_dataset={{{', '.join(f'{name!r}: ...' for name in mixed)}}}"
+            )
+        subset = self.options.subset
+        chooses = (
+            any(name.partition("/")[0] == "train" for name in subset)
+            if isinstance(subset, Mapping)
+            else self.options.selection("train") is not None
+        )
+        if mixed and chooses:
+            raise ValueError(
+                f"{self._selecting} with sampler={self.options.sampler!r}: rows are not selected"
+                " from sets that are mixed: give torch.utils.data.Subset of the datasets instead,"
+                " and a val_dataset"
+            )
+
     def build(self, split: str) -> None:
         """Build the store of a split from its dataset, or find it built.
 
@@ -112,7 +171,8 @@ class SplitStores:
                 or that of one in their directory.
         """
         options, dataset = self.options, self.datasets[split]
-        if dataset is None or self._is_known(split):
+        # At a URL, `open` finds a store or says that there is none.
+        if dataset is None or isinstance(self.directory, StoreUrl) or self._is_known(split):
             return
         self._check_place(split)
         if not length_hint(dataset, 1):
@@ -150,6 +210,13 @@ class SplitStores:
             DatasetError: The store is of another dataset.
             ValueError: There are stores of several datasets, and their order is not known.
         """
+        if (parts := self.parts(split)) != [split]:
+            stores = {name.partition("/")[2]: self._open(name) for name in parts}
+            found = {name: store for name, store in stores.items() if store is not None}
+            return JoinedStore(Path(str(self.path(split))), found)
+        return self._open(split)
+
+    def _open(self, split: str) -> Store | None:
         path = self.path(split)
         split = self.stored_split(split)
         dataset = self.datasets[split]
@@ -163,6 +230,8 @@ class SplitStores:
                 # An error only where its loader is asked for: a Trainer keeps a data module, and
                 # sets it up for stages that have other loaders.
                 return None
+            if isinstance(path, StoreUrl):
+                raise
             raise StoreNotFoundError(
                 f"no store at {path}: call prepare_data() before setup(), which builds it from"
                 f" {argument_of(split)}; a subclass that overrides it calls super().prepare_data()"
@@ -203,9 +272,14 @@ class SplitStores:
         Returns:
             The error to raise.
         """
-        stored = self.stored_split(split)
+        stored = self.parts(self.stored_split(split))[0]
         path = self.directory / stored
-        if self.datasets[stored] is None and not is_store(path):
+        if isinstance(path, StoreUrl):
+            try:
+                open_store(path)
+            except StoreNotFoundError as error:  # It tells a bucket from a store that is missing.
+                return error
+        elif self.datasets[stored] is None and not is_store(path):
             return StoreNotFoundError(
                 f"{argument_of(stored)}=None and no store at {path}: give the dataset, or a"
                 f" store_dir that holds a store named {stored!r}"
@@ -280,7 +354,7 @@ class SplitStores:
             StoreError: They would.
         """
         kind, _, name = split.partition("/")
-        path = self.directory / kind
+        path = Path(self.directory) / kind
         if name and is_store(path):
             raise StoreError(
                 f"{path} is the store of one {kind}_dataset, and the stores of several would lie in"
@@ -299,7 +373,8 @@ class SplitStores:
             ValueError: There are several, and which of them has which index is not known.
         """
         path = self.directory / split
-        if names := stores_within(path):
+        # At a URL, looking for them would take longer than to open a store.
+        if isinstance(path, Path) and (names := stores_within(path)):
             raise ValueError(
                 f"{split}_dataset=None, and {path} holds the stores of several datasets: name them"
                 f" in their order with {split}_dataset={dict.fromkeys(names)}"

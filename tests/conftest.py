@@ -45,8 +45,8 @@ _SETTLE_S = 5.0
 
 #: One test that takes as long as many others.
 _LONGEST = "test_simulated_gpu.py"
-#: What starts programs, builds in worker processes that die or trains for long, by the beginning of
-#: its name: all but the fast tier.
+#: What starts programs, builds in worker processes that die, trains for long or counts outcomes over
+#: thousands of seeds, by the beginning of its name: all but the fast tier.
 _SLOW = (
     "benchmarks/",
     "distributed/",
@@ -65,10 +65,19 @@ _SLOW = (
     "unit/compare/test_worker.py",
     "unit/loading/test_loader.py::TestKeeping::test_batches_kept_in_another_process",
     "unit/loading/test_streamed.py",
+    "unit/sampling/test_sampler.py::test_sampler_long_shards",
+    "unit/sampling/test_sampler.py::test_shuffle",
     "unit/sampling/test_weighted.py",
+    "unit/sampling/test_windows.py::test_each_row_is_equally_often",
+    "unit/sampling/test_windows.py::test_other_rows_share",
+    "unit/sampling/test_windows.py::test_rows_of_a_window",
+    "unit/sampling/test_windows.py::test_windows_come_in_each_order",
+    "unit/store/test_append.py",
     "unit/store/test_build.py::test_build_on_full_disk",
     "unit/store/test_concurrency.py",
     "unit/store/test_crash.py",
+    "unit/store/test_parts.py",
+    "unit/store/test_remote.py",
     "unit/store/test_recognition.py::test_build_whose_worker_is_killed",
     "unit/store/test_records.py::test_build_killed_while_it_writes",
     "unit/store/test_records.py::test_build_killed",
@@ -156,8 +165,9 @@ def guard_threads() -> Iterator[None]:
 
 
 def _threads() -> set[threading.Thread]:
-    # The monitor of tqdm and the event loop of zarr serve the whole process and never end.
-    kept = ("tqdm_monitor", "zarr_io", "asyncio_")
+    # The monitor of tqdm and the event loops of zarr and fsspec serve the whole process and never
+    # end.
+    kept = ("tqdm_monitor", "zarr_io", "asyncio_", "fsspecIO")
     return {thread for thread in threading.enumerate() if not thread.name.startswith(kept)}
 
 

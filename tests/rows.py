@@ -32,6 +32,7 @@ from lightning_memmap.sampling import (
     ShuffledSampler,
     default_window,
 )
+from lightning_memmap.schema import read_forms
 from lightning_memmap.store import Store
 
 CPU = torch.device("cpu")
@@ -76,6 +77,7 @@ def make_split(
     size: int = 1,
     window: int | None = None,
     subset: RowSubset | None = None,
+    forms: dict[str, Any] | None = None,
 ) -> SplitRows:
     """The shards of one process on logical CPU devices."""
     topology = DataTopology((CPU,) * num_devices, rank, size)
@@ -91,7 +93,7 @@ def make_split(
             residency,
             budget_bytes={CPU: 2**40},
         )
-        return load_split(store, topology, placement.splits["train"])
+        return load_split(store, topology, placement.splits["train"], read_forms(forms))
 
 
 def split_with(
@@ -100,12 +102,13 @@ def split_with(
     residency: tuple[Residency | None, ...],
     subset: RowSubset | None = None,
     window: int | None = None,
+    forms: dict[str, Any] | None = None,
 ) -> SplitRows:
     """The rows of a split of a store, whose shards live where it is said."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the train store has .* shards, which")
         size = SplitSize.of("train", store.manifest, topology, subset, window)
-    return load_split(store, topology, SplitPlacement(size, residency))
+    return load_split(store, topology, SplitPlacement(size, residency), read_forms(forms))
 
 
 def make_sampler(

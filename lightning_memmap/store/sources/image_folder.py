@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
@@ -103,7 +104,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
             pixels = decode_image(data, self.mode or "RGB", self.size)
         except ImageError as error:
             raise ImageError(f"{self.root / file}: {error}: repair or remove the file") from error
-        image = data if self.mode is None else torch.tensor(pixels)
+        image = data if self.mode is None else torch.from_numpy(np.array(pixels, order="C"))
         return {"image": image, "label": self.labels[row]}
 
 

@@ -29,6 +29,9 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_MEMBER_BYTES = 2**29
 #: The most tar files that a pattern in braces stands for.
 _MAX_TARS = 2**20
+#: What marks the end of a tar file, and what is any other error in a header.
+_HEADER_ERROR = tarfile.HeaderError
+_ENDS = (tarfile.EOFHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]
 _IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "pgm")
 _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 
@@ -166,7 +169,8 @@ class TarDataset(IterableDataset[dict[str, Any]]):
             )
         try:
             if kind in _IMAGES and self.mode is not None:
-                return torch.tensor(decode_image(data, self.mode, self.size))
+                pixels = decode_image(data, self.mode, self.size)
+                return torch.from_numpy(np.array(pixels, order="C"))
             return _READERS.get(kind, bytes)(data)
         except Exception as error:
             raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from error
@@ -189,7 +193,7 @@ def _members(tar: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """The name of each plain file in a tar file, and a function that reads it."""
     name = "its first member"
     try:
-        with tarfile.open(tar, "r|*") as file:
+        with tarfile.open(tar, "r|*", tarinfo=_Member) as file:
             for member in file:
                 name = member.name
                 # Links and devices are none.
@@ -201,6 +205,23 @@ def _members(tar: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
         raise
     except Exception as error:  # Each compression has its own errors.
         raise DatasetError(f"{tar}, at {name!r}: {describe_error(error)}") from error
+
+
+class _Member(tarfile.TarInfo):
+    """A member of a tar file whose header is whole.
+
+    At a damaged header, tarfile would end without a word, and what comes later would be lost.
+    """
+
+    @classmethod
+    @override
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> "_Member":
+        try:
+            return super().fromtarfile(tarfile)
+        except _ENDS:
+            raise
+        except _HEADER_ERROR as error:
+            raise ValueError(f"a damaged header at byte {tarfile.offset}: {error}") from error
 
 
 def _read(tar: str, file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
@@ -237,6 +258,8 @@ def _expanded(pattern: str) -> list[str]:
     match = re.search(r"\{([^{}]*)\}", pattern)
     if match is None:
         return [pattern]
+    if "{" in pattern[: match.start()]:
+        raise ValueError(f"tars={pattern!r}: braces within braces: give a list of patterns")
     if numbers := _RANGE.fullmatch(match[1]):
         first, last = numbers.groups()
         if int(last) < int(first) or int(last) - int(first) >= _MAX_TARS:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from lightning_memmap.loading import DeviceLoader, FormedCollate, SuperBatchLoad
 from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.loading.variable_batch import dense_tensors, sent_leaf
-from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.placement import DataTopology, Residency, SplitSize, plan_placement
+from lightning_memmap.sampling import ShuffledSampler
 from lightning_memmap.schema import read_forms
 from lightning_memmap.store import Store, build_store
-from tests.rows import CPU, assembled, loader_over, make_loader
+from tests import images
+from tests.rows import CPU, assembled, loader_over, make_loader, split_with
 from tests.variable import Ragged, assert_is_batch
 
 Stores = Callable[..., Store]
@@ -113,3 +116,35 @@ def test_rows_that_differ_in_length_on_a_gpu_are_those_of_the_dataset(
         on_cpu = rebuilt(batch, iter([sent_leaf(leaf, CPU) for _, leaf in named_leaves(batch)]))
         assert_is_batch(on_cpu, [dataset[row] for row in rows])
     assert not order
+
+
+@pytest.mark.parametrize("transform", [None, dict])
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("residency", ["device", "host", "mmap"])
+def test_decoded_images_are_copied_to_the_data_devices(
+    tmp_path: Path, residency: str, prefetch: int, transform: Any
+) -> None:
+    store = build_store(images.EncodedImages(90), tmp_path / "s", num_shards=12, progress=False)
+    root, forms = torch.device("cuda", 0), read_forms(images.FORMS)
+    for devices in ((root,), (root, root), (CPU, root)):
+        placed = residency if CPU not in devices else "mmap"
+        rows = split_with(
+            store, DataTopology(devices), (Residency(placed),) * 12, forms=images.FORMS
+        )
+        sampler = ShuffledSampler(rows.shards, 3)
+        loader = SuperBatchLoader(
+            rows, sampler, 12 // len(devices), collate=FormedCollate(store.schema, forms),
+            transform=transform,
+        )  # fmt: skip
+        order = sampler.dataset_rows(0, range(90)).tolist()
+        for batch in DeviceLoader(loader, root, prefetch):
+            assert batch["image"].device == batch["mask"].device == root
+            count = len(batch["row"])
+            images.assert_is_batch(
+                {name: leaf.cpu() for name, leaf in batch.items()}, order[:count]
+            )
+            del order[:count]
+        assert not order
+        for step in loader:
+            assert [batch["image"].device for batch in step.batches] == [*devices]
+        rows.release()

@@ -1,0 +1,289 @@
+"""Encoded images: decoded as they are stored decoded, from any place, in any order."""
+
+import gc
+import os
+import threading
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_memmap.errors import DatasetError, MemmapError
+from lightning_memmap.loading import (
+    FormedCollate,
+    SplitRows,
+    SuperBatchLoader,
+    image_decoder,
+)
+from lightning_memmap.placement import DataTopology, Residency
+from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows
+from lightning_memmap.schema import Decode, read_forms
+from lightning_memmap.store import Store, build_store
+from lightning_memmap.transforms import OnSuperBatch
+from tests.images import FORMS, HEIGHT, WIDTH, EncodedImages, assert_is_batch, encoded
+from tests.rows import CPU, make_split, split_with
+
+NUM_ROWS = 90
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    path = tmp_path_factory.mktemp("images") / "s"
+    return build_store(EncodedImages(NUM_ROWS), path, num_shards=12, progress=False)
+
+
+def loader_over(
+    store: Store, rows: SplitRows, batch_size: int, shuffled: bool = True, **options: Any
+) -> SuperBatchLoader:
+    sampler = ShuffledSampler(rows.shards, 3) if shuffled else SequentialSampler(rows.shards)
+    collate = FormedCollate(store.schema, read_forms(FORMS))
+    return SuperBatchLoader(rows, sampler, batch_size, collate=collate, **options)
+
+
+def assert_gives_all_rows(loader: SuperBatchLoader) -> None:
+    start, order = 0, loader.order.dataset_rows(0, range(loader.order.num_positions)).tolist()
+    for step in loader:
+        assert_is_batch(step.to("cpu"), order[start : start + len(step)])
+        start += len(step)
+    assert start == len(order)
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: batch, OnSuperBatch(dict)])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+def test_images_do_not_depend_on_the_number_of_data_devices(
+    store: Store, num_devices: int, transform: Any
+) -> None:
+    rows = make_split(store, num_devices, forms=FORMS)
+    assert_gives_all_rows(loader_over(store, rows, 24 // num_devices, transform=transform))
+
+
+@pytest.mark.parametrize("subset", [None, StridedRows(1, 3)])
+@pytest.mark.parametrize("num_devices", [1, 3, 5])
+@pytest.mark.parametrize("residency", ["mmap", "host", "device"])
+def test_encoded_images_lie_where_they_are_wanted(
+    store: Store, residency: str, num_devices: int, subset: StridedRows | None
+) -> None:
+    topology = DataTopology((CPU,) * num_devices)
+    shards = 12 if num_devices != 5 else 15
+    rows = split_with(store, topology, (Residency(residency),) * shards, subset, forms=FORMS)
+    assert_gives_all_rows(loader_over(store, rows, 3))
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_shards_of_one_device_may_lie_in_several_places(store: Store, shuffled: bool) -> None:
+    residency = (Residency.MMAP, Residency.DEVICE, Residency.MMAP) * 4
+    rows = split_with(store, DataTopology((CPU,) * 2), residency, forms=FORMS)
+    assert len(rows.sources) > 1
+    assert_gives_all_rows(loader_over(store, rows, 5, shuffled))
+
+
+def test_batches_of_each_device_have_its_rows(store: Store) -> None:
+    rows = make_split(store, 3, forms=FORMS)
+    for step in loader_over(store, rows, 4):
+        for batch in step.batches:
+            assert_is_batch(batch, batch["row"].tolist())
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_loader_goes_on_in_the_middle_of_an_epoch(store: Store, num_steps: int) -> None:
+    saved = loader_over(store, make_split(store, 2, forms=FORMS), 6)
+    saved.set_epoch(1)
+    for _, _ in zip(range(num_steps), saved, strict=False):
+        pass
+    for num_devices in (1, 3):
+        rows = make_split(store, num_devices, forms=FORMS)
+        loader = loader_over(store, rows, 12 // num_devices)
+        loader.load_state_dict(saved.state_dict())
+        loader.set_epoch(1)
+        order = loader.order.dataset_rows(1, range(12 * num_steps, NUM_ROWS)).tolist()
+        for step in loader:
+            assert_is_batch(step.to("cpu"), order[: len(step)])
+            del order[: len(step)]
+        assert not order
+
+
+def test_batches_that_are_kept_stay_as_they_are(store: Store) -> None:
+    loader = loader_over(store, make_split(store, 1, forms=FORMS), 8)
+    kept = [step.to("cpu") for step in loader]
+    order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
+    for batch in kept:
+        assert_is_batch(batch, order[: len(batch["row"])])
+        del order[: len(batch["row"])]
+
+
+def take_all(loader: SuperBatchLoader) -> None:
+    for step in loader:
+        step.to("cpu")
+
+
+class Counter:
+    """Counts the images that are decoded, and the threads that do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.threads: set[str] = set()
+        self._decode = image_decoder.decode_image
+        monkeypatch.setattr(image_decoder, "decode_image", self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.count += 1
+        self.threads.add(threading.current_thread().name)
+        sleep(0.001)
+        return self._decode(*arguments)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+def test_next_step_is_decoded_while_a_step_is_used_and_each_image_once(
+    store: Store, num_devices: int, transform: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = make_split(store, num_devices, forms=FORMS)
+    counter = Counter(monkeypatch)
+    loader = loader_over(store, rows, 12 // num_devices, transform=transform)
+    # In one fetch the images of several steps that are as small as these.
+    together = 12 if transform is not None else NUM_ROWS
+    steps = iter(loader)
+    next(steps)
+    deadline = monotonic() + 20
+    while counter.count < 2 * min(2 * together, NUM_ROWS) and monotonic() < deadline:
+        sleep(0.01)
+    assert counter.count == 2 * min(2 * together, NUM_ROWS)
+    for _ in steps:
+        pass
+    # Except the last two steps, which are shorter than the ones before.
+    assert 2 * NUM_ROWS <= counter.count <= 2 * (NUM_ROWS + 12)
+
+
+def test_number_of_threads_is_that_of_the_form(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for num_threads in (1, 3):
+        forms = {"image": Decode(num_threads=num_threads), "mask": Decode(mode="L", num_threads=1)}
+        rows = make_split(store, 1, forms=forms)
+        counter = Counter(monkeypatch)
+        assert_gives_all_rows(loader_over(store, rows, 30))
+        assert 1 <= len(counter.threads) <= num_threads
+        assert not [name for name in counter.threads if not name.startswith("decode")]
+
+
+@pytest.mark.parametrize("end", ["exhausted", "closed", "dropped", "released"])
+def test_threads_end_with_the_epoch(store: Store, end: str) -> None:
+    rows = make_split(store, 2, forms=FORMS)
+    steps = iter(loader_over(store, rows, 6, transform=lambda batch: batch))
+    next(steps)
+    assert _num_threads() > 0
+    if end == "exhausted":
+        for _ in steps:
+            pass
+    elif end == "closed":
+        steps.close()  # type: ignore[attr-defined]
+    elif end == "dropped":
+        del steps
+        gc.collect()
+    else:
+        rows.release()
+        with pytest.raises(RuntimeError, match="were freed by teardown"):
+            next(steps)
+    assert _num_threads() == 0
+
+
+def _num_threads() -> int:
+    return sum(thread.name.startswith("decode") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "no image of a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 7 10\n", "no image of a known format"),
+        (b"plainly no image", "no image of a known format"),
+        (EncodedImages(1)[0]["image"][:200], "it cannot be decoded"),
+    ],
+)
+def test_row_that_is_no_image_is_named(
+    tmp_path: Path, data: bytes, reason: str, num_devices: int
+) -> None:
+    dataset = EncodedImages(40, broken={29: data, 31: data})
+    store = build_store(dataset, tmp_path / "s", num_shards=4, progress=False)
+    rows = make_split(store, num_devices, forms=FORMS)
+    loader = loader_over(store, rows, 20 // num_devices, shuffled=False)
+    with pytest.raises(DatasetError, match=f"^field 'image', row 29: .*{reason}.*: repair it in"):
+        take_all(loader)
+
+
+def test_image_of_another_size_is_named_with_the_ways_out(tmp_path: Path) -> None:
+    turned = encoded(np.zeros((WIDTH, HEIGHT, 3), np.uint8))
+    larger = encoded(np.zeros((HEIGHT + 1, WIDTH, 3), np.uint8))
+    for name, other in (("turned", turned), ("larger", larger)):
+        dataset = EncodedImages(20, broken={7: other})
+        store = build_store(dataset, tmp_path / name, num_shards=4, progress=False)
+        loader = loader_over(store, make_split(store, 1, forms=FORMS), 5)
+        with pytest.raises(
+            DatasetError,
+            match=rf"row 7: it is \d+ x \d+ pixels, and the first image {HEIGHT} x {WIDTH}:"
+            r".*Decode\(size=.*or store them decoded",
+        ):
+            take_all(loader)
+        forms = {**FORMS, "image": Decode(size=(5, 6))}
+        for step in loader_over(store, make_split(store, 1, forms=forms), 5):
+            assert step.to("cpu")["image"].shape[1:] == (3, 5, 6)
+
+
+def test_first_row_that_is_no_image_is_named_at_set_up(tmp_path: Path) -> None:
+    dataset = EncodedImages(20, broken={0: b"nothing"})
+    store = build_store(dataset, tmp_path / "s", num_shards=4, progress=False)
+    with pytest.raises(DatasetError, match="field 'image', row 0: it is no image"):
+        make_split(store, 1, forms=FORMS)
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        ({"image": torch.zeros(3, 4, 4, dtype=torch.uint8)}, "stored decoded: leave it out"),
+        ({"image": "a.png"}, "give bytes in the dataset"),
+        ({"image": 5}, "give bytes in the dataset"),
+    ],
+)
+def test_field_that_has_no_bytes_is_not_decoded(
+    tmp_path: Path, sample: dict[str, Any], words: str
+) -> None:
+    store = build_store([sample] * 4, tmp_path / "s", progress=False, variable={"image": "decode"})
+    with pytest.raises(ValueError, match=f"field 'image' is .*{words}"):
+        make_split(store, 1, forms={"image": Decode()})
+    with pytest.raises(ValueError, match=f"field 'image' is .*{words}"):
+        FormedCollate(store.schema, {"image": Decode()})
+
+
+def test_encoded_images_are_not_streamed(store: Store) -> None:
+    with pytest.raises(MemmapError, match="'stream'"):
+        make_split(store, residency="stream", forms=FORMS)
+
+
+def test_process_that_was_forked_meanwhile_goes_on(store: Store) -> None:
+    rows = make_split(store, 1, forms=FORMS)
+    loader = loader_over(store, rows, 6, transform=lambda batch: batch)
+    order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
+    steps = iter(loader)
+    next(steps)
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            assert_is_batch(next(steps).to("cpu"), order[6:12])
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_is_batch(next(steps).to("cpu"), order[6:12])
+    steps.close()  # type: ignore[attr-defined]
+
+
+def test_images_without_a_form_are_given_as_bytes(store: Store) -> None:
+    rows = make_split(store, 1)
+    collate = FormedCollate(store.schema)
+    loader = SuperBatchLoader(rows, SequentialSampler(rows.shards), 5, collate=collate)
+    batch = next(iter(loader)).to("cpu")
+    assert batch["image"] == [EncodedImages(5)[row]["image"] for row in range(5)]

@@ -1,0 +1,334 @@
+"""Samples in tar files, grouped and read by the rules of WebDataset."""
+
+import gzip
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_memmap import MemmapDataModule, TarDataset, build_store
+from lightning_memmap.errors import DatasetError
+from tests.images import EncodedImages, encoded, plain
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as file:  # type: ignore[call-overload]
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return path
+
+
+def array_bytes(array: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, **options)
+    return file.getvalue()
+
+
+def image_members(first: int, last: int) -> list[tuple[str, bytes]]:
+    dataset = EncodedImages(last)
+    return [
+        member
+        for row in range(first, last)
+        for member in (
+            (f"rows/{row:04}.{'png' if row % 3 else 'jpg'}", dataset[row]["image"]),
+            (f"rows/{row:04}.cls", str(row % 5).encode()),
+            (f"rows/{row:04}.seg.png", dataset[row]["mask"]),
+            (f"rows/{row:04}.json", json.dumps({"row": row, "note": "x" * (row % 4)}).encode()),
+        )
+    ]
+
+
+FIELDS = {"image": "jpg;png", "label": "cls", "mask": "seg.png", "name": "__key__"}
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 samples in 4 tar files."""
+    path = tmp_path_factory.mktemp("tars")
+    for index in range(4):
+        write_tar(path / f"ds-{index:03}.tar", image_members(10 * index, 10 * index + 10))
+    return path
+
+
+def test_each_ending_is_read_as_what_it_stands_for(tmp_path: Path) -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    image = encoded(np.full((2, 3, 3), 9, np.uint8))
+    members = [
+        ("a/1.cls", b"7"),
+        ("a/1.TXT", "żółw".encode()),
+        ("a/1.json", b'{"x": [1, 2]}'),
+        ("a/1.npy", array_bytes(array)),
+        ("a/1.png", image),
+        ("a/1.left.png", image),
+        ("a/1.bin", b"\0\1"),
+    ]
+    path = write_tar(tmp_path / "a.tar", members)
+    (sample,) = TarDataset(path)
+    assert list(sample) == ["__key__", "cls", "txt", "json", "npy", "png", "left.png", "bin"]
+    assert (sample["__key__"], sample["cls"], sample["txt"]) == ("a/1", 7, "żółw")
+    assert sample["json"] == {"x": [1, 2]}
+    assert sample["npy"].dtype == np.float32
+    assert (sample["npy"] == array).all()
+    assert sample["png"] == image
+    assert sample["bin"] == b"\0\1"
+    (sample,) = TarDataset(path, mode="RGB", size=(4, 4))
+    assert sample["left.png"].shape == (3, 4, 4)
+
+
+def test_members_are_grouped_as_webdataset_does(tmp_path: Path) -> None:
+    """Expectations by its rules: base and ending are divided at the first dot of the name, only
+    neighbours make a sample, and none reaches into the next tar file."""
+    names = [
+        "x.a",
+        "x.b.c",
+        "d.e/x.a",
+        "d.e/y.a",
+        "d.e/y.B",
+        "x.a",
+        "noending",
+        "__meta__",
+        "z.",
+        "./q.a",
+    ]
+    first = write_tar(tmp_path / "1.tar", [(name, name.encode()) for name in names])
+    second = write_tar(tmp_path / "2.tar", [("./q.b", b"")])
+    found = [(sample.pop("__key__"), list(sample)) for sample in TarDataset([first, second])]
+    assert found == [
+        ("x", ["a", "b.c"]),
+        ("d.e/x", ["a"]),
+        ("d.e/y", ["a", "b"]),
+        ("x", ["a"]),
+        ("z", [""]),
+        ("./q", ["a"]),
+        ("./q", ["b"]),
+    ]
+
+
+names = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "d/a", "d.x/a"]), st.sampled_from(["x", "y", "x.y"])),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(names=names)
+def test_every_member_is_in_the_sample_of_its_key(
+    tmp_path_factory: pytest.TempPathFactory, names: list[tuple[str, str]]
+) -> None:
+    names = [pair for pair, before in zip(names, [None, *names], strict=False) if pair != before]
+    runs: list[tuple[str, list[str]]] = []
+    for key, ending in names:
+        if not runs or runs[-1][0] != key:
+            runs.append((key, []))
+        runs[-1][1].append(ending)
+    members = [
+        (f"{key}.{ending}", str(index).encode()) for index, (key, ending) in enumerate(names)
+    ]
+    path = write_tar(tmp_path_factory.mktemp("t") / "a.tar", members)
+    has_twice = any(len(set(endings)) < len(endings) for _, endings in runs)
+    if has_twice:
+        with pytest.raises(DatasetError, match="has two such members"):
+            list(TarDataset(path))
+        return
+    samples = list(TarDataset(path))
+    assert [(s["__key__"], [*s][1:]) for s in samples] == runs
+    values = [int(value) for s in samples for name, value in s.items() if name != "__key__"]
+    assert values == [*range(len(names))]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["ds-{000..003}.tar", "ds-*.tar", "ds-00{0,1,2,3}.tar", "ds-00{0..3}.tar"],
+)
+def test_patterns_stand_for_files_in_order(
+    tars: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tars)
+    expected = [f"ds-{index:03}.tar" for index in range(4)]
+    assert TarDataset(pattern).tars == expected
+    assert TarDataset([pattern, "ds-001.tar"]).tars == [*expected, "ds-001.tar"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "error", "words"),
+    [
+        ("none-*.tar", ValueError, "no file fits"),
+        ("ds-{0..3}.tar", FileNotFoundError, "ds-0.tar"),
+        ("ds-{3..0}.tar", ValueError, "is no range"),
+        ("ds-{0..99999999}.tar", ValueError, "is no range"),
+        ("{a,{b,c}}.tar", ValueError, "braces within braces"),
+        ([], ValueError, "there are none"),
+        ("https://example.com/a.tar", ValueError, "give files of this machine"),
+        ("pipe:cat a.tar", ValueError, "give files of this machine"),
+    ],
+)
+def test_files_that_are_not_there_are_refused(
+    tars: Path, pattern: Any, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tars)
+    with pytest.raises(error, match=words):
+        TarDataset(pattern)
+
+
+def test_data_module_gives_the_images_of_the_tar_files(tars: Path, tmp_path: Path) -> None:
+    data = MemmapDataModule(
+        TarDataset(str(tars / "ds-{000..003}.tar"), FIELDS),
+        store_dir=tmp_path,
+        batch_size=8,
+        variable={"image": "decode", "mask": {"form": "decode", "mode": "L"}},
+    )
+    data.prepare_data()
+    data.setup("fit")
+    dataset, seen = EncodedImages(40, decoded=True), []
+    for batch in data.train_dataloader():
+        rows = [int(name.removeprefix("rows/")) for name in batch["name"]]
+        assert batch["label"].tolist() == [row % 5 for row in rows]
+        for name in ("image", "mask"):
+            assert torch.equal(batch[name], torch.stack([dataset[row][name] for row in rows]))
+        seen += rows
+    assert sorted(seen) == [*range(40)]
+    # The same tar files are recognised, also after the store was built.
+    again = MemmapDataModule(
+        TarDataset(str(tars / "ds-{000..003}.tar"), FIELDS), store_dir=tmp_path
+    )
+    again.prepare_data()
+
+
+def test_tar_files_may_be_compressed_and_images_decoded_once(tmp_path: Path) -> None:
+    for mode in ("w:gz", "w:bz2", "w:xz"):
+        path = write_tar(tmp_path / f"a.{mode[2:]}", image_members(0, 5), mode)
+        samples = list(TarDataset(path, {"image": "jpg;png"}, mode="RGB"))
+        for row, sample in enumerate(samples):
+            assert isinstance(sample["image"], Tensor)
+            assert torch.equal(sample["image"], plain(EncodedImages(5)[row]["image"]))
+        store = build_store(TarDataset(path, FIELDS, "L"), tmp_path / mode[2:], progress=False)
+        assert store.num_rows == 5
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('it was run')",)
+
+
+@pytest.mark.parametrize("ending", ["pyd", "pkl", "pickle", "pth", "pt", "left.pkl"])
+def test_pickles_are_refused_and_never_read(tmp_path: Path, ending: str) -> None:
+    members = [("1.cls", b"1"), (f"1.{ending}", pickle.dumps(_Evil()))]
+    path = write_tar(tmp_path / "a.tar", members)
+    with pytest.raises(DatasetError, match=r"which can run any code, and is never read"):
+        list(TarDataset(path))
+    assert list(TarDataset(path, {"label": "cls"})) == [{"label": 1}]
+    objects = array_bytes(np.array([_Evil()], object), allow_pickle=True)
+    path = write_tar(tmp_path / "b.tar", [("1.npy", objects)])
+    with pytest.raises(DatasetError, match=r"'1\.npy' cannot be read: ValueError"):
+        list(TarDataset(path))
+
+
+def test_links_and_devices_are_left_out_and_names_lead_nowhere(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as file:
+        for name, kind in (
+            ("1.txt", tarfile.SYMTYPE),
+            ("2.txt", tarfile.LNKTYPE),
+            ("3.txt", tarfile.FIFOTYPE),
+            ("4.txt", tarfile.CHRTYPE),
+            ("5.txt", tarfile.DIRTYPE),
+        ):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, str(secret)
+            file.addfile(info)
+        for name in (str(secret), "../../up.txt"):
+            info = tarfile.TarInfo(name)
+            info.size = 2
+            file.addfile(info, io.BytesIO(b"ok"))
+    before = sorted(tmp_path.rglob("*"))
+    found = list(TarDataset(path))
+    assert [sample["txt"] for sample in found] == ["ok", "ok"]
+    assert secret.read_text() == "secret"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_huge_member_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("1.bin")
+    info.size = 2**40
+    path = tmp_path / "a.tar"
+    path.write_bytes(info.tobuf() + bytes(2**16))
+    with pytest.raises(DatasetError, match=r"'1\.bin' has 1099511627776 bytes, and at most"):
+        list(TarDataset(path))
+
+
+@pytest.mark.parametrize("where", ["header", "data", "middle", "nothing", "gzip", "no tar"])
+def test_damaged_tar_file_is_named(tmp_path: Path, where: str) -> None:
+    path = write_tar(tmp_path / "a.tar", [("1.bin", bytes(5000)), ("2.bin", bytes(5000))])
+    data = path.read_bytes()
+    damaged = {
+        "header": data[: 512 + 5120 + 100],
+        "data": data[: 512 + 5120 + 512 + 1000],
+        "middle": data[: 512 + 5120] + b"x" * 100 + data[512 + 5120 + 100 :],
+        "nothing": b"",
+        "gzip": gzip.compress(data)[:60],
+        "no tar": b"no tar" * 1000,
+    }[where]
+    path.write_bytes(damaged)
+    with pytest.raises(DatasetError, match=r"a\.tar"):
+        list(TarDataset(path))
+
+
+@pytest.mark.parametrize(
+    ("members", "fields", "words"),
+    [
+        ([("1.cls", b"x")], None, r"'1\.cls' cannot be read: ValueError"),
+        ([("1.txt", b"\xff")], None, r"'1\.txt' cannot be read: UnicodeDecodeError"),
+        ([("1.json", b"{" * 10000)], None, r"'1\.json' cannot be read"),
+        ([("1.png", b"x")], None, r"'1\.png' cannot be read: ImageError: it is no image"),
+        ([("1.png", b"x")], {"label": "cls"}, r"sample '1' has 0 members 'cls' for the field"),
+        ([("1.a", b""), ("1.b", b"")], {"x": "a;b"}, r"sample '1' has 2 members 'a;b'"),
+        ([("1.a", b""), ("1.A", b"")], None, r"'1\.A': the sample '1' has two such members"),
+    ],
+)
+def test_member_that_cannot_be_read_is_named(
+    tmp_path: Path, members: Any, fields: Any, words: str
+) -> None:
+    path = write_tar(tmp_path / "a.tar", members)
+    with pytest.raises(DatasetError, match=words):
+        list(TarDataset(path, fields, mode="RGB"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 2600), st.integers(0, 255)), max_size=5),
+    cut=st.integers(0, 3000),
+)
+def test_any_damage_is_an_error_of_this_package_or_gives_samples(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]], cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("t") / "a.tar"
+    data = bytearray(write_tar(path, [("1.txt", b"a" * 600), ("2.txt", b"b")]).read_bytes())
+    for place, value in changes:
+        data[place] = value
+    path.write_bytes(data[:cut])
+    try:
+        samples = list(TarDataset(path))
+    except DatasetError:
+        return
+    assert len(samples) <= 2
+
+
+def test_size_of_a_tar_file_is_part_of_the_identity(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("1.cls", b"1"), ("2.cls", b"2")])
+    build_store(TarDataset(path), tmp_path / "s", progress=False)
+    write_tar(path, [(f"{number}.cls", b"2") for number in range(1, 30)])
+    with pytest.raises(DatasetError, match="was built from another dataset"):
+        build_store(TarDataset(path), tmp_path / "s", progress=False)

@@ -1,0 +1,163 @@
+"""The command line on encoded images: built, trained, looked at and planned for by class path."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from matplotlib.image import imread
+
+from lightning_memmap import TarDataset, build_store, open_store
+from lightning_memmap.cli import main
+from lightning_memmap.compare.run.data import comparable, prepare_store
+from lightning_memmap.datamodule import MemmapDataModule
+from tests.images import FORMS, HEIGHT, WIDTH, EncodedImages, encoded
+from tests.preloaded import python
+from tests.unit.store.test_tar_dataset import FIELDS, image_members, write_tar
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twelve random images of two classes."""
+    for row in range(12):
+        path = tmp_path / "in" / ("cat", "dog")[row % 2] / f"{row:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(EncodedImages(12)[row]["image"])
+    return tmp_path / "in"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, arguments)])
+    found = capsys.readouterr()
+    assert end.value.code in (0, None), found.err
+    return found.out
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_folder_is_stored_encoded_and_planned_for(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "s"
+    out = run(
+        capsys, "store", "build", path, "--dataset", "lightning_memmap.ImageFolder",
+        "--dataset.root", folder, "--dataset.mode", "null",
+    )  # fmt: skip
+    assert "2 classes: cat, dog" in out
+    assert open_store(path).num_rows == 12
+    out = run(capsys, "store", "plan", path, "--devices", "1")
+    encoded_line, decoded_line = (
+        next(line for line in out.splitlines() if word in line)
+        for word in ("│ encoded ", "decoded, RGB")
+    )
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*/*"))
+    assert f"{num_bytes / 1024:.1f} KiB" in encoded_line
+    assert "threads" in encoded_line
+    assert f"RGB {HEIGHT} x {WIDTH}" in decoded_line
+    assert f"{12 * 3 * HEIGHT * WIDTH / 1024:.1f} KiB" in decoded_line
+    page = tmp_path / "store.html"
+    run(capsys, "store", "show", path, "--out", page)
+    assert page.read_text().count("data:image/png") == 12
+    assert f"{HEIGHT} x {WIDTH} x 3, encoded in" in page.read_text()
+
+
+def test_plan_of_images_of_several_sizes_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"a": encoded(np.zeros((row + 1, 4), np.uint8)), "b": b"none"} for row in range(8)]
+    build_store(rows, tmp_path / "s", progress=False)
+    out = run(capsys, "store", "plan", tmp_path / "s", "--devices", "1")
+    assert "decoded, RGB of several sizes" in out
+    assert out.count("decoded, RGB") == 1
+    build_store([{"b": b"none"}] * 8, tmp_path / "t", progress=False)
+    assert "Encoded" not in run(capsys, "store", "plan", tmp_path / "t", "--devices", "1")
+
+
+def write_config(path: Path, dataset: dict[str, Any], variable: dict[str, Any]) -> Path:
+    options = {
+        "train_dataset": dataset,
+        "store_dir": str(path / "stores"),
+        "batch_size": 4,
+        "variable": variable,
+    }
+    trainer = {
+        "strategy": "memmap_superbatch",
+        "devices": 2,
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
+    config = {
+        "model": {"class_path": "tests.images.Brightness"},
+        "data": {"class_path": "lightning_memmap.MemmapDataModule", "init_args": options},
+        "trainer": trainer,
+    }
+    (path / "train.yaml").write_text(yaml.safe_dump(config))
+    return path / "train.yaml"
+
+
+def test_config_trains_on_tar_files_and_their_rows_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tar(tmp_path / "ds-0.tar", image_members(0, 30))
+    dataset = {
+        "class_path": "lightning_memmap.TarDataset",
+        "init_args": {"tars": str(tmp_path / "ds-{0..0}.tar"), "fields": {**FIELDS, "row": "cls"}},
+    }
+    config = write_config(tmp_path, dataset, FORMS)
+    done = subprocess.run(
+        [python(), "-m", "lightning_memmap", "fit", "--config", str(config)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    store = open_store(tmp_path / "stores" / "train")
+    assert store.num_rows == len(list(TarDataset(str(tmp_path / "ds-{0..0}.tar"))))
+    sheet = tmp_path / "rows.png"
+    out = run(capsys, "rows", "--config", config, "--step", 1, "--show", sheet)
+    assert "rows/00" in out
+    assert "PNG" not in out
+    pixels = imread(sheet)
+    assert pixels.shape[0] % (HEIGHT + 2) == pixels.shape[1] % (WIDTH + 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"form": "decode", "mode": "BGR"}, "mode='BGR': choose one of RGB, RGBA, L, P"),
+        ({"form": "decode", "size": [4]}, "give height and width"),
+        ({"form": "decode", "num_threads": 0}, "num_threads=0: at least 1"),
+        ({"form": "decode", "dims": 2}, "dims=2: leave it out"),
+    ],
+)
+def test_form_that_cannot_be_is_refused(tmp_path: Path, form: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"field 'image'.*{words}"):
+        MemmapDataModule(EncodedImages(4), store_dir=tmp_path, variable={"image": form})
+
+
+def test_comparison_expects_decoded_images(tmp_path: Path) -> None:
+    hashes = []
+    for decoded in (False, True):
+        data = MemmapDataModule(
+            EncodedImages(40, decoded),
+            store_dir=tmp_path / str(decoded),
+            batch_size=4,
+            variable=None if decoded else FORMS,
+        )
+        hashes.append(prepare_store(comparable(data), 2, 4)[1])
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes[0])) == 4
