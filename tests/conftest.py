@@ -45,8 +45,8 @@ _SETTLE_S = 5.0
 
 #: One test that takes as long as many others.
 _LONGEST = "test_simulated_gpu.py"
-#: What starts programs, builds in worker processes that die, trains for long or counts outcomes over
-#: thousands of seeds, by the beginning of its name: all but the fast tier.
+#: What starts programs, builds in processes that die, trains for long or counts over thousands of
+#: seeds, by the beginning of its name: all but the fast tier.
 _SLOW = (
     "benchmarks/",
     "distributed/",
