@@ -123,6 +123,14 @@ class StepRows:
     devices: list[DeviceRows]
 
 
+def rows_parser() -> BriefParser:
+    """Make the parser of the command."""
+    parser = BriefParser(prog="lightning-memmap rows", description=_DESCRIPTION)
+    parser.add_class_arguments(Question, as_group=False, skip={"json"})
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
 def rows(args: list[str]) -> int:
     """Run the command with these arguments.
 
@@ -136,10 +144,7 @@ def rows(args: list[str]) -> int:
         SystemExit: An argument is unknown or has the wrong type (code 2), or help was asked for
             (0).
     """
-    parser = BriefParser(prog="lightning-memmap rows", description=_DESCRIPTION)
-    parser.add_class_arguments(Question, as_group=False, skip={"json"})
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    given = parser.parse_args(args).as_dict()
+    given = rows_parser().parse_args(args).as_dict()
     try:
         refuse_several_configs(args)
         question = Question(**given)
