@@ -13,7 +13,7 @@ import xxhash
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import open_plain, unreadable
 
-#: Read at once, into memory that is used again: what is new to the process costs more than the read.
+#: Read at once, into memory that is used again: new memory costs more than the read.
 _READ_BYTES = 2**18
 
 
