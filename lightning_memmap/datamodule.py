@@ -29,13 +29,13 @@ from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
     FormedCollate,
-    NumberedCollate,
     SplitRows,
     SuperBatchLoader,
     load_split,
     loader_for,
 )
 from lightning_memmap.loading.collate import Collate
+from lightning_memmap.loading.row_numbers import NumberedCollate
 from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.options import DataOptions, Option
 from lightning_memmap.placement import (

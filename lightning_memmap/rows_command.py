@@ -123,6 +123,14 @@ class StepRows:
     devices: list[DeviceRows]
 
 
+def rows_parser() -> BriefParser:
+    """Make the parser of the command."""
+    parser = BriefParser(prog="lightning-memmap rows", description=_DESCRIPTION)
+    parser.add_class_arguments(Question, as_group=False, skip={"json"})
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
 def rows(args: list[str]) -> int:
     """Run the command with these arguments.
 
@@ -136,10 +144,7 @@ def rows(args: list[str]) -> int:
         SystemExit: An argument is unknown or has the wrong type (code 2), or help was asked for
             (0).
     """
-    parser = BriefParser(prog="lightning-memmap rows", description=_DESCRIPTION)
-    parser.add_class_arguments(Question, as_group=False, skip={"json"})
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    given = parser.parse_args(args).as_dict()
+    given = rows_parser().parse_args(args).as_dict()
     try:
         refuse_several_configs(args)
         question = Question(**given)
@@ -347,8 +352,7 @@ def _table(
         table.add_column(f"field {name}" if name in ("row", "data device") else name)
     for position, (name, row) in enumerate(zip(step.rows, numbers, strict=True), step.first):
         values = [
-            _text(store.schema.fields[index].value(store.columns[index].row(row)))
-            for index in shown
+            _text(store.schema.fields[index], store.columns[index].row(row)) for index in shown
         ]
         table.add_row(_name(name), str(position % len(step.devices)), *values)
     return table
@@ -365,9 +369,11 @@ def _is_short(field: Field) -> bool:
     return field.is_text or (not field.num_variable and math.prod(field.item_shape) <= 8)
 
 
-def _text(value: Any) -> str:
-    found = value.flatten().tolist() if isinstance(value, Tensor) else [value]
-    text = " ".join(f"{one:.4g}" if isinstance(one, float) else str(one) for one in found)
+def _text(field: Field, row: Tensor) -> str:
+    if field.is_text:
+        text = str(field.value(row))
+    else:
+        text = " ".join(map(field.words, row.flatten().tolist()))
     text = shorten(text, _MAX_TEXT)
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 

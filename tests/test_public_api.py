@@ -99,7 +99,10 @@ NAMES = {
         "Field",
         "Form",
         "Jagged",
+        "Masked",
+        "Nesting",
         "Node",
+        "Nullable",
         "Pad",
         "Rows",
         "Schema",
@@ -166,6 +169,7 @@ DATA_MODULE = {
     "shuffle_window": None,
     "sampler": None,
     "variable": None,
+    "with_row_numbers": False,
 }
 
 STRATEGY = {
