@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
@@ -300,6 +301,21 @@ def test_processes_killed_while_they_fetch_leave_a_cache_of_right_rows(
     pids = [server.start(read) for _ in range(2)]
     assert [server.wait(pid) for pid in pids] == [0, 0]
     assert holds(open_store(url), Numbered(500))
+
+
+def test_shards_that_several_want_at_once_are_fetched_once(
+    url: str, reads: list[tuple[str, int, int]]
+) -> None:
+    stores = [open_store(url) for _ in range(3)]
+    reads.clear()
+    with ThreadPoolExecutor(3) as pool:
+        columns = list(pool.map(lambda store: store.provide(None, range(NUM_SHARDS)), stores))
+    ranges = [column.shard_ranges() for column in stores[0].manifest.columns]
+    assert sorted(reads) == sorted(
+        pieces for field in ranges for shard in field for pieces in shard
+    )
+    for found in zip(*columns, strict=True):
+        assert len({tuple(column.row(7).flatten().tolist()) for column in found}) == 1
 
 
 # The size of the cache
