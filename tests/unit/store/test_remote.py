@@ -27,6 +27,8 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.loading import load_split
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.sampling import Mixture
+from lightning_memmap.schema import Windows
 from lightning_memmap.store import (
     Store,
     build_store,
@@ -221,6 +223,28 @@ def test_training_on_a_url_has_the_batches_of_the_directory(
         seen.append((module.seen, weights(module).tolist()))
     assert seen[0] == seen[1]
     assert len(seen[0][0]["train"]) >= 3
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_windows_and_mixtures_of_a_url_are_those_of_the_directory(
+    tmp_path: Path, residency: str
+) -> None:
+    for name, first in (("a", 0), ("b", 500)):
+        samples = [{"steps": np.arange(first + row, first + row + 9)} for row in range(30)]
+        build_store(samples, tmp_path / "far" / "train" / name, num_shards=6, progress=False)
+    options: list[dict[str, Any]] = [
+        {"sampler": Mixture({"a": 0.6, "b": 0.4}, 40)},
+        {"sampler": Mixture({"a": 0.6, "b": 0.4}, 40), "variable": {"steps": Windows(4, 2)}},
+    ]
+    for each in options:
+        batches = []
+        for place in (tmp_path / "far", (tmp_path / "far").as_uri()):
+            data = MemmapDataModule(store_dir=place, batch_size=5, residency=residency, **each)
+            data.setup()
+            batches.append([batch["steps"].clone() for batch in data.train_dataloader()])
+            data.teardown()
+        assert len(batches[0]) == len(batches[1]) == 8
+        assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
 
 
 def test_images_of_a_url_are_decoded(tmp_path: Path) -> None:
