@@ -9,8 +9,13 @@ from lightning_memmap.store import (
     ImageFolder,
     Store,
     TarDataset,
+    append_store,
+    build_part,
     build_store,
+    finish_store,
     open_store,
+    pull_store,
+    push_store,
     verify_store,
 )
 from lightning_memmap.strategies import register
@@ -21,8 +26,13 @@ __all__ = [
     "MemmapDataModule",
     "Store",
     "TarDataset",
+    "append_store",
+    "build_part",
     "build_store",
+    "finish_store",
     "open_store",
+    "pull_store",
+    "push_store",
     "verify_store",
 ]
 

@@ -1,7 +1,8 @@
 """The command ``lightning-memmap``.
 
 ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI with the strategy names of this
-pack registered. ``store`` works on stores: ``build``, ``info``, ``verify``, ``plan``, ``show``.
+pack registered. ``store`` works on stores: ``build``, ``append``, ``info``, ``verify``, ``plan``,
+``show``, ``push``, ``pull``.
 ``compare`` trains under several strategies and reports what each one costs; ``advise`` predicts it.
 ``rows`` lists the rows of any step, and ``doctor`` says what will work on this machine.
 """
@@ -11,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
@@ -41,9 +43,22 @@ from lightning_memmap.placement import (
     plan_placement,
 )
 from lightning_memmap.rows_command import rows
-from lightning_memmap.store import Store, build_store, open_store, verify_store
+from lightning_memmap.schema import Field
+from lightning_memmap.store import (
+    Store,
+    append_store,
+    build_part,
+    build_store,
+    finish_store,
+    open_store,
+    pull_store,
+    push_store,
+    verify_store,
+)
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.places import StoreUrl, check_path, place_of
 from lightning_memmap.store.progress import show_progress
+from lightning_memmap.store.remote.transfer import stores_at
 from lightning_memmap.store.verify import unknown_files
 from lightning_memmap.strategies import STRATEGIES
 
@@ -189,10 +204,13 @@ def _store_command(args: list[str]) -> int:
     commands = parser.add_subcommands()
     functions: dict[str, Callable[..., int]] = {
         "build": _build,
+        "append": _append,
         "info": _info,
         "verify": _verify,
         "plan": _plan,
         "show": _show,
+        "push": _push,
+        "pull": _pull,
     }
     for name, function in functions.items():
         summary = str(function.__doc__).partition("\n")[0]
@@ -209,13 +227,28 @@ def _store_command(args: list[str]) -> int:
 def _make_parser(function: Callable[..., int]) -> BriefParser:
     """A parser for the arguments of a function, described by its docstring."""
     parser = BriefParser()
+    if function is _append:
+        skipped: set[str | int] = {"dataset", "progress"}
+        parser.add_function_arguments(
+            append_store, as_group=False, as_positional=True, skip=skipped
+        )
+        parser.add_argument(
+            "--dataset", type=Dataset, required=True, help="class path of the dataset"
+        )
+        return parser
     if function is not _build:
         parser.add_function_arguments(function, as_group=False, as_positional=True)
         return parser
-    flags = {"overwrite": "replace a store of another dataset", "fresh": "resume no earlier build"}
+    flags = {
+        "overwrite": "replace a store of another dataset",
+        "fresh": "resume no earlier build",
+        "finish": "commit the store whose parts are all written",
+    }
     skip: set[str | int] = {"dataset", "check", "progress", *flags}
     parser.add_function_arguments(build_store, as_group=False, as_positional=True, skip=skip)
-    parser.add_argument("--dataset", type=Dataset, required=True, help="class path of the dataset")
+    parser.add_argument("--dataset", type=Dataset, help="class path of the dataset")
+    part = "write part i of n, counted from 0, such as 0/8; --finish commits all"
+    parser.add_argument("--part", type=str, metavar="i/n", help=part)
     checks, meaning = Literal["probes", "full", "off"], "rows to compare with an existing store"
     parser.add_argument("--check", type=checks, default="probes", help=meaning)
     for flag, meaning in flags.items():
@@ -248,6 +281,12 @@ def _stores(path: str) -> dict[str, Store]:
 
 def _stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
     """Like `_stores`, with an error in place of a store below the path that cannot be read."""
+    if isinstance(place_of(path), StoreUrl):
+        urls = {
+            name or path.rstrip("/").rpartition("/")[2]: url
+            for name, url in stores_at(path).items()
+        }
+        return {name: open_store(url) for name, url in urls.items()}
     # Resolved, so that "." has a name.
     directory = Path(os.path.realpath(path))
     try:
@@ -293,10 +332,42 @@ def _printable(value: object) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
-def _build(**options: Any) -> int:
+def _build(*, part: str | None, finish: bool, **options: Any) -> int:
     """Store a dataset."""
-    _print_info(build_store(**options), _make_console())
+    defaults = {
+        name: parameter.default for name, parameter in signature(build_store).parameters.items()
+    }
+    given = [name for name, value in options.items() if value not in (None, defaults[name])]
+    if finish and (others := {*given, *["part"] * bool(part)} - {"path", "overwrite"}):
+        raise ValueError(f"--finish with --{min(others)}: it takes the path, and --overwrite")
+    if finish:
+        store = finish_store(options["path"], overwrite=options["overwrite"])
+    elif options["dataset"] is None:
+        raise ValueError("--dataset is missing: give the class path of the dataset")
+    elif part is None:
+        store = build_store(**options)
+    else:
+        if others := {"check", "fresh"} & {*given}:
+            raise ValueError(f"--part with --{min(others)}: a part goes on where it stopped")
+        options = {name: value for name, value in options.items() if name not in ("check", "fresh")}
+        build_part(part=_part(part), **options)
+        return 0
+    _print_info(store, _make_console())
     return 0
+
+
+def _append(**options: Any) -> int:
+    """Add the rows of a dataset to a store."""
+    _print_info(append_store(**options), _make_console())
+    return 0
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    try:
+        return int(index), int(count)
+    except ValueError:
+        raise ValueError(f"part={text!r}: write its number and that of all, like 0/8") from None
 
 
 def _info(path: str) -> int:
@@ -318,7 +389,7 @@ def _info(path: str) -> int:
 def _print_info(store: Store, console: Console) -> None:
     manifest = store.manifest
     shard_bytes = manifest.shard_bytes()
-    console.print(_printable(store.path), style="bold", soft_wrap=True)
+    console.print(_printable(store.location), style="bold", soft_wrap=True)
     console.print(
         f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)},"
         f" {store.num_shards} shards of {format_bytes(shard_bytes.min())} to"
@@ -341,12 +412,22 @@ def _print_info(store: Store, console: Console) -> None:
             _printable(field.name),
             str(field.dtype).removeprefix("torch."),
             str(field.shape),
-            field.kind,
+            _given_as(field),
             str(row_bytes) if not field.num_variable else f"{row_bytes} on average",
             format_bytes(num_bytes),
             format_bytes(row_bytes * -(-store.num_rows // store.num_shards)),
         )
     console.print(table)
+
+
+def _given_as(field: Field) -> str:
+    """The kind of a field, with the members of an enum."""
+    names = ", ".join(f"{name}={number}" for name, number in field.names)
+    return (
+        shorten(f"{field.kind}: {names}", _MAX_CLASSES_TEXT, placeholder=" ...")
+        if names
+        else field.kind
+    )
 
 
 def _verify(path: str) -> int:
@@ -355,6 +436,7 @@ def _verify(path: str) -> int:
     Args:
         path: Directory of a store, or of one store per split.
     """
+    check_path(path)
     console = _make_console()
     damaged = False
     for store in _stores_or_errors(path).values():
@@ -571,6 +653,37 @@ def _show(path: str, *, out: str = "store.html") -> int:
         ) from error
     Path(out).write_text(render_stores(_stores(path)), encoding="utf-8")
     _make_console().print(out, soft_wrap=True)
+    return 0
+
+
+def _push(path: str, url: str, *, overwrite: bool = False) -> int:
+    """Copy a store to a URL, such as s3://bucket/stores.
+
+    Args:
+        path: Directory of a store, or of one store per split.
+        url: Where it goes.
+        overwrite: Replace stores that are there.
+    """
+    directory = Path(os.path.realpath(path))
+    for store in _stores(path).values():
+        name = store.path.relative_to(directory).as_posix()
+        there = url if name == "." else f"{url.rstrip('/')}/{name}"
+        push_store(store.path, there, overwrite=overwrite)
+        _make_console().print(_printable(there), soft_wrap=True)
+    return 0
+
+
+def _pull(url: str, path: str, *, overwrite: bool = False) -> int:
+    """Copy a store from a URL, and check every byte.
+
+    Args:
+        url: URL of a store, or of one store per split.
+        path: The directory that it goes to.
+        overwrite: Replace stores that are there.
+    """
+    for name, there in stores_at(url).items():
+        store = pull_store(there, Path(path) / name, overwrite=overwrite)
+        _make_console().print(_printable(store.path), soft_wrap=True)
     return 0
 
 

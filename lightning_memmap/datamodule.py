@@ -75,6 +75,7 @@ from lightning_memmap.splits import (
     named_datasets,
 )
 from lightning_memmap.store import Store
+from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.probes import first_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 
@@ -159,7 +160,8 @@ class MemmapDataModule(L.LightningDataModule):
         predict_dataset: To predict on, one or several.
         store_dir: Directory with one store per split in it: ``train``, and ``val`` or, of several
             datasets, ``val/0`` or ``val/NAME``. ``{member}`` in it stands for the number of the
-            member.
+            member. At a URL such as ``s3://bucket/stores`` the stores must be there already; each
+            process fetches its shards into the cache of `lightning_memmap.store.open_store`.
         batch_size: Rows per data device and step, as under DDP.
         transform: Batch transform for training: a callable or module, run on each data device
             without gradients. With a parameter named ``generator`` it is given a seeded one.
@@ -228,7 +230,7 @@ class MemmapDataModule(L.LightningDataModule):
         ValueError: An argument is out of range, or two of them exclude each other.
     """
 
-    store_dir = Option[Path]()
+    store_dir = Option[Path | StoreUrl]()
     batch_size = Option[int]()
     transform = Option[Callable[..., Any] | None]()
     eval_transform = Option[Callable[..., Any] | None]()
@@ -453,8 +455,9 @@ class MemmapDataModule(L.LightningDataModule):
         return {} if self._set_up is None else self._set_up.stores
 
     @property
-    def store_directory(self) -> Path:
-        """The directory of the stores: ``store_dir``, with its number in place of ``{member}``.
+    def store_directory(self) -> Path | StoreUrl:
+        """The directory of the stores, or its URL: ``store_dir``, with the number of the member in
+        place of ``{member}``.
 
         Raises:
             ValueError: The member is not known.
@@ -866,7 +869,7 @@ class MemmapDataModule(L.LightningDataModule):
     def _strategy(self) -> Any:
         return None if self.trainer is None else self.trainer.strategy
 
-    def store_path(self, split: str) -> Path:
+    def store_path(self, split: str) -> Path | StoreUrl:
         """Where the store is that has the rows of a split.
 
         Args:

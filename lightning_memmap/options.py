@@ -25,6 +25,7 @@ from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.splits import SPLITS
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
+from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recognition import check_choice
 from lightning_memmap.store.workers import check_num_workers
 
@@ -42,7 +43,7 @@ class DataOptions:
         ValueError: An option is out of range, or two of them exclude each other.
     """
 
-    store_dir: Path
+    store_dir: Path | StoreUrl
     batch_size: int
     transform: Callable[..., Any] | None
     eval_transform: Callable[..., Any] | None
@@ -215,10 +216,10 @@ def _no_split(argument: str, split: str, splits: Iterable[str]) -> ValueError:
     return ValueError(f"{argument} for {split!r}: {reason}, choose among {', '.join(splits)}")
 
 
-def _directory(given: object) -> Path:
+def _directory(given: object) -> Path | StoreUrl:
     if not isinstance(given, (str, Path)) or not str(given):
-        raise TypeError(f"store_dir={given!r}: give the path of a directory")
-    return Path(given)
+        raise TypeError(f"store_dir={given!r}: give the path of a directory, or a URL")
+    return place_of(given)
 
 
 class Option(Generic[T]):

@@ -327,8 +327,7 @@ def _table(step: StepRows, store: Store | None, forms: Mapping[str, Form]) -> Ta
         table.add_column(f"field {name}" if name in ("row", "data device") else name)
     for position, row in enumerate(step.rows, step.first):
         values = [
-            _text(store.schema.fields[index].value(store.columns[index].row(row)))
-            for index in shown
+            _text(store.schema.fields[index], store.columns[index].row(row)) for index in shown
         ]
         table.add_row(str(row), str(position % len(step.devices)), *values)
     return table
@@ -338,9 +337,11 @@ def _is_short(field: Field) -> bool:
     return field.is_text or (not field.num_variable and math.prod(field.item_shape) <= 8)
 
 
-def _text(value: Any) -> str:
-    found = value.flatten().tolist() if isinstance(value, Tensor) else [value]
-    text = " ".join(f"{one:.4g}" if isinstance(one, float) else str(one) for one in found)
+def _text(field: Field, row: Tensor) -> str:
+    if field.is_text:
+        text = str(field.value(row))
+    else:
+        text = " ".join(map(field.words, row.flatten().tolist()))
     text = shorten(text, _MAX_TEXT)
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 

@@ -14,6 +14,7 @@ from lightning_memmap.sampling import RowSubset, Selection
 from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.splits import argument_of, named_datasets
 from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recovery import is_store, stores_within
 
 
@@ -43,8 +44,9 @@ class SplitStores:
         }
 
     @property
-    def directory(self) -> Path:
-        """The directory of the stores: ``store_dir``, with its number in place of ``{member}``.
+    def directory(self) -> Path | StoreUrl:
+        """The directory of the stores, or its URL: ``store_dir``, with the number of the member in
+        place of ``{member}``.
 
         Raises:
             ValueError: The member is not known.
@@ -52,7 +54,7 @@ class SplitStores:
         text = str(self.options.store_dir)
         if "{member}" not in text:
             return self.options.store_dir
-        return Path(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
+        return place_of(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
 
     def stored_split(self, split: str) -> str:
         """The split whose store has the rows of a split.
@@ -63,7 +65,7 @@ class SplitStores:
         selection = self.options.selection(split)
         return split if selection is None else selection.stored_split(split)
 
-    def path(self, split: str) -> Path:
+    def path(self, split: str) -> Path | StoreUrl:
         """Where the store is that has the rows of a split.
 
         Args:
@@ -112,7 +114,8 @@ class SplitStores:
                 or that of one in their directory.
         """
         options, dataset = self.options, self.datasets[split]
-        if dataset is None or self._is_known(split):
+        # At a URL, `open` finds a store or says that there is none.
+        if dataset is None or isinstance(self.directory, StoreUrl) or self._is_known(split):
             return
         self._check_place(split)
         if not length_hint(dataset, 1):
@@ -163,6 +166,8 @@ class SplitStores:
                 # An error only where its loader is asked for: a Trainer keeps a data module, and
                 # sets it up for stages that have other loaders.
                 return None
+            if isinstance(path, StoreUrl):
+                raise
             raise StoreNotFoundError(
                 f"no store at {path}: call prepare_data() before setup(), which builds it from"
                 f" {argument_of(split)}; a subclass that overrides it calls super().prepare_data()"
@@ -205,7 +210,12 @@ class SplitStores:
         """
         stored = self.stored_split(split)
         path = self.directory / stored
-        if self.datasets[stored] is None and not is_store(path):
+        if isinstance(path, StoreUrl):
+            try:
+                open_store(path)
+            except StoreNotFoundError as error:  # It tells a bucket from a store that is missing.
+                return error
+        elif self.datasets[stored] is None and not is_store(path):
             return StoreNotFoundError(
                 f"{argument_of(stored)}=None and no store at {path}: give the dataset, or a"
                 f" store_dir that holds a store named {stored!r}"
@@ -280,7 +290,7 @@ class SplitStores:
             StoreError: They would.
         """
         kind, _, name = split.partition("/")
-        path = self.directory / kind
+        path = Path(self.directory) / kind
         if name and is_store(path):
             raise StoreError(
                 f"{path} is the store of one {kind}_dataset, and the stores of several would lie in"
@@ -299,7 +309,8 @@ class SplitStores:
             ValueError: There are several, and which of them has which index is not known.
         """
         path = self.directory / split
-        if names := stores_within(path):
+        # At a URL, looking for them would take longer than to open a store.
+        if isinstance(path, Path) and (names := stores_within(path)):
             raise ValueError(
                 f"{split}_dataset=None, and {path} holds the stores of several datasets: name them"
                 f" in their order with {split}_dataset={dict.fromkeys(names)}"

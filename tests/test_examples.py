@@ -364,7 +364,7 @@ def test_fashion_mnist_files_give_all_rows() -> None:
 @needs_fashion_mnist
 @pytest.mark.slow
 def test_fashion_mnist_config_learns(tmp_path: Path) -> None:
-    limits = {"limit_train_batches": "60", "limit_val_batches": "5", "max_epochs": "1"}
+    limits = {"limit_train_batches": "25", "limit_val_batches": "5", "max_epochs": "1"}
     options = [word for name, limit in limits.items() for word in (f"--trainer.{name}", limit)]
     fitted = run_cli(tmp_path, "fit", "fashion_mnist.yaml", *options)
     assert metric(fitted, "val_accuracy") > 0.6

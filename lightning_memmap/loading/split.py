@@ -96,8 +96,9 @@ def load_split(
         DatasetError: The first of some images cannot be decoded.
         ValueError: A field that is to be decoded does not hold bytes.
         OSError: A file of a store that is read window by window cannot be opened.
-        StoreError: A column of the store cannot have this residency, or another store has replaced
-            one that is read window by window since it was opened.
+        StoreError: A column of the store cannot have this residency, another store has replaced
+            one that is read window by window since it was opened, or a shard of a store at a URL
+            cannot be fetched.
     """
     fields = placement.size.fields
     needed = [
@@ -105,7 +106,8 @@ def load_split(
         for pair in zip(store.manifest.columns, store.columns, strict=True)
         if fields is None or pair[0].field.name in fields
     ]
-    columns, opened = [column for column, _ in needed], [rows for _, rows in needed]
+    columns = [column for column, _ in needed]
+    opened = store.provide(fields, _stored_shards(store, placement))
     known = (FixedColumn, VariableColumn)
     others = [column for column in columns if type(column) not in known]
     variable = [column for column in columns if isinstance(column, VariableColumn)]
@@ -141,7 +143,8 @@ def load_split(
             sources.append(mapped_rows(opened, offsets))
         else:
             sources.append(copied_rows(opened, offsets, shards, device))
-    if images := image_decoders(columns, opened, forms or {}):
+    # Not from those that have only the rows of this process.
+    if images := image_decoders(columns, [rows for _, rows in needed], forms or {}):
         for index, source in enumerate(sources):
             if isinstance(source, ResidentRows):
                 is_held = source_of_shard == index
@@ -152,6 +155,18 @@ def load_split(
         if fields is not None and field.name not in fields
     )
     return SplitRows(topology, placement.shards, tuple(sources), source_of_shard, absent)
+
+
+def _stored_shards(store: Store, placement: SplitPlacement) -> list[int]:
+    """The shards of the store that have rows of the shards that this process holds."""
+    stored, shards = store.manifest.shards, placement.shards
+    held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
+    if shards == stored:
+        return held
+    found = np.zeros(stored.num_shards, bool)
+    for shard in held:
+        found[np.asarray(shards.rows_of(shard)) % stored.num_shards] = True
+    return [int(shard) for shard in np.flatnonzero(found)]
 
 
 def image_decoders(

@@ -156,6 +156,11 @@ class FormedCollate:
         fields = {field.name: field for field in schema.fields}
         optional, lists = schema.optional, schema.lists
         for name, form in variable.items():
+            if isinstance(form, Decode) and name in {**optional, **lists}:
+                raise ValueError(
+                    f"variable: images of field {name!r} may be missing or several, and 'decode' is"
+                    " for one in each row: leave it out, and decode the bytes in the transform"
+                )
             if name in lists or (form.nullable and name in optional):
                 continue
             if form.nullable and name in fields:

@@ -4,7 +4,6 @@ topology  the data devices, and where batches are assembled
 budgets   how much memory shards may take
 plan      which shard lives where
 table     the plan for people
-sizes     bytes as text
 """
 
 from lightning_memmap.placement.budgets import check_device, device_budgets, free_bytes
@@ -18,7 +17,6 @@ from lightning_memmap.placement.plan import (
     SplitSize,
     plan_placement,
 )
-from lightning_memmap.placement.sizes import format_bytes, parse_bytes
 from lightning_memmap.placement.table import placement_table
 from lightning_memmap.placement.topology import (
     DataTopology,
@@ -26,6 +24,7 @@ from lightning_memmap.placement.topology import (
     local_processes,
     topology_of,
 )
+from lightning_memmap.sizes import format_bytes, parse_bytes
 
 __all__ = [
     "RESIDENCIES",

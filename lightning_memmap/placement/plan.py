@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.placement.sizes import format_bytes
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import (
     Integers,
@@ -20,6 +19,7 @@ from lightning_memmap.sampling import (
     default_window,
     striping,
 )
+from lightning_memmap.sizes import format_bytes
 
 
 class Residency(str, Enum):

@@ -4,7 +4,7 @@ import torch
 from rich.table import Table
 
 from lightning_memmap.placement.plan import HeldShards, Placement, Residency
-from lightning_memmap.placement.sizes import format_bytes
+from lightning_memmap.sizes import format_bytes
 
 
 def placement_table(placement: Placement) -> Table:

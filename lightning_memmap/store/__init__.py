@@ -1,6 +1,10 @@
 """A store: a directory that holds one dataset as memory-mapped tensors. No Lightning here."""
 
-from lightning_memmap.store.reader import Store, open_store
+from lightning_memmap.store.append import append_store
+from lightning_memmap.store.opening import open_store
+from lightning_memmap.store.parts import build_part, finish_store
+from lightning_memmap.store.reader import Store
+from lightning_memmap.store.remote.transfer import pull_store, push_store
 from lightning_memmap.store.sources import ColumnDataset, ImageFolder, TarDataset
 from lightning_memmap.store.verify import Damage, verify_store
 from lightning_memmap.store.writer import build_store
@@ -11,7 +15,12 @@ __all__ = [
     "ImageFolder",
     "Store",
     "TarDataset",
+    "append_store",
+    "build_part",
     "build_store",
+    "finish_store",
     "open_store",
+    "pull_store",
+    "push_store",
     "verify_store",
 ]

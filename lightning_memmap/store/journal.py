@@ -11,8 +11,8 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,6 +21,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.store.files import TEMPORARY
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.ranges import merge_ranges
 
@@ -31,6 +32,8 @@ _MAX_PLAN_BYTES = 64 * 2**20
 _MAX_JOURNAL_BYTES = 256 * 2**20
 #: How long the workers of a killed build may take to end.
 _PATIENCE_S = 2.0
+#: What begins the line in the journal of a part that says which process has it.
+_WRITER = "by "
 _LINE = re.compile(rb"([0-9]{1,15}) ([0-9]{1,15})\n")
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _log = logging.getLogger(__name__)
@@ -54,6 +57,14 @@ class BuildPlan:
     def num_rows(self) -> int:
         """Rows of the dataset."""
         return int(self.contents["num_rows"])
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON values, as `difference` reads them, with the process that builds."""
+        return {
+            "builder": _this_process(),
+            "fingerprint": self.fingerprint.to_json(),
+            **self.contents,
+        }
 
     def difference(self, found: Mapping[str, Any]) -> str | None:
         """Say in words how the plan of an interrupted build differs from this one.
@@ -107,14 +118,8 @@ class Journal:
         Raises:
             OSError: The files cannot be written, or are there already.
         """
-        now = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
-        body = {
-            "builder": f"process {os.getpid()} on {node()} at {now}",
-            "fingerprint": plan.fingerprint.to_json(),
-            **plan.contents,
-        }
         with open(building / PLAN, "x", encoding="utf-8") as file:
-            json.dump(body, file)
+            json.dump(plan.to_json(), file)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | _FLAGS
         journal = cls(os.open(building / JOURNAL, flags, 0o666))
         with suppress(OSError):  # Without locks on this file system, the build is not resumed.
@@ -152,14 +157,42 @@ class Journal:
         return journal
 
     @classmethod
-    def _resume(cls, building: Path, plan: BuildPlan) -> "tuple[Journal, str]":
-        directory = os.open(building, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+    def of_part(cls, building: Path, part: int, num_rows: int) -> "Journal":
+        """Open the journal of one part of a build, or start it.
+
+        Args:
+            building: The directory in which the store is being built.
+            part: Number of the part.
+            num_rows: Rows of the dataset.
+
+        Returns:
+            The journal, locked.
+
+        Raises:
+            PartInUseError: Another process has it.
+            StoreError: It is no plain file of this user.
+            OSError: It cannot be opened, or the file system has no locks.
+        """
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        with _own_directory(building) as directory:
+            descriptor = _open_own(part_journal(part), directory, flags)
         try:
-            if os.fstat(directory).st_uid != os.geteuid():
-                raise StoreError("it belongs to another user")
-            found = json.loads(_read_own(PLAN, directory, _MAX_PLAN_BYTES))
-            if not isinstance(found, dict):
-                raise ValueError(f"{PLAN} holds no JSON object")
+            try:
+                _lock(descriptor)
+            except StoreError:
+                raise PartInUseError(_last_writer(descriptor)) from None
+            done = _read_ranges(descriptor, num_rows)
+            # No line of rows: it is for the message of another process that wants this part.
+            os.write(descriptor, f"{_WRITER}{_this_process()}\n".encode())
+            return cls(descriptor, done)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    @classmethod
+    def _resume(cls, building: Path, plan: BuildPlan) -> "tuple[Journal, str]":
+        with _own_directory(building) as directory:
+            found = _read_plan(directory)
             if (changed := plan.difference(found)) is not None:
                 raise StoreError(changed)
             for name, num_bytes in plan.file_bytes.items():
@@ -168,8 +201,6 @@ class Journal:
                 if state.st_size != num_bytes:
                     raise StoreError(f"{name} has {state.st_size} bytes, expected {num_bytes}")
             descriptor = _open_own(JOURNAL, directory, os.O_RDWR | os.O_APPEND)
-        finally:
-            os.close(directory)
         try:
             _lock(descriptor)
             return cls(descriptor, _read_ranges(descriptor, plan.num_rows)), _builder(found)
@@ -204,6 +235,100 @@ class Journal:
         os.close(self.descriptor)
 
 
+class PartInUseError(StoreError):
+    """Another process writes a part. The message says which, where it is known."""
+
+
+def part_journal(part: int) -> str:
+    """The name of the journal of one part of a build. No file of a column has such a name.
+
+    Args:
+        part: Number of the part.
+    """
+    return f"{JOURNAL}-{part}{TEMPORARY}"
+
+
+def write_plan(building: Path, plan: BuildPlan, **more: Any) -> None:
+    """Write the plan of a build in parts: all of it or nothing.
+
+    Args:
+        building: The directory in which the store is being built, and where no plan is.
+        plan: What the build makes.
+        **more: JSON values that are kept with it, and are not compared with those of other parts.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    temporary = building / (PLAN + TEMPORARY)
+    with open(temporary, "x", encoding="utf-8") as file:
+        json.dump({**more, **plan.to_json()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, building / PLAN)
+
+
+def read_plan(building: Path) -> dict[str, Any]:
+    """Read the plan of a build.
+
+    Args:
+        building: The directory in which the store is being built.
+
+    Returns:
+        The plan as JSON values, which have not been checked. All belongs to this user.
+
+    Raises:
+        FileNotFoundError: There is none.
+        StoreError: Something there belongs to another user, or is too large.
+        ValueError: It is not JSON.
+        OSError: It cannot be read.
+    """
+    with _own_directory(building) as directory:
+        return _read_plan(directory)
+
+
+def read_part(building: Path, part: int, num_rows: int) -> list[range] | None:
+    """The rows of one part that are on the disk.
+
+    Args:
+        building: The directory in which the store is being built.
+        part: Number of the part.
+        num_rows: Rows of the dataset.
+
+    Returns:
+        The rows in ranges; None where no process has begun with the part.
+
+    Raises:
+        PartInUseError: A process writes it.
+        StoreError: It is no plain file of this user.
+        OSError: It cannot be read.
+    """
+    try:
+        with _own_directory(building) as directory:
+            descriptor = _open_own(part_journal(part), directory, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PartInUseError(_last_writer(descriptor)) from None
+        return _read_ranges(descriptor, num_rows)
+    finally:
+        os.close(descriptor)
+
+
+def _this_process() -> str:
+    now = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
+    return f"process {os.getpid()} on {node()} at {now}"
+
+
+def _last_writer(descriptor: int) -> str:
+    """What the process that has the journal of a part has written of itself there."""
+    lines = os.pread(descriptor, _MAX_JOURNAL_BYTES, 0).decode(errors="replace").splitlines()
+    found = [line.removeprefix(_WRITER) for line in lines if line.startswith(_WRITER)]
+    return _builder({"builder": found[-1] if found else None})
+
+
 def _lock(descriptor: int) -> None:
     deadline = monotonic() + _PATIENCE_S
     while True:
@@ -221,14 +346,33 @@ def _check_own(name: str, state: os.stat_result) -> None:
         raise StoreError(f"{name} is not a plain file that belongs to this user")
 
 
+@contextmanager
+def _own_directory(building: Path) -> Iterator[int]:
+    """The descriptor of a directory, if it belongs to this user."""
+    directory = os.open(building, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+    try:
+        if os.fstat(directory).st_uid != os.geteuid():
+            raise StoreError("it belongs to another user")
+        yield directory
+    finally:
+        os.close(directory)
+
+
 def _open_own(name: str, directory: int, flags: int) -> int:
-    descriptor = os.open(name, flags | _FLAGS, dir_fd=directory)
+    descriptor = os.open(name, flags | _FLAGS, 0o666, dir_fd=directory)
     try:
         _check_own(name, os.fstat(descriptor))
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _read_plan(directory: int) -> dict[str, Any]:
+    found = json.loads(_read_own(PLAN, directory, _MAX_PLAN_BYTES))
+    if not isinstance(found, dict):
+        raise ValueError(f"{PLAN} holds no JSON object")
+    return found
 
 
 def _read_own(name: str, directory: int, max_bytes: int) -> bytes:

@@ -31,7 +31,8 @@ VERSION = 1
 #: The most shards of a store.
 MAX_SHARDS = 2**16
 # Limits of a manifest, so that reading one takes about a second and some tens of MB at most.
-_MAX_MANIFEST_BYTES = 8 * 2**20
+#: The most bytes of one.
+MAX_MANIFEST_BYTES = 8 * 2**20
 _MAX_CHECKSUMS = 2**17
 _MAX_VALUES = 2**18
 _MAX_CONTAINERS = 2**16
@@ -165,10 +166,10 @@ class Manifest:
         body["digest"] = _digest(body)
         data = json.dumps(body, indent=1).encode()
         try:
-            if len(data) > _MAX_MANIFEST_BYTES:
+            if len(data) > MAX_MANIFEST_BYTES:
                 raise ValueError(
                     f"its manifest would have {len(data)} bytes, and at most"
-                    f" {_MAX_MANIFEST_BYTES} are read"
+                    f" {MAX_MANIFEST_BYTES} are read"
                 )
             self._decode(data)
         except (ValueError, SchemaError) as error:
@@ -193,7 +194,7 @@ class Manifest:
         path = directory / MANIFEST
         try:
             with open(open_plain(path), "rb") as file:
-                data = file.read(_MAX_MANIFEST_BYTES + 1)
+                data = file.read(MAX_MANIFEST_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             raise StoreNotFoundError(
                 f"no store at {directory}: build it by giving the dataset, or with"
@@ -201,18 +202,36 @@ class Manifest:
             ) from None
         except OSError as error:
             raise unreadable(path, error) from error
-        if len(data) > _MAX_MANIFEST_BYTES:
-            raise StoreError(f"{path} is larger than {_MAX_MANIFEST_BYTES} bytes")
+        return cls.decode(data, str(directory))
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> "Manifest":
+        """Read and check the bytes of a manifest.
+
+        Args:
+            data: At most one byte more than `MAX_MANIFEST_BYTES`.
+            where: Where the store is, for messages.
+
+        Returns:
+            The manifest.
+
+        Raises:
+            StoreError: It is damaged, contradicts itself, or has another version.
+        """
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise StoreError(
+                f"the manifest of the store at {where} is larger than {MAX_MANIFEST_BYTES} bytes"
+            )
         try:
             return cls._decode(data)
         except _OtherVersionError as error:
             raise StoreError(
-                f"the store at {directory} has format version {error}; this version of"
+                f"the store at {where} has format version {error}; this version of"
                 f" lightning_memmap reads version {VERSION}: build it again"
             ) from None
         except (ValueError, SchemaError) as error:
             raise StoreError(
-                f"the manifest of the store at {directory} cannot be trusted: {error};"
+                f"the manifest of the store at {where} cannot be trusted: {error};"
                 " build the store again"
             ) from error
 

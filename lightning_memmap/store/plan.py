@@ -23,7 +23,7 @@ from lightning_memmap.store.files import TEMPORARY, sync_path
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.manifest import Manifest, rows_bytes
 from lightning_memmap.store.probes import hash_row
-from lightning_memmap.store.recovery import building_path, put_in_place
+from lightning_memmap.store.recovery import building_path, parts_path, put_in_place
 
 #: What a build needs on the disk beside the rows: its plan, its journal, the manifest.
 _ROOM_BYTES = 64 * 2**10
@@ -41,6 +41,7 @@ class StorePlan:
         num_shards: Shards that the rows are divided into.
         schema: The fields and the nesting of a sample.
         classes: The names of the dataset's classes, by label.
+        in_parts: Whether processes that know nothing of each other write the rows.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class StorePlan:
     num_shards: int
     schema: Schema
     classes: tuple[str, ...] = ()
+    in_parts: bool = False
 
     @cached_property
     def shards(self) -> Shards:
@@ -69,7 +71,7 @@ class StorePlan:
     @property
     def building(self) -> Path:
         """The directory in which the store is built."""
-        return building_path(self.path)
+        return parts_path(self.path) if self.in_parts else building_path(self.path)
 
     @property
     def file_bytes(self) -> dict[str, int]:
@@ -114,38 +116,7 @@ class StorePlan:
             OSError: The disk is too small, or the directory is there already. In the first case
                 everything is removed again.
         """
-        self.building.mkdir()
-        try:
-            needed = sum(self.file_bytes.values())
-            free = shutil.disk_usage(self.building).free
-            if needed + _ROOM_BYTES > free:
-                raise self._disk_full(needed, free)
-            for column in self.columns:
-                for name, num_bytes in column.file_bytes.items():
-                    try:
-                        _allocate(self.building / name, num_bytes)
-                    except OSError as error:
-                        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                            raise self._disk_full(needed, free) from error
-                        if error.errno != errno.EFBIG:
-                            raise
-                        raise OSError(
-                            errno.EFBIG,
-                            f"field {column.field.name!r} needs a file of {num_bytes} bytes, more"
-                            " than this process (`ulimit -f`) or the file system allows",
-                            str(self.path),
-                        ) from error
-        except BaseException:
-            shutil.rmtree(self.building, ignore_errors=True)
-            raise
-
-    def _disk_full(self, needed: int, free: int) -> OSError:
-        return OSError(
-            errno.ENOSPC,
-            f"the store needs {needed} bytes and {_ROOM_BYTES} besides, and {free} are free: make"
-            " some space, or choose a directory on a larger disk",
-            str(self.path),
-        )
+        allocate_files(self.building, self.columns, self.path)
 
     def sync(self) -> None:
         """Bring the files of `file_bytes`, and the temporary ones of columns, to the disk.
@@ -222,11 +193,63 @@ class StorePlan:
         )
         manifest.write(self.building)
         sync_path(self.building)
-        put_in_place(self.path)
+        put_in_place(self.path, self.building)
 
     def __str__(self) -> str:
         fields = ", ".join(f"{field.name} {field}" for field in self.schema.fields)
         return f"{self.num_rows} rows of {fields} at {self.path}"
+
+
+def allocate_files(directory: Path, columns: Sequence[Column], path: Path) -> None:
+    """Make the files of columns in a new directory, and claim their space.
+
+    Args:
+        directory: The directory.
+        columns: The columns.
+        path: Where the store is to be, for messages.
+
+    Raises:
+        OSError: The disk is too small, or the directory is there already. In the first case
+            everything is removed again.
+    """
+    directory.mkdir()
+    try:
+        # Several columns may have a file in common.
+        files = {
+            name: (num_bytes, column.field.name)
+            for column in columns
+            for name, num_bytes in column.file_bytes.items()
+        }
+        needed = sum(num_bytes for num_bytes, _ in files.values())
+        free = shutil.disk_usage(directory).free
+        if needed + _ROOM_BYTES > free:
+            raise _disk_full(path, needed, free)
+        for name, (num_bytes, field) in files.items():
+            try:
+                _allocate(directory / name, num_bytes)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise _disk_full(path, needed, free) from error
+                if error.errno != errno.EFBIG:
+                    raise
+                raise OSError(
+                    errno.EFBIG,
+                    f"field {field!r} needs a file of {num_bytes} bytes, more than this process"
+                    " (`ulimit -f`) or the file system allows",
+                    str(path),
+                ) from error
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _disk_full(path: Path, needed: int, free: int) -> OSError:
+    return OSError(
+        errno.ENOSPC,
+        f"the store needs {needed} bytes and {_ROOM_BYTES} besides, and {free} are free: make"
+        " some space, or choose a directory on a larger disk",
+        str(path),
+    )
 
 
 def _allocate(path: Path, num_bytes: int) -> None:

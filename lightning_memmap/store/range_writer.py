@@ -41,14 +41,18 @@ class RangeWriter:
         plan: The store that is being built.
         journal: The descriptor of its journal.
         row_bytes: Bytes of a row, estimated where rows differ in length.
+        first_row: The row of the store that row 0 of the dataset is.
 
     Attributes:
         has_arrays: Whether the rows lie in arrays, which are read by slices.
         max_rows: The most rows of a range.
     """
 
-    def __init__(self, dataset: Any, plan: StorePlan, journal: int, row_bytes: int) -> None:
+    def __init__(
+        self, dataset: Any, plan: StorePlan, journal: int, row_bytes: int, first_row: int = 0
+    ) -> None:
         self._dataset = dataset
+        self._first_row = first_row
         self._plan = plan
         self._journal = journal
         self._row_bytes = max(1, row_bytes)
@@ -73,7 +77,7 @@ class RangeWriter:
         """Write a range.
 
         Args:
-            task: Its first row, and the number of its rows.
+            task: Its first row in the store, and the number of its rows.
 
         Returns:
             The rows, and the seconds that it took.
@@ -85,10 +89,14 @@ class RangeWriter:
         """
         start = perf_counter()
         first, num_rows = task
-        rows = range(first, first + num_rows)
+        rows = range(first - self._first_row, first - self._first_row + num_rows)
         if not (self.has_arrays and self._write_slices(rows)):
             self._write_items(rows)
-        return rows, perf_counter() - start
+        return self._stored(rows), perf_counter() - start
+
+    def _stored(self, rows: range) -> range:
+        """The rows of the store that rows of the dataset are."""
+        return range(rows.start + self._first_row, rows.stop + self._first_row)
 
     def _write_slices(self, rows: range) -> bool:
         """Write slices of the arrays in which the rows lie.
@@ -108,7 +116,7 @@ class RangeWriter:
             if values is None:
                 return False
             exit_if_orphaned()
-            column.write(self._files, rows, values)
+            column.write(self._files, self._stored(rows), values)
         return True
 
     def _write_items(self, rows: range) -> None:
@@ -118,7 +126,7 @@ class RangeWriter:
             self._put_items(index, rows[index : index + self._max_piece_rows])
         exit_if_orphaned()
         for block in self._blocks:
-            block.write(self._files, rows.start, len(rows))
+            block.write(self._files, self._stored(rows).start, len(rows))
 
     def _put_items(self, index: int, rows: range) -> None:
         """Copy items into the blocks, whose row ``index`` is the first of them."""

@@ -75,19 +75,21 @@ def merge_ranges(ranges: Iterable[range]) -> list[range]:
     return merged
 
 
-def missing_ranges(done: Iterable[range], num_rows: int) -> list[range]:
-    """Return the rows from 0 to ``num_rows`` that are in none of the ranges.
+def missing_ranges(done: Iterable[range], stop: int, first: int = 0) -> list[range]:
+    """Return the rows from ``first`` to ``stop`` that are in none of the ranges.
 
     Args:
         done: Ranges with a step of 1, in any order. They may overlap.
-        num_rows: One past the last row that is looked for.
+        stop: One past the last row that is looked for.
+        first: The first row that is looked for.
 
     Returns:
         Ranges in ascending order that neither overlap nor touch.
     """
-    missing, first = [], 0
-    for rows in (*merge_ranges(done), range(num_rows, num_rows)):
-        if rows.start > first:
-            missing.append(range(first, rows.start))
+    missing = []
+    for rows in (*merge_ranges(done), range(stop, stop)):
+        end = min(rows.start, stop)
+        if end > first:
+            missing.append(range(first, end))
         first = max(first, rows.stop)
     return missing

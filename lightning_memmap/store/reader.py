@@ -3,7 +3,7 @@
 import math
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_memmap.errors import MemmapError
+from lightning_memmap.errors import MemmapError, StoreError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Schema
 from lightning_memmap.schema.nesting import SAMPLE
-from lightning_memmap.store.columns import ItemRows
+from lightning_memmap.store.columns import ItemRows, OpenColumn
 from lightning_memmap.store.manifest import Manifest, check_files, manifest_mark
 from lightning_memmap.store.recognition import check_briefly
 from lightning_memmap.store.recovery import finish_interrupted, is_interrupted
@@ -27,7 +27,7 @@ _BLOCK_ROWS = 2**18
 
 
 class Store:
-    """An open store. Use `open_store` or `build_store` to get one.
+    """An open store. Use `lightning_memmap.store.open_store` or `build_store` to get one.
 
     It is a map-style dataset as well: ``store[i]`` is row ``i`` in dataset order, with tensors, and
     for text str and bytes, as leaves. A list of records is a list again, and None is
@@ -35,7 +35,7 @@ class Store:
     pages in memory.
 
     Attributes:
-        path: The directory.
+        path: The directory; of a store at a URL, that of the files in the cache.
         manifest: What the store contains.
         columns: The rows of each field, in the order of the fields.
     """
@@ -45,6 +45,11 @@ class Store:
         self.manifest = manifest
         self.columns = [column.open(path) for column in manifest.columns]
         self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(nesting=SAMPLE)
+
+    @property
+    def location(self) -> str:
+        """The directory, or the URL."""
+        return str(self.path)
 
     @property
     def num_rows(self) -> int:
@@ -127,9 +132,11 @@ class Store:
             ValueError: There is no such field, or its rows have one length.
             StoreError: The index of the field is damaged.
         """
-        column = self.columns[self._index_of(field)]
-        if not isinstance(column, ItemRows):
+        if not self.schema.fields[self._index_of(field)].num_variable:
             raise ValueError(f"field {field!r}: all its rows have one length")
+        (column,) = self.provide([field], range(self.num_shards))
+        if not isinstance(column, ItemRows):
+            raise ValueError(f"field {field!r}: its column does not tell the lengths of its rows")
         return column.lengths()
 
     def _index_of(self, field: str) -> int:
@@ -157,6 +164,33 @@ class Store:
         start = int(shards.starts[index])
         rows = slice(start, start + int(shards.sizes[index]))
         return {name: tensor[rows] for name, tensor in self._by_name().items()}
+
+    def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
+        """The open columns of some fields, for use of no other rows than those of some shards.
+
+        Of a store at a URL, the shards are fetched.
+
+        Args:
+            fields: Names of the fields; None for all.
+            shards: The shards.
+
+        Returns:
+            The columns, in the order of the fields of the store.
+
+        Raises:
+            StoreError: A shard cannot be fetched.
+        """
+        pairs = zip(self.schema.fields, self.columns, strict=True)
+        return [column for field, column in pairs if fields is None or field.name in fields]
+
+    def check_in_place(self) -> None:
+        """Check that the files at ``path`` are those of this store, however late they are opened.
+
+        Raises:
+            StoreError: Another store has replaced this one.
+        """
+        if Manifest.read(self.path).content != self.manifest.content:
+            raise StoreError(f"the store at {self.path} was replaced meanwhile: open it again")
 
     def as_tensordict(self) -> TensorDict:
         """Return all rows as a TensorDict of batch size (num_rows,), one mapped tensor per field.
@@ -214,14 +248,14 @@ class Store:
         return self._build([field.value(column.row(index)) for field, column in rows])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_store, (str(self.path),)
+        return open_directory, (str(self.path),)
 
     def __repr__(self) -> str:
-        return f"Store({str(self.path)!r}, {self.num_rows} rows, {self.num_shards} shards)"
+        return f"Store({self.location!r}, {self.num_rows} rows, {self.num_shards} shards)"
 
 
-def open_store(path: str | Path) -> Store:
-    """Open a store for reading.
+def open_directory(path: str | Path) -> Store:
+    """Open the store in a directory for reading.
 
     Args:
         path: Directory of the store.

@@ -99,6 +99,20 @@ def building_path(directory: Path) -> Path:
     return directory.parent / f".{directory.name}.building"
 
 
+def parts_path(directory: Path) -> Path:
+    """Return the directory in which a store is built in parts.
+
+    No other build of the store touches it: the processes that write there come and go.
+
+    Args:
+        directory: Directory of the store.
+
+    Returns:
+        A hidden path beside the store.
+    """
+    return directory.parent / f".{directory.name}.parts"
+
+
 def _old_path(directory: Path) -> Path:
     return directory.parent / f".{directory.name}.old"
 
@@ -177,7 +191,7 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
         lock.release()
 
 
-def put_in_place(directory: Path) -> None:
+def put_in_place(directory: Path, whole: Path) -> None:
     """Move a finished build to the place of the store. The lock must be held.
 
     A store that is there is moved aside and then removed; `make_room` has checked that this is
@@ -185,6 +199,7 @@ def put_in_place(directory: Path) -> None:
 
     Args:
         directory: Directory of the store.
+        whole: The directory of the build, beside it.
 
     Raises:
         OSError: A directory cannot be renamed.
@@ -193,7 +208,7 @@ def put_in_place(directory: Path) -> None:
     old = _old_path(directory)
     if os.path.lexists(directory):
         os.rename(directory, old)
-    _rename(building_path(directory), directory)
+    _rename(whole, directory)
     sync_path(directory.parent)
     if os.path.lexists(old):
         _remove(old)
@@ -258,7 +273,7 @@ def recover(directory: Path) -> None:
         OSError: A directory cannot be renamed.
     """
     if is_interrupted(directory) and (whole := _whole_path(directory)):
-        _check_ours(whole)
+        check_ours(whole)
         _rename(whole, directory)
     if _is_ours(_old_path(directory)):
         remove_tree(_old_path(directory))
@@ -278,9 +293,9 @@ def make_room(directory: Path) -> None:
     """
     for path in (building_path(directory), _old_path(directory)):
         if os.path.lexists(path):
-            _check_ours(path)
+            check_ours(path)
     if os.geteuid() and os.path.lexists(directory):
-        _check_ours(directory)
+        check_ours(directory)
         if not _may_remove(directory):
             raise StoreError(
                 f"the store at {directory} belongs to another user, and this one may not replace"
@@ -310,7 +325,7 @@ def remove_tree(path: Path) -> None:
     Raises:
         StoreError: It is not ours, or cannot be removed.
     """
-    _check_ours(path)
+    check_ours(path)
     _remove(path)
 
 
@@ -321,7 +336,15 @@ def _remove(path: Path) -> None:
         raise StoreError(f"{path} cannot be removed: {error}: remove it by hand") from error
 
 
-def _check_ours(path: Path) -> None:
+def check_ours(path: Path) -> None:
+    """Check that a directory is ours.
+
+    Args:
+        path: The directory.
+
+    Raises:
+        StoreError: It is not.
+    """
     if not _is_ours(path):
         raise StoreError(
             f"{path} is in the way of a store, and is not a directory that belongs to this user:"

@@ -18,7 +18,6 @@ import numpy as np
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.columns.fixed import FixedColumn
-from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.reader import Store
 
 #: Direct reads are aligned to the smaller one, or to the larger one where a disk requires it.
@@ -192,6 +191,5 @@ def open_row_files(store: Store, columns: Sequence[Column]) -> list[RowFile | No
         name = next(iter(column.file_bytes), None)
         row_file = RowFile(store.path / name, column.field.row_bytes) if name else None
         files.append(row_file)
-    if Manifest.read(store.path).content != store.manifest.content:
-        raise StoreError(f"the store at {store.path} was replaced meanwhile: open it again")
+    store.check_in_place()
     return files

@@ -28,7 +28,7 @@ from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import probe_rows
-from lightning_memmap.store.reader import Store, open_store
+from lightning_memmap.store.reader import Store, open_directory
 from lightning_memmap.store.recovery import (
     is_store,
     locked,
@@ -127,7 +127,7 @@ class TableBuild:
             probes = tuple((row, plan.hash_row(columns, row)) for row in rows)
             checksums = compute_checksums(plan.building, columns)
             plan.commit(columns, probes, checksums, source)
-        return open_store(plan.path)
+        return open_directory(plan.path)
 
     def abandon(self) -> None:
         """Remove what was written, and release the lock. A second call does nothing."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.manifest import MANIFEST, Manifest, check_files
+from lightning_memmap.store.places import check_path
 from lightning_memmap.store.recovery import finish_interrupted
 
 
@@ -45,10 +46,12 @@ def verify_store(
         The damaged shards by field and shard; empty if there is no damage.
 
     Raises:
+        ValueError: The path is a URL.
         StoreNotFoundError: There is no store at this path.
         StoreError: The manifest is damaged, or a file is missing, has the wrong size, or cannot be
             read.
     """
+    check_path(path)
     directory = finish_interrupted(Path(os.path.realpath(path)))
     manifest = Manifest.read(directory)
     check_files(directory, manifest)

@@ -29,6 +29,7 @@ from lightning_memmap.store.columns import Column
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
 from lightning_memmap.store.journal import BuildPlan, Journal
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
+from lightning_memmap.store.places import make_parent, store_directory
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import (
     probe_rows,
@@ -38,7 +39,7 @@ from lightning_memmap.store.probes import (
 from lightning_memmap.store.progress import Advance, ShowProgress, show_progress
 from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
-from lightning_memmap.store.reader import Store, open_store
+from lightning_memmap.store.reader import Store, open_directory
 from lightning_memmap.store.recognition import check_choice, recognise
 from lightning_memmap.store.recovery import (
     can_use_unlocked,
@@ -125,13 +126,9 @@ def build_store(
             in the way; or the store would have more fields or shards than can be opened.
         OSError: The disk is full, or the files cannot be written.
     """
-    if (instead := way_out(dataset)) is not None:
-        raise TypeError(f"the dataset: {instead}")
-    check_num_shards(num_shards)
-    num_shards = int(num_shards)
-    check_num_workers(num_workers)
-    check_given(fingerprint)
     check_choice(check)
+    check_build(dataset, num_shards, num_workers, fingerprint)
+    num_shards = int(num_shards)
     dtypes = check_store_dtypes(store_dtypes)
     forms = read_forms(variable)
     if num_workers and is_stream(dataset):
@@ -140,10 +137,10 @@ def build_store(
             " order in which they arrive, and this process reads them; give num_workers=0"
         )
     show = partial(show_progress, hidden=not progress)
-    directory = _directory(path)
+    directory = store_directory(path)
 
     def use_what_is_there() -> tuple[Store, Fingerprint | None]:
-        store = _reopen(directory, num_shards, dtypes)
+        store = reopen(directory, num_shards, dtypes)
         return store, recognise(
             store, dataset, fingerprint, check=check, num_workers=num_workers, progress=show
         )
@@ -154,13 +151,7 @@ def build_store(
             with suppress(StoreError), locked(directory):
                 _record(store, found)
         return store
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise StoreError(
-            f"no store can be made at {directory}: {error.filename} is not a directory; choose"
-            " another one"
-        ) from error
+    make_parent(directory)
     with locked(directory):
         recover(directory)
         if os.path.lexists(directory) and not (overwrite and is_store(directory)):
@@ -171,40 +162,53 @@ def build_store(
             return store
         make_room(directory)
         if not is_stream(dataset):
-            _check_length(dataset)
+            check_length(dataset)
         # Before a row is read: a dataset may cache rows, which would change its identity.
         identity = Fingerprint.of(dataset, fingerprint)
         if is_stream(dataset):
             with show("reading", None, 0) as advance:
                 spool = Spool(dataset, directory.parent, advance, forms, dtypes)
             with closing(spool):
-                build = _Build.of_stream(dataset, spool, directory, num_shards, identity)
+                build = Build.of_stream(dataset, spool, directory, num_shards, identity)
                 build.run(num_workers, show, resume=False)
         else:
-            build = _Build.prepare(
+            build = Build.prepare(
                 dataset, directory, num_shards, num_workers, identity, forms, dtypes
             )
             build.run(num_workers, show, resume=not (overwrite or fresh))
-    return open_store(directory)
+    return open_directory(directory)
 
 
-def _directory(path: str | Path) -> Path:
-    """The directory of a store, from what a user gives.
+def check_build(dataset: Any, num_shards: int, num_workers: int, fingerprint: str | None) -> None:
+    """Check what a user gives for a build.
+
+    Args:
+        dataset: The dataset.
+        num_shards: Shards that its rows are to be divided into.
+        num_workers: Processes that are to read it.
+        fingerprint: Its identity in the user's own words.
 
     Raises:
-        ValueError: It names none.
+        TypeError: An argument has the wrong type.
+        ValueError: It is out of range.
     """
-    if not os.fspath(path):
-        raise ValueError(f"path={path!r}: name the directory of the store")
-    directory = Path(os.path.realpath(path))
-    try:
-        str(directory).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"path={path!r}: torch maps files with names in UTF-8 only") from error
-    return directory
+    if (instead := way_out(dataset)) is not None:
+        raise TypeError(f"the dataset: {instead}")
+    check_num_shards(num_shards)
+    check_num_workers(num_workers)
+    check_given(fingerprint)
 
 
-def _check_length(dataset: Any) -> None:
+def check_length(dataset: Any) -> None:
+    """Check that a dataset has rows, and says how many.
+
+    Args:
+        dataset: The dataset.
+
+    Raises:
+        TypeError: It has no length.
+        ValueError: It is empty.
+    """
     try:
         num_rows = len(dataset)
     except TypeError as error:
@@ -216,10 +220,23 @@ def _check_length(dataset: Any) -> None:
         raise ValueError("the dataset is empty: there is nothing to store")
 
 
-def _reopen(directory: Path, num_shards: int, dtypes: Mapping[str, torch.dtype]) -> Store:
+def reopen(directory: Path, num_shards: int, dtypes: Mapping[str, torch.dtype]) -> Store:
+    """Open the store that is where another one was to be built.
+
+    Args:
+        directory: Its directory.
+        num_shards: Shards that were asked for.
+        dtypes: Other dtypes in which fields were to be kept, by name.
+
+    Returns:
+        The store.
+
+    Raises:
+        StoreError: It is not one, is damaged, or has other shards or dtypes.
+    """
     if not is_store(directory):
         raise no_store_error(directory, "`store_dir`")
-    store = open_store(directory)
+    store = open_directory(directory)
     if store.num_shards != num_shards:
         raise StoreError(
             f"num_shards={num_shards}: the store at {directory} has {store.num_shards} shards;"
@@ -244,7 +261,12 @@ def _record(store: Store, fingerprint: Fingerprint) -> None:
             replace(store.manifest, fingerprint=fingerprint).write(store.path)
 
 
-def _class_name(dataset: Any) -> str:
+def class_name(dataset: Any) -> str:
+    """The class of a dataset, as people write it.
+
+    Args:
+        dataset: The dataset.
+    """
     kind = type(dataset)
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -259,8 +281,19 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Build:
-    """One build of one dataset, as planned before the first row is written."""
+class Build:
+    """One build of one dataset, as planned before the first row is written.
+
+    Args:
+        dataset: The dataset, or the rows of a stream.
+        dataset_name: The class of what the user has given.
+        plan: What the build makes.
+        probes: Row and hash of the probe rows.
+        fingerprint: The identity of the dataset.
+        row_s: Seconds that a row takes, as a first guess.
+        row_bytes: Bytes of a row, of the largest one that was read.
+        first_row: The row of the store that row 0 of the dataset is.
+    """
 
     dataset: Any
     dataset_name: str
@@ -269,6 +302,7 @@ class _Build:
     fingerprint: Fingerprint
     row_s: float
     row_bytes: int
+    first_row: int = 0
 
     @classmethod
     def prepare(
@@ -280,7 +314,9 @@ class _Build:
         fingerprint: Fingerprint,
         variable: Mapping[str, Form],
         dtypes: Mapping[str, torch.dtype],
-    ) -> "_Build":
+        *,
+        in_parts: bool = False,
+    ) -> "Build":
         """Read the probe rows, and check that a store can be made of the dataset.
 
         Args:
@@ -291,16 +327,18 @@ class _Build:
             fingerprint: The identity of the dataset.
             variable: The forms of fields and lists, by name.
             dtypes: Other dtypes in which fields are kept, by name.
+            in_parts: Whether several processes write the rows.
         """
         num_rows = len(dataset)
         variable = {**{name: Nullable() for name in nullable_columns(dataset)}, **variable}
         probes = take_probes(dataset, num_rows, num_workers, variable, dtypes)
-        plan = StorePlan(path, num_rows, num_shards, probes[0].schema, _class_names(dataset))
+        classes = _class_names(dataset)
+        plan = StorePlan(path, num_rows, num_shards, probes[0].schema, classes, in_parts)
         plan.check()
         digests = tuple((probe.row, probe.digest) for probe in probes)
         row_s = median(probe.duration_s for probe in probes)
         row_bytes = max(probe.num_bytes for probe in probes)
-        return cls(dataset, _class_name(dataset), plan, digests, fingerprint, row_s, row_bytes)
+        return cls(dataset, class_name(dataset), plan, digests, fingerprint, row_s, row_bytes)
 
     @classmethod
     def of_stream(
@@ -310,7 +348,7 @@ class _Build:
         path: Path,
         num_shards: int,
         fingerprint: Fingerprint,
-    ) -> "_Build":
+    ) -> "Build":
         """Plan to store the rows of a stream.
 
         Args:
@@ -323,7 +361,7 @@ class _Build:
         plan = StorePlan(path, len(spool), num_shards, spool.schema, _class_names(stream))
         plan.check()
         probes = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))
-        return cls(spool, _class_name(stream), plan, probes, fingerprint, 0.0, spool.row_bytes)
+        return cls(spool, class_name(stream), plan, probes, fingerprint, 0.0, spool.row_bytes)
 
     def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
         """Write all rows that are not yet written, then commit.
@@ -335,22 +373,21 @@ class _Build:
         """
         plan, journal = self.plan, self._open_journal(resume)
         try:
-            with progress("storing", plan.num_rows, self.row_bytes, journal.num_done) as advance:
-                self._write_rows(journal, num_workers, advance)
-            columns = plan.finish_columns()
-            num_bytes = sum(size for column in columns for size in column.file_bytes.values())
-            with progress("checksums", num_bytes, 1) as advance:
-                checksums = compute_checksums(
-                    plan.building, columns, num_threads=max(2, num_workers), advance=advance
-                )
+            self.write(journal, range(plan.num_rows), num_workers, progress)
+            columns, checksums = finish_files(plan, num_workers, progress)
         except KeyboardInterrupt:
             self._log_what_is_kept(journal, resume)
             raise
         finally:
             journal.close()
-        self._check_written_probes(columns)
+        check_written(plan, columns, self.probes)
         source = {"dataset": self.dataset_name}
         plan.commit(columns, self.probes, checksums, source, self.fingerprint)
+
+    @property
+    def contents(self) -> dict[str, Any]:
+        """What must be the same in a build that goes on with this one, as JSON values."""
+        return {**self.plan.to_json(), "probes": [list(probe) for probe in self.probes]}
 
     def _log_what_is_kept(self, journal: Journal, resume: bool) -> None:
         path = self.plan.path
@@ -368,8 +405,7 @@ class _Build:
     def _open_journal(self, resume: bool) -> Journal:
         """Make the files, or find those of an interrupted build of the same dataset."""
         plan = self.plan
-        probes = [list(probe) for probe in self.probes]
-        build = BuildPlan(self.fingerprint, {**plan.to_json(), "probes": probes}, plan.file_bytes)
+        build = BuildPlan(self.fingerprint, self.contents, plan.file_bytes)
         journal = Journal.resume(plan.building, build) if resume else None
         if journal is not None:
             return journal
@@ -379,10 +415,31 @@ class _Build:
         plan.make_files()
         return Journal.create(plan.building, build)
 
-    def _write_rows(self, journal: Journal, num_workers: int, advance: Advance) -> None:
-        writer = RangeWriter(self.dataset, self.plan, journal.descriptor, self.row_bytes)
+    def write(
+        self, journal: Journal, rows: range, num_workers: int, progress: ShowProgress
+    ) -> None:
+        """Write those of some rows that are not yet written.
+
+        Args:
+            journal: Lists the rows that are.
+            rows: The rows, in a range of step 1.
+            num_workers: Processes that read and write; with 0, this one.
+            progress: Shows the progress.
+        """
+        todo = missing_ranges(journal.done, rows.stop, rows.start)
+        num_done = len(rows) - sum(map(len, todo))
+        with progress("storing", len(rows), self.row_bytes, num_done) as advance:
+            self._write_rows(journal, todo, num_workers, advance)
+        assert not missing_ranges(journal.done, rows.stop, rows.start)
+
+    def _write_rows(
+        self, journal: Journal, todo: list[range], num_workers: int, advance: Advance
+    ) -> None:
+        writer = RangeWriter(
+            self.dataset, self.plan, journal.descriptor, self.row_bytes, self.first_row
+        )
         ranges = RowRanges(
-            missing_ranges(journal.done, self.plan.num_rows),
+            todo,
             max_rows=writer.max_rows,
             num_workers=num_workers,
             row_s=self.row_s / _SLICE_SPEED if writer.has_arrays else self.row_s,
@@ -405,7 +462,6 @@ class _Build:
         finally:
             writer.close()
             self._note(journal, written)
-        assert not missing_ranges(journal.done, self.plan.num_rows)
 
     def _note(self, journal: Journal, written: list[range]) -> None:
         # Rows are listed only once they are on the disk. If that fails, they are never listed: when
@@ -415,9 +471,44 @@ class _Build:
         self.plan.sync()
         journal.note(rows)
 
-    def _check_written_probes(self, columns: tuple[Column, ...]) -> None:
-        for row, expected in self.probes:
-            if self.plan.hash_row(columns, row) != expected:
-                names = ", ".join(field.name for field in self.plan.schema.fields)
-                remove_tree(self.plan.building)
-                raise random_dataset_error(row, names)
+
+def finish_files(
+    plan: StorePlan, num_workers: int, progress: ShowProgress
+) -> tuple[tuple[Column, ...], dict[str, tuple[str, ...]]]:
+    """Finish the files of a build once all rows are written, and hash them.
+
+    Args:
+        plan: What the build makes.
+        num_workers: Processes that may be used; threads hash.
+        progress: Shows the progress.
+
+    Returns:
+        The finished columns, and the checksum of each shard by field name.
+    """
+    columns = plan.finish_columns()
+    num_bytes = sum(size for column in columns for size in column.file_bytes.values())
+    with progress("checksums", num_bytes, 1) as advance:
+        checksums = compute_checksums(
+            plan.building, columns, num_threads=max(2, num_workers), advance=advance
+        )
+    return columns, checksums
+
+
+def check_written(
+    plan: StorePlan, columns: tuple[Column, ...], probes: tuple[tuple[int, str], ...]
+) -> None:
+    """Compare the probe rows with what was written of them. Where one differs, nothing is kept.
+
+    Args:
+        plan: What the build makes.
+        columns: The finished columns.
+        probes: Row and hash of the probe rows.
+
+    Raises:
+        DatasetError: One differs: the dataset is random.
+    """
+    for row, expected in probes:
+        if plan.hash_row(columns, row) != expected:
+            names = ", ".join(field.name for field in plan.schema.fields)
+            remove_tree(plan.building)
+            raise random_dataset_error(row, names)

@@ -97,6 +97,90 @@ class TestBuild:
         assert not (tmp_path / "made").exists()
 
 
+class TestParts:
+    def test_parts_are_built_and_finished(
+        self, command: Command, tmp_path: Path, store_path: Path
+    ) -> None:
+        made = tmp_path / "made"
+        for index in (2, 0):
+            assert command("build", made, *POINTS, "--part", f"{index}/3") == 0
+        assert command("build", made, "--finish") == 2
+        assert "part 1 is missing. Run these parts again" in command.err
+        assert command("build", made, *POINTS, "--part", "1/3") == 0
+        assert command("build", made, "--finish") == 0
+        assert "60 rows" in command.out
+        assert open_store(made).manifest.content == open_store(store_path).manifest.content
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((*POINTS, "--part", "3/3"), "part=3/3: parts are counted from 0"),
+            ((*POINTS, "--part", "1"), "part='1': write its number and that of all, like 0/8"),
+            ((*POINTS, "--part", "0/2", "--fresh"), "--part with --fresh: a part goes on"),
+            ((*POINTS, "--finish"), "--finish with --dataset: it takes the path"),
+            (("--finish", "--part", "0/2"), "--finish with --part"),
+            (("--finish", "--num_shards", "3"), "--finish with --num_shards"),
+            (("--finish",), "no part of a store at"),
+        ],
+        ids=str,
+    )
+    def test_wrong_arguments_of_parts_are_refused(
+        self, command: Command, tmp_path: Path, arguments: tuple[str, ...], message: str
+    ) -> None:
+        assert command("build", tmp_path / "made", *arguments) == 2
+        assert message in command.err
+
+
+class TestAppend:
+    def test_append_adds_rows(self, command: Command, store_path: Path) -> None:
+        assert command("append", store_path, *POINTS[:-1], "25") == 0
+        assert "85 rows" in command.out
+        assert open_store(store_path)[60]["row"] == 0
+
+    def test_append_to_nothing_is_refused(self, command: Command, tmp_path: Path) -> None:
+        assert command("append", tmp_path / "none", *POINTS) == 2
+        assert "no store at" in command.err
+
+
+class TestPushAndPull:
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LIGHTNING_MEMMAP_CACHE", str(tmp_path / "cache"))
+
+    def test_stores_of_splits_go_to_a_url_and_back(self, command: Command, tmp_path: Path) -> None:
+        data = MemmapDataModule(
+            Points(60), {"a": Points(25), "b": Points(30)}, store_dir=tmp_path / "here"
+        )
+        data.prepare_data()
+        url = (tmp_path / "far").as_uri()
+        assert command("push", tmp_path / "here", url) == 0
+        assert command.out.split() == [f"{url}/train", f"{url}/val/a", f"{url}/val/b"]
+        assert command("info", url) == 0
+        assert f"{url}/train" in command.out
+        assert "30 rows" in command.out
+        assert command("pull", url, tmp_path / "back") == 0
+        assert command("verify", tmp_path / "back") == 0
+        for name in ("train", "val/a", "val/b"):
+            found = open_store(tmp_path / "back" / name).manifest
+            assert found == open_store(tmp_path / "here" / name).manifest
+
+    def test_store_goes_to_a_url_and_back(
+        self, command: Command, store_path: Path, tmp_path: Path
+    ) -> None:
+        url = (tmp_path / "far").as_uri()
+        assert command("push", store_path, url) == 0
+        assert command("pull", url, tmp_path / "back") == 0
+        assert open_store(tmp_path / "back").num_rows == 60
+        assert command("push", store_path, tmp_path / "back") == 2
+        assert "give one like s3://bucket/stores/train" in command.err
+        assert command("pull", url + "/none", tmp_path / "other") == 2
+        assert "none" in command.err
+
+    def test_verify_of_a_url_says_to_pull(self, command: Command, store_path: Path) -> None:
+        assert command("verify", store_path.as_uri()) == 2
+        assert "to check every byte of one, pull it" in command.err
+
+
 class TestInfo:
     def test_info_names_rows_shards_and_fields(self, command: Command, store_path: Path) -> None:
         assert command("info", store_path) == 0

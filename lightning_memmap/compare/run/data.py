@@ -32,6 +32,7 @@ from lightning_memmap.placement import DataTopology, Placement, data_parallel_ra
 from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.schema import Field, Form, Schema, read_forms
 from lightning_memmap.store import Store, open_store
+from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.recovery import is_store
 
 _CPU = torch.device("cpu")
@@ -107,7 +108,7 @@ def prepare_store(
         ValueError: There are fewer rows than a step takes.
     """
     path = data.store_directory / "train"
-    was_built = is_store(path)
+    was_built = isinstance(path, StoreUrl) or is_store(path)
     started_s = perf_counter()
     data.prepare_data()
     built_s = perf_counter() - started_s

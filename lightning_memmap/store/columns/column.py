@@ -155,6 +155,19 @@ class Column(ABC):
             shards cover every byte of every file.
         """
 
+    def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
+        """Return bytes outside of a shard that its rows are found by, as the manifest tells them.
+
+        Where only some shards of a store are there, these bytes are there with each of them.
+
+        Args:
+            shard: The shard.
+
+        Returns:
+            Name of the file, the first byte, and the bytes; by default nothing.
+        """
+        return ()
+
     def block(self, max_rows: int) -> "Block":
         """Make memory for consecutive rows, for use in one process.
 

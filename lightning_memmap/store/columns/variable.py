@@ -151,6 +151,14 @@ class VariableColumn(Column):
         return ranges
 
     @override
+    def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
+        # A row begins where the one before it ends, which may be of another shard.
+        if not (first := int(self.shards.starts[shard])):
+            return ()
+        end = np.int64(sum(self.shard_items[:shard]))
+        return [(self._index_name, (first - 1) * 8 * self._index_width, end.tobytes())]
+
+    @override
     def block(self, max_rows: int) -> Block:
         return _VariableBlock(self)
 

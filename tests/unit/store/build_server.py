@@ -17,7 +17,21 @@ from time import sleep
 from types import TracebackType
 from typing import Any
 
-from lightning_memmap.store import build_store, range_writer, ranges, workers, writer
+from lightning_memmap.store import (
+    append_store,
+    build_part,
+    build_store,
+    finish_store,
+    open_store,
+    pull_store,
+    range_writer,
+    ranges,
+    workers,
+    writer,
+)
+from lightning_memmap.store.remote import fetcher
+from lightning_memmap.store.remote.cache import DIRECTORY
+from lightning_memmap.store.remote.files import RemoteFiles
 from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
 from tests.reliability.runner import fork_from_here, fork_server
 
@@ -34,6 +48,12 @@ class Build:
         num_workers: Processes that read the dataset.
         overwrite: Replace a store of another version.
         fresh: Do not resume.
+        part: The part that is written; all where it is None.
+        finish: Commit the parts.
+        append: Append the dataset to the store that is there.
+        pull: The URL of a store that is pulled, in place of a build.
+        fetch: The URL of a store of this dataset that is read, in place of a build.
+        cache: The directory of the cache for it.
         range_rows: Rows that are written at once.
         delay_s: Pause before every 16th row.
         log: File in which each row that is read is noted; none where empty.
@@ -56,6 +76,12 @@ class Build:
     num_workers: int = 0
     overwrite: bool = False
     fresh: bool = False
+    part: tuple[int, int] | None = None
+    finish: bool = False
+    append: bool = False
+    pull: str = ""
+    fetch: str = ""
+    cache: str = ""
     range_rows: int = 64
     delay_s: float = 0.0
     log: str = ""
@@ -171,18 +197,46 @@ def build_and_check(build: Build) -> None:
         dataset = Gated(dataset, build.gate, build.gate_row)
     if build.kill_at_event >= 0:
         kill_before_change(build.kill_at_event)
-    for index in range(build.times):
-        store = build_store(
+    common: dict[str, Any] = {"overwrite": build.overwrite, "progress": False}
+    # The wrappers, and the files that they name, differ from build to build.
+    identity = f"version {build.version}"
+    if build.part is not None:
+        build_part(
             dataset,
             build.path,
-            num_shards=build.num_shards + index,
+            build.part,
+            num_shards=build.num_shards,
             num_workers=build.num_workers,
-            overwrite=build.overwrite,
-            fresh=build.fresh,
-            progress=False,
-            # The wrappers, and the files that they name, differ from build to build.
-            fingerprint=f"version {build.version}",
+            fingerprint=identity,
+            **common,
         )
+        return
+    if build.pull:
+        fetcher._NUM_THREADS = 1
+        pull_store(build.pull, build.path, overwrite=True, progress=False)
+        return
+    if build.fetch:
+        os.environ[DIRECTORY] = build.cache
+        read_slowly(build.delay_s)
+        if not holds(open_store(build.fetch), numbered):
+            raise RuntimeError(f"{build.fetch} does not hold the rows that were stored")
+        return
+    if build.append:
+        append_store(dataset, build.path, num_workers=build.num_workers, progress=False)
+        return
+    for index in range(build.times):
+        if build.finish:
+            store = finish_store(build.path, **common)
+        else:
+            store = build_store(
+                dataset,
+                build.path,
+                num_shards=build.num_shards + index,
+                num_workers=build.num_workers,
+                fresh=build.fresh,
+                fingerprint=identity,
+                **common,
+            )
         if not holds(store, numbered):
             raise RuntimeError(f"{store} does not hold the rows that were stored")
 
@@ -193,6 +247,17 @@ def write_ranges_of(num_rows: int) -> None:
     range_writer._MAX_RANGE_ROWS = num_rows
     ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
     writer._JOURNAL_INTERVAL_S = -1.0
+
+
+def read_slowly(delay_s: float) -> None:
+    """Pause before each read of a remote file."""
+    read = RemoteFiles.read
+
+    def slow(self: RemoteFiles, *arguments: Any, **options: Any) -> bytes:
+        sleep(delay_s)
+        return read(self, *arguments, **options)
+
+    RemoteFiles.read = slow  # type: ignore[method-assign]
 
 
 def let_go(worker_id: int) -> None:

@@ -1,0 +1,91 @@
+"""Where a store is, from what a user gives: the directory, or a URL."""
+
+import os
+import re
+from pathlib import Path
+
+from lightning_memmap.errors import StoreError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S")
+
+
+class StoreUrl(str):
+    """The URL of a store, or of a directory of stores, which ``/`` leads into as with a path."""
+
+    __slots__ = ()
+
+    def __truediv__(self, name: str) -> "StoreUrl":
+        return StoreUrl(f"{self.rstrip('/')}/{name}")
+
+
+def place_of(given: str | Path) -> Path | StoreUrl:
+    """Tell URLs from paths.
+
+    Args:
+        given: What a user gives.
+
+    Returns:
+        The path or the URL.
+    """
+    if isinstance(given, str) and _URL.match(given):
+        return StoreUrl(given)
+    return Path(given)
+
+
+def check_path(given: str | Path) -> None:
+    """Check that something that is done in a directory is not asked for at a URL.
+
+    Args:
+        given: What a user gives.
+
+    Raises:
+        ValueError: It is a URL.
+    """
+    if isinstance(place_of(given), StoreUrl):
+        raise ValueError(
+            f"path={str(given)!r} is a URL, and this needs a directory: build stores in one and"
+            " push them (`lightning-memmap store push DIRECTORY URL`); to check every byte of one,"
+            " pull it (`lightning-memmap store pull URL DIRECTORY`)"
+        )
+
+
+def store_directory(path: str | Path) -> Path:
+    """The directory of a store, from what a user gives.
+
+    Args:
+        path: The path, in which links are followed.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        ValueError: It names none, or is a URL.
+    """
+    check_path(path)
+    if not os.fspath(path):
+        raise ValueError(f"path={path!r}: name the directory of the store")
+    directory = Path(os.path.realpath(path))
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"path={path!r}: torch maps files with names in UTF-8 only") from error
+    return directory
+
+
+def make_parent(directory: Path) -> None:
+    """Make the directory in which a store is to lie, where it is missing.
+
+    Args:
+        directory: Directory of the store.
+
+    Raises:
+        StoreError: Something else is in the way.
+        OSError: It cannot be made.
+    """
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise StoreError(
+            f"no store can be made at {directory}: {error.filename} is not a directory; choose"
+            " another one"
+        ) from error

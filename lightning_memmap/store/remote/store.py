@@ -1,0 +1,98 @@
+"""An open store whose shards are at a URL, and are fetched when they are needed."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap.sampling import Integers
+from lightning_memmap.store.columns import OpenColumn
+from lightning_memmap.store.places import StoreUrl
+from lightning_memmap.store.reader import Store
+from lightning_memmap.store.remote.cache import CachedShards
+
+
+class RemoteStore(Store):
+    """An open store at a URL. Use `lightning_memmap.store.open_store` to get one.
+
+    Opening it reads the manifest. Rows are read from the cache: a shard of a field is fetched when
+    a row of it is asked for.
+
+    Args:
+        shards: Its shards.
+    """
+
+    def __init__(self, shards: CachedShards) -> None:
+        super().__init__(shards.directory, shards.manifest)
+        self._shards, self._mapped = shards, self.columns
+        self.columns = [
+            _Fetched(column, index, shards) for index, column in enumerate(self.columns)
+        ]
+
+    @property
+    @override
+    def location(self) -> str:
+        return str(self._shards.url)
+
+    @override
+    def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
+        names = [field.name for field in self.schema.fields]
+        found = [index for index, name in enumerate(names) if fields is None or name in fields]
+        self._shards.require(found, shards)
+        return [self._mapped[index] for index in found]
+
+    @override
+    def check_in_place(self) -> None:
+        """Nothing replaces the files of an entry of the cache."""
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_url, (self._shards.url,)
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """A column whose rows are fetched before they are read."""
+
+    column: OpenColumn
+    index: int
+    shards: CachedShards
+
+    @property
+    def tensor(self) -> Tensor:
+        """All rows."""
+        self._require(range(self.shards.manifest.num_shards))
+        return self.column.tensor
+
+    def row(self, row: int) -> Tensor:
+        """A copy of one row."""
+        self._require([row % self.shards.manifest.num_shards])
+        return self.column.row(row)
+
+    def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
+        """Copies of rows."""
+        self._require(np.unique(rows % self.shards.manifest.num_shards).tolist())
+        return self.column.fetch(rows)
+
+    def _require(self, shards: Iterable[int]) -> None:
+        self.shards.require([self.index], [*shards])
+
+
+def open_url(url: StoreUrl) -> RemoteStore:
+    """Open a store at a URL.
+
+    Args:
+        url: The URL.
+
+    Returns:
+        The store, of which nothing but the manifest was read.
+
+    Raises:
+        StoreNotFoundError: There is no store at the URL.
+        StoreError: It cannot be reached, its manifest is damaged, or the cache cannot be used.
+        ValueError: No library knows the protocol.
+    """
+    return RemoteStore(CachedShards(url))

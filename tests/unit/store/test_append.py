@@ -1,0 +1,163 @@
+"""Rows that are appended to a store: a new version, beside which the old one is undisturbed."""
+
+import shutil
+import signal
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, TensorDataset
+
+from lightning_memmap.errors import DatasetError, SchemaError, StoreNotFoundError
+from lightning_memmap.store import append_store, build_store, open_store, verify_store
+from tests.datasets import Counting, Numbered, Replaced, holds
+from tests.unit.store.build_server import Build, BuildServer, killed
+
+QUIET: Any = {"progress": False}
+
+
+def sample(row: int) -> dict[str, Any]:
+    return {
+        "x": np.full(3, row, np.int16),
+        "box": np.full((row % 3, row % 2 + 1), row, np.float32),
+        "name": "n" * (row % 4) + str(row),
+        "records": [{"label": row, "score": 0.5}] * (row % 3),
+        "maybe": None if row % 5 == 3 else row,
+    }
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    counts=st.tuples(st.integers(4, 20), st.integers(1, 9), st.integers(1, 20)),
+    num_shards=st.integers(1, 7),
+)
+def test_store_that_was_appended_to_is_that_of_all_rows_byte_for_byte(
+    tmp_path_factory: pytest.TempPathFactory, counts: tuple[int, ...], num_shards: int
+) -> None:
+    directory = tmp_path_factory.mktemp("append")
+    box = {"form": "pad", "dims": 2}
+    variable = {"box": box, "records": "pad", "maybe": "nullable"}
+    options = {"num_shards": num_shards, "variable": variable, **QUIET}
+    ends = np.cumsum(counts).tolist()
+    build_store([sample(row) for row in range(ends[0])], directory / "s", **options)
+    for first, end in pairwise(ends):
+        append_store([sample(row) for row in range(first, end)], directory / "s", **QUIET)
+    build_store([sample(row) for row in range(ends[-1])], directory / "one", **options)
+    found, expected = open_store(directory / "s").manifest, open_store(directory / "one").manifest
+    assert found.content == expected.content
+    assert found.probes == expected.probes
+    assert verify_store(directory / "s") == []
+    names = {path.name for path in directory.iterdir()}
+    assert names == {"s", ".s.lock", "one", ".one.lock"}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rows_of_arrays_and_of_narrowed_fields_are_appended(
+    tmp_path: Path, num_workers: int
+) -> None:
+    one, other = (
+        TensorDataset(torch.arange(number, number + 3000).view(-1, 3) % 200) for number in (0, 7)
+    )
+    build_store(one, tmp_path / "s", store_dtypes={"0": "uint8"}, **QUIET)
+    store = append_store(other, tmp_path / "s", num_workers=num_workers, **QUIET)
+    assert store.schema.fields[0].dtype == torch.uint8
+    rows = torch.stack([store[row][0] for row in range(2000)])
+    assert torch.equal(rows, torch.cat([one.tensors[0], other.tensors[0]]).to(torch.uint8))
+
+
+def test_open_store_keeps_its_rows_while_others_are_appended(tmp_path: Path) -> None:
+    old = build_store(Numbered(50, 1), tmp_path / "s", **QUIET)
+    new = append_store(Numbered(30, 2), tmp_path / "s", **QUIET)
+    assert holds(old, Numbered(50, 1))
+    assert len(old) == 50
+    assert len(new) == len(open_store(tmp_path / "s")) == 80
+    assert new[49]["label"] == Numbered(50, 1)[49]["label"]
+    assert new[50]["label"] == Numbered(30, 2)[0]["label"]
+
+
+def test_store_that_was_appended_to_is_recognised_as_that_of_both(tmp_path: Path) -> None:
+    both = ConcatDataset([Numbered(50, 1), Numbered(30, 2)])
+    build_store(Numbered(50, 1), tmp_path / "s", **QUIET)
+    append_store(Numbered(30, 2), tmp_path / "s", **QUIET)
+    assert len(build_store(both, tmp_path / "s", **QUIET)) == 80
+    with pytest.raises(DatasetError, match="another dataset"):
+        build_store(ConcatDataset([Numbered(50, 1), Numbered(30, 3)]), tmp_path / "s", **QUIET)
+
+
+def test_fingerprint_of_all_rows_decides_after_append(tmp_path: Path) -> None:
+    build_store(Numbered(50), tmp_path / "s", fingerprint="v1", **QUIET)
+    append_store(Numbered(30), tmp_path / "s", fingerprint="v2", **QUIET)
+    both = Counting(ConcatDataset([Numbered(50), Numbered(30)]))
+    build_store(both, tmp_path / "s", fingerprint="v2", **QUIET)
+    assert both.rows == []
+
+
+def test_row_that_does_not_fit_leaves_the_store_as_it_was(tmp_path: Path) -> None:
+    build_store(Numbered(50), tmp_path / "s", **QUIET)
+    broken = Replaced(Numbered(30), {17: {"x": torch.zeros(5, dtype=torch.int64), "label": 0}})
+    with pytest.raises(SchemaError, match=r"row 17.*'x'"):
+        append_store(broken, tmp_path / "s", **QUIET)
+    assert holds(open_store(tmp_path / "s"), Numbered(50))
+    assert {path.name for path in tmp_path.iterdir()} == {"s", ".s.lock"}
+
+
+class _Random(Numbered):
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {"x": torch.randint(9, (4,)), "label": 1}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "message"),
+    [
+        (iter([1]), ValueError, "only a map-style dataset can be appended"),
+        ([], ValueError, "the dataset is empty"),
+        (_Random(30), DatasetError, "random"),
+    ],
+    ids=["stream", "empty", "random"],
+)
+def test_what_cannot_be_appended_is_refused(
+    tmp_path: Path, dataset: Any, error: type[Exception], message: str
+) -> None:
+    build_store(Numbered(50), tmp_path / "s", **QUIET)
+    with pytest.raises(error, match=message):
+        append_store(dataset, tmp_path / "s", **QUIET)
+    assert holds(open_store(tmp_path / "s"), Numbered(50))
+
+
+def test_append_to_nothing_makes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFoundError):
+        append_store(Numbered(50), tmp_path / "s", **QUIET)
+    assert not list(tmp_path.iterdir())
+
+
+def test_append_killed_before_any_change_of_the_file_system_leaves_one_of_the_versions(
+    server: BuildServer, tmp_path: Path
+) -> None:
+    beginning = tmp_path / "beginning"
+    build_store(Numbered(100), beginning / "s", num_shards=3, **QUIET)
+    counts = []
+    for event in range(1000):
+        directory = tmp_path / str(event)
+        shutil.copytree(beginning, directory)
+        append = Build(str(directory / "s"), 60, version=2, append=True)
+        status = server.run(replace(append, kill_at_event=event))
+        store = open_store(directory / "s")
+        counts.append(len(store))
+        if len(store) == 100:
+            assert holds(store, Numbered(100))
+        assert verify_store(directory / "s") == []
+        assert server.run(append) == 0
+        assert len(open_store(directory / "s")) == counts[-1] + 60
+        assert {path.name for path in directory.iterdir()} == {"s", ".s.lock"}
+        shutil.rmtree(directory)
+        if status == 0:
+            break
+        assert killed(status), signal.strsignal(-status)
+    assert (counts[0], counts[-1]) == (100, 160)
+    assert counts == sorted(counts)

@@ -1,0 +1,384 @@
+"""Stores that are built in parts: by processes that know nothing of each other, and are killed."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
+from lightning_memmap.store import (
+    build_part,
+    build_store,
+    finish_store,
+    open_store,
+    verify_store,
+)
+from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.recovery import parts_path
+from tests.datasets import Counting, Numbered, Replaced, holds
+from tests.unit.store.build_server import Build, BuildServer, killed
+
+NUM_ROWS = 600
+OLD = 7
+QUIET: Mapping[str, Any] = {"progress": False}
+VARIABLE = {"tokens": "pad", "records": "pad", "maybe": "nullable"}
+
+
+class Mixed(Dataset[dict[str, Any]]):
+    """Rows with a field of one shape, one that differs in length, text, records and None."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {
+            "x": np.full(3, row, np.int16),
+            "tokens": np.arange(row * row % 7, dtype=np.int32),
+            "name": "n" * (row % 4) + str(row),
+            "records": [{"label": row, "score": 0.5}] * (row % 3),
+            "maybe": None if row % 5 == 3 else row,
+        }
+
+
+def assert_same_store(path: Path, other: Path) -> None:
+    """All bytes are the same, except for the time of the build."""
+    names = sorted(file.name for file in other.iterdir())
+    assert sorted(file.name for file in path.iterdir()) == names
+    for name in names:
+        if name != "manifest.json":
+            assert (path / name).read_bytes() == (other / name).read_bytes(), name
+    one, two = Manifest.read(path), Manifest.read(other)
+    assert replace(one, source={}) == replace(two, source={})
+    assert {**one.source, "created": ""} == {**two.source, "created": ""}
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_store_of_parts_is_that_of_one_process_byte_for_byte(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("parts")
+    dataset = Mixed(data.draw(st.integers(4, 40), label="rows"))
+    options: Any = {
+        **QUIET,
+        "num_shards": data.draw(st.integers(1, 7), label="shards"),
+        "variable": VARIABLE,
+    }
+    num_parts = data.draw(st.integers(1, 9), label="parts")
+    # In any order, and some of them twice.
+    again = st.lists(st.integers(0, num_parts - 1), max_size=3)
+    order = [*data.draw(st.permutations(range(num_parts))), *data.draw(again)]
+    for index in order:
+        build_part(dataset, directory / "parts", (index, num_parts), **options)
+        with pytest.raises(StoreNotFoundError):
+            open_store(directory / "parts")
+    store = finish_store(directory / "parts", **QUIET)
+    build_store(dataset, directory / "one", **options)
+    assert_same_store(store.path, directory / "one")
+    assert verify_store(store.path) == []
+    assert {entry.name for entry in directory.iterdir()} == {"one", "parts", ".one.lock"} | {
+        ".parts.lock"
+    }
+
+
+def test_part_reads_its_rows_alone(tmp_path: Path) -> None:
+    dataset = Counting(Numbered(100))
+    build_part(dataset, tmp_path / "s", (1, 4), fingerprint="one", **QUIET)
+    probes = {0, 14, 28, 42, 56, 70, 84, 99}
+    assert set(dataset.rows) == probes | set(range(25, 50))
+    dataset.rows.clear()
+    build_part(dataset, tmp_path / "s", (1, 4), fingerprint="one", **QUIET)
+    assert set(dataset.rows) == probes
+
+
+def test_part_that_failed_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    numbered = Numbered(40_000)
+    broken = Replaced(numbered, {15_000: OSError("unplugged")})
+    with pytest.raises(DatasetError, match="row 15000"):
+        build_part(broken, tmp_path / "s", (0, 2), fingerprint="one", **QUIET)
+    with pytest.raises(StoreError, match=r"part 0 was interrupted after [\d,]+ of 20,000 rows"):
+        finish_store(tmp_path / "s", **QUIET)
+    mended = Counting(numbered)
+    build_part(mended, tmp_path / "s", (0, 2), fingerprint="one", **QUIET)
+    assert 0 < len(mended.rows) < 20_000
+    build_part(mended, tmp_path / "s", (1, 2), fingerprint="one", num_workers=1, **QUIET)
+    assert holds(finish_store(tmp_path / "s", **QUIET), numbered)
+
+
+# Several processes, which are killed
+
+
+def of_part(directory: Path, index: int, num_parts: int, **arguments: Any) -> Build:
+    values = {"part": (index, num_parts), "range_rows": 20, **arguments}
+    return Build(str(directory / "s"), NUM_ROWS, **values)
+
+
+def of_finish(directory: Path, **arguments: Any) -> Build:
+    return Build(str(directory / "s"), NUM_ROWS, finish=True, **arguments)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_parts_of_processes_killed_at_random_moments_make_the_store(
+    server: BuildServer, tmp_path: Path, num_workers: int
+) -> None:
+    moments, num_parts = random.Random(num_workers), 3
+    builds = [
+        of_part(tmp_path, index, num_parts, delay_s=0.05, num_workers=num_workers)
+        for index in range(num_parts)
+    ]
+    waiting, num_killed = list(range(num_parts)), 0
+    while waiting:
+        pids = {index: server.start(builds[index]) for index in waiting}
+        deadline = monotonic() + moments.uniform(0.05, 0.5)
+        if num_killed < 12:
+            sleep(max(0, deadline - monotonic()))
+            for pid in pids.values():
+                os.kill(pid, signal.SIGKILL)
+                # Its workers: each builder leads a group of its own, once it runs.
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+        statuses = {index: server.wait(pid) for index, pid in pids.items()}
+        num_killed += sum(map(killed, statuses.values()))
+        assert all(status == 0 or killed(status) for status in statuses.values())
+        with pytest.raises(StoreNotFoundError):
+            open_store(tmp_path / "s")
+        waiting = [index for index in waiting if statuses[index] != 0]
+    assert num_killed >= 3
+    assert server.run(of_finish(tmp_path)) == 0
+    build_store(
+        Numbered(NUM_ROWS), tmp_path / "one", num_shards=3, fingerprint="version 0", **QUIET
+    )
+    found, expected = Manifest.read(tmp_path / "s"), Manifest.read(tmp_path / "one")
+    assert found.content == expected.content
+    assert verify_store(tmp_path / "s") == []
+    assert {path.name for path in tmp_path.iterdir()} == {"s", ".s.lock", "one", ".one.lock"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_part_killed_before_any_change_of_the_file_system_is_run_again(
+    server: BuildServer, tmp_path: Path, overwrite: bool
+) -> None:
+    for event in range(1000):
+        directory = tmp_path / str(event)
+        directory.mkdir()
+        if overwrite:
+            assert server.run(Build(str(directory / "s"), NUM_ROWS, version=OLD)) == 0
+        # The first part makes the files.
+        part = of_part(directory, 0, 2, range_rows=100, overwrite=overwrite)
+        status = server.run(replace(part, kill_at_event=event))
+        if status != 0:
+            assert killed(status)
+            assert server.run(part) == 0
+        assert server.run(replace(part, part=(1, 2))) == 0
+        if overwrite:
+            assert holds(open_store(directory / "s"), Numbered(NUM_ROWS, OLD))
+        assert server.run(of_finish(directory, overwrite=overwrite)) == 0
+        assert {path.name for path in directory.iterdir()} == {"s", ".s.lock"}
+        shutil.rmtree(directory)
+        if status == 0:
+            break
+    assert event > 3
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_finish_killed_before_any_change_of_the_file_system_is_run_again(
+    server: BuildServer, tmp_path: Path, overwrite: bool
+) -> None:
+    beginning = tmp_path / "beginning"
+    beginning.mkdir()
+    if overwrite:
+        assert server.run(Build(str(beginning / "s"), NUM_ROWS, version=OLD)) == 0
+    for index in range(2):
+        part = of_part(beginning, index, 2, range_rows=100, overwrite=overwrite)
+        assert server.run(part) == 0
+    versions = []
+    for event in range(1000):
+        directory = tmp_path / str(event)
+        shutil.copytree(beginning, directory)
+        finish = of_finish(directory, overwrite=overwrite)
+        status = server.run(replace(finish, kill_at_event=event))
+        versions.append(version_in(directory / "s"))
+        if status != 0:
+            assert killed(status)
+            if not overwrite:
+                # As by a scheduler that does not know how far the build is.
+                assert server.run(of_part(directory, 0, 2)) == 0
+            assert server.run(finish) == 0
+        assert version_in(directory / "s") == 0
+        assert {path.name for path in directory.iterdir()} == {"s", ".s.lock"}
+        shutil.rmtree(directory)
+        if status == 0:
+            break
+    # The kills came before and after the commit, and between them the store was whole.
+    assert versions[0] == (OLD if overwrite else None)
+    assert not overwrite or versions[-2] == 0
+    assert versions == sorted(versions, key=lambda version: version == 0)
+
+
+def version_in(path: Path) -> int | None:
+    """The version of the dataset whose rows a store holds; None where there is no store."""
+    try:
+        store = open_store(path)
+    except StoreNotFoundError:
+        return None
+    (version,) = (each for each in (0, OLD) if holds(store, Numbered(NUM_ROWS, each)))
+    return version
+
+
+# What is refused
+
+
+def test_one_part_by_two_processes_at_once_is_an_error(server: BuildServer, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    pid = server.start(of_part(tmp_path, 1, 3, gate=str(gate), gate_row=210))
+    while not gate.with_suffix(".pid").exists():
+        sleep(0.001)
+    options: Any = {**QUIET, "num_shards": 3, "fingerprint": "version 0"}
+    with pytest.raises(
+        StoreError, match=f"part 1 of 3 .* is being written by process {pid} on .*: give each"
+    ):
+        build_part(Numbered(NUM_ROWS), tmp_path / "s", (1, 3), **options)
+    # Others are not kept waiting.
+    build_part(Numbered(NUM_ROWS), tmp_path / "s", (2, 3), **options)
+    with pytest.raises(StoreError, match=f"part 0 is missing; part 1 is being .* process {pid}"):
+        finish_store(tmp_path / "s", **QUIET)
+    gate.touch()
+    assert server.wait(pid) == 0
+    build_part(Numbered(NUM_ROWS), tmp_path / "s", (0, 3), **options)
+    assert holds(finish_store(tmp_path / "s", **QUIET), Numbered(NUM_ROWS))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset": Numbered(40)}, "its length"),
+        ({"dataset": Numbered(30, 1)}, "attribute version changed"),
+        ({"num_shards": 5}, "it has other num_shards"),
+        ({"part": (1, 3)}, "it has other num_parts"),
+        ({"fingerprint": "v2"}, "it was stored without a fingerprint, and now has 'v2'"),
+        ({"store_dtypes": {"label": "int32"}}, "it has other fields"),
+        ({"variable": {"x": "pad"}}, "it has other fields"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_parts_of_different_builds_are_an_error(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    options: dict[str, Any] = {"dataset": Numbered(30), "part": (0, 2), **QUIET}
+    build_part(path=tmp_path / "s", **options)
+    with pytest.raises(StoreError, match=rf"of another build: .*{message}.* or remove .*s\.parts"):
+        build_part(path=tmp_path / "s", **{**options, "part": (1, 2), **change})
+    build_part(path=tmp_path / "s", **{**options, "part": (1, 2)})
+    assert holds(finish_store(tmp_path / "s", **QUIET), Numbered(30))
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "message"),
+    [
+        ((8, 8), ValueError, "part=8/8: parts are counted from 0, so that they are 0/8 to 7/8"),
+        ((-1, 8), ValueError, "counted from 0"),
+        ((0, 0), ValueError, "a store has 1 to"),
+        ((0.5, 2), TypeError, "give an integer"),
+        (3, TypeError, r"like \(0, 8\)"),
+    ],
+)
+def test_number_of_a_part_that_cannot_be_is_refused(
+    tmp_path: Path, part: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        build_part(Numbered(30), tmp_path / "s", part, **QUIET)
+    assert not list(tmp_path.iterdir())
+
+
+def test_part_of_a_stream_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give a map-style dataset"):
+        build_part(iter([1, 2]), tmp_path / "s", (0, 2), **QUIET)
+
+
+def test_finish_without_parts_says_how_to_write_them(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"build_part\(dataset, path, \(i, n\)\)"):
+        finish_store(tmp_path / "s", **QUIET)
+
+
+def test_finish_again_opens_the_store(tmp_path: Path) -> None:
+    build_part(Numbered(30), tmp_path / "s", (0, 1), **QUIET)
+    finish_store(tmp_path / "s", **QUIET)
+    assert holds(finish_store(tmp_path / "s", **QUIET), Numbered(30))
+
+
+def test_parts_beside_a_store_replace_it_at_the_end(tmp_path: Path) -> None:
+    old = build_store(Numbered(30, 1), tmp_path / "s", **QUIET)
+    with pytest.raises(DatasetError, match="another dataset"):
+        build_part(Numbered(30, 2), tmp_path / "s", (0, 1), **QUIET)
+    build_part(Numbered(30, 2), tmp_path / "s", (0, 1), overwrite=True, **QUIET)
+    with pytest.raises(StoreError, match="exists: replace it by the parts"):
+        finish_store(tmp_path / "s", **QUIET)
+    # Whoever uses the old store leaves the parts alone.
+    build_store(Numbered(30, 1), tmp_path / "s", **QUIET)
+    assert holds(open_store(tmp_path / "s"), Numbered(30, 1))
+    assert holds(finish_store(tmp_path / "s", overwrite=True, **QUIET), Numbered(30, 2))
+    assert holds(old, Numbered(30, 1))
+
+
+def test_part_of_a_store_that_is_whole_does_nothing(tmp_path: Path) -> None:
+    build_store(Numbered(30), tmp_path / "s", **QUIET)
+    build_part(Numbered(30), tmp_path / "s", (0, 2), **QUIET)
+    assert not parts_path(tmp_path / "s").exists()
+
+
+def test_plan_of_parts_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    build_part(Numbered(30), tmp_path / "s", (0, 1), **QUIET)
+    plan = parts_path(tmp_path / "s") / "plan.json"
+    os.truncate(plan, plan.stat().st_size // 2)
+    with pytest.raises(StoreError, match=r"plan\.json cannot be read: .*: remove"):
+        finish_store(tmp_path / "s", **QUIET)
+    with pytest.raises(StoreError, match=r"or remove .* to start anew"):
+        build_part(Numbered(30), tmp_path / "s", (0, 1), **QUIET)
+
+
+# Other ways to start processes
+
+
+def _part_of(path: Path, index: int, num_parts: int) -> int:
+    build_part(Mixed(100), path, (index, num_parts), variable=VARIABLE, **QUIET)
+    return index
+
+
+def test_parts_by_an_executor_make_the_store(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, get_context("forkserver")) as pool:
+        done = [pool.submit(_part_of, tmp_path / "s", index, 4) for index in range(4)]
+        assert [part.result() for part in done] == [0, 1, 2, 3]
+    finish_store(tmp_path / "s", **QUIET)
+    build_store(Mixed(100), tmp_path / "one", variable=VARIABLE, **QUIET)
+    assert_same_store(tmp_path / "s", tmp_path / "one")
+
+
+@pytest.mark.timeout(600)  # Ray takes its time to start.
+def test_parts_by_tasks_of_ray_make_the_store(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    program = [sys.executable, "-m", "tests.unit.store.ray_parts", str(tmp_path / "s")]
+    environment = {**os.environ, "HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    build_store(Numbered(NUM_ROWS), tmp_path / "one", fingerprint="numbered", **QUIET)
+    found, expected = Manifest.read(tmp_path / "s"), Manifest.read(tmp_path / "one")
+    assert found.content == expected.content

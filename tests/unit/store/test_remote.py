@@ -1,0 +1,614 @@
+"""Stores at a URL: fetched shard by shard into a cache of bounded size, pushed and pulled."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.loading import load_split
+from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.store import (
+    Store,
+    build_store,
+    open_store,
+    pull_store,
+    push_store,
+    verify_store,
+)
+from lightning_memmap.store.remote import fetcher, files
+from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
+from lightning_memmap.store.remote.files import RemoteFiles
+from tests.datasets import Numbered, holds
+from tests.unit.store.build_server import Build, BuildServer, killed
+from tests.unit.store.s3_server import CuttingProxy, free_port, s3_server
+from tests.unit.store.signing import encode_signed
+
+NUM_ROWS, NUM_SHARDS = 60, 4
+
+
+class Mixed(Dataset[dict[str, Any]]):
+    """Rows with a field of one shape, one that differs in two dimensions, text, records, None."""
+
+    def __init__(self, num_rows: int = NUM_ROWS) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {
+            "x": np.full(3, row, np.int16),
+            "box": np.full((row % 3, row % 2 + 1), row, np.float32),
+            "name": "n" * (row % 4) + str(row),
+            "records": [{"label": row, "score": 0.5}] * (row % 3),
+            "maybe": None if row % 5 == 3 else row,
+        }
+
+
+def build_mixed(path: Path, num_rows: int = NUM_ROWS, num_shards: int = NUM_SHARDS) -> Store:
+    box = {"form": "pad", "dims": 2}
+    variable = {"box": box, "records": "pad", "maybe": "nullable"}
+    return build_store(
+        Mixed(num_rows), path, num_shards=num_shards, variable=variable, progress=False
+    )
+
+
+def is_row(found: Any, row: int) -> bool:
+    expected = Mixed()[row]
+    return (
+        found["name"] == expected["name"]
+        and np.array_equal(found["x"].numpy(), expected["x"])
+        and np.array_equal(found["box"].numpy(), expected["box"])
+        and [record["label"] for record in found["records"]] == [row] * (row % 3)
+        and found["maybe"] == expected["maybe"]
+    )
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(DIRECTORY, str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "_FIRST_PAUSE_S", 0.001)
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_mixed(tmp_path_factory.mktemp("built") / "s").path
+
+
+@pytest.fixture
+def url(built: Path, tmp_path: Path) -> str:
+    """The URL of a store whose files a test may change."""
+    shutil.copytree(built, tmp_path / "far" / "s")
+    return (tmp_path / "far" / "s").as_uri()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """What was read of remote files: name, first byte, end."""
+    seen: list[tuple[str, int, int]] = []
+    read = RemoteFiles.read
+
+    def noted(self: RemoteFiles, name: str, start: int, end: int, **options: Any) -> bytes:
+        seen.append((name, start, end))
+        return read(self, name, start, end, **options)
+
+    monkeypatch.setattr(RemoteFiles, "read", noted)
+    return seen
+
+
+# Rows
+
+
+def test_rows_of_a_url_are_those_of_the_store(url: str, built: Path) -> None:
+    store = open_store(url)
+    assert store.location == url
+    assert store.manifest == open_store(built).manifest
+    assert all(is_row(store[row], row) for row in range(NUM_ROWS))
+    assert torch.equal(store.columns[0].tensor, open_store(built).columns[0].tensor)
+
+
+def test_row_of_a_url_fetches_its_shard_alone_and_once(
+    url: str, reads: list[tuple[str, int, int]]
+) -> None:
+    store = open_store(url)
+    assert [name for name, _, _ in reads] == ["manifest.json"]
+    reads.clear()
+    assert is_row(store[6], 6)
+    # An index that two fields share is read with each.
+    expected = [
+        pieces for column in store.manifest.columns for pieces in column.shard_ranges()[6 % 4]
+    ]
+    assert sorted(reads) == sorted(expected)
+    reads.clear()
+    assert is_row(store[10], 10)
+    assert is_row(open_store(url)[2], 2)
+    # Of the second opening.
+    assert [name for name, _, _ in reads] == ["manifest.json"]
+
+
+def test_field_of_a_url_is_fetched_alone(tmp_path: Path, reads: list[tuple[str, int, int]]) -> None:
+    build_store(Numbered(40), tmp_path / "s", num_shards=3, progress=False)
+    store = open_store((tmp_path / "s").as_uri())
+    reads.clear()
+    assert store.values("label").tolist() == [row % 10 for row in range(40)]
+    assert {name for name, _, _ in reads} == {"label.memmap"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_shards_that_were_fetched_give_their_rows_whatever_else_is_missing(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("some")
+    num_rows = data.draw(st.integers(10, NUM_ROWS), label="rows")
+    num_shards = data.draw(st.integers(1, 20), label="shards")
+    whole = build_mixed(directory / "s", num_rows, num_shards)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DIRECTORY, str(directory / "cache"))
+        store = open_store((directory / "s").as_uri())
+        wanted = data.draw(st.sets(st.integers(0, num_shards - 1)), label="wanted")
+        columns = store.provide(None, wanted)
+        for row in (row for row in range(num_rows) if row % num_shards in wanted):
+            for found, expected in zip(columns, whole.columns, strict=True):
+                assert torch.equal(found.row(row), expected.row(row))
+
+
+def test_store_of_a_url_is_sent_to_a_process_by_its_url(url: str) -> None:
+    store = open_store(url)
+    assert repr(pickle.loads(pickle.dumps(store))) == repr(store)
+    assert url in repr(store)
+
+
+# What a process owns
+
+
+@pytest.mark.parametrize("residency", ["host", "mmap", "stream"])
+def test_process_fetches_the_shards_that_it_owns(
+    tmp_path: Path, reads: list[tuple[str, int, int]], residency: str
+) -> None:
+    build_store(Numbered(50), tmp_path / "s", num_shards=6, progress=False)
+    store = open_store((tmp_path / "s").as_uri())
+    reads.clear()
+    cpu = torch.device("cpu")
+    topology = DataTopology((cpu,), 1, 3, assemble_on=cpu)
+    size = SplitSize.of("train", store.manifest, topology)
+    placement = plan_placement(
+        {"train": size}, topology, residency, budget_bytes={cpu: 2**30}
+    ).splits["train"]
+    load_split(store, topology, placement)
+    ranges = [column.shard_ranges() for column in store.manifest.columns]
+    assert sorted(reads) == sorted(
+        pieces for field in ranges for s in (1, 4) for pieces in field[s]
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"num_folds": 3, "member": 1}, {"residency": "host"}])
+def test_data_module_of_a_url_gives_the_batches_of_the_directory(
+    tmp_path: Path, devices: int, options: dict[str, Any]
+) -> None:
+    build_store(Numbered(50), tmp_path / "far" / "train", num_shards=8, progress=False)
+    batches = []
+    for place in (tmp_path / "far", (tmp_path / "far").as_uri()):
+        data = MemmapDataModule(store_dir=place, batch_size=8, **options)
+        data.setup()
+        batches.append([batch["x"].clone() for batch in data.train_dataloader()])
+        data.teardown()
+    assert len(batches[0]) == len(batches[1]) > 3
+    assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
+
+
+def test_data_module_of_a_url_without_a_store_says_how_to_push_one(tmp_path: Path) -> None:
+    data = MemmapDataModule(Numbered(50), store_dir=(tmp_path / "far").as_uri())
+    data.prepare_data()
+    with pytest.raises(StoreNotFoundError, match="lightning-memmap store push DIRECTORY file:"):
+        data.setup()
+
+
+def test_split_that_is_missing_at_a_url_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    build_store(Numbered(50), tmp_path / "far" / "train", progress=False)
+    data = MemmapDataModule(store_dir=(tmp_path / "far").as_uri())
+    data.setup()
+    assert list(data.stores) == ["train"]
+    with pytest.raises(StoreNotFoundError, match=r"no store at file:.*far/test: "):
+        data.test_dataloader()
+
+
+# Interruptions
+
+
+def test_fetch_that_was_interrupted_goes_on_with_the_next_shard(
+    url: str, monkeypatch: pytest.MonkeyPatch, reads: list[tuple[str, int, int]]
+) -> None:
+    monkeypatch.setattr(fetcher, "_NUM_THREADS", 1)
+    read, left = RemoteFiles.read, [8]
+
+    def breaking(self: RemoteFiles, *arguments: Any, **options: Any) -> bytes:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StoreError("the network is gone")
+        return read(self, *arguments, **options)
+
+    store = open_store(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFiles, "read", breaking)
+        with pytest.raises(StoreError, match="the network is gone"):
+            store.provide(None, range(NUM_SHARDS))
+    first = set(reads[1:])
+    reads.clear()
+    store = open_store(url)
+    store.provide(None, range(NUM_SHARDS))
+    # Of what was there, at most the last shard is read again: it was begun.
+    assert len(set(reads) & first) <= 2
+    assert all(is_row(store[row], row) for row in range(NUM_ROWS))
+
+
+def test_processes_killed_while_they_fetch_leave_a_cache_of_right_rows(
+    server: BuildServer, tmp_path: Path
+) -> None:
+    store = build_store(Numbered(500), tmp_path / "s", num_shards=64, progress=False)
+    moments, url = random.Random(0), store.path.as_uri()
+    # The server has its own environment.
+    read = Build(str(tmp_path), 500, fetch=url, cache=os.environ[DIRECTORY])
+    num_killed = 0
+    for _ in range(8):
+        pids = [server.start(replace(read, delay_s=0.1)) for _ in range(2)]
+        sleep(moments.uniform(0.05, 0.25))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        num_killed += sum(killed(server.wait(pid)) for pid in pids)
+    assert num_killed >= 4
+    pids = [server.start(read) for _ in range(2)]
+    assert [server.wait(pid) for pid in pids] == [0, 0]
+    assert holds(open_store(url), Numbered(500))
+
+
+# The size of the cache
+
+
+def entries(cache: Path) -> set[str]:
+    return {(path / "url").read_text().strip() for path in cache.iterdir() if path.is_dir()}
+
+
+def test_cache_without_room_drops_what_was_opened_longest_ago(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = []
+    for number in range(4):
+        store = build_store(Numbered(100, number), tmp_path / str(number), progress=False)
+        urls.append(store.path.as_uri())
+    # 4 KB each.
+    monkeypatch.setenv(LIMIT, str(2 * store.manifest.num_bytes))
+    for number in (0, 1, 0, 2):
+        assert holds(open_store(urls[number]), Numbered(100, number))
+    assert entries(cache) == {urls[0], urls[2]}
+    kept = open_store(urls[0])
+    assert holds(kept, Numbered(100, 0))
+    for number in (1, 2, 3, 2, 1):
+        assert holds(open_store(urls[number]), Numbered(100, number))
+        assert urls[0] in entries(cache)
+        assert sum(int((path / "reserved").read_text()) for path in cache.glob("*/")) <= int(
+            os.environ[LIMIT]
+        )
+
+
+def test_cache_never_drops_what_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (
+        build_store(Numbered(100, number), tmp_path / str(number), progress=False)
+        for number in range(2)
+    )
+    monkeypatch.setenv(LIMIT, f"{one.manifest.num_bytes}B")
+    kept = open_store(one.path.as_uri())
+    assert holds(kept, Numbered(100, 0))
+    with pytest.raises(StoreError, match=rf"no room in the cache .* in use. {DIRECTORY} names"):
+        open_store(other.path.as_uri())[0]
+    del kept
+    assert holds(open_store(other.path.as_uri()), Numbered(100, 1))
+
+
+def test_cache_whose_size_is_no_size_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIMIT, "much")
+    with pytest.raises(ValueError, match=f"{LIMIT}: 'much' is not a size"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no states"])
+def test_cache_whose_files_are_damaged_is_filled_anew(url: str, damage: str) -> None:
+    store = open_store(url)
+    assert is_row(store[3], 3)
+    path = store.path / "x.memmap"
+    del store
+    if damage == "truncated":
+        os.truncate(path, 5)
+    elif damage == "missing":
+        path.unlink()
+    else:
+        (path.parent.parent / "states").unlink()
+    assert is_row(open_store(url)[3], 3)
+
+
+# What changes at the URL
+
+
+def test_store_that_was_replaced_at_its_url_is_fetched_anew(tmp_path: Path) -> None:
+    store = build_store(Numbered(50, 1), tmp_path / "s", progress=False)
+    url = store.path.as_uri()
+    old = open_store(url)
+    assert holds(old, Numbered(50, 1))
+    build_store(Numbered(50, 2), tmp_path / "s", overwrite=True, progress=False)
+    assert holds(open_store(url), Numbered(50, 2))
+    assert holds(old, Numbered(50, 1))
+
+
+def test_store_that_is_replaced_while_it_is_fetched_is_an_error(tmp_path: Path) -> None:
+    url = build_store(Numbered(50, 1), tmp_path / "s", progress=False).path.as_uri()
+    old = open_store(url)
+    build_store(Numbered(50, 2), tmp_path / "s", overwrite=True, progress=False)
+    with pytest.raises(StoreError, match="was replaced while it was being fetched: open it again"):
+        old[0]
+    shutil.rmtree(tmp_path / "s")
+    with pytest.raises(StoreNotFoundError, match="was removed while it was being fetched"):
+        old[0]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "missing"])
+def test_damage_at_a_url_is_an_error_that_names_field_and_shard(
+    url: str, tmp_path: Path, damage: str
+) -> None:
+    path = tmp_path / "far" / "s" / "x.memmap"
+    if damage == "flipped":
+        with open(path, "r+b") as file:
+            file.seek(7)
+            file.write(b"\xff")
+    elif damage == "short":
+        os.truncate(path, 7)
+    else:
+        path.unlink()
+    with pytest.raises(StoreError, match="is damaged: the bytes of field 'x', shard 0 are not"):
+        open_store(url)[0]
+
+
+# What cannot be reached
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The environment of an S3 client, which forgets its connections afterwards."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    system = fsspec.get_filesystem_class("s3")
+    system.clear_instance_cache()
+    yield monkeypatch
+    system.clear_instance_cache()
+
+
+def test_url_that_cannot_be_reached_says_so(far: pytest.MonkeyPatch) -> None:
+    far.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(StoreError, match=r"cannot be reached: EndpointConnectionError.* network"):
+        open_store("s3://bucket/s")
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "message"),
+    [
+        ("nowhere://bucket/s", ValueError, "nowhere://bucket/s: Protocol not known: nowhere"),
+        ("gs://bucket/s", StoreError, r"gcsfs.*pip install 'lightning_memmap\[remote\]'"),
+        ("memory://nothing/s", StoreNotFoundError, "no store at memory://nothing/s: .* push it"),
+    ],
+)
+def test_url_that_leads_nowhere_says_so(address: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        open_store(address)
+
+
+@pytest.mark.parametrize("raised", [PermissionError("Forbidden"), "NoCredentialsError"])
+def test_url_whose_access_is_refused_says_so(
+    url: str, monkeypatch: pytest.MonkeyPatch, raised: Any
+) -> None:
+    error = raised if isinstance(raised, Exception) else type(raised, (Exception,), {})("none")
+    store = RemoteFiles(files.StoreUrl(url))
+
+    def refuse(*_: Any, **__: Any) -> bytes:
+        raise error
+
+    monkeypatch.setattr(type(store._system), "cat_file", refuse)
+    with pytest.raises(StoreError, match=r"access was refused: .* credentials"):
+        open_store(url)
+
+
+def test_url_where_a_directory_is_needed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a URL, and this needs a directory"):
+        build_store(Numbered(5), "s3://bucket/s", progress=False)
+    with pytest.raises(ValueError, match="to check every byte of one, pull it"):
+        verify_store("s3://bucket/s")
+    with pytest.raises(ValueError, match="give one like s3://bucket"):
+        pull_store(str(tmp_path), tmp_path / "s")
+
+
+# A stranger's store
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a/b", "..", "", "x\0y"])
+def test_manifest_of_a_stranger_makes_no_file_elsewhere(
+    url: str, tmp_path: Path, cache: Path, name: str
+) -> None:
+    path = tmp_path / "far" / "s" / "manifest.json"
+    body = json.loads(path.read_bytes().replace(b'"x"', json.dumps(name).encode()))
+    path.write_bytes(encode_signed(body))
+    before = {*tmp_path.rglob("*")}
+    for action in (open_store, lambda at: pull_store(at, tmp_path / "back", progress=False)):
+        with pytest.raises(StoreError, match="cannot be trusted"):
+            action(url)
+    made = {path.name for path in {*tmp_path.rglob("*")} - before}
+    assert made <= {"cache"}
+
+
+def test_manifest_of_a_stranger_that_is_endless_is_not_read_to_its_end(
+    url: str, tmp_path: Path, reads: list[tuple[str, int, int]]
+) -> None:
+    os.truncate(tmp_path / "far" / "s" / "manifest.json", 2**33)
+    with pytest.raises(StoreError, match="is larger than 8388608 bytes"):
+        open_store(url)
+    assert reads == [("manifest.json", 0, 2**23 + 1)]
+
+
+# Push and pull
+
+
+def test_store_that_is_pushed_and_pulled_is_the_same_byte_for_byte(
+    built: Path, tmp_path: Path
+) -> None:
+    push_store(built, "memory://there/s", progress=False)
+    store = pull_store("memory://there/s", tmp_path / "back", progress=False)
+    names = sorted(path.name for path in built.iterdir())
+    assert sorted(path.name for path in store.path.iterdir()) == names
+    for name in names:
+        assert (store.path / name).read_bytes() == (built / name).read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"back", ".back.lock"}
+    # Again: both find it there.
+    push_store(built, "memory://there/s", progress=False)
+    pull_store("memory://there/s", tmp_path / "back", progress=False)
+
+
+def test_push_writes_the_manifest_last_and_goes_on_where_it_stopped(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, put, names = (tmp_path / "far").as_uri(), RemoteFiles.put, list[str]()
+
+    def breaking(self: RemoteFiles, path: Path, name: str) -> None:
+        if len(names) == 2:
+            raise StoreError("the network is gone")
+        names.append(name)
+        put(self, path, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFiles, "put", breaking)
+        with pytest.raises(StoreError, match="the network is gone"):
+            push_store(built, url, progress=False)
+        with pytest.raises(StoreNotFoundError):
+            open_store(url)
+    modified = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "far").iterdir()}
+    push_store(built, url, progress=False)
+    assert all((tmp_path / "far" / name).stat().st_mtime_ns == modified[name] for name in names)
+    store = open_store(url)
+    assert all(is_row(store[row], row) for row in range(NUM_ROWS))
+    assert sorted(os.listdir(tmp_path / "far")) == sorted(os.listdir(built))
+
+
+def test_push_over_another_store_needs_overwrite(tmp_path: Path) -> None:
+    url = (tmp_path / "far").as_uri()
+    for version in (1, 2):
+        build_store(Numbered(50, version), tmp_path / str(version), progress=False)
+    push_store(tmp_path / "1", url, progress=False)
+    with pytest.raises(StoreError, match="there is another store at"):
+        push_store(tmp_path / "2", url, progress=False)
+    assert holds(open_store(url), Numbered(50, 1))
+    # Files of the same sizes: none of the old ones may be taken for new.
+    push_store(tmp_path / "2", url, overwrite=True, progress=False)
+    assert holds(open_store(url), Numbered(50, 2))
+    assert verify_store(tmp_path / "far") == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_pull_killed_before_any_change_of_the_file_system_is_run_again(
+    server: BuildServer, tmp_path: Path, overwrite: bool
+) -> None:
+    url = build_store(Numbered(50, 2), tmp_path / "far", num_shards=3, progress=False).path.as_uri()
+    versions = []
+    for event in range(1000):
+        directory = tmp_path / str(event)
+        directory.mkdir()
+        if overwrite:
+            build_store(Numbered(50, 1), directory / "s", num_shards=3, progress=False)
+        pull = Build(str(directory / "s"), 50, pull=url)
+        status = server.run(replace(pull, kill_at_event=event))
+        try:
+            found = open_store(directory / "s")
+        except StoreNotFoundError:
+            versions.append(0)
+        else:
+            versions.append(next(each for each in (1, 2) if holds(found, Numbered(50, each))))
+        assert server.run(pull) == 0
+        assert holds(open_store(directory / "s"), Numbered(50, 2))
+        assert {path.name for path in directory.iterdir()} == {"s", ".s.lock"}
+        shutil.rmtree(directory)
+        if status == 0:
+            break
+        assert killed(status)
+    assert versions[0] == (1 if overwrite else 0)
+    assert versions[-1] == 2
+    assert versions == sorted(versions)
+
+
+def test_pull_of_another_store_needs_overwrite(url: str, tmp_path: Path) -> None:
+    build_store(Numbered(50), tmp_path / "s", progress=False)
+    with pytest.raises(StoreError, match="has another store: replace it with overwrite=True"):
+        pull_store(url, tmp_path / "s", progress=False)
+    assert is_row(pull_store(url, tmp_path / "s", overwrite=True, progress=False)[5], 5)
+
+
+# S3
+
+
+@pytest.fixture(scope="module")
+def s3_port() -> Iterator[int]:
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def bucket(s3_port: int, far: pytest.MonkeyPatch) -> str:
+    far.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_port}")
+    system = fsspec.filesystem("s3")
+    if not system.exists("bucket"):
+        system.mkdir("bucket")
+    return "s3://bucket"
+
+
+def test_store_on_s3_gives_its_rows(built: Path, bucket: str, tmp_path: Path) -> None:
+    push_store(built, f"{bucket}/rows/s", progress=False)
+    store = open_store(f"{bucket}/rows/s")
+    assert all(is_row(store[row], row) for row in range(NUM_ROWS))
+    back = pull_store(f"{bucket}/rows/s", tmp_path / "back", progress=False)
+    assert back.manifest == store.manifest
+
+
+def test_bucket_that_is_missing_says_so(bucket: str, built: Path) -> None:
+    with pytest.raises(StoreNotFoundError, match=r"no store at s3://nobucket/s: .*bucket"):
+        open_store("s3://nobucket/s")
+    with pytest.raises(StoreNotFoundError, match="nobucket"):
+        push_store(built, "s3://nobucket/s", progress=False)
+
+
+@pytest.mark.parametrize("after_bytes", [0, 300, 40_000])
+def test_store_on_s3_is_read_through_connections_that_break(
+    s3_port: int, bucket: str, far: pytest.MonkeyPatch, tmp_path: Path, after_bytes: int
+) -> None:
+    build_store(Numbered(5000), tmp_path / "s", num_shards=3, progress=False)
+    push_store(tmp_path / "s", f"{bucket}/broken/{after_bytes}", progress=False)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with CuttingProxy(s3_port, num_cuts=3, after_bytes=after_bytes) as proxy:
+        far.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        store = open_store(f"{bucket}/broken/{after_bytes}")
+        assert holds(store, Numbered(5000))
+    assert proxy.num_cut == 3
