@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -73,6 +74,23 @@ def refuse_several_configs(args: Iterable[str]) -> None:
             f"--config is given {count} times, and only one file is read: merge them with"
             " lightning-memmap fit --config ONE --config OTHER --print_config > merged.yaml"
         )
+
+
+@contextmanager
+def imports_for_pages() -> Iterator[None]:
+    """Import in this block what makes pages of HTML.
+
+    Raises:
+        ValueError: A package is missing that only pages need.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("jinja2", "PIL"):
+            raise
+        raise ValueError(
+            f"the page needs {error.name}: pip install 'lightning_memmap[compare]'"
+        ) from error
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

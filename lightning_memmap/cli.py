@@ -10,39 +10,35 @@ pack registered. ``store`` works on stores: ``build``, ``append``, ``info``, ``v
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import lightning as L
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap.arguments import BriefParser, TrainingParser, nearest
-from lightning_memmap.compare import advise, compare
-from lightning_memmap.doctor import doctor
-from lightning_memmap.errors import DatasetError, MemmapError, StoreNotFoundError
-from lightning_memmap.loading.image_sample import image_samples
-from lightning_memmap.placement import (
-    DataTopology,
-    Placement,
-    Residency,
-    SplitSize,
-    format_bytes,
-    free_bytes,
-    parse_bytes,
-    plan_placement,
+from lightning_memmap._compat.parsers import commands_of
+from lightning_memmap.arguments import (
+    BriefParser,
+    TrainingParser,
+    imports_for_pages,
+    nearest,
 )
-from lightning_memmap.rows_command import rows
+from lightning_memmap.compare.advise_command import advise, advise_parser
+from lightning_memmap.compare.command import compare, compare_parser
+from lightning_memmap.completion import completion_parser, completion_script
+from lightning_memmap.doctor import doctor, doctor_parser
+from lightning_memmap.errors import DatasetError, MemmapError, StoreNotFoundError
+from lightning_memmap.placement import format_bytes
+from lightning_memmap.rows_command import rows, rows_parser
 from lightning_memmap.schema import Field
 from lightning_memmap.store import (
     Store,
@@ -55,22 +51,35 @@ from lightning_memmap.store import (
     push_store,
     verify_store,
 )
-from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.places import StoreUrl, check_path, place_of
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.transfer import stores_at
 from lightning_memmap.store.verify import unknown_files
+from lightning_memmap.store_plan import plan_devices, plan_images, plan_windows
 from lightning_memmap.strategies import STRATEGIES
 
-_DESCRIPTION = """Train with data that stays resident on every device.
-Further commands: "lightning-memmap store --help" works on stores,
-"lightning-memmap compare --help" compares strategies,
-"lightning-memmap advise --help" tells which strategy is right,
-"lightning-memmap rows --help" lists the rows of any step, and
-"lightning-memmap doctor" says what will work on this machine."""
+_DESCRIPTION = "Train with data that stays resident on every device."
+_HELP = f"""usage: lightning-memmap COMMAND [arguments]
 
-#: The most devices that ``store plan`` tries in search of the fewest that hold the data.
-_MAX_DEVICES = 4096
+{_DESCRIPTION}
+
+train, from a config (these are the commands of LightningCLI):
+  fit         train, and validate in between
+  validate    validate once
+  test        test once
+  predict     predict
+
+before and after:
+  store       build, describe, check, plan for, show and copy stores
+  compare     train under several strategies: do they agree, and what does each cost?
+  advise      predict which strategy is right for a model, its data and some devices
+  rows        list the rows of any step
+  doctor      say what will work on this machine
+  completion  print what makes a shell complete these commands
+
+lightning-memmap COMMAND --help describes a command. A first run:
+  lightning-memmap fit --config examples/configs/digits.yaml"""
+
 #: The most letters of the names of classes.
 _MAX_CLASSES_TEXT = 160
 
@@ -156,7 +165,11 @@ def _run(args: Sequence[str] | None) -> None:
         "advise": advise,
         "rows": rows,
         "doctor": doctor,
+        "completion": _completion_command,
     }
+    if given and given[0] in ("--help", "-h"):
+        print(_HELP)
+        sys.exit(0)
     if given and given[0] in commands:
         sys.exit(commands[given[0]](given[1:]))
     if given and not given[0].startswith("-") and given[0] not in TrainingCLI.subcommands():
@@ -199,10 +212,41 @@ def _raiser(error: BaseException) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def _store_command(args: list[str]) -> int:
+class CompletionCLI(TrainingCLI):
+    """Prints what makes a shell complete words, in place of parsing and training."""
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> NoReturn:
+        (shell,) = args
+        others = {
+            "store": _store_parser(),
+            "compare": compare_parser(),
+            "advise": advise_parser(),
+            "rows": rows_parser(),
+            "doctor": doctor_parser(),
+            "completion": completion_parser(),
+        }
+        print(completion_script(shell, {**commands_of(parser), **others}))
+        sys.exit(0)
+
+
+def _completion_command(args: list[str]) -> NoReturn:
+    shell = completion_parser().parse_args(args).shell
+    CompletionCLI(parser_class=TrainingParser, args=[shell])
+    raise AssertionError("LightningCLI did not parse its arguments")
+
+
+def _store_parser() -> BriefParser:
     parser = BriefParser(prog="lightning-memmap store", description="Work on stores.")
     commands = parser.add_subcommands()
-    functions: dict[str, Callable[..., int]] = {
+    for name, function in _store_functions().items():
+        summary = str(function.__doc__).partition("\n")[0]
+        commands.add_subcommand(name, _make_parser(function), help=summary)
+    return parser
+
+
+def _store_functions() -> dict[str, Callable[..., int]]:
+    return {
         "build": _build,
         "append": _append,
         "info": _info,
@@ -212,13 +256,14 @@ def _store_command(args: list[str]) -> int:
         "push": _push,
         "pull": _pull,
     }
-    for name, function in functions.items():
-        summary = str(function.__doc__).partition("\n")[0]
-        commands.add_subcommand(name, _make_parser(function), help=summary)
+
+
+def _store_command(args: list[str]) -> int:
+    parser = _store_parser()
     config = parser.parse_args(args)
     options = parser.instantiate(config)[config.subcommand]
     try:
-        return functions[config.subcommand](**vars(options))
+        return _store_functions()[config.subcommand](**vars(options))
     except (MemmapError, OSError, ValueError, TypeError) as error:
         _print_error(error)
         return 2
@@ -470,6 +515,7 @@ def _plan(
     memory_fraction: float = 0.7,
     residency: Literal["auto", "stream"] = "auto",
     shuffle_window: int | None = None,
+    html: str | None = None,
 ) -> int:
     """Print which device would hold what.
 
@@ -480,160 +526,33 @@ def _plan(
         memory_fraction: Share of it that shards may take.
         residency: auto, or stream for data larger than memory.
         shuffle_window: Rows of a shard in a window of stream.
+        html: Where to write the table as a page, with bars.
     """
     opened = _stores(path)
     stores = {name: store.manifest for name, store in opened.items()}
-    counts, console = _counts(devices), _make_console()
     if residency == "stream":
-        return _plan_windows(stores, counts, shuffle_window, console)
-    if shuffle_window is not None:
+        plans = [plan_windows(stores, devices, shuffle_window)]
+    elif shuffle_window is not None:
         raise ValueError(f"shuffle_window={shuffle_window}: give residency='stream' to plan for it")
-    if not 0 < memory_fraction <= 1:
-        raise ValueError(f"memory_fraction={memory_fraction}: more than 0 and at most 1")
-    total = sum(manifest.num_bytes for manifest in stores.values())
-    try:
-        device_bytes = parse_bytes(memory)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"memory={memory!r:.50}: {error}") from error
-    budget = int(device_bytes * memory_fraction)
-    table = Table(
-        title=f"{format_bytes(total)} of {_printable(', '.join(stores))} on devices of"
-        f" {format_bytes(device_bytes)}, {format_bytes(budget)} of each for shards",
-        title_justify="left",
-    )
-    for name in ("devices", "on devices", "in host memory", "fullest device", "fits", "rows"):
-        table.add_column(name, justify="right")
-    for count in counts:
-        held = _held_bytes(stores, count, budget)
-        anew = any(manifest.num_shards % count for manifest in stores.values())
-        table.add_row(
-            str(count),
-            format_bytes(sum(held)),
-            format_bytes(total - sum(held)),
-            format_bytes(max(held)),
-            "yes" if sum(held) == total else "no",
-            "re-striped" if anew else "as stored",
-        )
-    console.print(table)
-    fewest = _fewest_devices(stores, budget)
-    if fewest is None:
-        console.print(f"Even {_MAX_DEVICES} devices do not hold the data.")
     else:
-        console.print(f"The fewest devices that hold the data: {fewest}")
-    _plan_images(opened, budget, console)
-    return 0
-
-
-def _plan_images(stores: dict[str, Store], budget: int, console: Console) -> None:
-    """Print encoded images as they are stored beside the same images stored decoded, if any."""
-    table = Table(
-        title="Encoded images, which stay in host memory, and the same images stored decoded",
-        title_justify="left",
-    )
-    for name in ("store", "field", "images"):
-        table.add_column(name)
-    for name in ("bytes", "bytes per image", "in host memory", "devices", "images/s"):
-        table.add_column(name, justify="right")
-    free = free_bytes(torch.device("cpu"))
-    for name, store in stores.items():
-        for found in image_samples(store):
-            size = "of several sizes" if found.shape is None else "{1} x {2}".format(*found.shape)
-            rate = f"{found.images_per_s:,.0f} by {found.num_threads} threads"
-            others = store.manifest.num_bytes - found.encoded_bytes
-            for images, num_bytes, devices, decoding in (
-                ("encoded", found.encoded_bytes, "-", rate),
-                (
-                    f"decoded, RGB {size}",
-                    found.decoded_bytes,
-                    str(-(-(found.decoded_bytes + others) // max(1, budget))),
-                    "-",
-                ),
-            ):
-                table.add_row(
-                    _printable(name),
-                    _printable(found.field),
-                    images,
-                    format_bytes(num_bytes),
-                    format_bytes(num_bytes // store.num_rows),
-                    "fits" if num_bytes <= free else f"no, {format_bytes(free)} are free",
-                    devices,
-                    decoding,
-                )
-    if table.row_count:
+        plans = [plan_devices(stores, devices, memory, memory_fraction)]
+        plans += plan_images(opened, memory, memory_fraction)
+    console = _make_console()
+    for plan in plans:
+        table = Table(title=_printable(plan.title), title_justify="left")
+        for column in plan.columns:
+            table.add_column(column.label, justify="left" if column.is_text else "right")
+        for row in plan.rows:
+            table.add_row(*(_printable(cell.text) for cell in row))
         console.print(table)
-
-
-def _plan_windows(
-    stores: dict[str, Manifest], counts: range, window: int | None, console: Console
-) -> int:
-    if window is not None and window < 1:
-        raise ValueError(f"shuffle_window={window}: at least 1 row of a shard")
-    total = sum(manifest.num_bytes for manifest in stores.values())
-    table = Table(
-        title=f"{format_bytes(total)} of {_printable(', '.join(stores))} read window by window:"
-        " host memory for two windows",
-        title_justify="left",
-    )
-    names = ("devices", "store", "rows per shard", "rows mixed", "one process", "one of as many")
-    for name in (*names, "rows"):
-        table.add_column(name, justify="left" if name == "store" else "right")
-    for count in counts:
-        topology = DataTopology((torch.device("cpu"),) * count)
-        for name, split in _placed(stores, topology, "stream", 2**63, window).splits.items():
-            num_rows, num_shards = split.shards.num_rows, split.shards.num_shards
-            anew = num_shards != stores[name].num_shards
-            table.add_row(
-                str(count),
-                _printable(name),
-                f"{split.size.window:,}",
-                f"{min(num_rows, split.size.window * num_shards):,}",
-                format_bytes(2 * split.window_bytes(num_shards)),
-                format_bytes(2 * split.window_bytes(num_shards // count)),
-                "re-striped" if anew else "as stored",
-            )
-    console.print(table)
+        for note in plan.notes:
+            console.print(note.text)
+    if html is not None:
+        with imports_for_pages():
+            from lightning_memmap.compare.render.pages import write_tables
+        write_tables(Path(html), f"Where would {', '.join(stores)} be?", (), plans)
+        console.print(html, soft_wrap=True)
     return 0
-
-
-def _placed(
-    stores: dict[str, Manifest],
-    topology: DataTopology,
-    residency: str,
-    budget: int,
-    window: int | None = None,
-) -> Placement:
-    with warnings.catch_warnings():
-        # Instead of a warning, the table has a column for counts that re-stripe the rows.
-        warnings.simplefilter("ignore")
-        sizes = {
-            name: SplitSize.of(name, manifest, topology, window=window)
-            for name, manifest in stores.items()
-        }
-        return plan_placement(
-            sizes,
-            topology,
-            residency,
-            budget_bytes=dict.fromkeys((*topology.data_devices, torch.device("cpu")), budget),
-        )
-
-
-def _held_bytes(stores: dict[str, Manifest], count: int, budget: int) -> list[int]:
-    """Bytes of shards on each of ``count`` devices with ``residency="auto"``."""
-    devices = tuple(torch.device("cuda", index) for index in range(count))
-    held = [0] * count
-    for shards in _placed(stores, DataTopology(devices), "auto", budget).held():
-        if shards.residency is Residency.DEVICE:
-            held[shards.device_index] += shards.num_bytes
-    return held
-
-
-def _fewest_devices(stores: dict[str, Manifest], budget: int) -> int | None:
-    total = sum(manifest.num_bytes for manifest in stores.values())
-    most = min(_MAX_DEVICES, *(manifest.num_rows for manifest in stores.values()))
-    for count in range(max(1, -(-total // max(1, budget))), most + 1):
-        if sum(_held_bytes(stores, count, budget)) == total:
-            return count
-    return None
 
 
 def _show(path: str, *, out: str = "store.html") -> int:
@@ -643,14 +562,8 @@ def _show(path: str, *, out: str = "store.html") -> int:
         path: Directory of a store, or of one store per split.
         out: The HTML file.
     """
-    try:
+    with imports_for_pages():
         from lightning_memmap.store_page import render_stores
-    except ModuleNotFoundError as error:
-        if error.name not in ("jinja2", "PIL"):
-            raise
-        raise ValueError(
-            f"the page needs {error.name}: pip install 'lightning_memmap[compare]'"
-        ) from error
     Path(out).write_text(render_stores(_stores(path)), encoding="utf-8")
     _make_console().print(out, soft_wrap=True)
     return 0
@@ -685,14 +598,3 @@ def _pull(url: str, path: str, *, overwrite: bool = False) -> int:
         store = pull_store(there, Path(path) / name, overwrite=overwrite)
         _make_console().print(_printable(store.path), soft_wrap=True)
     return 0
-
-
-def _counts(text: str) -> range:
-    first, _, last = text.partition("..")
-    try:
-        counts = range(int(first), int(last or first) + 1)
-    except ValueError:
-        raise ValueError(f"devices={text!r}: write a count or a range, like 4 or 1..8") from None
-    if not counts or counts[0] < 1:
-        raise ValueError(f"devices={text!r}: counts start at 1, and the range must not be empty")
-    return counts

@@ -34,6 +34,7 @@ _PACKAGE = "lightning_memmap"
 _EXTRAS = {
     "compare": "the pages of lightning-memmap compare and of lightning-memmap store show",
     "nvml": "energy of GPUs in lightning-memmap compare",
+    "completion": "lightning-memmap completion",
     "examples": "the examples",
 }
 _PAGE = 4096
@@ -54,6 +55,18 @@ class Finding:
     text: str
 
 
+def doctor_parser() -> BriefParser:
+    """Make the parser of the command."""
+    parser = BriefParser(
+        prog="lightning-memmap doctor",
+        description="Look at versions, devices, memory and the file system of a folder, and say"
+        " what will work. Exit code: 0, 1 if something that is needed is missing, or 2 for a wrong"
+        " argument.",
+    )
+    parser.add_argument("folder", nargs="?", default=".", help="where stores are, or will be")
+    return parser
+
+
 def doctor(args: list[str]) -> int:
     """Run ``lightning-memmap doctor`` with these arguments.
 
@@ -66,14 +79,7 @@ def doctor(args: list[str]) -> int:
     Raises:
         SystemExit: An argument is unknown (code 2), or help was asked for (0).
     """
-    parser = BriefParser(
-        prog="lightning-memmap doctor",
-        description="Look at versions, devices, memory and the file system of a folder, and say"
-        " what will work. Exit code: 0, 1 if something that is needed is missing, or 2 for a wrong"
-        " argument.",
-    )
-    parser.add_argument("folder", nargs="?", default=".", help="where stores are, or will be")
-    folder = Path(parser.parse_args(args).folder)
+    folder = Path(doctor_parser().parse_args(args).folder)
     if not _nearest(folder).is_dir():
         print(f"error: {_nearest(folder)} is a file: name a folder", file=sys.stderr)
         return 2
@@ -192,8 +198,8 @@ def file_system(folder: Path) -> Iterator[Finding]:
     """
     existing = _nearest(folder)
     if existing != folder.absolute():
-        text = f"{folder.absolute()} is not there: what follows is of {existing}, above it"
-        yield Finding("missing", "limited", text)
+        text = f"{folder.absolute()} is not there: make it. What follows is of {existing}, above it"
+        yield Finding("missing", "bad", text)
     kind = _file_system_of(existing)
     free = format_bytes(shutil.disk_usage(existing).free)
     yield Finding("folder", "ok", f"{existing}: {kind}, {free} free")

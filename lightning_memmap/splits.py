@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from reprlib import repr as short_repr
 from typing import Any
 
+from tensordict import TensorDictBase
 from torch.utils.data import Dataset
 
 from lightning_memmap.store.sources.refusals import is_dict_of_splits, way_out
@@ -29,7 +30,7 @@ def named_datasets(kind: str, given: Any) -> dict[str, Any]:
     Returns:
         One dataset under ``kind``; several under names such as ``val/0`` or ``val/clean``.
     """
-    if isinstance(given, Mapping) and has_several(given):
+    if _is_by_name(given) and has_several(given):
         return {f"{kind}/{name}": dataset for name, dataset in given.items()}
     if has_several(given):
         return {f"{kind}/{index}": dataset for index, dataset in enumerate(given)}
@@ -65,7 +66,7 @@ def check_datasets(kind: str, given: Any) -> None:
     if kind == "train" and is_dict_of_splits(given):
         raise TypeError(f"train_dataset: {way_out(given)}")
     entries = _entries(given)
-    if isinstance(given, (list, tuple, Mapping)) and not given:
+    if (isinstance(given, (list, tuple)) or _is_by_name(given)) and not given:
         raise ValueError(f"{kind}_dataset={given!r}: it is empty: give a dataset, or leave it out")
     first = _entries(next(iter(entries.values()), None))
     if any(isinstance(entry, Dataset) for entry in first.values()):
@@ -75,10 +76,11 @@ def check_datasets(kind: str, given: Any) -> None:
         )
     if not has_several(given):
         entries = {}
-    if entries and kind == "train":
+    if entries and kind == "train" and not isinstance(given, Mapping):
         raise TypeError(
             f"train_dataset: found {len(entries)} datasets, and training has one: join them with"
-            " torch.utils.data.ConcatDataset"
+            " torch.utils.data.ConcatDataset, or give a dict of them by name and say how they are"
+            " mixed: sampler=Mixture({'a': 0.7, 'b': 0.3})"
         )
     seen: dict[str, Any] = {}
     for name, dataset in entries.items():
@@ -127,9 +129,14 @@ def argument_of(split: str) -> str:
 
 
 def _entries(given: Any) -> dict[Any, Any]:
-    if isinstance(given, Mapping):
+    if _is_by_name(given):
         return dict(given)
     return dict(enumerate(given)) if isinstance(given, (list, tuple)) else {}
+
+
+def _is_by_name(given: Any) -> bool:
+    """Whether something is a mapping. So is a TensorDict, but it is one dataset, of its rows."""
+    return isinstance(given, Mapping) and not isinstance(given, TensorDictBase)
 
 
 def _is_dataset(value: Any) -> bool:

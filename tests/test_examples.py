@@ -18,12 +18,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from examples import cifar, digits, gpt, kfold, photos, segmentation
-from examples.cifar import CropAndFlip, SmallImages
-from examples.digits import Digits, FashionMNIST, Normalize, ShiftAndNormalize, read_idx
+from examples import cifar, gpt, kfold
+from examples.augmentation import MirrorAndTurn, ToTraining
+from examples.cifar import CropAndFlip
+from examples.data import fashion_mnist, photographs, shapes, small_images
+from examples.data.breast_cancer import BreastCancer
+from examples.data.digits import Digits, load_digits
+from examples.data.fashion_mnist import FashionMNIST, read_idx
+from examples.data.photographs import Photos
+from examples.data.shapes import Shapes
+from examples.data.small_images import SmallImages
+from examples.digits import Normalize, ShiftAndNormalize
 from examples.folders import made_at_once
-from examples.photos import CropAndNormalize, Photos, RandomCropAndFlip
-from examples.segmentation import MirrorAndTurn, Shapes, ToTraining
+from examples.photos import CropAndNormalize, RandomCropAndFlip, normalize
 from lightning_memmap import MemmapDataModule, open_store
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.transforms import PerSample
@@ -85,7 +92,7 @@ def test_digits_script_learns_and_summarises(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shape_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The PNG files of the segmentation example: most of the time of its short runs makes them."""
     folder = tmp_path_factory.mktemp("shapes")
     for split in ("train", "val", "test"):
@@ -100,8 +107,8 @@ def has_files(directory: Path, folder: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_segmentation_script_learns_and_summarises(tmp_path: Path, shapes: Path) -> None:
-    has_files(tmp_path, shapes, "segmentation-png")
+def test_segmentation_script_learns_and_summarises(tmp_path: Path, shape_files: Path) -> None:
+    has_files(tmp_path, shape_files, "segmentation-png")
     printed = run(tmp_path, str(ROOT / "examples" / "segmentation.py"), "--max_epochs", "4")
     # An untrained model has about 0.2 (all background), 0.5 and 0.6.
     assert metric(printed, "test_mask_iou") > 0.45
@@ -118,6 +125,23 @@ def test_gpt_script_learns_and_summarises(tmp_path: Path) -> None:
     assert metric(printed, "test_loss") < 3.5
     assert "uint8 (65,)" in printed.rpartition("Run summary")[2]
     assert [path.name for path in tmp_path.iterdir()] == ["stores"]
+
+
+@pytest.mark.slow
+def test_token_stream_script_learns_from_windows_that_are_stored_once(tmp_path: Path) -> None:
+    printed = run(
+        tmp_path, str(ROOT / "examples" / "token_stream.py"), "--max_steps", "40", "--stride", "5"
+    )
+    # The uniform distribution over bytes has ln(256) = 5.5.
+    assert metric(printed, "val_loss") < 3.6
+    # 65 bytes for each 5 of the text.
+    assert "13.0 times as many" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["stores"]
+    assert directory_bytes(tmp_path / "stores" / "token_stream" / "train") < 500_000
+
+
+def directory_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
 
 
 @pytest.mark.slow
@@ -138,7 +162,7 @@ def test_kfold_script_trains_all_folds_and_their_ensemble(tmp_path: Path) -> Non
     stores = [path for path in (tmp_path / "stores" / "kfold").iterdir() if path.suffix != ".lock"]
     assert {path.name: len(open_store(path)) for path in stores} == {"train": 455, "test": 114}
     # Each member validates on the rows that its fold holds out, and the ensemble averages all.
-    train, test = kfold.BreastCancer("train"), kfold.BreastCancer("test")
+    train, test = BreastCancer("train"), BreastCancer("test")
     mean = torch.zeros(114, 2)
     for member, folder in enumerate(members):
         (path,) = folder.rglob("best.ckpt")
@@ -173,9 +197,9 @@ def test_config_serves_subcommands(
     subcommands: tuple[str, ...],
     measure: str,
     at_least: float,
-    shapes: Path,
+    shape_files: Path,
 ) -> None:
-    has_files(tmp_path, shapes, "segmentation-png")
+    has_files(tmp_path, shape_files, "segmentation-png")
     config, checkpoint = f"{name}.yaml", f"checkpoints/{name}/best.ckpt"
     run_cli(tmp_path, "fit", config, "--trainer.max_epochs", str(max_epochs))
     manifest = tmp_path / "stores" / name / "val" / "manifest.json"
@@ -327,7 +351,7 @@ def test_digits_splits_are_disjoint_and_repeat() -> None:
         assert split.labels == again.labels
         assert set(split.labels) == set(range(10))
     whole = torch.cat([split.images for split in splits.values()])
-    from_file = digits.load_digits().images.reshape(-1, 64)
+    from_file = load_digits().images.reshape(-1, 64)
     assert len(whole) == len(from_file)
     ours = sorted(map(tuple, np.rint(whole.reshape(-1, 64).numpy() * (16 / 255)).tolist()))
     assert ours == sorted(map(tuple, from_file.tolist()))
@@ -341,8 +365,8 @@ def test_datasets_unknown_split_is_refused(dataset: Any) -> None:
 
 
 needs_fashion_mnist = pytest.mark.skipif(
-    not digits.DEBIAN_FOLDER.exists(),
-    reason=f"no {digits.DEBIAN_FOLDER}: apt-get install dataset-fashion-mnist",
+    not fashion_mnist.DEBIAN_FOLDER.exists(),
+    reason=f"no {fashion_mnist.DEBIAN_FOLDER}: apt-get install dataset-fashion-mnist",
 )
 
 
@@ -372,10 +396,10 @@ def test_fashion_mnist_config_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fashion_mnist_script_without_files_says_how_to_get_them(tmp_path: Path) -> None:
-    command = [str(ROOT / "examples" / "digits.py"), "--data", "fashion-mnist"]
+def test_fashion_mnist_config_without_files_says_how_to_get_them(tmp_path: Path) -> None:
+    folder = ("--data.train_dataset.folder", str(tmp_path))
     with pytest.raises(AssertionError, match="apt-get install dataset-fashion-mnist"):
-        run(tmp_path, *command, "--folder", str(tmp_path))
+        run_cli(tmp_path, "fit", "fashion_mnist.yaml", *folder)
 
 
 def test_fashion_mnist_without_files_says_how_to_get_them(tmp_path: Path) -> None:
@@ -400,8 +424,8 @@ def tiny_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, data in (("images-idx3", images), ("labels-idx1", labels)):
         name = f"t10k-{name}-ubyte.gz"
         (home / name).write_bytes(data)
-        monkeypatch.setitem(digits.FASHION_MNIST_MD5, name, hashlib.md5(data).hexdigest())
-    monkeypatch.setattr(digits, "FASHION_MNIST_URL", home.as_uri())
+        monkeypatch.setitem(fashion_mnist.FASHION_MNIST_MD5, name, hashlib.md5(data).hexdigest())
+    monkeypatch.setattr(fashion_mnist, "FASHION_MNIST_URL", home.as_uri())
     return home
 
 
@@ -648,9 +672,9 @@ def test_per_sample_with_own_random_numbers_repeats_and_stays_aligned() -> None:
 def test_shapes_are_made_once_and_are_the_same_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(segmentation._NUM_ROWS, "val", 20)
+    monkeypatch.setitem(shapes._NUM_ROWS, "val", 20)
     first, elsewhere = Shapes("val", tmp_path / "one"), Shapes("val", tmp_path / "two")
-    monkeypatch.setattr(segmentation, "make_shapes", None)
+    monkeypatch.setattr(shapes, "make_shapes", None)
     again = Shapes("val", tmp_path / "one")
     assert len(first) == len(again) == len(elsewhere) == 20
     seen = torch.zeros(4)
@@ -671,7 +695,7 @@ def test_shapes_are_made_once_and_are_the_same_each_time(
 def test_shapes_are_decoded_only_while_the_store_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(segmentation._NUM_ROWS, "val", 20)
+    monkeypatch.setitem(shapes._NUM_ROWS, "val", 20)
     dataset = Shapes("val", tmp_path / "png")
     data = MemmapDataModule(train_dataset=dataset, store_dir=tmp_path / "stores", batch_size=20)
     data.prepare_data()
@@ -710,7 +734,7 @@ def test_shapes_own_folder_is_stored_as_it_is(tmp_path: Path) -> None:
 
 
 def test_shapes_mask_of_colors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(segmentation._NUM_ROWS, "val", 1)
+    monkeypatch.setitem(shapes._NUM_ROWS, "val", 1)
     dataset = Shapes("val", tmp_path)
     Image.new("RGB", (32, 32)).save(tmp_path / "val" / "masks" / "0000.png")
     with pytest.raises(ValueError, match=r"0000\.png has mode RGB"):
@@ -760,7 +784,7 @@ def write_cifar10(folder: Path, rows: int) -> Tensor:
 
 
 def test_cifar10_files_give_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cifar, "CIFAR10_ROWS", 20)
+    monkeypatch.setattr(small_images, "CIFAR10_ROWS", 20)
     images = write_cifar10(tmp_path / "files", 20)
     found = [
         SmallImages(split, "cifar10", tmp_path / "files") for split in ("train", "val", "test")
@@ -779,7 +803,7 @@ def test_cifar10_configs_train_on_a_folder(tmp_path: Path) -> None:
     write_cifar10(tmp_path / "data" / "cifar-10-batches-bin", 40)
     # These files differ from the real ones only in their number of rows.
     program = (
-        "import examples.cifar; examples.cifar.CIFAR10_ROWS = 40\n"
+        "from examples.data import small_images; small_images.CIFAR10_ROWS = 40\n"
         "from lightning_memmap.cli import main; main()"
     )
     configs = ROOT / "examples" / "configs"
@@ -809,7 +833,7 @@ def test_cifar10_configs_train_on_a_folder(tmp_path: Path) -> None:
 def test_cifar10_damaged_files_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, words: str
 ) -> None:
-    monkeypatch.setattr(cifar, "CIFAR10_ROWS", 20)
+    monkeypatch.setattr(small_images, "CIFAR10_ROWS", 20)
     write_cifar10(tmp_path / "files", 20)
     spoil(tmp_path / "files" / "data_batch_3.bin")
     with pytest.raises((ValueError, FileNotFoundError), match=words):
@@ -886,13 +910,13 @@ def test_crop_and_flip_same_seed_repeats_and_other_seeds_differ() -> None:
 
 @pytest.fixture
 def few_photos(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(photos, "_NUM_ROWS", {"train": 16, "val": 8, "test": 8})
+    monkeypatch.setattr(photographs, "_NUM_ROWS", {"train": 16, "val": 8, "test": 8})
 
 
 @pytest.mark.usefixtures("few_photos")
 def test_photos_are_patches_of_the_photographs(tmp_path: Path) -> None:
     dataset = Photos("train", tmp_path)
-    temple, flower = (torch.tensor(image) for image in photos.load_sample_images().images)
+    temple, flower = (torch.tensor(image) for image in photographs.load_sample_images().images)
     assert len(dataset) == 16
     labels = []
     for row in range(len(dataset)):
@@ -900,12 +924,12 @@ def test_photos_are_patches_of_the_photographs(tmp_path: Path) -> None:
         assert image.shape == (3, 128, 128)
         assert image.dtype == torch.uint8
         labels.append(label)
-        name = photos.CLASSES[label]
+        name = photographs.CLASSES[label]
         photo = temple if name.startswith("temple") else flower
         upright = image.flip(1) if name.endswith("turned") else image
         assert is_part_of(upright, photo.movedim(-1, 0))
     assert np.bincount(labels).tolist() == [4] * 4
-    assert dataset.classes == [*photos.CLASSES]
+    assert dataset.classes == [*CLASSES]
 
 
 def is_part_of(patch: Tensor, photo: Tensor) -> bool:
@@ -941,7 +965,6 @@ def test_random_crop_and_flip_gives_a_crop_of_each_image() -> None:
     rows, size = 200, 3
     image = torch.randint(256, (rows, 3, 5, 4), dtype=torch.uint8, generator=seeded(1))
     moved = RandomCropAndFlip(size)({"image": image, "label": torch.arange(rows)}, seeded(0))
-    normalize = CropAndNormalize(size).normalize
     seen = set()
     for row in range(rows):
         matches = [
@@ -971,7 +994,8 @@ def test_crop_and_normalize_takes_the_middle() -> None:
 def test_photos_config_learns(tmp_path: Path) -> None:
     # Fewer files than the example has: most of its time makes them.
     program = (
-        "import examples.photos; examples.photos._NUM_ROWS = dict(train=320, val=64, test=64)\n"
+        "from examples.data.photographs import _NUM_ROWS as rows\n"
+        "rows.update(train=320, val=64, test=64)\n"
         "from lightning_memmap.cli import main; main()"
     )
     config = str(ROOT / "examples" / "configs" / "photos.yaml")

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from lightning_memmap.arguments import BriefParser, refuse_several_configs
+from lightning_memmap.arguments import BriefParser, imports_for_pages, refuse_several_configs
 from lightning_memmap.callbacks.memory_trace import KINDS
 from lightning_memmap.compare.advise.predict import Prediction, predict, recommend, workload_of
 from lightning_memmap.compare.render.tables import Cell, Column, Table
@@ -54,6 +54,7 @@ class Question:
         activation_bytes_per_row: Another size of activations, such as 40MB.
         dataset: Another size of the dataset, such as 2TB.
         json: Where to write the answer as JSON.
+        html: Where to write it as a page, with bars for memory and time.
 
     Raises:
         ValueError: A number is out of range.
@@ -74,6 +75,7 @@ class Question:
     activation_bytes_per_row: str | None = None
     dataset: str | None = None
     json: str | None = None
+    html: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("devices", "nodes", "rows_per_device"):
@@ -97,6 +99,13 @@ class Question:
                 raise ValueError(f"{name}={text!r}: at least {least} B is needed")
 
 
+def advise_parser() -> BriefParser:
+    """Make the parser of the command."""
+    parser = BriefParser(prog="lightning-memmap advise", description=_DESCRIPTION)
+    parser.add_class_arguments(Question, as_group=False)
+    return parser
+
+
 def advise(args: list[str]) -> int:
     """Run the command with these arguments.
 
@@ -110,15 +119,14 @@ def advise(args: list[str]) -> int:
         SystemExit: An argument is unknown or has the wrong type (code 2), or help was asked for
             (0).
     """
-    parser = BriefParser(prog="lightning-memmap advise", description=_DESCRIPTION)
-    parser.add_class_arguments(Question, as_group=False)
-    given = parser.parse_args(args).as_dict()
+    given = advise_parser().parse_args(args).as_dict()
     console = Console()
     try:
         refuse_several_configs(args)
         question = Question(**given)
-        if question.json is not None:
-            _check_writable(Path(question.json))
+        for option, path in (("json", question.json), ("html", question.html)):
+            if path is not None:
+                _check_writable(option, Path(path))
         report = _report(question, console)
         work, cluster = _workload(question, report), _cluster(question, report)
         rows = question.rows_per_device or report.data.batch_size
@@ -131,13 +139,25 @@ def advise(args: list[str]) -> int:
         return 2
     chosen, reason = recommend(predictions)
     name = chosen.strategy if chosen is not None else None
-    _print_workload(work, cluster, console)
-    print_table(_table(predictions, name), console)
+    described = _described(work, cluster)
+    tables = [_table(predictions, name, cluster)]
+    measured = []
     if _is_as_measured(question):
-        print_table(_errors(predictions, report), console)
+        tables.append(_errors(predictions, report))
+        measured.append(_fastest_measured(report))
+    for line in described:
+        console.print(line, highlight=False)
+    for table in tables:
+        print_table(table, console)
     console.print(f"\n[bold]{name or 'none'}[/]: {reason}", highlight=False)
-    if _is_as_measured(question):
-        console.print(_fastest_measured(report), highlight=False)
+    for line in measured:
+        console.print(line, highlight=False)
+    if question.html is not None:
+        from lightning_memmap.compare.render.pages import write_tables
+
+        verdict = Cell(f"{name or 'none'}: {reason}", "good" if name else "bad")
+        lines = [verdict, *map(Cell, measured), *(Cell(line, "soft") for line in described)]
+        write_tables(Path(question.html), "Which strategy is right?", lines, tables)
     if question.json is not None:
         answer = {
             "workload": asdict(work),
@@ -151,11 +171,14 @@ def advise(args: list[str]) -> int:
     return 0 if chosen is not None else 1
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(option: str, path: Path) -> None:
     """Check that an answer can be written there, before minutes of measuring."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"json={str(path)!r} cannot be written: name a file of your own")
+        raise ValueError(f"{option}={str(path)!r} cannot be written: name a file of your own")
+    if option == "html":
+        with imports_for_pages():
+            import jinja2  # noqa: F401
 
 
 def _report(question: Question, console: Console) -> Report:
@@ -239,25 +262,25 @@ def _cluster(question: Question, report: Report) -> Cluster:
 
 def _is_as_measured(question: Question) -> bool:
     """Whether the question is about the machine and the model that were measured."""
-    asked = replace(question, report=None, config=None, json=None, out=Question.out)
+    asked = replace(question, report=None, config=None, json=None, html=None, out=Question.out)
     return asked == Question()
 
 
-def _print_workload(work: Workload, cluster: Cluster, console: Console) -> None:
-    console.print(
+def _described(work: Workload, cluster: Cluster) -> list[str]:
+    return [
         f"parameters {format_bytes(work.parameter_bytes)}, gradients"
         f" {format_bytes(work.gradient_bytes)}, optimizer {format_bytes(work.optimizer_bytes)},"
         f" activations {format_bytes(int(work.activation_bytes_per_row))} a row, dataset"
-        f" {format_bytes(work.dataset_bytes)}, {work.compute_s_per_row * 1e3:.3g} ms a row\n"
+        f" {format_bytes(work.dataset_bytes)}, {work.compute_s_per_row * 1e3:.3g} ms a row",
         f"{cluster.nodes} x {cluster.devices} devices of {format_bytes(cluster.memory_bytes)},"
         f" {format_bytes(int(cluster.bandwidth))}/s within a node,"
         f" {format_bytes(int(cluster.node_bandwidth))}/s between nodes",
-        highlight=False,
-    )
+    ]
 
 
-def _table(predictions: list[Prediction], chosen: str | None) -> Table:
+def _table(predictions: list[Prediction], chosen: str | None, cluster: Cluster) -> Table:
     rows = []
+    slowest_s = max(found.costs.step_s for found in predictions)
     for found in predictions:
         costs = found.costs
         fits = Cell("yes", "good") if found.fits else Cell("no", "bad")
@@ -265,10 +288,13 @@ def _table(predictions: list[Prediction], chosen: str | None) -> Table:
             [
                 Cell(found.strategy, "good" if found.strategy == chosen else ""),
                 Cell(costs.obstacle, "unsure") if costs.obstacle else fits,
-                Cell(format_bytes(costs.needed_bytes)),
-                Cell(f"{found.resident_share:.0%}"),
+                Cell(
+                    format_bytes(costs.needed_bytes),
+                    bar=min(1.0, costs.needed_bytes / max(1, cluster.memory_bytes)),
+                ),
+                Cell(f"{found.resident_share:.0%}", bar=found.resident_share),
                 Cell(format_bytes(costs.moved_bytes)),
-                Cell(MILLISECONDS.write(costs.step_s)),
+                Cell(MILLISECONDS.write(costs.step_s), bar=costs.step_s / slowest_s),
                 Cell(f"{found.samples_per_s:,.0f}"),
             ]
         )

@@ -26,6 +26,19 @@ code: 0 if all variants that ran agree, 1 if one differs, 3 if one failed or cou
 report given by --baseline."""
 
 
+def compare_parser() -> BriefParser:
+    """Make the parser of the command."""
+    parser = BriefParser(prog="lightning-memmap compare", description=_DESCRIPTION)
+    parser.add_class_arguments(ComparisonOptions, as_group=False)
+    parser.add_argument("--baseline", type=str | None, help="a report.json to compare with")
+    parser.add_argument(
+        "--report",
+        type=str | None,
+        help="a finished report.json to compare with that of --baseline; nothing is run",
+    )
+    return parser
+
+
 def compare(args: list[str]) -> int:
     """Run the command with these arguments.
 
@@ -41,15 +54,7 @@ def compare(args: list[str]) -> int:
             (0).
         KeyboardInterrupt: The user interrupted before anything was measured.
     """
-    parser = BriefParser(prog="lightning-memmap compare", description=_DESCRIPTION)
-    parser.add_class_arguments(ComparisonOptions, as_group=False)
-    parser.add_argument("--baseline", type=str | None, help="a report.json to compare with")
-    parser.add_argument(
-        "--report",
-        type=str | None,
-        help="a finished report.json to compare with that of --baseline; nothing is run",
-    )
-    given = parser.parse_args(args).as_dict()
+    given = compare_parser().parse_args(args).as_dict()
     baseline, finished = given.pop("baseline"), given.pop("report")
     console = Console()
     try:

@@ -24,6 +24,7 @@ from lightning_memmap.schema import (
     Pad,
     Rows,
     Schema,
+    Windows,
 )
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.nesting import Build, Leaves
@@ -180,7 +181,7 @@ class FormedCollate:
                     f"variable: field {name!r} is {fields[name].kind}, which batches give as a list"
                     " in any case: leave it out"
                 )
-            elif not fields[name].num_variable:
+            elif not (fields[name].num_variable or isinstance(variable[name], Windows)):
                 raise ValueError(
                     f"variable: in the store, all rows of field {name!r} have the shape"
                     f" {fields[name].shape}: leave it out, or build the store anew with"
@@ -217,7 +218,7 @@ class FormedCollate:
 
         Args:
             leaves: One for each field of the schema, with the same rows. Images may be decoded
-                already.
+                already, and windows have one shape.
 
         Returns:
             The nested batch.

@@ -114,6 +114,23 @@ class Field:
         assert not self.num_variable
         return self.item_bytes
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one step of a field whose rows are series, along their first dimension."""
+        return math.prod(self._step_shape) * self.dtype.itemsize
+
+    @property
+    def _step_shape(self) -> tuple[int, ...]:
+        return tuple(size for size in self.shape[1:] if size is not None)
+
+    def windowed(self, length: int) -> "Field":
+        """The field as its batches have it, where its rows are cut into windows.
+
+        Args:
+            length: Steps of a window.
+        """
+        return replace(self, shape=(length, *self.shape[1:]))
+
     def admits(self, shape: tuple[int, ...]) -> bool:
         """Whether a row may have a shape.
 

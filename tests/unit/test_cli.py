@@ -1,11 +1,13 @@
 """The command ``lightning-memmap store``: what it prints, and its exit codes."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from markupsafe import escape
 
 from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.cli import main
@@ -441,6 +443,38 @@ class TestPlan:
         assert command("plan", store_path, *arguments) == 2
         assert message in command.err
         assert command.table() == []
+
+
+class TestPlanPage:
+    @pytest.mark.parametrize("arguments", [(), ("--residency", "stream")], ids=["auto", "stream"])
+    def test_page_has_the_table_with_bars_and_no_markup_of_others(
+        self, command: Command, store_path: Path, arguments: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        hostile = "<script>alert(1)<"
+        path = store_path.rename(store_path.parent / hostile)
+        page = tmp_path / "plan.html"
+        assert command("plan", path, *arguments, "--devices", "1..3", "--html", page) == 0
+        assert str(page) in command.out.splitlines()[-1]
+        text = page.read_text(encoding="utf-8")
+        assert "<script" not in text
+        assert str(escape(hostile)) in text
+        for row in command.table():
+            for cell in row:
+                assert f">{escape(cell)}<" in text
+        shares = [
+            float(share) for share in re.findall(r'class="bar" style="width: ([0-9.]+)%', text)
+        ]
+        assert len(shares) == (3 if arguments else 9)
+        assert all(0 <= share <= 100 for share in shares)
+        assert not re.search(r"(src|href)=|@import|url\(", text)
+
+    def test_page_without_jinja2_says_what_to_install(
+        self, command: Command, store_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.delitem(sys.modules, "lightning_memmap.compare.render.pages", raising=False)
+        monkeypatch.setitem(sys.modules, "jinja2", None)
+        assert command("plan", store_path, "--html", tmp_path / "plan.html") == 2
+        assert "the page needs jinja2: pip install 'lightning_memmap[compare]'" in command.err
 
 
 class TestConfig:

@@ -47,11 +47,15 @@ def test_doctor_on_a_good_folder_succeeds_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_doctor_of_a_folder_to_be_made_looks_at_the_one_above(tmp_path: Path) -> None:
+def test_doctor_of_a_missing_folder_looks_at_the_one_above_and_fails(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
     found = by_name(file_system(tmp_path / "not" / "there"))
     assert str(tmp_path) in found["folder"].text
-    words = f"{tmp_path / 'not' / 'there'} is not there: what follows is of {tmp_path}"
+    words = f"{tmp_path / 'not' / 'there'} is not there: make it. What follows is of {tmp_path}"
     assert words in found["missing"].text
+    assert found["missing"].state == "bad"
+    assert run(str(tmp_path / "not" / "there"))[0] == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from lightning_memmap.compare.render import plots
+from lightning_memmap.compare.render.pages import templates
 from lightning_memmap.compare.render.tables import (
     Cell,
     Column,
@@ -17,7 +16,6 @@ from lightning_memmap.compare.render.tables import (
     scaling_table,
 )
 from lightning_memmap.compare.report.report import Report
-from lightning_memmap.placement import format_bytes
 
 
 @dataclass(frozen=True)
@@ -44,20 +42,15 @@ def render_html(report: Report) -> str:
     Returns:
         The HTML document.
     """
-    pages = Environment(
-        loader=PackageLoader(__package__),
-        # What comes from configs, errors and paths is text, whatever it looks like.
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    pages.filters["bytes"] = format_bytes
-    return pages.get_template("report.html").render(
-        report=report,
-        verdict=_verdict(report),
-        parity_notes=parity_table(report).notes,
-        sections=[section for section in _sections(report) if section.tables],
+    return (
+        templates()
+        .get_template("report.html")
+        .render(
+            report=report,
+            verdict=_verdict(report),
+            parity_notes=parity_table(report).notes,
+            sections=[section for section in _sections(report) if section.tables],
+        )
     )
 
 

@@ -20,10 +20,12 @@ class Cell:
         text: The text, which may come from anyone: each renderer escapes it.
         mood: How to show it: as ``good``, ``bad`` or ``unsure`` news, ``soft`` for what matters
             less, or plainly.
+        bar: Length of the bar that a page draws below the text, from 0 to 1.
     """
 
     text: str
     mood: Mood = ""
+    bar: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Predictions: bytes that follow from what a strategy keeps and sends, and what is recommended."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,20 @@ def test_options_are_checked_before_anything_is_measured(
     assert told.count("\n") == 1
     if name != "--json":
         assert name.removeprefix("--") in told
+
+
+def test_answer_is_drawn_on_a_page(report: Path, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "advice.html"
+    assert advise(["--report", str(report), "--html", str(path), "--devices", "8"]) == 0
+    page = path.read_text(encoding="utf-8")
+    for name, *_ in STRATEGIES:
+        assert f">{name}<" in page
+    bars = [float(share) for share in re.findall(r'class="bar" style="width: ([0-9.]+)%', page)]
+    # What it needs, the data on devices, and the time of a step.
+    assert len(bars) == 3 * page.count("<tr><td")
+    assert all(0 <= bar <= 100 for bar in bars)
+    assert max(bars) == 100
+    assert not re.search(r"<script|(src|href)=|@import|url\(", page)
 
 
 def test_answer_is_written_into_a_folder_that_is_made(report: Path, tmp_path: Path) -> None:

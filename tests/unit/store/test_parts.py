@@ -45,6 +45,7 @@ class Mixed(Dataset[dict[str, Any]]):
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
+        self.classes = ["odd", "even"]
 
     def __len__(self) -> int:
         return self.num_rows
@@ -92,6 +93,7 @@ def test_store_of_parts_is_that_of_one_process_byte_for_byte(
         with pytest.raises(StoreNotFoundError):
             open_store(directory / "parts")
     store = finish_store(directory / "parts", **QUIET)
+    assert store.manifest.classes == ("odd", "even")
     build_store(dataset, directory / "one", **options)
     assert_same_store(store.path, directory / "one")
     assert verify_store(store.path) == []

@@ -139,3 +139,16 @@ def test_store_is_opened_without_the_class(tmp_path: Path) -> None:
     sample = open_store(tmp_path / "store")[4]
     assert type(sample) is TensorDict
     assert sample["label"] == 4
+
+
+def test_tensordicts_are_the_datasets_of_a_data_module(tmp_path: Path) -> None:
+    rows = {"train": nested(50), "val": nested(20)}
+    data = MemmapDataModule(rows["train"], rows["val"], store_dir=tmp_path, batch_size=10)
+    data.prepare_data()
+    data.setup("fit")
+    assert data.store_path("val") == tmp_path / "val"
+    batches: Any = list(data.val_dataloader())
+    assert [type(batch) for batch in batches] == [TensorDict, TensorDict]
+    assert_same(torch.cat(batches), rows["val"])
+    trained: Any = torch.cat(list(data.train_dataloader()))
+    assert_same(trained[trained["x"][:, 0].argsort()], rows["train"])

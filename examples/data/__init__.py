@@ -1,0 +1,1 @@
+"""The data of the examples: datasets that read, download or make their files."""

