@@ -929,7 +929,7 @@ def test_photos_are_patches_of_the_photographs(tmp_path: Path) -> None:
         upright = image.flip(1) if name.endswith("turned") else image
         assert is_part_of(upright, photo.movedim(-1, 0))
     assert np.bincount(labels).tolist() == [4] * 4
-    assert dataset.classes == [*CLASSES]
+    assert dataset.classes == [*photographs.CLASSES]
 
 
 def is_part_of(patch: Tensor, photo: Tensor) -> bool:
