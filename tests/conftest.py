@@ -72,6 +72,7 @@ _SLOW = (
     "unit/store/test_shared_directory.py",
     "unit/store/test_sources.py",
     "unit/store/test_table.py",
+    "unit/test_habits.py",
     "unit/test_process_group.py",
     "unit/test_tuning.py",
 )
