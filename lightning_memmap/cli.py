@@ -39,6 +39,7 @@ from lightning_memmap.doctor import doctor, doctor_parser
 from lightning_memmap.errors import DatasetError, MemmapError, StoreNotFoundError
 from lightning_memmap.placement import format_bytes
 from lightning_memmap.rows_command import rows, rows_parser
+from lightning_memmap.schema import Field
 from lightning_memmap.store import (
     Store,
     append_store,
@@ -456,12 +457,22 @@ def _print_info(store: Store, console: Console) -> None:
             _printable(field.name),
             str(field.dtype).removeprefix("torch."),
             str(field.shape),
-            field.kind,
+            _given_as(field),
             str(row_bytes) if not field.num_variable else f"{row_bytes} on average",
             format_bytes(num_bytes),
             format_bytes(row_bytes * -(-store.num_rows // store.num_shards)),
         )
     console.print(table)
+
+
+def _given_as(field: Field) -> str:
+    """The kind of a field, with the members of an enum."""
+    names = ", ".join(f"{name}={number}" for name, number in field.names)
+    return (
+        shorten(f"{field.kind}: {names}", _MAX_CLASSES_TEXT, placeholder=" ...")
+        if names
+        else field.kind
+    )
 
 
 def _verify(path: str) -> int:

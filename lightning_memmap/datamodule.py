@@ -29,13 +29,13 @@ from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
     FormedCollate,
-    NumberedCollate,
     SplitRows,
     SuperBatchLoader,
     load_split,
     loader_for,
 )
 from lightning_memmap.loading.collate import Collate
+from lightning_memmap.loading.row_numbers import NumberedCollate
 from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.options import DataOptions, Option
 from lightning_memmap.placement import (
@@ -77,6 +77,7 @@ from lightning_memmap.splits import (
 from lightning_memmap.store import Store
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.probes import first_sample
+from lightning_memmap.store.series import division_of, fields_of
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ class MemmapDataModule(L.LightningDataModule):
         train_dataset: Dataset to train on: map-style, or one that is iterated over, as of
             `lightning_memmap.store.build_store`. Where a dataset is None, the store of its split is
             used as it is. A generator is read once, by the process that builds its store; where the
-            store is there already, or there are several processes, it needs a ``fingerprint``.
+            store is there already, or there are several processes, it needs a ``fingerprint``. A
+            dict of datasets by name, of the same fields, is mixed by ``sampler=Mixture(...)``.
         val_dataset: To validate on. May be missing, as may its store. A list of datasets, or a dict
             of them by name, makes a loader of each, whose index is the ``dataloader_idx``.
         test_dataset: To test on, one or several.
@@ -260,7 +262,7 @@ class MemmapDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        train_dataset: AnyDataset | None = None,
+        train_dataset: AnyDataset | dict[str, AnyDataset | None] | None = None,
         val_dataset: Datasets = None,
         test_dataset: Datasets = None,
         predict_dataset: Datasets = None,
@@ -328,7 +330,9 @@ class MemmapDataModule(L.LightningDataModule):
         self._train_loader: SuperBatchLoader | DeviceLoader | None = None
         self._train_state: dict[str, Any] | None = None
         self._num_trained: int | None = None
-        SplitStores(self.options, self.datasets, None, self._built).check_held_out()
+        stores = SplitStores(self.options, self.datasets, None, self._built)
+        stores.check_held_out()
+        stores.check_mixture()
 
     def with_options(self, **changes: Any) -> "MemmapDataModule":
         """A data module of the same class and datasets with other options, and not set up.
@@ -432,10 +436,10 @@ class MemmapDataModule(L.LightningDataModule):
         lines = []
         for kind, name in zip(SPLITS, ("Train", "Validation", "Test", "Predict"), strict=True):
             sizes = []
-            for split in named_datasets(kind, self.datasets[kind]):
+            for split in self._splits_of(kind):
                 rows = self._rows.get(split)
                 sizes.append("None" if rows is None else f"size={rows.shards.num_rows}")
-            if has_several(self.datasets[kind]):
+            if kind != "train" and has_several(self.datasets[kind]):
                 sizes = [f"{number}. {size}" for number, size in enumerate(sizes, 1)]
             lines.append(f"{{{name} dataloader: {' ; '.join(sizes)}}}")
         return "\n".join(lines)
@@ -498,7 +502,8 @@ class MemmapDataModule(L.LightningDataModule):
         stores = self._split_stores
         stores.check()
         for split in dict.fromkeys(map(stores.stored_split, self._splits())):
-            stores.build(split)
+            for part in stores.parts(split):
+                stores.build(part)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, and make the shards resident.
@@ -649,6 +654,7 @@ class MemmapDataModule(L.LightningDataModule):
             self._split_stores.subset(split, store),
             self.shuffle_window,
             None if order is None else partial(order, store),
+            division_of(store, read_forms(self.variable)),
         )
 
     def _order(self, store: Store, size: SplitSize) -> Sampler:
@@ -664,7 +670,8 @@ class MemmapDataModule(L.LightningDataModule):
         given, seed = self.sampler, self.seed
         if given is not None:
             if isinstance(given, SamplerFactory):
-                return check_sampler(given.make(shards, seed, store), shards)
+                fields = fields_of(store, shards)
+                return check_sampler(given.make(shards, seed, fields), shards)
             return check_sampler(given(shards, seed), shards)
         if not self.shuffle:
             return SequentialSampler(shards)
@@ -863,11 +870,27 @@ class MemmapDataModule(L.LightningDataModule):
         if stage is None and self._running is not None:
             stage = self._running.value
         kinds = SPLITS if stage is None else _SPLITS_OF_STAGE[stage]
-        return [split for kind in kinds for split in named_datasets(kind, self.datasets[kind])]
+        return [split for kind in kinds for split in self._splits_of(kind)]
+
+    def _splits_of(self, kind: str) -> list[str]:
+        """The splits of one argument. Several training sets are one split."""
+        return [kind] if kind == "train" else [*named_datasets(kind, self.datasets[kind])]
 
     @property
     def _strategy(self) -> Any:
         return None if self.trainer is None else self.trainer.strategy
+
+    def open_train_store(self) -> Store:
+        """Open the store of the training rows, without a set-up. Several sets are one store.
+
+        Raises:
+            StoreNotFoundError: There is none.
+            StoreError: It is damaged.
+        """
+        stores = self._split_stores
+        if (store := stores.open("train")) is None:
+            raise stores.missing("train")
+        return store
 
     def store_path(self, split: str) -> Path | StoreUrl:
         """Where the store is that has the rows of a split.
@@ -913,7 +936,8 @@ class MemmapDataModule(L.LightningDataModule):
 
     def _collate(self, split: str) -> Collate:
         stores = self._split_stores
-        schema, dataset = self.stores[split].schema, stores.datasets[stores.stored_split(split)]
+        stored = stores.parts(stores.stored_split(split))[0]
+        schema, dataset = self.stores[split].schema, stores.datasets[stored]
         sample = None
         if not schema.has_classes or dataset is None or is_read_once(dataset):
             pass

@@ -31,7 +31,7 @@ from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.schema import Decode, Field, Form, read_forms
 from lightning_memmap.splits import SPLITS
-from lightning_memmap.store import Store, open_store
+from lightning_memmap.store import Store
 from lightning_memmap.store.columns import OpenColumn
 
 _DESCRIPTION = """List the rows of a global batch, device by device: of any step of any epoch, or of
@@ -93,12 +93,12 @@ class DeviceRows:
     Args:
         device: Number of the data device over all processes.
         rank: Data-parallel rank of its process.
-        rows: The rows of its batch, in their order.
+        rows: The rows of its batch, in their order, as for `StepRows`.
     """
 
     device: int
     rank: int
-    rows: list[int]
+    rows: list[Any]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class StepRows:
         step: The step of the epoch.
         first: Its first position.
         last: One past its last position.
-        rows: The rows of the global batch, in the order of positions.
+        rows: The rows of the global batch, in the order of positions: numbers, or as
+            `lightning_memmap.sampling.Shards.names` has them.
         devices: The same by data device.
     """
 
@@ -118,7 +119,7 @@ class StepRows:
     step: int
     first: int
     last: int
-    rows: list[int]
+    rows: list[Any]
     devices: list[DeviceRows]
 
 
@@ -148,7 +149,7 @@ def rows(args: list[str]) -> int:
         refuse_several_configs(args)
         question = Question(**given)
         data, topology = _read_config(question)
-        store = open_store(data.store_path("train"))
+        store = data.open_train_store()
         order = data.train_sampler(store, topology)
         if question.ckpt_path is None:
             steps = [
@@ -159,8 +160,9 @@ def rows(args: list[str]) -> int:
         else:
             steps = _steps_of_checkpoint(question.ckpt_path, data, order, topology)
         forms = read_forms(data.variable)
+        shown = [_stored_rows(order, step) for step in steps]
         has_sheet = question.show is not None and _write_sheet(
-            store, steps, Path(question.show), forms
+            store, [row for numbers in shown for row in numbers], Path(question.show), forms
         )
     except (MemmapError, OSError, ValueError, IndexError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -169,13 +171,14 @@ def rows(args: list[str]) -> int:
         print(json_format.dumps([asdict(step) for step in steps]))
         return 0
     console = Console(markup=False)
-    for step in steps:
+    for step, numbers in zip(steps, shown, strict=True):
         console.print(
             f"epoch {step.epoch}, step {step.step}: positions {step.first} to {step.last - 1} of"
             f" {order.num_positions}, {type(order).__name__}",
             soft_wrap=True,
         )
-        console.print(_table(step, store if question.show is not None else None, forms))
+        shown_store = store if question.show is not None else None
+        console.print(_table(step, numbers, shown_store, forms))
     if has_sheet:
         console.print(f"images are in {question.show}, row by row in the order of the table")
     return 0
@@ -202,13 +205,20 @@ def step_rows(
     if step >= len(schedule):
         raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(schedule) - 1}")
     first, last = schedule.bounds(step)
-    found: list[int] = order.dataset_rows(epoch, range(first, last)).tolist()
+    found = order.shards.base.names(order.dataset_rows(epoch, range(first, last)))
     count = topology.num_data_devices
     devices = [
         DeviceRows(device, device % topology.size, found[(device - first) % count :: count])
         for device in range(count)
     ]
     return StepRows(epoch, step, first, last, found, devices)
+
+
+def _stored_rows(order: Sampler, step: StepRows) -> list[int]:
+    """The rows of the store that the rows of a step are, or are parts of."""
+    rows = order.dataset_rows(step.epoch, range(step.first, step.last))
+    found: list[int] = order.shards.base.stored_rows(rows).tolist()
+    return found
 
 
 def _schedule(
@@ -310,13 +320,23 @@ def _made(parser: BriefParser, config: dict[str, Any]) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _table(step: StepRows, store: Store | None, forms: Mapping[str, Form]) -> Table:
+def _table(
+    step: StepRows, numbers: Sequence[int], store: Store | None, forms: Mapping[str, Form]
+) -> Table:
+    """The rows of a step by device, or with the values that they have in a store.
+
+    Args:
+        step: The step.
+        numbers: Its rows in the store, in the order of positions.
+        store: The store; None for the rows by device.
+        forms: The forms of its fields.
+    """
     table = Table()
     if store is None:
         for name in ("data device", "rank", "rows"):
             table.add_column(name, overflow="fold")
         for device in step.devices:
-            rows = " ".join(map(str, device.rows))
+            rows = " ".join(map(_name, device.rows))
             table.add_row(str(device.device), str(device.rank), rows)
         return table
     names = [field.name for field in store.schema.fields]
@@ -330,35 +350,41 @@ def _table(step: StepRows, store: Store | None, forms: Mapping[str, Form]) -> Ta
     for name in (names[index] for index in shown):
         # Or it would look like the row's number, or its device.
         table.add_column(f"field {name}" if name in ("row", "data device") else name)
-    for position, row in enumerate(step.rows, step.first):
+    for position, (name, row) in enumerate(zip(step.rows, numbers, strict=True), step.first):
         values = [
-            _text(store.schema.fields[index].value(store.columns[index].row(row)))
-            for index in shown
+            _text(store.schema.fields[index], store.columns[index].row(row)) for index in shown
         ]
-        table.add_row(str(row), str(position % len(step.devices)), *values)
+        table.add_row(_name(name), str(position % len(step.devices)), *values)
     return table
+
+
+def _name(row: Any) -> str:
+    """A row in a table: its number, or for a window the number of its series and its step."""
+    if not isinstance(row, list):
+        return str(row)
+    return f"{_name(row[0])}:{row[1]}"
 
 
 def _is_short(field: Field) -> bool:
     return field.is_text or (not field.num_variable and math.prod(field.item_shape) <= 8)
 
 
-def _text(value: Any) -> str:
-    found = value.flatten().tolist() if isinstance(value, Tensor) else [value]
-    text = " ".join(f"{one:.4g}" if isinstance(one, float) else str(one) for one in found)
+def _text(field: Field, row: Tensor) -> str:
+    if field.is_text:
+        text = str(field.value(row))
+    else:
+        text = " ".join(map(field.words, row.flatten().tolist()))
     text = shorten(text, _MAX_TEXT)
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _write_sheet(
-    store: Store, steps: Sequence[StepRows], path: Path, forms: Mapping[str, Form]
-) -> bool:
-    """Write the images of all steps as one image, in their order, if the rows have any.
+def _write_sheet(store: Store, rows: Sequence[int], path: Path, forms: Mapping[str, Form]) -> bool:
+    """Write the images of rows as one image, in their order, if the rows have any.
 
     Raises:
         ValueError: Nothing is installed that writes images.
     """
-    rows = [row for step in steps for row in step.rows][:_SHEET_ROWS]
+    rows = rows[:_SHEET_ROWS]
     decoders = image_decoders(store.manifest.columns, store.columns, forms)
     images = list[list[NDArray[np.uint8]]]()
     for index, (field, column) in enumerate(zip(store.schema.fields, store.columns, strict=True)):

@@ -10,10 +10,11 @@ from typing import Any
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.options import DataOptions
-from lightning_memmap.sampling import RowSubset, Selection
+from lightning_memmap.sampling import RowSubset, SamplerFactory, Selection
 from lightning_memmap.schema.narrowing import check_store_dtypes
-from lightning_memmap.splits import argument_of, named_datasets
+from lightning_memmap.splits import argument_of, has_several, named_datasets
 from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recovery import is_store, stores_within
 
@@ -40,8 +41,28 @@ class SplitStores:
         return {
             split: dataset
             for kind, given in self.given.items()
-            for split, dataset in named_datasets(kind, given).items()
+            for split, dataset in named_datasets(kind, given or self._unnamed(kind)).items()
         }
+
+    def _unnamed(self, kind: str) -> Any:
+        """What stands for the datasets of an argument that is None."""
+        return dict.fromkeys(self.mixed) or None if kind == "train" else None
+
+    @property
+    def mixed(self) -> tuple[str, ...]:
+        """The names of the training sets that the sampler mixes; none where there is one."""
+        sampler = self.options.sampler
+        return sampler.stores if isinstance(sampler, SamplerFactory) else ()
+
+    def parts(self, split: str) -> list[str]:
+        """The splits whose stores have the rows of a split: several where they are mixed.
+
+        Args:
+            split: Its name.
+        """
+        if split != "train":
+            return [split]
+        return [name for name in self.datasets if name.partition("/")[0] == "train"]
 
     @property
     def directory(self) -> Path | StoreUrl:
@@ -84,6 +105,7 @@ class SplitStores:
                 twice.
         """
         self.check_held_out()
+        self.check_mixture()
         self.options.check_splits(self.datasets)
 
     def check_held_out(self) -> None:
@@ -98,6 +120,41 @@ class SplitStores:
             raise ValueError(
                 f"{self._selecting} with a val_dataset: the rows that are held out are what is"
                 " validated on; leave val_dataset out, or give it as test_dataset"
+            )
+
+    def check_mixture(self) -> None:
+        """Check that several training sets are mixed, and that nothing else is.
+
+        Raises:
+            ValueError: They are not, or rows are selected from them.
+        """
+        given, mixed = self.given["train"], self.mixed
+        names = [*given] if has_several(given) else []
+        if names and {*names} != {*mixed}:
+            raise ValueError(
+                f"train_dataset has the sets {', '.join(names)}, and sampler="
+                f"{self.options.sampler!r}: say how often each of them comes with"
+                f" sampler=Mixture({dict.fromkeys(names, round(1 / len(names), 2))}), or join them"
+                " with torch.utils.data.ConcatDataset. For a dict of batches in each step, give"
+                " Lightning a CombinedLoader over the loaders of several data modules"
+            )
+        if mixed and given is not None and not names:
+            raise ValueError(
+                f"sampler={self.options.sampler!r}: it mixes several training sets, and"
+                " train_dataset is one: give them by name, such as"
+                f" train_dataset={{{', '.join(f'{name!r}: ...' for name in mixed)}}}"
+            )
+        subset = self.options.subset
+        chooses = (
+            any(name.partition("/")[0] == "train" for name in subset)
+            if isinstance(subset, Mapping)
+            else self.options.selection("train") is not None
+        )
+        if mixed and chooses:
+            raise ValueError(
+                f"{self._selecting} with sampler={self.options.sampler!r}: rows are not selected"
+                " from sets that are mixed: give torch.utils.data.Subset of the datasets instead,"
+                " and a val_dataset"
             )
 
     def build(self, split: str) -> None:
@@ -153,6 +210,13 @@ class SplitStores:
             DatasetError: The store is of another dataset.
             ValueError: There are stores of several datasets, and their order is not known.
         """
+        if (parts := self.parts(split)) != [split]:
+            stores = {name.partition("/")[2]: self._open(name) for name in parts}
+            found = {name: store for name, store in stores.items() if store is not None}
+            return JoinedStore(Path(str(self.path(split))), found)
+        return self._open(split)
+
+    def _open(self, split: str) -> Store | None:
         path = self.path(split)
         split = self.stored_split(split)
         dataset = self.datasets[split]
@@ -208,7 +272,7 @@ class SplitStores:
         Returns:
             The error to raise.
         """
-        stored = self.stored_split(split)
+        stored = self.parts(self.stored_split(split))[0]
         path = self.directory / stored
         if isinstance(path, StoreUrl):
             try:

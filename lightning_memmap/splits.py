@@ -76,10 +76,11 @@ def check_datasets(kind: str, given: Any) -> None:
         )
     if not has_several(given):
         entries = {}
-    if entries and kind == "train":
+    if entries and kind == "train" and not isinstance(given, Mapping):
         raise TypeError(
             f"train_dataset: found {len(entries)} datasets, and training has one: join them with"
-            " torch.utils.data.ConcatDataset"
+            " torch.utils.data.ConcatDataset, or give a dict of them by name and say how they are"
+            " mixed: sampler=Mixture({'a': 0.7, 'b': 0.3})"
         )
     seen: dict[str, Any] = {}
     for name, dataset in entries.items():

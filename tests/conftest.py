@@ -45,7 +45,8 @@ _SETTLE_S = 5.0
 
 #: One test that takes as long as many others.
 _LONGEST = "test_simulated_gpu.py"
-#: What starts programs or trains for long, by the beginning of its name: all but the fast tier.
+#: What starts programs, builds in worker processes that die or trains for long, by the beginning of
+#: its name: all but the fast tier.
 _SLOW = (
     "benchmarks/",
     "distributed/",
@@ -55,10 +56,14 @@ _SLOW = (
     "test_benchmarks.py",
     "test_compare.py",
     "test_docs.py::test_python_of_a_page_runs",
+    "test_public_api.py::test_import",
     "test_simulated_gpu.py",
+    "unit/callbacks/test_run_summary.py::test_run_summary_two_processes_prints_once",
     "unit/compare/test_faults.py",
     "unit/compare/test_html.py",
+    "unit/compare/test_launch.py",
     "unit/compare/test_worker.py",
+    "unit/loading/test_loader.py::TestKeeping::test_batches_kept_in_another_process",
     "unit/loading/test_streamed.py",
     "unit/sampling/test_weighted.py",
     "unit/store/test_append.py",
@@ -67,13 +72,19 @@ _SLOW = (
     "unit/store/test_crash.py",
     "unit/store/test_parts.py",
     "unit/store/test_remote.py",
+    "unit/store/test_recognition.py::test_build_whose_worker_is_killed",
+    "unit/store/test_records.py::test_build_killed_while_it_writes",
     "unit/store/test_records.py::test_build_killed",
     "unit/store/test_records.py::test_missing_values",
     "unit/store/test_shared_directory.py",
     "unit/store/test_sources.py",
     "unit/store/test_table.py",
+    "unit/store/test_variable.py::test_build_killed_while_it_writes",
+    "unit/test_cli.py::TestConfig::test_config_accepts_residency_window_and_forms",
+    "unit/test_cli.py::TestProgram::test_module_run_as_a_program",
     "unit/test_habits.py",
     "unit/test_process_group.py",
+    "unit/test_sets.py::test_config_names_several_and_samplers",
     "unit/test_tuning.py",
 )
 

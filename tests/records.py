@@ -5,9 +5,10 @@ import datetime
 import enum
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_memmap.loading import Padded
@@ -120,3 +121,44 @@ def assert_has_objects(found: Any, rows: list[dict[str, Any]]) -> None:
     for values, mask, row in zip(score.values.rows(), score.mask.rows(), rows, strict=True):
         assert torch.equal(values, row["score"].values)
         assert torch.equal(mask, row["score"].mask)
+
+
+class Boxes(L.LightningModule):
+    """Learns the age of each row, where it has one, from its boxes.
+
+    Attributes:
+        seen: The rows of each step, as the dataset and as the loader numbers them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        with torch.no_grad():
+            self.net.weight.copy_(torch.tensor([[0.3, -0.2, 0.1, 0.2]]))
+            self.net.bias.zero_()
+        self.seen: list[list[int]] = []
+        self.names: list[list[str]] = []
+
+    def features(self, objects: Any) -> Tensor:
+        """The sum of the boxes of each row, of shape (B, 4)."""
+        if isinstance(objects, list):
+            return torch.stack([each["box"].sum(0) for each in objects]).float()
+        # Padding is zeros.
+        found: Tensor = objects["box"].values.sum(1).float()
+        return found
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        assert torch.equal(batch["row"], batch["row_number"])
+        self.seen.append(batch["row"].tolist())
+        objects = batch["objects"]
+        self.names += (
+            [each["name"] for each in objects] if isinstance(objects, list) else objects["name"]
+        )
+        target = batch["age"].values[:, None] / 100
+        return nn.functional.mse_loss(self.net(self.features(objects)), target)
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Nothing is validated, but there are rows to validate on."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)

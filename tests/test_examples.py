@@ -128,6 +128,23 @@ def test_gpt_script_learns_and_summarises(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_token_stream_script_learns_from_windows_that_are_stored_once(tmp_path: Path) -> None:
+    printed = run(
+        tmp_path, str(ROOT / "examples" / "token_stream.py"), "--max_steps", "40", "--stride", "5"
+    )
+    # The uniform distribution over bytes has ln(256) = 5.5.
+    assert metric(printed, "val_loss") < 3.6
+    # 65 bytes for each 5 of the text.
+    assert "13.0 times as many" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["stores"]
+    assert directory_bytes(tmp_path / "stores" / "token_stream" / "train") < 500_000
+
+
+def directory_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+@pytest.mark.slow
 def test_kfold_script_trains_all_folds_and_their_ensemble(tmp_path: Path) -> None:
     printed = run(
         tmp_path, str(ROOT / "examples" / "kfold.py"), "--num_folds", "3", "--max_epochs", "6"
@@ -912,6 +929,7 @@ def test_photos_are_patches_of_the_photographs(tmp_path: Path) -> None:
         upright = image.flip(1) if name.endswith("turned") else image
         assert is_part_of(upright, photo.movedim(-1, 0))
     assert np.bincount(labels).tolist() == [4] * 4
+    assert dataset.classes == [*photographs.CLASSES]
 
 
 def is_part_of(patch: Tensor, photo: Tensor) -> bool:
@@ -925,10 +943,9 @@ def is_part_of(patch: Tensor, photo: Tensor) -> bool:
 @pytest.mark.usefixtures("few_photos")
 def test_photos_are_made_once_and_are_the_same_each_time(tmp_path: Path) -> None:
     first, elsewhere = Photos("val", tmp_path / "one"), Photos("val", tmp_path / "two")
-    files = [tmp_path / "one" / "val" / name for name in first.files]
-    times = [path.stat().st_mtime_ns for path in files]
-    assert Photos("val", tmp_path / "one").files == first.files
-    assert [path.stat().st_mtime_ns for path in files] == times
+    times = [(first.root / file).stat().st_mtime_ns for file in first.files]
+    again = Photos("val", tmp_path / "one")
+    assert [(again.root / file).stat().st_mtime_ns for file in again.files] == times
     for row in range(8):
         assert torch.equal(first[row]["image"], elsewhere[row]["image"])
         assert first[row]["label"] == elsewhere[row]["label"]

@@ -20,7 +20,6 @@ from lightning_memmap.loading.device_loader import DeviceLoader, loader_for
 from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import RowList
-from lightning_memmap.loading.row_numbers import NumberedCollate
 from lightning_memmap.loading.row_source import EpochRows, RowSource
 from lightning_memmap.loading.split import SplitRows, load_split
 from lightning_memmap.loading.super_batch import SuperBatch
@@ -32,7 +31,6 @@ __all__ = [
     "DeviceLoader",
     "EpochRows",
     "FormedCollate",
-    "NumberedCollate",
     "OnSuperBatch",
     "Padded",
     "RowList",

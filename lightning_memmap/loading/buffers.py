@@ -118,6 +118,21 @@ def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
         rows.take(chosen, out=taken, mode="clip")
 
 
+def copy_windows(windows: Tensor, starts: Tensor, out: Tensor) -> None:
+    """Copy windows over steps, one per start, in order.
+
+    Args:
+        windows: A view of all of them on a CPU, of shape (starts, length, *step shape).
+        starts: Which windows, int64 of shape (B,), on the CPU.
+        out: Of shape (B, length, *step shape), contiguous.
+
+    Raises:
+        IndexError: A start is outside the windows.
+    """
+    # numpy, which is faster where rows lie apart, would copy all windows that overlap first.
+    torch.index_select(windows.flatten(1), 0, starts, out=out.flatten(1))
+
+
 class BufferPool:
     """Sets of CPU buffers, one tensor per field in each set.
 

@@ -56,6 +56,11 @@ class ResidentRows(RandomAccessRows):
             index: column for index, column in enumerate(columns) if isinstance(column, ItemRows)
         }
 
+    @property
+    def has_variable(self) -> bool:
+        """Whether the rows of a field differ in length."""
+        return bool(self.variable)
+
     @override
     def release(self) -> None:
         super().release()
@@ -65,7 +70,7 @@ class ResidentRows(RandomAccessRows):
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         if isinstance(self._starts, StoreOffsets):
-            return self._starts.of(*sampler.at(epoch, positions))
+            return self._starts.locate(sampler, epoch, positions)
         return sampler.row_offsets(epoch, positions, self._starts)
 
     @override
@@ -97,12 +102,20 @@ def mapped_rows(mapped: Sequence[OpenColumn], offsets: StoreOffsets) -> Resident
     Returns:
         The rows of all shards, on the CPU.
     """
-    columns = [_mapped(column) for column in mapped]
+    columns = [mapped_tensor(column) for column in mapped]
     starts = offsets if offsets.starts is None else offsets.starts
     return ResidentRows(columns, torch.device("cpu"), starts)
 
 
-def _mapped(column: OpenColumn) -> Tensor | ItemRows:
+def mapped_tensor(column: OpenColumn) -> Tensor | ItemRows:
+    """The rows of an open column as sources have them.
+
+    Args:
+        column: The column.
+
+    Returns:
+        One mapped tensor of shape (rows, *field shape), or the rows that differ in length.
+    """
     return column if isinstance(column, ItemRows) else column.tensor.as_subclass(Tensor)
 
 
@@ -133,7 +146,7 @@ def copied_rows(
         # own small buffers, and not begin before the pages are read.
         uploader = stack.enter_context(Uploader(device)) if has_streams(device) else None
         for column in mapped:
-            stored = _mapped(column)
+            stored = mapped_tensor(column)
             if isinstance(stored, ItemRows):
                 place = torch.device("cpu") if stored.field.is_text else device
                 columns.append(_copied_items(stored, offsets, shards, place, uploader))

@@ -19,8 +19,9 @@ from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
 from lightning_memmap.loading.variable_batch import check_encoded
 from lightning_memmap.loading.window_layout import WindowLayout
+from lightning_memmap.loading.window_rows import window_rows
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
-from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.sampling import Integers, LineShards, Shards, WindowShards
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column, OpenColumn, VariableColumn
@@ -111,7 +112,9 @@ def load_split(
     known = (FixedColumn, VariableColumn)
     others = [column for column in columns if type(column) not in known]
     variable = [column for column in columns if isinstance(column, VariableColumn)]
-    offsets = StoreOffsets(store.manifest.shards, placement.shards)
+    base = placement.shards.base
+    cut, length = (base.fields, base.length) if isinstance(base, WindowShards) else ((), 0)
+    offsets = StoreOffsets.into(store, placement.shards)
     cpu = torch.device("cpu")
     groups: dict[tuple[Residency, torch.device], list[int]] = {}
     for shard, residency in enumerate(placement.residency):
@@ -135,7 +138,22 @@ def load_split(
                 " differ in length, and only rows of one size are read window by window: use"
                 " residency='mmap'"
             )
-        if others or not columns:
+        if store.has_gaps and residency is Residency.STREAM:
+            raise StoreError(
+                f"residency='stream': the rows of the stores in {store.path} are mixed, and only"
+                " those of one store are read one after the other: use residency='mmap'"
+            )
+        if cut and residency is Residency.STREAM:
+            raise StoreError(
+                f"residency='stream': field {cut[0]!r} of the store at {store.path} is cut into"
+                " windows, which overlap, and only whole rows are read one after the other: use"
+                " residency='mmap'"
+            )
+        if cut and not others:
+            fields_ = [(c.field, rows) for c, rows in zip(columns, opened, strict=True)]
+            place = None if residency is Residency.MMAP else device
+            sources.append(window_rows(store, fields_, placement.shards, shards, place))
+        elif others or not columns:
             sources.append(ColumnRows(columns, opened))
         elif residency is Residency.STREAM:
             sources.append(_streamed_rows(store, columns, offsets, placement, shards))
@@ -145,12 +163,17 @@ def load_split(
             sources.append(copied_rows(opened, offsets, shards, device))
     # Not from those that have only the rows of this process.
     if images := image_decoders(columns, [rows for _, rows in needed], forms or {}):
+        if cut:
+            raise ValueError(
+                f"variable: field {cut[0]!r} is cut into windows, and images are decoded for each"
+                " row of a batch, not for each step of a window: leave one of them out"
+            )
         for index, source in enumerate(sources):
             if isinstance(source, ResidentRows):
                 is_held = source_of_shard == index
                 sources[index] = _decoded_rows(source, images, is_held, topology)
     absent = tuple(
-        (index, field)
+        (index, field.windowed(length) if field.name in cut else field)
         for index, field in enumerate(store.schema.fields)
         if fields is not None and field.name not in fields
     )
@@ -163,6 +186,8 @@ def _stored_shards(store: Store, placement: SplitPlacement) -> list[int]:
     held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
     if shards == stored:
         return held
+    if isinstance(shards.base, LineShards):
+        return [*range(stored.num_shards)]
     found = np.zeros(stored.num_shards, bool)
     for shard in held:
         found[np.asarray(shards.rows_of(shard)) % stored.num_shards] = True

@@ -1,9 +1,11 @@
 """Where the rows of a split lie in a store, whose shards may differ from those of the split."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.sampling import Integers, Sampler, Shards
+from lightning_memmap.store import Store
 
 
 @dataclass(frozen=True)
@@ -13,10 +15,23 @@ class StoreOffsets:
     Args:
         stored: The rows of the store and its shards.
         shards: The rows of the split, and the shards that they are divided into.
+        in_memory: Where rows of the files lie in memory, if not where they lie in the files; see
+            `Store.in_memory`.
     """
 
     stored: Shards
     shards: Shards
+    in_memory: Callable[[Integers], Integers] | None = None
+
+    @classmethod
+    def into(cls, store: Store, shards: Shards) -> "StoreOffsets":
+        """Where the rows of a split lie in the memory of a store.
+
+        Args:
+            store: The store.
+            shards: The rows of the split, and the shards that they are divided into.
+        """
+        return cls(store.manifest.shards, shards, store.in_memory if store.has_gaps else None)
 
     @cached_property
     def starts(self) -> Integers | None:
@@ -24,6 +39,10 @@ class StoreOffsets:
 
         None where the rows of a shard do not lie there one after the other.
         """
+        return self._file_starts if self.in_memory is None else None
+
+    @cached_property
+    def _file_starts(self) -> Integers | None:
         return self.shards.starts_in(self.stored)
 
     def of(self, shards: Integers, offsets: Integers) -> Integers:
@@ -36,4 +55,22 @@ class StoreOffsets:
         Returns:
             Rows of the files, int64 of shape (B,).
         """
-        return self.shards.locations_in(self.stored, shards, offsets)
+        return self._moved(self.shards.locations_in(self.stored, shards, offsets))
+
+    def _moved(self, locations: Integers) -> Integers:
+        return locations if self.in_memory is None else self.in_memory(locations)
+
+    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
+        """Where the rows lie in the files that supply positions.
+
+        Args:
+            sampler: The order of the rows of the split.
+            epoch: Epoch, counted from 0.
+            positions: As for `lightning_memmap.sampling.Sampler.at`.
+
+        Returns:
+            Rows of the files, int64 of shape (len(positions),).
+        """
+        if self._file_starts is None:
+            return self.of(*sampler.at(epoch, positions))
+        return self._moved(sampler.row_offsets(epoch, positions, self._file_starts))

@@ -14,7 +14,7 @@ from lightning_memmap.loading.buffers import Buffers, copy_rows
 from lightning_memmap.loading.row_source import released_error
 from lightning_memmap.loading.window_layout import WindowLayout
 from lightning_memmap.loading.window_reader import WindowReader
-from lightning_memmap.sampling import Integers, Sampler, Windows
+from lightning_memmap.sampling import Integers, ReadWindows, Sampler
 
 #: Windows in memory: rows are fetched from one while the other is read.
 NUM_BUFFERS = 2
@@ -47,7 +47,7 @@ class StreamedRows:
         Raises:
             ValueError: They are not.
         """
-        Windows(sampler, self._window)
+        ReadWindows(sampler, self._window)
 
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> "StreamedEpoch":
         """Begin to read windows, from that of the position on; see `RowSource.epoch`.
@@ -60,7 +60,7 @@ class StreamedRows:
         Returns:
             The rows, whose threads read already. As a context manager it ends them.
         """
-        windows = Windows(sampler, self._window)
+        windows = ReadWindows(sampler, self._window)
         rows = StreamedEpoch(self._layout, windows, epoch, position, self._idle)
         self._epochs.add(rows)
         return rows
@@ -93,7 +93,7 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
     def __init__(
         self,
         layout: WindowLayout,
-        windows: Windows,
+        windows: ReadWindows,
         epoch: int,
         position: int,
         idle: list[Buffers],

@@ -24,6 +24,7 @@ from lightning_memmap.schema import (
     Pad,
     Rows,
     Schema,
+    Windows,
 )
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.nesting import Build, Leaves
@@ -156,6 +157,11 @@ class FormedCollate:
         fields = {field.name: field for field in schema.fields}
         optional, lists = schema.optional, schema.lists
         for name, form in variable.items():
+            if isinstance(form, Decode) and name in {**optional, **lists}:
+                raise ValueError(
+                    f"variable: images of field {name!r} may be missing or several, and 'decode' is"
+                    " for one in each row: leave it out, and decode the bytes in the transform"
+                )
             if name in lists or (form.nullable and name in optional):
                 continue
             if form.nullable and name in fields:
@@ -175,7 +181,7 @@ class FormedCollate:
                     f"variable: field {name!r} is {fields[name].kind}, which batches give as a list"
                     " in any case: leave it out"
                 )
-            elif not fields[name].num_variable:
+            elif not (fields[name].num_variable or isinstance(variable[name], Windows)):
                 raise ValueError(
                     f"variable: in the store, all rows of field {name!r} have the shape"
                     f" {fields[name].shape}: leave it out, or build the store anew with"
@@ -212,7 +218,7 @@ class FormedCollate:
 
         Args:
             leaves: One for each field of the schema, with the same rows. Images may be decoded
-                already.
+                already, and windows have one shape.
 
         Returns:
             The nested batch.

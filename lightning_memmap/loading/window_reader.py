@@ -10,7 +10,7 @@ from time import monotonic
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.row_source import released_error
 from lightning_memmap.loading.window_layout import Read, WindowLayout
-from lightning_memmap.sampling import Windows
+from lightning_memmap.sampling import ReadWindows
 
 #: While one thread copies what it has read, or waits for a short read, others read on.
 _NUM_THREADS = 4
@@ -45,7 +45,7 @@ class WindowReader:
     def __init__(
         self,
         layout: WindowLayout,
-        windows: Windows,
+        windows: ReadWindows,
         epoch: int,
         numbers: Sequence[int],
         idle: list[Buffers],

@@ -55,13 +55,17 @@ class Sized(Protocol):
         """Bytes of one row over all fields, on average."""
 
     def shard_bytes(
-        self, shards: Shards | None = None, fields: Collection[str] | None = None
+        self,
+        shards: Shards | None = None,
+        fields: Collection[str] | None = None,
+        num_data_devices: int = 1,
     ) -> Integers:
         """Bytes of the rows of each shard.
 
         Args:
             shards: How the rows, or some of them, are divided into shards; by default as stored.
             fields: Names of the fields that count; by default all.
+            num_data_devices: Data devices of all processes.
 
         Returns:
             int64 of shape (C,).
@@ -94,6 +98,7 @@ class SplitSize:
         subset: RowSubset | None = None,
         window: int | None = None,
         order: Callable[[Shards, int], Sampler] | None = None,
+        divide: Callable[[Shards], Shards] | None = None,
     ) -> "SplitSize":
         """Divide a split into shards for a topology, and find its size.
 
@@ -104,8 +109,10 @@ class SplitSize:
                 do not divide the store's shards, its rows are re-striped, with a warning.
             subset: The rows of the store that the split has; all of them where it is None.
             window: Rows of a shard in a window; `default_window` by default.
-            order: Makes the sampler of the rows, from their shards and the window. Where it has
-                shards of its own, they are those that are held.
+            order: Makes the sampler of the rows, from their shards and the window; by default they
+                come in dataset order. Where it has shards of its own, they are those that are held.
+            divide: Makes the shards of what the sampler orders from those of rows, where that is
+                not rows but parts of them; None where it is rows.
 
         Returns:
             The split. No row is read.
@@ -115,12 +122,16 @@ class SplitSize:
         """
         num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
         total = topology.num_data_devices
+        num_shards = striping(store.num_shards, total)
+        shards = None
+        if divide is not None and num_rows:
+            shards = divide(Shards(num_rows, num_shards, subset))
+            num_rows = shards.num_rows
         if num_rows < total:
             raise PlacementError(
                 f"the {split} split has {num_rows} rows for {total} data devices, so that some"
                 f" would have none: use at most {num_rows} data devices"
             )
-        num_shards = striping(store.num_shards, total)
         if num_shards != store.num_shards:
             warnings.warn(
                 f"the {split} store has {store.num_shards} shards, which {total} data devices do"
@@ -131,11 +142,10 @@ class SplitSize:
             )
         # The order of rows depends on the window, so all processes compute it from all fields.
         window = window or default_window(num_shards, store.row_bytes)
-        shards = Shards(num_rows, num_shards, subset)
-        if order is not None:
-            shards = order(shards, window).shards
+        shards = shards or Shards(num_rows, num_shards, subset)
+        shards = shards.ordered if order is None else order(shards, window).shards
         fields = topology.fields_of(split)
-        shard_bytes = tuple(store.shard_bytes(shards, fields).tolist())
+        shard_bytes = tuple(store.shard_bytes(shards, fields, total).tolist())
         return cls(shards, shard_bytes, window, fields)
 
     @property

@@ -8,8 +8,12 @@ Integers only: no file, no tensor, no device.
     sampler             what every sampler has: the rows of each position of an epoch
     sequential, shuffled, block_shuffled, weighted, bucketed
                         the samplers, one a file
-    factory             what makes a sampler of a user's options
+    factory             what makes a sampler of a user's options:
+    mixture, curriculum of several sets; another one from an epoch on
     weighted_shards     shards that are equal in weight
+    line_shards         shards that are pieces of a line:
+    window_shards       of windows over series
+    joined_shards       of the rows of several stores
     identity            what tells orders from each other
     permutations        the order within shards, from random bits
     window_permutation  the same, window by window
@@ -19,7 +23,11 @@ Integers only: no file, no tensor, no device.
 
 from lightning_memmap.sampling.block_shuffled import BlockShuffledSampler
 from lightning_memmap.sampling.bucketed import Bucketed, BucketedSampler
+from lightning_memmap.sampling.curriculum import Curriculum
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
+from lightning_memmap.sampling.joined_shards import JoinedShards
+from lightning_memmap.sampling.line_shards import LineShards
+from lightning_memmap.sampling.mixture import Mixture
 from lightning_memmap.sampling.sampler import Sampler, WindowedSampler, derive_seed
 from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.sampling.selection import KFold, Parts, RandomSplit, Selection, Subset
@@ -28,7 +36,8 @@ from lightning_memmap.sampling.shards import Integers, Shards, shard_rows, shard
 from lightning_memmap.sampling.shuffled import ShuffledSampler
 from lightning_memmap.sampling.subset import ChosenRows, RowSubset, StridedRows
 from lightning_memmap.sampling.weighted import Weighted, WeightedSampler
-from lightning_memmap.sampling.windows import Windows, default_window
+from lightning_memmap.sampling.window_shards import WindowShards, spans_of
+from lightning_memmap.sampling.windows import ReadWindows, default_window
 
 __all__ = [
     "BatchSchedule",
@@ -36,11 +45,16 @@ __all__ = [
     "Bucketed",
     "BucketedSampler",
     "ChosenRows",
+    "Curriculum",
     "Fields",
     "Integers",
+    "JoinedShards",
     "KFold",
+    "LineShards",
+    "Mixture",
     "Parts",
     "RandomSplit",
+    "ReadWindows",
     "RowSubset",
     "Sampler",
     "SamplerFactory",
@@ -52,11 +66,12 @@ __all__ = [
     "Subset",
     "Weighted",
     "WeightedSampler",
+    "WindowShards",
     "WindowedSampler",
-    "Windows",
     "default_window",
     "derive_seed",
     "shard_rows",
     "shard_starts",
+    "spans_of",
     "striping",
 ]

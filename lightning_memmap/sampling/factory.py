@@ -49,6 +49,9 @@ class SamplerFactory(ABC):
     A function of the shards and the seed does the same where no field is needed.
     """
 
+    #: The names of the training stores that it mixes; empty for one store without a name.
+    stores: tuple[str, ...] = ()
+
     @abstractmethod
     def make(self, shards: Shards, seed: int, fields: Fields) -> Sampler:
         """Make the sampler. It must not depend on anything else, such as the process.

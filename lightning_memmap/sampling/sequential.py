@@ -20,6 +20,9 @@ class SequentialSampler(Sampler):
 
     is_sequential: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shards", self.shards.ordered)
+
     @override
     def grid(
         self, epoch: int, first: int, last: int, shards: Integers, starts: Integers

@@ -91,6 +91,33 @@ class Shards:
         """The shards that a sampler has made these of; these themselves where none has."""
         return self
 
+    @property
+    def ordered(self) -> "Shards":
+        """The same rows in shards that dataset order needs: row ``i`` is in shard ``i % C``."""
+        return self
+
+    def names(self, rows: Integers) -> list[Any]:
+        """What rows are called where people read of them.
+
+        Args:
+            rows: Rows of the dataset, int64 of shape (B,).
+
+        Returns:
+            JSON values: numbers, or where a number does not say it, lists of what does.
+        """
+        return list(rows.tolist())
+
+    def stored_rows(self, rows: Integers) -> Integers:
+        """The rows of a store that rows are, or are parts of.
+
+        Args:
+            rows: Rows of the dataset, int64 of shape (B,).
+
+        Returns:
+            int64 of shape (B,).
+        """
+        return rows
+
     @cached_property
     def sizes(self) -> Integers:
         """Rows of each shard, int64 of shape (C,)."""
@@ -187,3 +214,15 @@ class Shards:
         """
         shards = np.searchsorted(self.starts, locations, side="right") - 1
         return (locations - self.starts[shards]) * self.num_shards + shards
+
+    def dataset_rows_at(self, locations: Integers) -> Integers:
+        """The dataset rows at locations.
+
+        Args:
+            locations: Locations in ``[0, num_rows)``, int64 of shape (B,).
+
+        Returns:
+            Rows of the dataset, int64 of shape (B,).
+        """
+        rows = self.rows_at(locations)
+        return rows if self.subset is None else self.subset.rows(rows)

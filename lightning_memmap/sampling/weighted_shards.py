@@ -95,8 +95,7 @@ class WeightedShards(Shards):
 
     @override
     def dataset_rows(self, shards: Integers, offsets: Integers) -> Integers:
-        rows = self.weighed.rows_at(self._places(shards, offsets))
-        return rows if self.subset is None else self.subset.rows(rows)
+        return self.weighed.dataset_rows_at(self._places(shards, offsets))
 
     @override
     def rows_of(self, shard: int) -> range | Integers:

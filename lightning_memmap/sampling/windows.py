@@ -1,4 +1,4 @@
-"""Windows: the parts of an epoch that are read from disk at once.
+"""Windows of rows: the parts of an epoch that are read from disk at once.
 
 A window is the positions of some consecutive rows of every shard. The rows of one shard in it are
 long runs of a file, which a disk reads fast. Integers only: no file, no tensor.
@@ -30,7 +30,7 @@ def default_window(num_shards: int, row_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Windows:
+class ReadWindows:
     """The windows of a sampler's epochs.
 
     Args:

@@ -37,6 +37,7 @@ from lightning_memmap.schema.forms import (
     Nullable,
     Pad,
     Rows,
+    Windows,
     read_forms,
 )
 from lightning_memmap.schema.leaves import (
@@ -63,6 +64,7 @@ __all__ = [
     "Pad",
     "Rows",
     "Schema",
+    "Windows",
     "read_forms",
 ]
 

@@ -9,6 +9,7 @@ from reprlib import repr as short_repr
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,6 +114,23 @@ class Field:
         assert not self.num_variable
         return self.item_bytes
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one step of a field whose rows are series, along their first dimension."""
+        return math.prod(self._step_shape) * self.dtype.itemsize
+
+    @property
+    def _step_shape(self) -> tuple[int, ...]:
+        return tuple(size for size in self.shape[1:] if size is not None)
+
+    def windowed(self, length: int) -> "Field":
+        """The field as its batches have it, where its rows are cut into windows.
+
+        Args:
+            length: Steps of a window.
+        """
+        return replace(self, shape=(length, *self.shape[1:]))
+
     def admits(self, shape: tuple[int, ...]) -> bool:
         """Whether a row may have a shape.
 
@@ -209,6 +227,22 @@ class Field:
                 f"field {self.name!r}: a row is not UTF-8 ({error.reason}): its store is damaged,"
                 " build it again"
             ) from None
+
+    def words(self, number: int | float | complex | bool) -> str:
+        """Write a value of this field as a person would.
+
+        Args:
+            number: The value as it is stored.
+
+        Returns:
+            The name of a member of an enum, a time with its unit, or the number itself.
+        """
+        kind, _, unit = self.kind.partition(":")
+        if kind == "enum":
+            return next((name for name, each in self.names if each == number), str(number))
+        if kind in _TIME_KINDS and isinstance(number, int):
+            return str(np.array(number).astype(f"{kind}64[{unit.removesuffix(';UTC')}]"))
+        return f"{number:.4g}" if isinstance(number, float) else str(number)
 
     def to_json(self) -> dict[str, Any]:
         """Convert this field to JSON values.

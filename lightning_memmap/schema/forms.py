@@ -3,7 +3,7 @@ expect of its rows.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from reprlib import repr as short_repr
 from typing import Any, ClassVar
 
@@ -14,8 +14,8 @@ from lightning_memmap.images import CHANNELS, check_mode, checked_size
 @dataclass(frozen=True)
 class Form:
     """How a batch gives a field, or a list of records, whose rows differ in length: `Pad`, `Jagged`
-    or `Rows`. For bytes that are images, `Decode`. And for any field whether rows may be None:
-    `Nullable`.
+    or `Rows`. For series, `Windows`. For bytes that are images, `Decode`. And for any field whether
+    rows may be None: `Nullable`.
 
     Args:
         dims: Leading dimensions that may differ from row to row, where the first rows that are read
@@ -91,6 +91,41 @@ class Rows(Form):
 
 
 @dataclass(frozen=True)
+class Windows(Form):
+    """Windows of one length over each row, which is a series: a row of a batch is a window.
+
+    The windows of a series begin at its steps ``0``, ``stride``, ``2 * stride`` and so on, as far
+    as they lie within it: a series that is shorter than a window has none. They are views: nothing
+    is stored or held twice. All fields of the split that are cut into windows have the same ones.
+    The rows of the field may also have one shape, of which the first dimension is cut.
+
+    Args:
+        length: Steps of a window, at least 1.
+        stride: Steps from the beginning of a window to that of the next one, at least 1. Windows
+            overlap where it is less than the length.
+        dims: Always 1.
+        nullable: Always False.
+    """
+
+    name = "windows"
+    dims: int = field(default=1, kw_only=True)
+    nullable: bool = field(default=False, kw_only=True)
+    length: int
+    stride: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("length", "stride"):
+            check_integer(name, getattr(self, name))
+            if getattr(self, name) < 1:
+                raise ValueError(f"Windows: {name}={getattr(self, name)}: at least 1 step")
+        if self.dims != 1:
+            raise ValueError(f"Windows: dims={self.dims}: only the first dimension is cut")
+        if self.nullable:
+            raise ValueError("Windows: nullable=True: a series cannot be None; give an empty array")
+
+
+@dataclass(frozen=True)
 class Decode(Form):
     """Images that the store keeps encoded, as the bytes of JPEG, PNG and other files.
 
@@ -145,7 +180,9 @@ class Nullable(Form):
     nullable: bool = True
 
 
-_FORMS: dict[str, type[Form]] = {form.name: form for form in (Pad, Jagged, Rows, Decode, Nullable)}
+_FORMS: dict[str, type[Form]] = {
+    form.name: form for form in (Pad, Jagged, Rows, Windows, Decode, Nullable)
+}
 
 
 def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:

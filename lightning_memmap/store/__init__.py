@@ -6,6 +6,7 @@ from lightning_memmap.store.parts import build_part, finish_store
 from lightning_memmap.store.reader import Store
 from lightning_memmap.store.remote.transfer import pull_store, push_store
 from lightning_memmap.store.sources import ColumnDataset, ImageFolder, TarDataset
+from lightning_memmap.store.sources.token_stream import TokenStream
 from lightning_memmap.store.verify import Damage, verify_store
 from lightning_memmap.store.writer import build_store
 
@@ -15,6 +16,7 @@ __all__ = [
     "ImageFolder",
     "Store",
     "TarDataset",
+    "TokenStream",
     "append_store",
     "build_part",
     "build_store",

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import MemmapError, StoreError
-from lightning_memmap.sampling import Integers
+from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Schema
 from lightning_memmap.schema.nesting import SAMPLE
 from lightning_memmap.store.columns import ItemRows, OpenColumn
@@ -82,6 +82,33 @@ class Store:
             StoreError: The rows of a field do not lie in one tensor.
         """
         return [column.tensor for column in self.columns]
+
+    def shards_of(self, shards: Shards) -> Shards:
+        """The shards of all rows, or of some of them, as a sampler is given them.
+
+        Args:
+            shards: The same rows, divided by their number.
+
+        Returns:
+            For one store, the same shards.
+        """
+        return shards
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether rows lie elsewhere in the mapped columns than in files; see `in_memory`."""
+        return False
+
+    def in_memory(self, locations: Integers) -> Integers:
+        """Where rows lie in the mapped columns.
+
+        Args:
+            locations: Where they lie in the files, int64 of shape (B,); see `Shards.locate`.
+
+        Returns:
+            int64 of shape (B,): for one store, the same.
+        """
+        return locations
 
     def values(self, field: str) -> NDArray[Any]:
         """Read the value of a field of each row, such as a label.

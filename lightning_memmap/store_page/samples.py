@@ -77,7 +77,7 @@ def show(field: Field, row: Tensor) -> Value:
     if pixels is not None:
         return Value(field.name, _picture(pixels), shape)
     values = row.reshape(-1)[:_MAX_VALUES].tolist()
-    text = ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
+    text = ", ".join(map(field.words, values))
     if row.numel() > _MAX_VALUES:
         text = f"{shape}: {text}, ..."
     return Value(field.name, "", text)

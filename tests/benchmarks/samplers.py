@@ -1,6 +1,7 @@
-"""The loader with rows drawn by weight, and with some rows of a store, against the shuffled one.
+"""The loader with rows drawn by weight, with some rows of a store, with windows over series, and
+with rows of two stores, against the shuffled one.
 
-    python tests/benchmarks/samplers.py --case A,C,small
+    python tests/benchmarks/samplers.py --case A,C,small,tokens
 
 The runs of a round take turns, so that all see the same noise. Each epoch is another one, so that
 its set-up counts. Printed are rows per second and their ratio to the shuffled loader's, round by
@@ -10,6 +11,7 @@ round.
 import argparse
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -18,27 +20,51 @@ import torch
 from loader import CASES, LEAST_S, RandomRows, loader_epoch
 from timing import CLOCKS, in_turn, machine, spread
 
-from lightning_memmap.loading import SuperBatchLoader, load_split
+from lightning_memmap.loading import FormedCollate, SuperBatchLoader, load_split
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.sampling import RandomSplit, Sampler, Shards, ShuffledSampler, Weighted
-from lightning_memmap.store import Store, build_store
+from lightning_memmap.sampling import (
+    Mixture,
+    RandomSplit,
+    Sampler,
+    Shards,
+    ShuffledSampler,
+    Weighted,
+)
+from lightning_memmap.schema import Form, Windows
+from lightning_memmap.store import ColumnDataset, Store, build_store
+from lightning_memmap.store.joined import JoinedStore
+from lightning_memmap.store.series import division_of
 
 CPU = torch.device("cpu")
+#: Of the two stores of a mixture, each with half of the rows.
+SHARES = {"one": 0.7, "other": 0.3}
+#: Steps of a window, and of a row that it is compared with.
+WINDOW = 128
 
 
 def make_loader(
-    store: Store, batch: int, order: Callable[[Shards], Sampler], split: RandomSplit | None = None
+    store: Store,
+    batch: int,
+    order: Callable[[Shards], Sampler],
+    split: RandomSplit | None = None,
+    windows: dict[str, Form] | None = None,
 ) -> SuperBatchLoader:
     """A loader over the file mapping."""
+    forms = windows or {}
     topology = DataTopology((CPU,), assemble_on=CPU)
     subset = None if split is None else split.subset("train", 0, store)
     size = SplitSize.of(
-        "train", store.manifest, topology, subset, order=lambda shards, window: order(shards)
+        "train",
+        store.manifest,
+        topology,
+        subset,
+        order=lambda shards, window: order(shards),
+        divide=division_of(store, forms),
     )
     placement = plan_placement({"train": size}, topology, "mmap", budget_bytes={CPU: 2**40})
     rows = load_split(store, topology, placement.splits["train"])
     sampler = order(size.shards.base)
-    return SuperBatchLoader(rows, sampler, batch, collate=store.schema.builder())
+    return SuperBatchLoader(rows, sampler, batch, collate=FormedCollate(store.schema, forms))
 
 
 def epochs_of(loader: SuperBatchLoader) -> Callable[[], int]:
@@ -63,6 +89,14 @@ def measure(name: str, rounds: int, clock: str) -> None:
 
     with tempfile.TemporaryDirectory() as directory:
         store = build_store(RandomRows(case), Path(directory, "store"), progress=False)
+        half = replace(case, num_rows=case.num_rows // 2)
+        joined = JoinedStore(
+            Path(directory),
+            {
+                name: build_store(RandomRows(half), Path(directory, name), progress=False)
+                for name in SHARES
+            },
+        )
 
         def weighted(given: np.ndarray) -> Callable[[Shards], Sampler]:
             return lambda shards: Weighted(given).make(shards, 0, store)
@@ -74,22 +108,56 @@ def measure(name: str, rounds: int, clock: str) -> None:
             "9 tenths at random": make_loader(
                 store, case.batch, ShuffledSampler, RandomSplit(0.1, seed=1)
             ),
+            "mixture": make_loader(
+                joined, case.batch, lambda shards: Mixture(SHARES).make(shards, 0, joined)
+            ),
         }
-        runs = {name: epochs_of(loader) for name, loader in loaders.items()}
-        seconds = in_turn(runs, rounds, clock, LEAST_S)
-        rates = {
-            name: [loaders[name].order.num_positions / each for each in seconds[name]]
-            for name in loaders
+        report(name, loaders, "shuffled", rounds, clock)
+
+
+def report(
+    case: str, loaders: dict[str, SuperBatchLoader], first: str, rounds: int, clock: str
+) -> None:
+    """Print the rates of loaders, and their ratio to that of the first."""
+    runs = {name: epochs_of(loader) for name, loader in loaders.items()}
+    seconds = in_turn(runs, rounds, clock, LEAST_S)
+    rates = {
+        name: [loaders[name].order.num_positions / each for each in seconds[name]]
+        for name in loaders
+    }
+    for name, found in rates.items():
+        ratios = [a / b for a, b in zip(found, rates[first], strict=True)]
+        print(f"{case:>6} {name:<22} {median(found):>12,.0f} {spread(ratios):>24}", flush=True)
+
+
+def measure_windows(rounds: int, clock: str) -> None:
+    """Print the figures of windows: of a stream, and of series, against rows of the same size."""
+    values = np.random.default_rng(0).integers(0, 2**15, 20_000_000).astype(np.int16)
+    forms: dict[str, Form] = {"tokens": Windows(WINDOW, WINDOW)}
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        rows = values[: len(values) // WINDOW * WINDOW].reshape(-1, WINDOW)
+        plain = build_store(ColumnDataset({"tokens": rows}), path / "rows", progress=False)
+        stream = build_store([{"tokens": values}], path / "stream", progress=False)
+        # 20,000 series of 500 to 1,500 steps.
+        edges = np.sort(np.random.default_rng(1).integers(0, len(values), 20_000))
+        pieces = [{"tokens": piece} for piece in np.split(values, edges) if len(piece)]
+        series = build_store(pieces, path / "series", variable={"tokens": "pad"}, progress=False)
+        loaders = {
+            "shuffled rows": make_loader(plain, 256, ShuffledSampler),
+            "windows of a stream": make_loader(stream, 256, ShuffledSampler, windows=forms),
+            "windows of series": make_loader(series, 256, ShuffledSampler, windows=forms),
+            "half overlapping": make_loader(
+                stream, 256, ShuffledSampler, windows={"tokens": Windows(WINDOW, WINDOW // 2)}
+            ),
         }
-        for name_, found in rates.items():
-            ratios = [a / b for a, b in zip(found, rates["shuffled"], strict=True)]
-            print(f"{name:>6} {name_:<22} {median(found):>12,.0f} {spread(ratios):>24}", flush=True)
+        report("tokens", loaders, "shuffled rows", rounds, clock)
 
 
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--case", default="A,C,small")
+    parser.add_argument("--case", default="A,C,small,tokens")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     args = parser.parse_args()
@@ -97,7 +165,10 @@ def main() -> None:
     print(f"{machine()}, {args.clock} time")
     print(f"{'case':>6} {'order':<22} {'rows/s':>12} {'ratio':>24}")
     for name in args.case.split(","):
-        measure(name, args.rounds, args.clock)
+        if name == "tokens":
+            measure_windows(args.rounds, args.clock)
+        else:
+            measure(name, args.rounds, args.clock)
 
 
 if __name__ == "__main__":

@@ -129,6 +129,34 @@ def test_two_processes_train_on_rows_that_differ_in_length_as_one(
         torch.testing.assert_close(rank["weights"], one["weights"], rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("form", ["list", "pad"])
+def test_two_processes_train_on_lists_of_records_as_one(tmp_path: Path, form: str) -> None:
+    run = "training.fit_records"
+    (tmp_path / "one").mkdir()
+    one = launch(
+        run, tmp_path / "one", processes=1, strategy="memmap_superbatch", devices=2, form=form
+    )[0]
+    for strategy, options in (
+        ("memmap_superbatch_ddp", {"data_devices_per_process": 1}),
+        ("ddp", None),
+    ):
+        two = launch(
+            run,
+            tmp_path,
+            processes=2,
+            strategy=strategy,
+            strategy_options=options,
+            devices=2,
+            form=form,
+        )
+        found = [sorted(step) for step in global_batches([rank["seen"] for rank in two])]
+        assert found == [sorted(step) for step in one["seen"]]
+        assert sorted(two[0]["names"] + two[1]["names"]) == sorted(one["names"])
+        for rank in two:
+            # Sums in another order.
+            torch.testing.assert_close(rank["weights"], one["weights"], rtol=0, atol=2e-6)
+
+
 def test_two_processes_train_on_encoded_images_as_one(tmp_path: Path) -> None:
     run = "training.fit_encoded"
     (tmp_path / "one").mkdir()

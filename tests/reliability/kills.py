@@ -266,7 +266,7 @@ def _look_after(
     where = f"the next build ({what})"
     if outcome.add_ending(ending, where):
         look(outcome, subject, later.path, [later.dataset_edition], must_exist=True, where=where)
-        _look_for_leftovers(outcome, later.path)
+        look_for_leftovers(outcome, later.path)
     if orphans():
         left = wait_for_orphans(max(0.0, ended + _ORPHAN_LIMIT_S - monotonic()))
         if left:
@@ -338,7 +338,7 @@ def _rows_of_editions(found: torch.Tensor) -> str:
     return f"{len(found)} rows found, {', '.join(counts)} (probes are of all editions)"
 
 
-def _look_for_leftovers(outcome: Outcome, path: Path) -> None:
+def look_for_leftovers(outcome: Outcome, path: Path) -> None:
     """Look for what a finished build should have cleared away."""
     beside = {entry.name for entry in path.parent.iterdir() if entry.suffix != ".lock"}
     inside = {entry.name for entry in path.iterdir() if entry.suffix != ".memmap"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 
-from tests.reliability import damage, kills, manifests, planted
+from tests.reliability import damage, kills, manifests, planted, versions
 from tests.reliability.calls import Mode, makes_sense
 from tests.reliability.forks import wait_for_orphans
 from tests.reliability.outcome import Outcome, Subject
@@ -93,6 +93,7 @@ def prepare(beginnings: Path) -> None:
     """Make what the cases start from. Run it in a process that may fork."""
     kills.prepare(beginnings)
     damage.prepare(beginnings)
+    versions.prepare(beginnings / _VERSIONS)
     with TemporaryDirectory(dir=beginnings.parent) as scratch:
         names = {
             f"{beginning} {victim}": kills.calls_of(
@@ -100,6 +101,10 @@ def prepare(beginnings: Path) -> None:
             )
             for beginning in kills.BEGINNINGS
             for victim in kills.VICTIMS
+        }
+        names |= {
+            way: versions.calls_of(beginnings / _VERSIONS, Path(scratch), way=way)
+            for way in versions.WAYS
         }
     (beginnings / _CALLS).write_text(json.dumps(names))
 
@@ -125,7 +130,7 @@ def cases(scale: Scale, seed: int, beginnings: Path, names: Sequence[str]) -> li
     ]
 
 
-_CALLS = "calls.json"
+_CALLS, _VERSIONS = "calls.json", "versions"
 
 
 def _random_kills(beginning: kills.Beginning, victim: kills.Victim) -> Kind:
@@ -166,8 +171,26 @@ def _at_calls(
             mode=modes[mode],
         )
 
+    return Kind(name, title, check, _numbers_of(f"{beginning} {victim}", modes))
+
+
+def _change_at_calls(name: str, title: str, way: versions.Way, modes: Sequence[Mode]) -> Kind:
+    def check(
+        subject: Subject, beginnings: Path, scratch: Path, _: random.Random, number: int
+    ) -> Outcome:
+        call, mode = divmod(number, len(modes))
+        return versions.go_wrong_at_call(
+            subject, beginnings / _VERSIONS, scratch, way=way, number=call, mode=modes[mode]
+        )
+
+    return Kind(name, title, check, _numbers_of(way, modes))
+
+
+def _numbers_of(counted: str, modes: Sequence[Mode]) -> Callable[[Scale, Path], Sequence[int]]:
+    """The cases of calls that were counted: each call in each mode that makes sense for it."""
+
     def numbers(scale: Scale, beginnings: Path) -> Sequence[int]:
-        calls = json.loads((beginnings / _CALLS).read_text())[f"{beginning} {victim}"]
+        calls = json.loads((beginnings / _CALLS).read_text())[counted]
         possible = [
             call * len(modes) + index
             for call, called in enumerate(calls)
@@ -176,7 +199,7 @@ def _at_calls(
         ]
         return possible[:: scale.every_call]
 
-    return Kind(name, title, check, numbers)
+    return numbers
 
 
 def _kinds() -> Iterator[Kind]:
@@ -200,6 +223,16 @@ def _kinds() -> Iterator[Kind]:
             "parent",
             FAILURES,
         )
+    titles: dict[versions.Way, str] = {
+        "parts": "build in two parts",
+        "append": "append",
+        "pull": "pull from a URL over another store",
+    }
+    for way, title in titles.items():
+        title_of_kills = f"{title}, killed at every file-system call"
+        yield _change_at_calls(f"calls-{way}", title_of_kills, way, KILLS)
+        title_of_errors = f"{title}, every file-system call fails once"
+        yield _change_at_calls(f"errors-{way}", title_of_errors, way, FAILURES)
     yield Kind(
         "flips",
         "bit flipped in a file of a store",

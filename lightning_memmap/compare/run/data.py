@@ -34,6 +34,7 @@ from lightning_memmap.schema import Field, Form, Schema, read_forms
 from lightning_memmap.store import Store, open_store
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.recovery import is_store
+from lightning_memmap.store.series import division_of
 
 _CPU = torch.device("cpu")
 _PROBE_ROWS = 8
@@ -112,7 +113,8 @@ def prepare_store(
     started_s = perf_counter()
     data.prepare_data()
     built_s = perf_counter() - started_s
-    store = open_store(path)
+    store = data.open_train_store()
+    _check_rows(data, store)
     global_batch = data.batch_size * devices
     order = data.train_sampler(store)
     schedule = BatchSchedule(order.num_positions, global_batch, order.num_shards, drop_last=True)
@@ -137,6 +139,19 @@ def prepare_store(
         transform_is_random=_is_random(data, store),
         has_eval_transform=data.eval_transform is not None,
     ), expected_hashes(store, order, schedule, num_steps, read_forms(data.variable))
+
+
+def _check_rows(data: MemmapDataModule, store: Store) -> None:
+    """Check that a sample of the dataset is a row of a batch.
+
+    Raises:
+        ValueError: It is not, so that no other loader gives the same rows.
+    """
+    if division_of(store, read_forms(data.variable)) is not None:
+        raise ValueError(
+            "the training rows are windows, or are mixed from several sets: these are compared with"
+            " no other loader, which would need a dataset of their own; leave both out"
+        )
 
 
 def _is_random(data: MemmapDataModule, store: Store) -> bool:

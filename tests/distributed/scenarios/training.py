@@ -11,6 +11,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import STRATEGIES
 from tests.images import FORMS, Brightness, EncodedImages
 from tests.models import Points, Regression, make_trainer, weights
+from tests.records import Boxes, Scenes
 from tests.variable import Ragged, Sounds
 
 
@@ -99,6 +100,33 @@ def fit_variable(
     module = Sounds()
     trainer.fit(module, data)
     return {"seen": module.seen, "texts": module.texts, "weights": weights(module)}
+
+
+def fit_records(
+    out: Path,
+    strategy: str,
+    devices: int,
+    form: str,
+    strategy_options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train on lists of records."""
+    data = MemmapDataModule(
+        Scenes(150),
+        store_dir=out / "stores",
+        batch_size=24 // devices,
+        variable={"objects": form},
+        with_row_numbers=True,
+    )
+    trainer = make_trainer(
+        out,
+        strategy=make_strategy(strategy, strategy_options),
+        devices=devices,
+        max_epochs=2,
+        limit_val_batches=0,
+    )
+    module = Boxes()
+    trainer.fit(module, data)
+    return {"seen": module.seen, "names": module.names, "weights": weights(module)}
 
 
 def fit_encoded(

@@ -9,8 +9,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import FormedCollate, NumberedCollate, RowList, SuperBatchLoader
+from lightning_memmap.loading import FormedCollate, RowList, SuperBatchLoader
 from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.row_numbers import NumberedCollate
 from lightning_memmap.loading.variable_batch import dense_tensors, is_on, sent_leaf
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import KFold, ShuffledSampler, Subset, Weighted

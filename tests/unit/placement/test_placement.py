@@ -47,7 +47,10 @@ class Size:
     row_bytes: int = 10
 
     def shard_bytes(
-        self, shards: Shards | None = None, fields: Collection[str] | None = None
+        self,
+        shards: Shards | None = None,
+        fields: Collection[str] | None = None,
+        num_data_devices: int = 1,
     ) -> Integers:
         return (shards or Shards(self.num_rows, self.num_shards)).sizes * self.row_bytes
 

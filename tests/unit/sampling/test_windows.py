@@ -1,4 +1,4 @@
-"""Windows: what comes together lies together, and is well mixed."""
+"""Windows of rows: what comes together lies together, and is well mixed."""
 
 import math
 import tracemalloc
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import Sampler, Windows, default_window, shard_rows
+from lightning_memmap.sampling import ReadWindows, Sampler, default_window, shard_rows
 from lightning_memmap.sampling.windows import DEFAULT_WINDOW_BYTES
 from tests.rows import make_sampler
 
@@ -19,7 +19,7 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> Windows:
+def windows(draw: st.DrawFn) -> ReadWindows:
     rows = draw(st.sampled_from([1, 2, 3, 7, 20, 1024, 1300]))
     # Some windows, the last of which may be short.
     few = st.integers(1, 300)
@@ -28,10 +28,10 @@ def windows(draw: st.DrawFn) -> Windows:
     sampler = make_sampler(
         num_rows, draw(st.integers(1, 25)), draw(SEEDS), shuffle, rows if shuffle else None
     )
-    return Windows(sampler, rows)
+    return ReadWindows(sampler, rows)
 
 
-def offsets_by_window(cut: Windows, epoch: int) -> list[list[list[int]]]:
+def offsets_by_window(cut: ReadWindows, epoch: int) -> list[list[list[int]]]:
     """By window and shard, the offsets that come then."""
     sampler, size = cut.sampler, cut.rows * cut.sampler.num_shards
     found = []
@@ -43,7 +43,7 @@ def offsets_by_window(cut: Windows, epoch: int) -> list[list[list[int]]]:
 
 @given(windows(), st.integers(0, 5))
 @settings(deadline=None, max_examples=150)
-def test_window_is_the_runs_of_each_shard(cut: Windows, epoch: int) -> None:
+def test_window_is_the_runs_of_each_shard(cut: ReadWindows, epoch: int) -> None:
     sizes = shard_rows(cut.sampler.num_positions, cut.sampler.num_shards)
     found = offsets_by_window(cut, epoch)
     assert len(cut) == len(found)
@@ -63,7 +63,7 @@ def test_window_is_the_runs_of_each_shard(cut: Windows, epoch: int) -> None:
 @given(windows(), st.integers(0, 5), st.data())
 @settings(deadline=None, max_examples=150)
 def test_row_offsets_are_rows_of_runs_from_their_starts_on(
-    cut: Windows, epoch: int, data: st.DataObject
+    cut: ReadWindows, epoch: int, data: st.DataObject
 ) -> None:
     sampler = cut.sampler
     divisors = [n for n in range(1, sampler.num_shards + 1) if sampler.num_shards % n == 0]
@@ -204,8 +204,8 @@ def test_default_window_is_of_the_store_alone() -> None:
 
 def test_windows_of_another_order_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shuffle_window=None: .* windows of 8 rows"):
-        Windows(make_sampler(100, 2, 0, True), 8)
+        ReadWindows(make_sampler(100, 2, 0, True), 8)
     with pytest.raises(ValueError, match=r"shuffle_window=4: .* windows of 8 rows"):
-        Windows(make_sampler(100, 2, 0, True, 4), 8)
+        ReadWindows(make_sampler(100, 2, 0, True, 4), 8)
     with pytest.raises(ValueError, match="rows=0"):
-        Windows(make_sampler(100, 2), 0)
+        ReadWindows(make_sampler(100, 2), 0)

@@ -33,12 +33,17 @@ def sample(row: int) -> dict[str, Any]:
 
 
 @settings(max_examples=20, deadline=None)
-@given(counts=st.lists(st.integers(1, 20), min_size=2, max_size=4), num_shards=st.integers(1, 7))
+@given(
+    counts=st.tuples(st.integers(4, 20), st.integers(1, 9), st.integers(1, 20)),
+    num_shards=st.integers(1, 7),
+)
 def test_store_that_was_appended_to_is_that_of_all_rows_byte_for_byte(
-    tmp_path_factory: pytest.TempPathFactory, counts: list[int], num_shards: int
+    tmp_path_factory: pytest.TempPathFactory, counts: tuple[int, ...], num_shards: int
 ) -> None:
     directory = tmp_path_factory.mktemp("append")
-    options = {"num_shards": num_shards, "variable": {"box": {"form": "pad", "dims": 2}}, **QUIET}
+    box = {"form": "pad", "dims": 2}
+    variable = {"box": box, "records": "pad", "maybe": "nullable"}
+    options = {"num_shards": num_shards, "variable": variable, **QUIET}
     ends = np.cumsum(counts).tolist()
     build_store([sample(row) for row in range(ends[0])], directory / "s", **options)
     for first, end in pairwise(ends):

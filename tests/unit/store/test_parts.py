@@ -37,6 +37,7 @@ from tests.unit.store.build_server import Build, BuildServer, killed
 NUM_ROWS = 600
 OLD = 7
 QUIET: Mapping[str, Any] = {"progress": False}
+VARIABLE = {"tokens": "pad", "records": "pad", "maybe": "nullable"}
 
 
 class Mixed(Dataset[dict[str, Any]]):
@@ -44,6 +45,7 @@ class Mixed(Dataset[dict[str, Any]]):
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
+        self.classes = ["odd", "even"]
 
     def __len__(self) -> int:
         return self.num_rows
@@ -80,7 +82,7 @@ def test_store_of_parts_is_that_of_one_process_byte_for_byte(
     options: Any = {
         **QUIET,
         "num_shards": data.draw(st.integers(1, 7), label="shards"),
-        "variable": {"tokens": "pad"},
+        "variable": VARIABLE,
     }
     num_parts = data.draw(st.integers(1, 9), label="parts")
     # In any order, and some of them twice.
@@ -91,6 +93,7 @@ def test_store_of_parts_is_that_of_one_process_byte_for_byte(
         with pytest.raises(StoreNotFoundError):
             open_store(directory / "parts")
     store = finish_store(directory / "parts", **QUIET)
+    assert store.manifest.classes == ("odd", "even")
     build_store(dataset, directory / "one", **options)
     assert_same_store(store.path, directory / "one")
     assert verify_store(store.path) == []
@@ -358,7 +361,7 @@ def test_plan_of_parts_that_is_damaged_is_refused(tmp_path: Path) -> None:
 
 
 def _part_of(path: Path, index: int, num_parts: int) -> int:
-    build_part(Mixed(100), path, (index, num_parts), variable={"tokens": "pad"}, **QUIET)
+    build_part(Mixed(100), path, (index, num_parts), variable=VARIABLE, **QUIET)
     return index
 
 
@@ -367,7 +370,7 @@ def test_parts_by_an_executor_make_the_store(tmp_path: Path) -> None:
         done = [pool.submit(_part_of, tmp_path / "s", index, 4) for index in range(4)]
         assert [part.result() for part in done] == [0, 1, 2, 3]
     finish_store(tmp_path / "s", **QUIET)
-    build_store(Mixed(100), tmp_path / "one", variable={"tokens": "pad"}, **QUIET)
+    build_store(Mixed(100), tmp_path / "one", variable=VARIABLE, **QUIET)
     assert_same_store(tmp_path / "s", tmp_path / "one")
 
 

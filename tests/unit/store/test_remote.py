@@ -1,5 +1,6 @@
 """Stores at a URL: fetched shard by shard into a cache of bounded size, pushed and pulled."""
 
+import io
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
@@ -35,7 +37,9 @@ from lightning_memmap.store import (
 from lightning_memmap.store.remote import fetcher, files
 from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
 from lightning_memmap.store.remote.files import RemoteFiles
+from lightning_memmap.strategies import SuperBatchStrategy
 from tests.datasets import Numbered, holds
+from tests.models import Points, Regression, make_trainer, weights
 from tests.unit.store.build_server import Build, BuildServer, killed
 from tests.unit.store.s3_server import CuttingProxy, free_port, s3_server
 from tests.unit.store.signing import encode_signed
@@ -63,7 +67,8 @@ class Mixed(Dataset[dict[str, Any]]):
 
 
 def build_mixed(path: Path, num_rows: int = NUM_ROWS, num_shards: int = NUM_SHARDS) -> Store:
-    variable = {"box": {"form": "pad", "dims": 2}}
+    box = {"form": "pad", "dims": 2}
+    variable = {"box": box, "records": "pad", "maybe": "nullable"}
     return build_store(
         Mixed(num_rows), path, num_shards=num_shards, variable=variable, progress=False
     )
@@ -199,20 +204,37 @@ def test_process_fetches_the_shards_that_it_owns(
     )
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("options", [{}, {"num_folds": 3, "member": 1}, {"residency": "host"}])
-def test_data_module_of_a_url_gives_the_batches_of_the_directory(
+def test_training_on_a_url_has_the_batches_of_the_directory(
     tmp_path: Path, devices: int, options: dict[str, Any]
 ) -> None:
-    build_store(Numbered(50), tmp_path / "far" / "train", num_shards=8, progress=False)
-    batches = []
+    for split in ("train", "val"):
+        build_store(Points(60), tmp_path / "far" / split, num_shards=12, progress=False)
+    seen = []
     for place in (tmp_path / "far", (tmp_path / "far").as_uri()):
-        data = MemmapDataModule(store_dir=place, batch_size=8, **options)
+        data = MemmapDataModule(store_dir=place, batch_size=12 // devices, **options)
+        module = Regression()
+        strategy = SuperBatchStrategy(data_devices=["cpu"] * devices)
+        make_trainer(tmp_path, strategy=strategy).fit(module, data)
+        seen.append((module.seen, weights(module).tolist()))
+    assert seen[0] == seen[1]
+    assert len(seen[0][0]["train"]) >= 3
+
+
+def test_images_of_a_url_are_decoded(tmp_path: Path) -> None:
+    samples = []
+    for row in range(6):
+        file = io.BytesIO()
+        Image.fromarray(np.full((4, 5, 3), 40 * row, np.uint8)).save(file, "PNG")
+        samples.append({"image": file.getvalue(), "row": row})
+    build_store(samples, tmp_path / "far" / "train", num_shards=3, progress=False)
+    for place in (tmp_path / "far", (tmp_path / "far").as_uri()):
+        data = MemmapDataModule(store_dir=place, batch_size=2, variable={"image": "decode"})
         data.setup()
-        batches.append([batch["x"].clone() for batch in data.train_dataloader()])
+        for batch in data.train_dataloader():
+            assert batch["image"][:, 0, 0, 0].tolist() == (40 * batch["row"]).tolist()
         data.teardown()
-    assert len(batches[0]) == len(batches[1]) > 3
-    assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
 
 
 def test_data_module_of_a_url_without_a_store_says_how_to_push_one(tmp_path: Path) -> None:

@@ -1,13 +1,8 @@
-"""The layers of the package, and that private names of other packages stay in `_compat`.
-
-The layers are contracts in ``pyproject.toml``.
-"""
+"""Private names of other packages stay in `_compat`."""
 
 import ast
 import importlib
 import inspect
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +17,6 @@ TREES = {
 }
 #: Names with an underscore that are public: those of Python's named tuples.
 PUBLIC = {"_fields", "_make", "_replace", "_asdict"}
-
-
-def test_contracts_of_the_layers_hold() -> None:
-    # A program of its own, since it turns off all loggers of the process that it runs in.
-    program = Path(sys.executable).with_name("lint-imports")
-    command = [program, "--config", ROOT / "pyproject.toml", "--no-cache"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout
 
 
 def test_private_names_of_others_are_used_in_compat_alone() -> None:

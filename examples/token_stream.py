@@ -1,0 +1,111 @@
+"""A small GPT on overlapping windows of one stream of tokens, which is stored once.
+
+    python examples/token_stream.py
+    python examples/token_stream.py --file FILE --stride 1
+    lightning-memmap fit --config examples/configs/token_stream.yaml
+
+Any window of the text may be a sample, and each step of it is in the store and in memory once. The
+default text, 750 KB about the Python language, comes with Python itself (PSF licence).
+"""
+
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from jsonargparse import auto_cli
+
+from examples.gpt import GPT
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.schema import Windows
+from lightning_memmap.store import TokenStream
+
+#: Tokens that the model predicts in a window, which has one more.
+LENGTH = 64
+
+
+def text_stream(
+    start: float = 0.0, stop: float = 1.0, stride: int = 8, file: str | Path | None = None
+) -> TokenStream:
+    """The bytes of a text, or of a part of it, for windows of `LENGTH` and one more.
+
+    Args:
+        start: The share of the text before this part.
+        stop: The share of the text before its end.
+        stride: Bytes from the beginning of a window to that of the next one.
+        file: A text file. By default the help texts of Python, by topic in alphabetical order.
+    """
+    text: Any = file
+    if file is None:
+        joined = "\n".join(topics[name] for name in sorted(topics))
+        text = np.frombuffer(joined.encode(), np.uint8)
+    return TokenStream(text, LENGTH + 1, stride, start=start, stop=stop)
+
+
+def continued(model: GPT, text: str, num_bytes: int = 80) -> str:
+    """A text, and what the model thinks comes next.
+
+    Args:
+        model: The model.
+        text: The beginning.
+        num_bytes: How much to add.
+    """
+    tokens = list(text.encode())
+    for _ in range(num_bytes):
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens[-LENGTH:]]))
+        tokens.append(int(logits[0, -1].argmax()))
+    return bytes(tokens).decode(errors="replace")
+
+
+def main(
+    file: str | None = None,
+    store_dir: str = "stores/token_stream",
+    stride: int = 8,
+    devices: int = 2,
+    batch_size: int = 16,
+    max_steps: int = 300,
+) -> None:
+    """Train on windows of a text, validate on those of its end, and let the model write.
+
+    Args:
+        file: A text file; by default the help texts of Python.
+        store_dir: Directory of the stores.
+        stride: Bytes from the beginning of a window to that of the next one.
+        devices: GPUs, or logical data devices on a CPU.
+        batch_size: Windows per data device and step.
+        max_steps: The most steps to train.
+    """
+    L.seed_everything(0)
+    data = MemmapDataModule(
+        text_stream(0.0, 0.95, stride, file),
+        text_stream(0.95, 1.0, stride, file),
+        store_dir=store_dir,
+        batch_size=batch_size,
+        variable={"tokens": Windows(LENGTH + 1, stride)},
+    )
+    trainer = L.Trainer(
+        strategy="memmap_superbatch",
+        devices=devices,
+        max_steps=max_steps,
+        val_check_interval=max_steps,
+        limit_val_batches=50,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    model: Any = GPT()
+    trainer.fit(model, datamodule=data)
+    assert data.order is not None
+    num_windows, stored = data.order.num_positions, data.stores["train"].manifest.num_bytes
+    print(f"{num_windows} windows of {LENGTH + 1} bytes over {stored} that are stored:")
+    print(f"one by one they would be {num_windows * (LENGTH + 1) / stored:.1f} times as many")
+    print(f"val_loss {trainer.callback_metrics['val_loss']:.3f}")
+    print(continued(model, "The following "))
+
+
+if __name__ == "__main__":
+    auto_cli(main)

@@ -1,0 +1,231 @@
+"""Windows over series, and the shards that they are divided into.
+
+Windows are the rows of a dataset of their own. They are numbered series after series, and each is a
+row of the store and a step of it. Integers only: no window is stored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.line_shards import LineShards, as_rows
+from lightning_memmap.sampling.shards import Integers, Shards
+
+#: Windows that are located at once.
+_BLOCK_WINDOWS = 2**18
+
+
+class InSeries(NamedTuple):
+    """Where windows are."""
+
+    series: Integers
+    """The series of each, int64 of shape (B,)."""
+    windows: Integers
+    """Which of its windows it is, int64 of shape (B,). It begins at this many strides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowShards(LineShards):
+    """The windows over series, divided into shards.
+
+    The series lie on a line in the order of a file, shard after shard, and with them their windows.
+    A shard is a piece of this line, so that it needs one piece of the values, and two shards share
+    no more than the windows overlap. In dataset order this cannot be, since neighbours there belong
+    to different shards: each shard then has windows of all series.
+
+    Args:
+        num_rows: Windows of all series together.
+        num_shards: Shards, ``C``.
+        subset: Which rows of the dataset the series are; all of them where it is None.
+        of_series: The series, and the shards that they are divided into.
+        fields: The names of the fields that are cut into windows.
+        steps: The steps of each series, in the order of a file, int64 of shape
+            (of_series.num_rows,).
+        length: Steps of a window.
+        stride: Steps from the beginning of a window to that of the next one.
+    """
+
+    of_series: Shards
+    fields: tuple[str, ...]
+    steps: Numbers
+    length: int
+    stride: int
+
+    @classmethod
+    def of(
+        cls, series: Shards, fields: Sequence[str], steps: Integers, length: int, stride: int
+    ) -> "WindowShards":
+        """Divide the windows over series into shards.
+
+        Args:
+            series: The series, and the shards that they are divided into.
+            fields: The names of the fields that are cut into windows.
+            steps: The steps of each series, in the order of a file, int64 of shape
+                (series.num_rows,).
+            length: Steps of a window, at least 1.
+            stride: Steps from the beginning of a window to that of the next one, at least 1.
+
+        Returns:
+            The shards.
+
+        Raises:
+            ValueError: All series are shorter than a window.
+        """
+        num_windows = int(_num_windows(steps, length, stride).sum())
+        if not num_windows:
+            raise ValueError(
+                f"Windows: length={length}, and the longest of the {len(steps)} rows has"
+                f" {steps.max()} steps: use shorter windows, or longer rows"
+            )
+        return cls(
+            num_windows,
+            series.num_shards,
+            series.subset,
+            of_series=series,
+            fields=tuple(fields),
+            steps=Numbers(steps),
+            length=length,
+            stride=stride,
+        )
+
+    @property
+    @override
+    def identity(self) -> dict[str, Any]:
+        windows = {
+            "fields": ", ".join(self.fields),
+            "length": self.length,
+            "stride": self.stride,
+            "steps": self.steps.identity,
+        }
+        return {**self.of_series.identity, "num_rows": self.num_rows, "windows": windows}
+
+    @cached_property
+    def counts(self) -> Integers:
+        """Windows of each series, in the order of a file, int64 of shape (series,)."""
+        return _num_windows(self.steps.array, self.length, self.stride)
+
+    @cached_property
+    def ends(self) -> Integers:
+        """Where the windows of each series end on the line, int64 of shape (series,)."""
+        return np.cumsum(self.counts)
+
+    @cached_property
+    def _places(self) -> Integers:
+        """The place on the line of the series of each number, int64 of shape (series,)."""
+        return self.of_series.locate(range(self.of_series.num_rows))
+
+    @cached_property
+    def _number_ends(self) -> Integers:
+        """The same as ``ends`` where the windows are numbered in dataset order."""
+        return np.cumsum(self.counts[self._places])
+
+    def on_line(self, places: Integers) -> InSeries:
+        """The windows at places of the line.
+
+        Args:
+            places: Places in ``[0, num_rows)``, int64 of shape (B,).
+
+        Returns:
+            Series by their places in a file.
+        """
+        return _in_series(self.ends, places)
+
+    def numbered(self, numbers: Integers) -> InSeries:
+        """The windows of these numbers.
+
+        Args:
+            numbers: Windows, counted series after series, int64 of shape (B,).
+
+        Returns:
+            Series by their rows in the dataset.
+        """
+        series, windows = _in_series(self._number_ends, numbers)
+        chosen = self.of_series.subset
+        return InSeries(series if chosen is None else chosen.rows(series), windows)
+
+    @override
+    def names(self, rows: Integers) -> list[Any]:
+        series, windows = self.numbered(rows)
+        steps: list[int] = (windows * self.stride).tolist()
+        return [
+            [series, step] for series, step in zip(self.of_series.names(series), steps, strict=True)
+        ]
+
+    @override
+    def stored_rows(self, rows: Integers) -> Integers:
+        return self.of_series.stored_rows(self.numbered(rows).series)
+
+    @override
+    def dataset_rows_at(self, locations: Integers) -> Integers:
+        places, windows = self.on_line(locations)
+        numbers = self.of_series.rows_at(places)
+        rows: Integers = self._number_ends[numbers] - self.counts[places] + windows
+        return rows
+
+    @override
+    def locate(self, rows: range | Integers) -> Integers:
+        numbers, windows = _in_series(self._number_ends, as_rows(rows))
+        places = self._places[numbers]
+        located: Integers = self.ends[places] - self.counts[places] + windows
+        return located
+
+
+class Spans(NamedTuple):
+    """Which windows of each series are needed."""
+
+    firsts: Integers
+    """The first one, int64 of shape (series,)."""
+    counts: Integers
+    """How many there are from the first to the last one; 0 for a series that is not needed."""
+
+
+def spans_of(shards: Shards, chosen: Sequence[int]) -> Spans:
+    """The windows of each series that some shards have, and those between them.
+
+    Args:
+        shards: Of `WindowShards`, or of a sampler over them.
+        chosen: Numbers of shards.
+
+    Returns:
+        Series by their places in a file.
+    """
+    line = shards.base
+    assert isinstance(line, WindowShards)
+    firsts, lasts = line.counts.copy(), np.full(len(line.counts), -1, np.int64)
+    starts = shards.starts_in(line)
+    for shard in chosen:
+        size = int(shards.sizes[shard])
+        if starts is not None and size:
+            # All that lies between its first and its last window.
+            edges = np.array([starts[shard], starts[shard] + size - 1])
+            (begin, end), (first, last) = line.on_line(edges)
+            firsts[begin + 1 : end + 1] = 0
+            firsts[begin] = min(int(firsts[begin]), int(first))
+            lasts[begin:end] = line.counts[begin:end] - 1
+            lasts[end] = max(int(lasts[end]), int(last))
+            continue
+        for offset in range(0, size, _BLOCK_WINDOWS):
+            offsets = np.arange(offset, min(size, offset + _BLOCK_WINDOWS), dtype=np.int64)
+            places = shards.locations_in(line, np.full_like(offsets, shard), offsets)
+            series, windows = line.on_line(places)
+            np.minimum.at(firsts, series, windows)
+            np.maximum.at(lasts, series, windows)
+    return Spans(firsts, np.maximum(0, lasts + 1 - firsts))
+
+
+def _num_windows(steps: Integers, length: int, stride: int) -> Integers:
+    counts: Integers = np.maximum(0, (steps - length) // stride + 1)
+    return counts
+
+
+def _in_series(ends: Integers, windows: Integers) -> InSeries:
+    series = np.zeros_like(windows)
+    if len(ends) > 1:
+        series = np.searchsorted(ends, windows, side="right")
+        windows = windows - np.where(series > 0, ends[series - 1], 0)
+    return InSeries(series, windows)

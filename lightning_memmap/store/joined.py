@@ -1,0 +1,286 @@
+"""Several stores as one, whose rows are those of all of them. Nothing is copied."""
+
+import ctypes
+import math
+import mmap
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap.errors import SchemaError, StoreError
+from lightning_memmap.sampling import Integers, JoinedShards, Shards, WindowShards
+from lightning_memmap.schema import Field
+from lightning_memmap.store.columns import ItemRows, OpenColumn
+from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.reader import Store
+
+#: A file begins at a multiple of this in memory.
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_MAP_FIXED, _MAP_FAILED = 0x10, ctypes.c_void_p(-1).value
+
+
+class JoinedStore(Store):
+    """Several open stores of the same fields as one.
+
+    The files of a field are mapped one after the other into one range of addresses, so that all
+    rows of the field are one tensor, with a gap of some rows between two stores.
+
+    Args:
+        path: The directory that the stores lie in.
+        stores: The stores by name.
+
+    Raises:
+        SchemaError: They differ in their fields. The message names the first one that differs.
+        StoreError: They differ in their number of shards, or a file cannot be mapped.
+    """
+
+    def __init__(self, path: Path, stores: Mapping[str, Store]) -> None:
+        parts = list(stores.values())
+        _check_alike(stores)
+        first = parts[0].manifest
+        self._names = tuple(stores)
+        self._parts = parts
+        total = sum(part.num_rows for part in parts)
+        #: How far the rows of each store lie behind those of the store before, beyond its rows.
+        self._shifts = _shifts(first.schema.fields, [part.num_rows for part in parts])
+        shards = self.shards_of(Shards(total, first.num_shards))
+        assert isinstance(shards, JoinedShards)
+        self._shards = shards
+        # Of a store at a URL, all shards are fetched.
+        opened = [part.provide(None, range(part.num_shards)) for part in parts]
+        self.path = path
+        self.manifest = JoinedManifest(
+            **{**vars(first), "shards": shards, "parts": tuple(part.manifest for part in parts)}
+        )
+        self.columns = [
+            self._joined(field, columns, index)
+            for index, (field, *columns) in enumerate(
+                zip(first.schema.fields, *opened, strict=True)
+            )
+        ]
+        self._build = self.schema.builder()
+
+    @override
+    def shards_of(self, shards: Shards) -> Shards:
+        parts = tuple(Shards(part.num_rows, shards.num_shards) for part in self._parts)
+        return JoinedShards(
+            shards.num_rows, shards.num_shards, None, stores=self._names, parts=parts
+        )
+
+    @property
+    @override
+    def has_gaps(self) -> bool:
+        return True
+
+    @override
+    def in_memory(self, locations: Integers) -> Integers:
+        return locations + self._shifts[self._shards.stores_of(locations)]
+
+    def _locate(self, rows: Integers) -> Integers:
+        return self.in_memory(self._shards.locate(rows))
+
+    def _joined(self, field: Field, columns: Sequence[OpenColumn], index: int) -> OpenColumn:
+        firsts = self._shards.firsts + self._shifts
+        variable = [column for column in columns if isinstance(column, ItemRows)]
+        if not variable:
+            files = [
+                (part.path / name, int(first) * field.row_bytes, size)
+                for part, first in zip(self._parts, firsts, strict=True)
+                for name, size in part.manifest.columns[index].file_bytes.items()
+            ]
+            num_rows = int(firsts[-1]) + self._parts[-1].num_rows
+            return _JoinedColumn(_map(field, files, num_rows), self._locate)
+        # The same once more, for the items: fields of as many items have them at the same places.
+        unit = replace(field, shape=field.item_shape)
+        sizes = [len(column.items) for column in variable]
+        begins = np.cumsum(sizes) - sizes + _shifts(self.schema.fields, sizes)
+        files = [
+            (part.path / f"{field.name}.values", int(begin) * field.item_bytes, size)
+            for part, begin in zip(self._parts, begins, strict=True)
+            if (size := part.manifest.columns[index].file_bytes.get(f"{field.name}.values", 0))
+        ]
+        items = _map(unit, files, int(begins[-1]) + sizes[-1])
+        pieces = []
+        for number, (column, begin) in enumerate(zip(variable, begins, strict=True)):
+            # Behind the last row of the store before, empty rows up to where this one begins.
+            width = column.index.shape[1]
+            gap = np.zeros((int(np.diff(self._shifts, prepend=0)[number]), width), np.int64)
+            gap[:, 0] = begin
+            pieces += [gap, column.index + np.eye(1, width, dtype=np.int64) * begin]
+        return _JoinedItems(field, self._shards, items, np.concatenate(pieces), self._locate)
+
+
+@dataclass(frozen=True)
+class JoinedManifest(Manifest):
+    """What several stores contain.
+
+    Args:
+        parts: The manifest of each.
+    """
+
+    parts: tuple[Manifest, ...] = ()
+
+    @property
+    @override
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    @override
+    def content(self) -> str:
+        return "; ".join(part.content for part in self.parts)
+
+    @override
+    def shard_bytes(
+        self,
+        shards: Shards | None = None,
+        fields: Collection[str] | None = None,
+        num_data_devices: int = 1,
+    ) -> Integers:
+        shards = shards or self.shards
+        if isinstance(shards.base, WindowShards):
+            return super().shard_bytes(shards, fields, num_data_devices)
+        joined = self.shards
+        assert isinstance(joined, JoinedShards)
+        sizes = np.zeros(shards.num_shards, np.int64)
+        for shard in range(shards.num_shards):
+            rows = np.asarray(shards.rows_of(shard))
+            for number, count in enumerate(np.bincount(joined.stores_of(rows)).tolist()):
+                part = self.parts[number]
+                some = [c for c in part.columns if fields is None or c.field.name in fields]
+                sizes[shard] += sum(c.num_bytes(range(-1, count - 1)) for c in some)
+        return sizes
+
+
+@dataclass(frozen=True)
+class _JoinedColumn:
+    """The rows of a field of several stores."""
+
+    tensor: Tensor
+    locate: Callable[[Integers], Integers]
+
+    def row(self, row: int) -> Tensor:
+        """A copy of one row."""
+        return self.fetch(np.array([row]))[0]
+
+    def fetch(self, rows: Integers) -> Tensor:
+        """Copy rows into one batch."""
+        return self.tensor.index_select(0, torch.from_numpy(self.locate(rows)))
+
+
+@dataclass(frozen=True)
+class _JoinedItems(ItemRows):
+    """Rows of several stores that differ in length."""
+
+    locate: Callable[[Integers], Integers]
+
+    @override
+    def lengths(self) -> Integers:
+        every = np.arange(self.shards.num_rows, dtype=np.int64)
+        lengths: Integers = self.at(self.locate(every)).sizes.prod(axis=1)
+        return lengths
+
+    @override
+    def fetch(self, rows: Integers) -> list[Tensor]:
+        starts, sizes = self.at(self.locate(rows))
+        return [
+            self.items[start : start + int(np.prod(shape))]
+            .clone()
+            .view(*shape, *self.field.item_shape)
+            for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)
+        ]
+
+
+def _shifts(fields: Sequence[Field], sizes: Sequence[int]) -> Integers:
+    """How many rows more than those before it lie before each part in memory.
+
+    Args:
+        fields: The fields, whose parts all begin at the same row.
+        sizes: Rows of each part.
+
+    Returns:
+        int64 of shape (parts,). Between two parts is at least one row.
+    """
+    # A part begins at a multiple of so many rows that each field begins with a page.
+    unit = max(_PAGE // math.gcd(_PAGE, field.item_bytes or _PAGE) for field in fields)
+    shifts, first, total = [], 0, 0
+    for size in sizes:
+        shifts.append(first - total)
+        total += size
+        first = (first + size) // unit * unit + unit
+    return np.array(shifts, np.int64)
+
+
+def _map(field: Field, files: Sequence[tuple[Path, int, int]], num_rows: int) -> Tensor:
+    """Map files into one range of addresses.
+
+    Args:
+        field: What the files have rows of, all of one shape.
+        files: Each with the first of its bytes in the range, a multiple of a page, and its size.
+        num_rows: Rows of the whole range.
+
+    Returns:
+        Of shape (num_rows, *field shape). What a process writes there does not reach the files.
+
+    Raises:
+        StoreError: A file cannot be mapped.
+    """
+    shape, num_bytes = (num_rows, *field.item_shape), num_rows * field.item_bytes
+    if not files or not num_bytes:
+        return torch.empty(shape, dtype=field.dtype, device="cpu")
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    size_t, long = ctypes.c_size_t, ctypes.c_long
+    library.mmap.argtypes = [ctypes.c_void_p, size_t, *[ctypes.c_int] * 3, long]
+    try:
+        # Addresses alone: pages that are not replaced by those of a file take no memory.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        reserved = np.frombuffer(mmap.mmap(-1, num_bytes, flags=flags, prot=protection), np.uint8)
+        for path, first, size in files:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                place = reserved.ctypes.data + first
+                private = mmap.MAP_PRIVATE | _MAP_FIXED
+                if library.mmap(place, size, protection, private, file, 0) == _MAP_FAILED:
+                    error = ctypes.get_errno()
+                    raise OSError(error, os.strerror(error))
+            finally:
+                os.close(file)
+    except OSError as error:
+        raise StoreError(
+            f"{', '.join(str(path) for path, _, _ in files)} cannot be mapped: {error}: see that"
+            " you have the right to read them, and that the process may map that much (`ulimit -v`)"
+        ) from error
+    return torch.from_numpy(reserved).view(field.dtype).view(shape)
+
+
+def _check_alike(stores: Mapping[str, Store]) -> None:
+    (name, first), *others = stores.items()
+    for other_name, other in others:
+        pairs = zip(first.schema.fields, other.schema.fields, strict=False)
+        for one, two in pairs:
+            if one != two:
+                raise SchemaError(
+                    f"train_dataset: field {one.name!r} is {one} ({one.kind}) in {name!r}, and"
+                    f" {other_name!r} has {two.name!r}, {two} ({two.kind}): training sets that are"
+                    " mixed have the same fields; where only lengths differ, name the field in"
+                    " variable={...} and build the stores anew with overwrite=True"
+                )
+        if first.schema != other.schema:
+            names = [[field.name for field in store.schema.fields] for store in (first, other)]
+            raise SchemaError(
+                f"train_dataset: {name!r} has the fields {names[0]}, and {other_name!r} has"
+                f" {names[1]}: training sets that are mixed have the same fields, nested alike"
+            )
+        if first.num_shards != other.num_shards:
+            raise StoreError(
+                f"the store of {name!r} has {first.num_shards} shards, and that of {other_name!r}"
+                f" {other.num_shards}: build them anew with overwrite=True"
+            )

@@ -1,0 +1,86 @@
+"""One long stream of tokens as a dataset whose rows are pieces of it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_memmap.errors import check_integer
+
+
+class TokenStream(Dataset[dict[str, NDArray[Any]]]):
+    """One long stream of tokens, for training on windows of it.
+
+    The stream is cut into rows, each a sample ``{"tokens": array}``. With
+    ``variable={"tokens": Windows(length, stride)}`` and the length and stride given here, each
+    window of the stream is there exactly once: rows begin at multiples of the stride, and share the
+    steps by which windows overlap with the row before, ``length - stride`` of them. Shorter windows
+    that begin in the shared steps come in both rows, and longer ones do not cross the cuts.
+
+    Args:
+        tokens: An array or tensor of one dimension; or a file, whose bytes are mapped.
+        length: Tokens of a window, at least 1.
+        stride: Tokens from the beginning of a window to that of the next one; by default as many as
+            its length.
+        dtype: Of the tokens of a file, such as ``uint16``. In a text, each byte is one.
+        start: The share of the stream before the first token, such as 0.9 for its last tenth.
+        stop: The share of the stream before the end.
+        row_tokens: Tokens of a row, roughly. A row is the least that a build reads at once.
+
+    Raises:
+        TypeError: A number is none.
+        ValueError: A number is out of range, the tokens have more than one dimension, or there are
+            fewer of them than a window has.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[Any] | Tensor | str | Path,
+        length: int,
+        stride: int | None = None,
+        *,
+        dtype: str = "uint8",
+        start: float = 0.0,
+        stop: float = 1.0,
+        row_tokens: int = 2**20,
+    ) -> None:
+        stride = length if stride is None else stride
+        for name, number in (("length", length), ("stride", stride), ("row_tokens", row_tokens)):
+            check_integer(name, number)
+            if number < 1:
+                raise ValueError(f"TokenStream: {name}={number}: at least 1 token")
+        if not 0 <= start < stop <= 1:
+            raise ValueError(f"TokenStream: start={start}, stop={stop}: shares from 0 to 1")
+        found: Any = tokens
+        if isinstance(tokens, (str, Path)):
+            found = np.memmap(tokens, dtype, "r")
+        elif isinstance(tokens, Tensor):
+            found = tokens.numpy()
+        if not isinstance(found, np.ndarray) or found.ndim != 1:
+            raise ValueError(
+                f"TokenStream: tokens of shape {getattr(found, 'shape', None)}: give an array of"
+                " one dimension, or the path of a file"
+            )
+        self.tokens = found[int(start * len(found)) : int(stop * len(found))]
+        self.length, self.stride = length, stride
+        if len(self.tokens) < length:
+            raise ValueError(
+                f"TokenStream: length={length}, and the stream has {len(self.tokens)} tokens: use"
+                " shorter windows"
+            )
+        self._num_windows = (len(self.tokens) - length) // stride + 1
+        self._row_windows = max(1, row_tokens // stride)
+
+    def __len__(self) -> int:
+        return -(-self._num_windows // self._row_windows)
+
+    def __getitem__(self, row: int) -> dict[str, NDArray[Any]]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row}: the stream has {len(self)} rows")
+        first = row * self._row_windows
+        last = min(first + self._row_windows, self._num_windows) - 1
+        begin, end = first * self.stride, last * self.stride + self.length
+        return {"tokens": np.asarray(self.tokens[begin:end])}

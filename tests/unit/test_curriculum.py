@@ -1,0 +1,193 @@
+"""Another order from an epoch on: each epoch is that of its own sampler, and resumed as such."""
+
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.cli import main
+from lightning_memmap.sampling import (
+    Curriculum,
+    Mixture,
+    SequentialSampler,
+    Shards,
+    ShuffledSampler,
+    Weighted,
+)
+from lightning_memmap.schema import Windows
+from tests.models import Points, Regression, make_trainer, weights
+from tests.series import Series, windows_in
+
+ROWS = 90
+HALF = np.where(np.arange(ROWS) % 9 < 4, 1.0, 0.0)
+
+
+def in_order(shards: Shards, seed: int) -> SequentialSampler:
+    return SequentialSampler(shards)
+
+
+def make_data(path: Path, **options: Any) -> MemmapDataModule:
+    defaults: dict[str, Any] = {
+        "train_dataset": Points(ROWS),
+        "store_dir": path / "stores",
+        "batch_size": 12,
+        "num_shards": 12,
+        "seed": 5,
+        "sampler": Curriculum({2: None, 0: Weighted(HALF, num_samples=ROWS), 3: in_order}),
+    }
+    return MemmapDataModule(**{**defaults, **options})
+
+
+def epochs_of(data: MemmapDataModule, count: int = 5) -> list[list[int]]:
+    data.prepare_data()
+    data.setup("fit")
+    loader: Any = data.train_dataloader()
+    found = []
+    for epoch in range(count):
+        loader.set_epoch(epoch)
+        found.append([row for batch in loader for row in batch["row"].tolist()])
+    return found
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_each_epoch_is_that_of_its_sampler(tmp_path: Path, residency: str) -> None:
+    found = epochs_of(make_data(tmp_path, residency=residency))
+    weighted = epochs_of(make_data(tmp_path, sampler=Weighted(HALF, num_samples=ROWS)))
+    shuffled = epochs_of(make_data(tmp_path, sampler=None))
+    assert found == [*weighted[:2], shuffled[2], [*range(ROWS)], [*range(ROWS)]]
+
+
+def test_rows_of_all_orders_are_held_once(tmp_path: Path) -> None:
+    data = make_data(tmp_path, residency="host")
+    epochs_of(data, 0)
+    assert data.placement is not None
+    held = data.placement.splits["train"].shards
+    places = [held.rows_of(shard).tolist() for shard in range(12)]  # type: ignore[union-attr]
+    assert all(len(rows) == len(set(rows)) for rows in places)
+    assert set(chain.from_iterable(places)) == set(range(ROWS))
+    # Most rows are where the store has them: an order moves few of them.
+    assert held.num_rows < 2 * ROWS
+
+
+@pytest.mark.parametrize("stop", [7, 16, 20])
+def test_fit_is_resumed_on_either_side_of_a_change(tmp_path: Path, stop: int) -> None:
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == stop:
+                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    def fit(devices: int, ckpt_path: Path | None = None, **options: Any) -> Regression:
+        module = Regression()
+        trainer = make_trainer(
+            tmp_path,
+            strategy="memmap_superbatch",
+            devices=devices,
+            max_epochs=4,
+            limit_val_batches=0,
+            **options,
+        )
+        data = make_data(tmp_path, batch_size=12 // devices)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        return module
+
+    whole = fit(1, callbacks=[Save()])
+    for devices in (1, 4):
+        resumed = fit(devices, tmp_path / "stopped.ckpt")
+        assert resumed.seen["train"] == whole.seen["train"][stop:]
+        assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_checkpoint_of_another_curriculum_is_refused(tmp_path: Path) -> None:
+    data = make_data(tmp_path)
+    epochs_of(data, 0)
+    saved: Any = data.train_dataloader()
+    next(iter(saved))
+    data.sampler = Curriculum({0: Weighted(HALF, num_samples=ROWS), 1: None})
+    data.setup("fit")
+    loader: Any = data.train_dataloader()
+    loader.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match="another row order"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_shares_and_windows_change_too(tmp_path: Path, residency: str) -> None:
+    lengths = [20 + row % 3 for row in range(12)]
+    shares = [{"a": 1.0, "b": 0.0}, {"a": 0.25, "b": 0.75}]
+    data = make_data(
+        tmp_path,
+        train_dataset={"a": Series(lengths), "b": Series(lengths * 2)},
+        variable={"value": Windows(8, 4), "time": Windows(8, 4)},
+        sampler=Curriculum({epoch: Mixture(s, 200) for epoch, s in enumerate(shares)}),
+        residency=residency,
+    )
+    data.prepare_data()
+    data.setup("fit")
+    loader: Any = data.train_dataloader()
+    order = data.order
+    assert order is not None
+    for epoch, expected in enumerate(shares):
+        loader.set_epoch(epoch)
+        seen = [window for batch in loader for window in windows_in(batch, 8)]
+        rows = order.dataset_rows(epoch, range(200))
+        names = order.shards.base.names(rows)
+        assert [(row, step) for (_, row), step in names] == seen
+        found = Counter(store for (store, _), _ in names)
+        assert found["a"] == pytest.approx(200 * expected["a"], abs=1)
+
+
+def test_config_has_a_curriculum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_data(tmp_path, sampler=Curriculum({0: Weighted("row"), 1: None}))
+    rows = epochs_of(data, 2)
+    factory = {"class_path": "lightning_memmap.sampling.Weighted", "init_args": {"weights": "row"}}
+    curriculum = {
+        "class_path": "lightning_memmap.sampling.Curriculum",
+        "init_args": {"stages": {0: factory, 1: None}},
+    }
+    options = {"store_dir": str(tmp_path / "stores"), "batch_size": 12, "seed": 5}
+    config = {
+        "data": {
+            "class_path": "lightning_memmap.MemmapDataModule",
+            "init_args": {**options, "sampler": curriculum},
+        }
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    for epoch in (0, 1):
+        capsys.readouterr()
+        arguments = ["--epoch", str(epoch), "--step", "2", "--devices", "1", "--json"]
+        with pytest.raises(SystemExit) as end:
+            main(["rows", "--config", str(path), *arguments])
+        assert end.value.code == 0, capsys.readouterr().err
+        assert str(rows[epoch][24:36])[1:-1] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ([Weighted("y")], "samplers by epoch"),
+        ({"0": Weighted("y")}, "samplers by epoch"),
+        ({1: None}, r"epochs \[1\]"),
+        ({0: None, -1: None}, r"epochs \[-1, 0\]"),
+        ({0: "shuffled"}, "'shuffled' is no sampler"),
+        ({0: ShuffledSampler}, "is no sampler"),
+        ({0: None, 4: Mixture({"a": 1})}, "different training sets"),
+    ],
+)
+def test_wrong_stages_are_refused(stages: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        Curriculum(stages)
+
+
+def test_orders_of_other_lengths_are_refused(tmp_path: Path) -> None:
+    data = make_data(tmp_path, sampler=Curriculum({0: None, 1: Weighted("row", num_samples=7)}))
+    data.prepare_data()
+    with pytest.raises(ValueError, match=r"\[90, 7\] positions"):
+        data.setup("fit")

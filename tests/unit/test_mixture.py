@@ -1,0 +1,315 @@
+"""Several training sets in given shares: the same under every division, and as often as asked."""
+
+import json
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.cli import main
+from lightning_memmap.errors import MemmapError, SchemaError
+from lightning_memmap.sampling import Mixture, RandomSplit, Subset
+from lightning_memmap.schema import Windows
+from lightning_memmap.store import build_store, open_store
+from lightning_memmap.store.joined import JoinedStore
+from tests.models import make_trainer
+
+SIZES = {"a": 50, "b": 21, "c": 7}
+SHARES = {"a": 0.5, "b": 0.3, "c": 0.2}
+SAMPLES = 120
+
+
+class Set(Dataset[dict[str, Any]]):
+    """Rows that say what they are: of set ``code``, with ``row % 5`` to ``row % 5 + 3`` steps.
+
+    Args:
+        code: Number of the set.
+        num_rows: Rows.
+        steps: The least steps of a row.
+        pad: Floats in each row.
+    """
+
+    def __init__(self, code: int, num_rows: int, steps: int = 0, pad: int = 3) -> None:
+        self.code, self.num_rows, self.steps, self.pad = code, num_rows, steps, pad
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        if not 0 <= row < self.num_rows:
+            raise IndexError(row)
+        number = 100 * self.code + row
+        return {
+            "number": number,
+            "pad": torch.full((self.pad,), float(number)),
+            "steps": np.arange(self.steps + row % 5, dtype=np.int32) + 1000 * number,
+            "image": np.full((row % 3, 1 + row % 2, 2), number, np.int16),
+            "name": f"row {number}",
+        }
+
+
+def sets(**options: Any) -> dict[str, Set]:
+    return {name: Set(code, size, **options) for code, (name, size) in enumerate(SIZES.items(), 1)}
+
+
+def make_data(path: Path, **options: Any) -> MemmapDataModule:
+    defaults: dict[str, Any] = {
+        "train_dataset": sets(),
+        "batch_size": 12,
+        "num_shards": 12,
+        "seed": 5,
+        "sampler": Mixture(SHARES, SAMPLES),
+        "variable": {"steps": "list", "image": "list"},
+    }
+    return MemmapDataModule(store_dir=path / "stores", **{**defaults, **options})
+
+
+def check(batch: Any) -> list[int]:
+    """The numbers of the rows of a batch, once each field is seen to be theirs."""
+    numbers: list[int] = batch["number"].tolist()
+    for index, number in enumerate(numbers):
+        code, row = divmod(number, 100)
+        sample = Set(code, 100)[row]
+        assert torch.equal(batch["pad"][index], sample["pad"])
+        assert batch["steps"][index].tolist() == sample["steps"].tolist()
+        assert batch["image"][index].tolist() == sample["image"].tolist()
+        assert batch["name"][index] == sample["name"]
+    return numbers
+
+
+def epoch_of(data: MemmapDataModule, epoch: int = 0) -> list[list[int]]:
+    loader: Any = data.train_dataloader()
+    loader.set_epoch(epoch)
+    return [check(batch) for batch in loader]
+
+
+def set_up(data: MemmapDataModule) -> MemmapDataModule:
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_rows_come_as_often_as_their_shares_say(tmp_path: Path, residency: str) -> None:
+    data = set_up(make_data(tmp_path, residency=residency))
+    total: Counter[int] = Counter()
+    for epoch in range(30):
+        steps = epoch_of(data, epoch)
+        counts = Counter(chain.from_iterable(steps))
+        assert sum(counts.values()) == SAMPLES
+        for code, (name, size) in enumerate(SIZES.items(), 1):
+            expected = SAMPLES * SHARES[name] / size
+            for row in range(size):
+                assert int(expected) <= counts[100 * code + row] <= int(expected) + 1
+            # All steps have their share, since the shards do.
+            for step in steps:
+                found = sum(number // 100 == code for number in step)
+                assert abs(found - 12 * SHARES[name]) <= 2
+        total += counts
+    for code, (name, size) in enumerate(SIZES.items(), 1):
+        found = sum(count for number, count in total.items() if number // 100 == code)
+        assert found == pytest.approx(30 * SAMPLES * SHARES[name], abs=30)
+        assert len({number for number in total if number // 100 == code}) == size
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    num_shards=st.integers(1, 7),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=8, deadline=None)
+def test_joined_store_is_its_stores(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], num_shards: int, seed: int
+) -> None:
+    path = tmp_path_factory.mktemp("joined")
+    dims = {"steps": "pad", "image": {"form": "pad", "dims": 2}}
+    stores = {
+        str(code): build_store(
+            Set(code, size), path / str(code), num_shards=num_shards, progress=False, variable=dims
+        )
+        for code, size in enumerate(sizes)
+    }
+    joined = JoinedStore(path, stores)
+    rows = [row for store in stores.values() for row in store]  # type: ignore[attr-defined]
+    assert len(joined) == len(rows) == sum(sizes)
+    order = np.random.default_rng(seed).permutation(len(rows))
+    fetched = [column.fetch(order) for column in joined.columns]
+    for at, index in enumerate(order.tolist()):
+        found = joined[index]
+        for (name, value), column in zip(rows[index].items(), fetched, strict=True):
+            if name == "name":
+                assert found[name] == value
+                continue
+            assert torch.equal(found[name], value)
+            assert torch.equal(column[at].reshape(value.shape), value)
+    assert joined.manifest.num_bytes == sum(store.manifest.num_bytes for store in stores.values())
+    assert joined.values("number").tolist() == [row["number"].item() for row in rows]
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_steps_are_the_same_on_any_number_of_devices(tmp_path: Path, residency: str) -> None:
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 1)
+            self.seen: list[list[int]] = []
+            torch.nn.init.ones_(self.layer.weight)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append(check(batch))
+            return self.layer(batch["pad"] / 300).square().mean()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise AssertionError("there is nothing to validate on")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def fit(devices: int, ckpt_path: Path | None = None, **options: Any) -> Module:
+        module = Module()
+        trainer = make_trainer(
+            tmp_path,
+            strategy="memmap_superbatch",
+            devices=devices,
+            max_epochs=2,
+            limit_val_batches=0,
+            **options,
+        )
+        data = make_data(tmp_path, batch_size=12 // devices, residency=residency)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        return module
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 13:
+                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    alone = fit(1, callbacks=[Save()])
+    for devices in (2, 3, 4):
+        assert fit(devices).seen == alone.seen
+    resumed = fit(2, tmp_path / "stopped.ckpt")
+    assert resumed.seen == alone.seen[13:]
+    assert torch.equal(resumed.layer.weight, alone.layer.weight)
+
+
+def test_windows_over_several_sets_are_mixed(tmp_path: Path) -> None:
+    data = make_data(
+        tmp_path,
+        train_dataset=sets(steps=6),
+        variable={"steps": Windows(4, 1), "image": "list"},
+        sampler=Mixture(SHARES, 400),
+    )
+    for residency in ("mmap", "host"):
+        data.residency = residency
+        set_up(data)
+        seen: Counter[int] = Counter()
+        for batch in data.train_dataloader():
+            for number, steps, name in zip(
+                batch["number"].tolist(), batch["steps"].tolist(), batch["name"], strict=True
+            ):
+                assert steps == [steps[0] + index for index in range(4)]
+                assert steps[0] // 1000 == number
+                assert name == f"row {number}"
+                seen[number // 100] += 1
+        for code, share in enumerate(SHARES.values(), 1):
+            assert seen[code] == pytest.approx(400 * share, abs=1)
+
+
+def test_share_of_0_is_left_out(tmp_path: Path) -> None:
+    data = set_up(make_data(tmp_path, sampler=Mixture({"a": 1, "b": 0, "c": 1})))
+    seen = Counter(number // 100 for step in epoch_of(data) for number in step)
+    assert seen == {1: 39, 3: 39}
+
+
+def test_command_shows_set_and_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = set_up(make_data(tmp_path))
+    second = epoch_of(data)[1]
+    mixture = {
+        "class_path": "lightning_memmap.sampling.Mixture",
+        "init_args": {"shares": SHARES, "num_samples": SAMPLES},
+    }
+    options = {"store_dir": str(tmp_path / "stores"), "batch_size": 6, "seed": 5}
+    dataset = {
+        name: {"class_path": "tests.unit.test_mixture.Set", "init_args": {"code": 0, "num_rows": 1}}
+        for name in SIZES
+    }
+    arguments = {**options, "sampler": mixture, "train_dataset": dataset}
+    config = {"data": {"class_path": "lightning_memmap.MemmapDataModule", "init_args": arguments}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    command = ["rows", "--config", str(path), "--step", "1", "--devices", "2"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--json"])
+    assert end.value.code == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["rows"] == [["abc"[number // 100 - 1], number % 100] for number in second]
+    with pytest.raises(SystemExit):
+        main([*command, "--show", str(tmp_path / "rows.png")])
+    assert f"row {second[0]}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("shares", "num_samples", "words"),
+    [
+        ([1], None, "dict of shares"),
+        ({"a": "much"}, None, "'much'"),
+        ({"a": -1.0}, None, "-1.0"),
+        ({"a": 0}, None, "no set has a share"),
+        ({"a": 1}, 0, "num_samples=0"),
+    ],
+)
+def test_wrong_shares_are_refused(shares: Any, num_samples: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        Mixture(shares, num_samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sampler": None}, r"sampler=Mixture\(\{'a'"),
+        ({"sampler": Mixture({"a": 1, "b": 1})}, "the sets a, b, c"),
+        ({"train_dataset": Set(1, 9)}, "train_dataset is one"),
+        ({"train_dataset": [*sets().values()]}, "give a dict of them by name"),
+        ({"subset": RandomSplit(0.1)}, "not selected from sets that are mixed"),
+        ({"subset": {"train/a": Subset([1])}}, "not selected from sets that are mixed"),
+    ],
+)
+def test_sets_that_are_not_mixed_are_refused(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make_data(tmp_path, **options)
+
+
+def test_sets_of_other_fields_are_refused(tmp_path: Path) -> None:
+    wrong = {"a": Set(1, 9), "b": Set(2, 9, pad=4)}
+    data = make_data(tmp_path, train_dataset=wrong, sampler=Mixture({"a": 1, "b": 1}))
+    data.prepare_data()
+    with pytest.raises(SchemaError, match=r"field 'pad' is .* in 'a', and 'b' has 'pad'"):
+        data.setup("fit")
+
+
+def test_stream_is_refused(tmp_path: Path) -> None:
+    data = make_data(tmp_path, residency="stream")
+    data.prepare_data()
+    with pytest.raises((MemmapError, ValueError), match="residency='stream'"):
+        data.setup("fit")
+
+
+def test_stores_of_a_mixture_are_used_without_datasets(tmp_path: Path) -> None:
+    expected = epoch_of(set_up(make_data(tmp_path)))
+    found = sorted(path.name for path in (tmp_path / "stores" / "train").glob("[!.]*"))
+    assert found == [*SIZES]
+    assert epoch_of(set_up(make_data(tmp_path, train_dataset=None))) == expected
+    assert open_store(tmp_path / "stores" / "train" / "a").num_rows == SIZES["a"]

@@ -1,0 +1,524 @@
+"""Windows over series through loaders and the data module: the same under every division."""
+
+import json
+from collections import Counter
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.cli import main
+from lightning_memmap.errors import StoreError
+from lightning_memmap.loading import SuperBatchLoader
+from lightning_memmap.loading.window_rows import WindowRows
+from lightning_memmap.sampling import (
+    KFold,
+    SequentialSampler,
+    Shards,
+    ShuffledSampler,
+    StridedRows,
+    Subset,
+    Weighted,
+    WindowShards,
+    spans_of,
+)
+from lightning_memmap.schema import Windows
+from lightning_memmap.store import Store, TokenStream, build_store, open_store
+from tests.models import make_trainer
+from tests.series import Series, all_windows, make_loader, windows_in
+
+LENGTHS = [5 + row * 7 % 30 for row in range(40)]
+LENGTH, STRIDE = 8, 3
+WINDOWS = Windows(LENGTH, STRIDE)
+EXPECTED = all_windows(LENGTHS, LENGTH, STRIDE)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return build_store(
+        Series(LENGTHS), tmp_path_factory.mktemp("series") / "store", num_shards=12, progress=False
+    )
+
+
+def steps_of(loader: SuperBatchLoader, epoch: int = 0) -> list[list[tuple[int, int]]]:
+    loader.set_epoch(epoch)
+    return [windows_in(batch.to("cpu"), LENGTH) for batch in loader]
+
+
+def joined(steps: list[list[Any]]) -> list[Any]:
+    return list(chain.from_iterable(steps))
+
+
+# Shards of windows
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    num_shards=st.integers(1, 9),
+    length=st.integers(1, 12),
+    stride=st.integers(1, 15),
+    subset=st.booleans(),
+)
+@settings(deadline=None)
+def test_each_window_is_in_one_shard_and_found_again(
+    lengths: list[int], num_shards: int, length: int, stride: int, subset: bool
+) -> None:
+    chosen = StridedRows(0, 2) if subset else None
+    rows = [*range(0, len(lengths), 2)] if subset else [*range(len(lengths))]
+    expected = [
+        (row, step) for row, step in all_windows(lengths, length, stride) if row in set(rows)
+    ]
+    series = Shards(len(rows), num_shards, chosen)
+    homes = np.repeat(np.arange(num_shards), series.sizes)
+    offsets = np.arange(len(rows)) - series.starts[homes]
+    steps = np.array(lengths)[series.dataset_rows(homes, offsets)]
+    if not expected:
+        with pytest.raises(ValueError, match="the longest of the"):
+            WindowShards.of(series, ("x",), steps, length, stride)
+        return
+    line = WindowShards.of(series, ("x",), steps, length, stride)
+    numbers = np.arange(len(expected))
+    assert [tuple(name) for name in line.names(numbers)] == expected
+    assert line.stored_rows(numbers).tolist() == [row for row, _ in expected]
+    assert line.dataset_rows_at(line.locate(numbers)).tolist() == numbers.tolist()
+    for shards in (line, line.ordered):
+        assert shards.base == line
+        found = [shards.rows_of(shard) for shard in range(num_shards)]
+        assert [len(rows) for rows in found] == shards.sizes.tolist()
+        assert sorted(np.concatenate(found).tolist()) == numbers.tolist()
+        for shard, rows_ in enumerate(found):
+            places = shards.locations_in(line, np.full(len(rows_), shard), np.arange(len(rows_)))
+            assert line.dataset_rows_at(places).tolist() == rows_.tolist()
+            at, windows = line.on_line(places)
+            firsts, counts = spans_of(shards, [shard])
+            assert (windows >= firsts[at]).all()
+            assert (windows < (firsts + counts)[at]).all()
+            assert (counts > 0).sum() == len(set(at.tolist()))
+    sequential = SequentialSampler(line)
+    every = range(sequential.num_positions)
+    assert sequential.dataset_rows(0, every).tolist() == numbers.tolist()
+    shuffled = ShuffledSampler(line, 3)
+    assert sorted(shuffled.dataset_rows(1, every).tolist()) == numbers.tolist()
+
+
+def test_shards_share_no_more_than_windows_overlap() -> None:
+    line = WindowShards.of(Shards(1, 4), ("x",), np.array([1000]), 10, 2)
+    firsts, counts = zip(*(spans_of(line, [shard]) for shard in range(4)), strict=True)
+    held = [int((count[0] - 1) * 2 + 10) for count in counts]
+    assert sum(held) == 1000 + 3 * (10 - 2)
+    assert [int(first[0]) for first in firsts] == line.starts.tolist()
+    assert spans_of(line, range(4)).counts.tolist() == [496]
+
+
+# Loaders
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("subset", [None, StridedRows(1, 3, excluded=True)])
+def test_windows_are_the_same_on_any_number_of_devices_and_processes(
+    store: Store, residency: str, shuffle: bool, subset: StridedRows | None
+) -> None:
+    options: dict[str, Any] = {"residency": residency, "shuffle": shuffle, "subset": subset}
+    expected = [(row, step) for row, step in EXPECTED if subset is None or row % 3 != 1]
+    steps = steps_of(make_loader(store, WINDOWS, **options))
+    assert sorted(joined(steps)) == expected
+    assert (joined(steps) == expected) != shuffle
+    for num_devices in (2, 3, 4):
+        loader = make_loader(store, WINDOWS, num_devices, 12 // num_devices, **options)
+        assert steps_of(loader) == steps
+    ranks = [
+        steps_of(make_loader(store, WINDOWS, 2, 3, rank=rank, size=2, **options))
+        for rank in range(2)
+    ]
+    for step, first, second in zip(steps, *ranks, strict=True):
+        assert sorted(first + second) == sorted(step)
+        assert step[::2] in (first, second)
+
+
+def test_each_window_comes_once_in_each_epoch_in_another_order(store: Store) -> None:
+    loader = make_loader(store, WINDOWS)
+    first, second = joined(steps_of(loader, 0)), joined(steps_of(loader, 1))
+    assert sorted(first) == sorted(second) == EXPECTED
+    assert first != second
+    # Like any shuffled rows: neighbours do not stay together.
+    follows = sum(b == (a[0], a[1] + STRIDE) for a, b in pairwise(first))
+    assert follows < len(first) / 10
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_store_that_devices_do_not_divide_is_striped_anew(store: Store, residency: str) -> None:
+    with pytest.warns(UserWarning, match="re-striped over 15"):
+        loader = make_loader(store, WINDOWS, 5, 4, residency=residency)
+    assert sorted(joined(steps_of(loader))) == EXPECTED
+
+
+def test_memory_holds_each_step_once(store: Store) -> None:
+    held = 0
+    for rank in range(4):
+        loader = make_loader(store, WINDOWS, rank=rank, size=4, residency="host", batch_size=3)
+        (source,) = loader._rows.sources
+        assert isinstance(source, WindowRows)
+        (index,) = (i for i, (shape, _) in enumerate(source.fields) if shape == (LENGTH,))
+        steps = source._windows[index]
+        assert steps is not None
+        held += steps.untyped_storage().nbytes() // 4
+    # Shards c with c % 4 == rank are pieces of the line: where one ends inside a series, the next
+    # one begins with as many steps as windows overlap.
+    used = sum(length - (length - LENGTH) % STRIDE for length in LENGTHS if length >= LENGTH)
+    assert used <= held <= used + 12 * (LENGTH - STRIDE)
+
+
+def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
+    loader = make_loader(store, WINDOWS, residency="host", fields=("value",))
+    line = loader.order.shards
+    assert isinstance(line, WindowShards)
+    counts = spans_of(line, range(12)).counts
+    steps = int(((counts[counts > 0] - 1) * STRIDE + LENGTH).sum())
+    values = store.manifest.shard_bytes(line, {"value"})
+    assert steps * 4 <= values.sum() <= (steps + 12 * (LENGTH - STRIDE)) * 4
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_loader_is_saved_and_resumed(store: Store, num_devices: int) -> None:
+    def make(devices: int = num_devices) -> SuperBatchLoader:
+        return make_loader(store, WINDOWS, devices, 12 // devices)
+
+    whole = steps_of(make(), 2)
+    for count in range(1, len(whole)):
+        saved = make()
+        saved.set_epoch(2)
+        batches = iter(saved)
+        for _ in range(count):
+            next(batches)
+        for devices in (num_devices, 4):
+            loader = make(devices)
+            loader.load_state_dict(saved.state_dict())
+            assert steps_of(loader, 2) == whole[count:]
+
+
+@pytest.mark.parametrize(
+    ("windows", "words"),
+    [(Windows(LENGTH, 2), "stride=3"), (Windows(LENGTH - 1, STRIDE), "length=8")],
+)
+def test_checkpoint_of_other_windows_is_refused(store: Store, windows: Windows, words: str) -> None:
+    saved = make_loader(store, WINDOWS)
+    next(iter(saved))
+    loader = make_loader(store, windows)
+    loader.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match="another row order"):
+        next(iter(loader))
+    state = saved.state_dict()["sampler"]["shards"]["windows"]
+    assert "{}={}".format(*words.split("=")) in [f"{k}={v}" for k, v in state.items()]
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_windows_are_weighted_by_a_field_of_their_series(store: Store, residency: str) -> None:
+    weights = np.array([1.0 if row % 2 else 0.0 for row, _ in EXPECTED])
+    loaders = [
+        make_loader(
+            store,
+            WINDOWS,
+            devices,
+            12 // devices,
+            residency=residency,
+            factory=Weighted(weights, num_samples=200),
+        )
+        for devices in (1, 4)
+    ]
+    steps = [steps_of(loader) for loader in loaders]
+    assert steps[0] == steps[1]
+    counts = Counter(joined(steps[0]))
+    odd = [window for window in EXPECTED if window[0] % 2]
+    assert set(counts) <= set(odd)
+    assert sum(counts.values()) == 200
+    assert max(counts.values()) <= 200 // len(odd) + 1
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_rows_of_one_shape_are_cut_too(tmp_path: Path, residency: str) -> None:
+    lengths = [20] * 9
+    store = build_store(Series(lengths), tmp_path / "store", num_shards=6, progress=False)
+    assert store.schema.fields[0].shape == (20,)
+    for stride in (1, 5, 9):
+        windows = Windows(LENGTH, stride)
+        loader = make_loader(store, windows, 2, 6, residency=residency)
+        assert sorted(joined(steps_of(loader))) == all_windows(lengths, LENGTH, stride)
+
+
+def test_stream_is_refused(store: Store) -> None:
+    with pytest.raises((StoreError, ValueError), match="residency='stream'"):
+        make_loader(store, WINDOWS, residency="stream", shuffle=False)
+
+
+# Token streams
+
+
+@given(
+    num_tokens=st.integers(1, 300),
+    length=st.integers(1, 20),
+    stride=st.integers(1, 25),
+    row_tokens=st.integers(1, 90),
+)
+@settings(deadline=None)
+def test_each_window_of_a_stream_is_in_one_row(
+    num_tokens: int, length: int, stride: int, row_tokens: int
+) -> None:
+    tokens = np.arange(num_tokens, dtype=np.uint16)
+    if num_tokens < length:
+        with pytest.raises(ValueError, match="shorter windows"):
+            TokenStream(tokens, length, stride)
+        return
+    stream = TokenStream(tokens, length, stride, row_tokens=row_tokens)
+    rows = [stream[row]["tokens"] for row in range(len(stream))]
+    firsts = [int(row[step]) for row in rows for step in range(0, len(row) - length + 1, stride)]
+    assert firsts == [*range(0, num_tokens - length + 1, stride)]
+    for row in rows:
+        assert row.dtype == np.uint16
+        assert row.tolist() == [*range(row[0], row[-1] + 1)]
+    with pytest.raises(IndexError):
+        stream[len(stream)]
+
+
+def test_stream_of_a_file_is_what_the_file_has(tmp_path: Path) -> None:
+    tokens = np.arange(1000, dtype=np.uint16)
+    tokens.tofile(tmp_path / "tokens.bin")
+    train = TokenStream(tmp_path / "tokens.bin", 10, dtype="uint16", stop=0.9, row_tokens=100)
+    val = TokenStream(str(tmp_path / "tokens.bin"), 10, dtype="uint16", start=0.9)
+    assert np.concatenate([train[row]["tokens"] for row in range(len(train))]).tolist() == [
+        *range(900)
+    ]
+    assert val[0]["tokens"].tolist() == [*range(900, 1000)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tokens": np.zeros((2, 2)), "length": 1}, "one dimension"),
+        ({"tokens": np.zeros(9), "length": 0}, "length=0"),
+        ({"tokens": np.zeros(9), "length": 1, "stride": 0}, "stride=0"),
+        ({"tokens": np.zeros(9), "length": 1, "start": 1.0}, "start=1.0"),
+        ({"tokens": np.zeros(9), "length": 10}, "shorter windows"),
+    ],
+)
+def test_wrong_stream_is_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TokenStream(**arguments)
+
+
+# The data module
+
+
+def make_data(path: Path, dataset: Any = None, **options: Any) -> MemmapDataModule:
+    return MemmapDataModule(
+        Series(LENGTHS) if dataset is None else dataset,
+        Series(LENGTHS[:9]),
+        store_dir=path / "stores",
+        **{
+            "batch_size": 6,
+            "num_shards": 12,
+            "seed": 5,
+            "variable": {"value": WINDOWS, "time": {"form": "windows", "length": 8, "stride": 3}},
+            **options,
+        },
+    )
+
+
+class Module(L.LightningModule):
+    """Notes the windows that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(LENGTH, 1)
+        self.train_windows: list[list[tuple[int, int]]] = []
+        self.val_windows: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.train_windows.append(windows_in(batch, LENGTH))
+        return self.layer(batch["value"].float() / 1e4).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_windows += windows_in(batch, LENGTH)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_data_module_trains_and_validates_on_windows(tmp_path: Path) -> None:
+    alone = None
+    for devices in (1, 2, 3, 4):
+        data = make_data(tmp_path, batch_size=12 // devices)
+        module = Module()
+        trainer = make_trainer(
+            tmp_path,
+            strategy="memmap_superbatch",
+            devices=devices,
+            max_epochs=2,
+            num_sanity_val_steps=0,
+        )
+        trainer.fit(module, datamodule=data)
+        expected = all_windows(LENGTHS[:9], LENGTH, STRIDE)
+        assert module.val_windows == expected * 2
+        assert sorted(joined(module.train_windows)) == sorted(EXPECTED * 2)
+        if alone is None:
+            alone = module
+        assert module.train_windows == alone.train_windows
+        assert torch.equal(module.layer.weight, alone.layer.weight)
+
+
+def test_fit_is_resumed_inside_an_epoch(tmp_path: Path) -> None:
+    whole, stopped, resumed = Module(), Module(), Module()
+    options: dict[str, Any] = {"strategy": "memmap_superbatch", "devices": 2, "max_epochs": 2}
+    options["limit_val_batches"] = 0
+    make_trainer(tmp_path, **options).fit(whole, datamodule=make_data(tmp_path))
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 17:
+                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    make_trainer(tmp_path, **options, callbacks=[Save()]).fit(
+        stopped, datamodule=make_data(tmp_path)
+    )
+    make_trainer(tmp_path, **options).fit(
+        resumed, datamodule=make_data(tmp_path), ckpt_path=tmp_path / "stopped.ckpt"
+    )
+    assert resumed.train_windows == whole.train_windows[17:]
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+def test_folds_have_the_windows_of_their_series(tmp_path: Path) -> None:
+    seen: Counter[tuple[int, int]] = Counter()
+    for member in range(3):
+        data = MemmapDataModule(
+            Series(LENGTHS),
+            store_dir=tmp_path / "stores",
+            num_shards=12,
+            variable={"value": WINDOWS, "time": WINDOWS},
+            subset=KFold(3, seed=1),
+            member=member,
+        )
+        data.prepare_data()
+        data.setup("fit")
+        train = [w for batch in data.train_dataloader() for w in windows_in(batch, LENGTH)]
+        loader: Any = data.val_dataloader()
+        val = [w for batch in loader for w in windows_in(batch, LENGTH)]
+        assert not {row for row, _ in train} & {row for row, _ in val}
+        assert sorted(train + val) == EXPECTED
+        seen.update(val)
+    assert set(seen.values()) == {1}
+    assert sorted(seen) == EXPECTED
+
+
+def test_subset_and_weights_by_a_field_go_together(tmp_path: Path) -> None:
+    data = make_data(tmp_path, subset=Subset(range(20)), sampler=Weighted("row", num_samples=400))
+    data.prepare_data()
+    data.setup("fit")
+    rows = Counter(row for batch in data.train_dataloader() for row, _ in windows_in(batch, LENGTH))
+    long = [row for row in range(20) if LENGTHS[row] >= LENGTH]
+    assert sorted(rows) == long
+    # All series come equally often, however many windows they have.
+    assert max(rows.values()) - min(rows.values()) <= 400 // len(long)
+
+
+def test_command_shows_series_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_data(tmp_path)
+    data.prepare_data()
+    config = {
+        "data": {
+            "class_path": "lightning_memmap.MemmapDataModule",
+            "init_args": {
+                "store_dir": str(tmp_path / "stores"),
+                "batch_size": 6,
+                "seed": 5,
+                "variable": {
+                    name: {"form": "windows", "length": LENGTH, "stride": STRIDE}
+                    for name in ("value", "time")
+                },
+            },
+        },
+        "trainer": {"accelerator": "cpu"},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    arguments = ["rows", "--config", str(path), "--epoch", "1", "--step", "2", "--devices", "2"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([*arguments, "--json"])
+    (found,) = json.loads(capsys.readouterr().out)
+    loader = make_loader(open_store(tmp_path / "stores" / "train"), WINDOWS, 2, 6)
+    assert [tuple(row) for row in found["rows"]] == steps_of(loader, 1)[2]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--show", str(tmp_path / "rows.png")])
+    shown = capsys.readouterr().out
+    series, step = found["rows"][0]
+    assert f"{series}:{step}" in shown
+    assert f"series {series}" in shown
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ({"value": WINDOWS, "time": Windows(8, 2)}, "same length and stride"),
+        ({"values": WINDOWS}, "values"),
+        ({"name": WINDOWS}, "text"),
+        ({"row": WINDOWS}, "'row'"),
+        ({"value": Windows(100, 1)}, "length=100"),
+        ({"value": {"form": "windows"}}, "length"),
+        ({"value": {"form": "windows", "length": 0, "stride": 1}}, "length=0"),
+        ({"value": {"form": "windows", "length": 2, "stride": -1}}, "stride=-1"),
+        ({"value": {"form": "windows", "length": 2, "stride": 1, "dims": 2}}, "dims=2"),
+    ],
+)
+def test_wrong_windows_are_refused(
+    tmp_path: Path, variable: dict[str, Any], words: str, store: Store
+) -> None:
+    (tmp_path / "train").symlink_to(store.path)
+    with pytest.raises((ValueError, TypeError), match=words):
+        MemmapDataModule(store_dir=tmp_path, variable=variable).setup("fit")
+
+
+def test_fields_that_differ_in_their_steps_are_refused(tmp_path: Path) -> None:
+    rows = [{"a": np.zeros(9 + row), "b": np.zeros(9 + row % 3)} for row in range(5)]
+    data = MemmapDataModule(
+        rows, store_dir=tmp_path, variable={"a": Windows(4, 1), "b": Windows(4, 1)}
+    )
+    data.prepare_data()
+    with pytest.raises(ValueError, match="up to row 3, field 'b' has other steps"):
+        data.setup("fit")
+
+
+def test_windows_take_part_in_a_stream_of_tokens(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 2**16, 5000).astype(np.uint16)
+    data = MemmapDataModule(
+        TokenStream(tokens, 33, 16, row_tokens=700),
+        store_dir=tmp_path,
+        batch_size=10,
+        variable={"tokens": Windows(33, 16)},
+    )
+    data.prepare_data()
+    data.setup("fit")
+    found = sorted(tuple(w) for b in data.train_dataloader() for w in b["tokens"].tolist())
+    unfolded = torch.from_numpy(tokens.astype(np.int64)).unfold(0, 33, 16)
+    assert found == sorted(map(tuple, unfolded.tolist()))
+    # One sample is a stream as well: then windows may have any length.
+    data = MemmapDataModule(
+        [{"tokens": tokens}],
+        store_dir=tmp_path / "one",
+        batch_size=10,
+        variable={"tokens": Windows(100, 7)},
+    )
+    data.prepare_data()
+    data.setup("fit")
+    found = sorted(tuple(w) for b in data.train_dataloader() for w in b["tokens"].tolist())
+    unfolded = torch.from_numpy(tokens.astype(np.int64)).unfold(0, 100, 7)
+    assert found == sorted(map(tuple, unfolded.tolist()))
