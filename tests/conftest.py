@@ -92,6 +92,7 @@ _SLOW = (
     "unit/test_loaders_of_others.py",
     "unit/test_mixture.py",
     "unit/test_image_commands.py::test_config_trains",
+    "unit/test_habits.py",
     "unit/test_process_group.py",
     "unit/test_sets.py::test_config_names_several_and_samplers",
     "unit/test_tuning.py",
