@@ -1,5 +1,6 @@
 """Hooks of the site: examples become pages, and pages outside the navigation are added to it."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 #: A link of a page to an example, which lies outside of docs/.
-EXAMPLE = re.compile(r"\]\((?:\.\./)+examples/(\w+)\.py\)")
+EXAMPLE = re.compile(r"\]\((?:\.\./)+examples/(\w+)\.(?:py|ipynb)\)")
 #: In the navigation, the section that takes pages which it does not name.
 SECTION = "In depth"
 
@@ -18,9 +19,10 @@ SECTION = "In depth"
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     """Add a page for each example, and each page to the navigation."""
     examples = []
-    for path in sorted((ROOT / "examples").glob("*.py")):
+    for path in sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("*.ipynb")]):
         if path.stem != "__init__":
-            text = f"# {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
+            text = path.read_text(encoding="utf-8")
+            text = _of_notebook(text) if path.suffix == ".ipynb" else _of_program(path.name, text)
             name = f"examples/{path.stem}.md"
             files.append(File.generated(config, name, content=text))
             examples.append(name)
@@ -30,6 +32,17 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     (section,) = (entry[SECTION] for entry in config.nav if SECTION in entry)
     section += [page.src_uri for page in files.documentation_pages() if page.src_uri not in named]
     return files
+
+
+def _of_program(name: str, text: str) -> str:
+    return f"# {name}\n\n```python\n{text}```\n"
+
+
+def _of_notebook(text: str) -> str:
+    """The cells of a notebook one after the other, with links as they are from a page."""
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+    shown = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells]
+    return "\n\n".join(shown).replace("](../docs/", "](../")
 
 
 def _names(nav: Any) -> list[str]:
