@@ -45,8 +45,8 @@ _SETTLE_S = 5.0
 
 #: One test that takes as long as many others.
 _LONGEST = "test_simulated_gpu.py"
-#: What starts programs, builds in worker processes that die or trains for long, by the beginning of
-#: its name: all but the fast tier.
+#: What starts programs, builds in processes that die, trains for long or counts over thousands of
+#: seeds, by the beginning of its name: all but the fast tier.
 _SLOW = (
     "benchmarks/",
     "distributed/",
@@ -65,7 +65,13 @@ _SLOW = (
     "unit/compare/test_worker.py",
     "unit/loading/test_loader.py::TestKeeping::test_batches_kept_in_another_process",
     "unit/loading/test_streamed.py",
+    "unit/sampling/test_sampler.py::test_sampler_long_shards",
+    "unit/sampling/test_sampler.py::test_shuffle",
     "unit/sampling/test_weighted.py",
+    "unit/sampling/test_windows.py::test_each_row_is_equally_often",
+    "unit/sampling/test_windows.py::test_other_rows_share",
+    "unit/sampling/test_windows.py::test_rows_of_a_window",
+    "unit/sampling/test_windows.py::test_windows_come_in_each_order",
     "unit/store/test_append.py",
     "unit/store/test_build.py::test_build_on_full_disk",
     "unit/store/test_concurrency.py",
@@ -82,6 +88,10 @@ _SLOW = (
     "unit/store/test_variable.py::test_build_killed_while_it_writes",
     "unit/test_cli.py::TestConfig::test_config_accepts_residency_window_and_forms",
     "unit/test_cli.py::TestProgram::test_module_run_as_a_program",
+    "unit/test_curriculum.py",
+    "unit/test_loaders_of_others.py",
+    "unit/test_mixture.py",
+    "unit/test_image_commands.py::test_config_trains",
     "unit/test_habits.py",
     "unit/test_process_group.py",
     "unit/test_sets.py::test_config_names_several_and_samplers",

@@ -190,7 +190,7 @@ def _stored_shards(store: Store, placement: SplitPlacement) -> list[int]:
         return [*range(stored.num_shards)]
     found = np.zeros(stored.num_shards, bool)
     for shard in held:
-        found[np.asarray(shards.rows_of(shard)) % stored.num_shards] = True
+        found[np.asarray(shards.rows_of(shard), np.int64) % stored.num_shards] = True
     return [int(shard) for shard in np.flatnonzero(found)]
 
 

@@ -88,9 +88,9 @@ class WindowRows(RandomAccessRows):
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         places = self._offsets.locate(sampler, epoch, positions)
-        series = self._line.on_line(places).series
+        series = self._line.series_of(places)
         places *= self._line.stride
-        places += self._shifts[series]
+        places += self._shifts[series] if len(self._shifts) > 1 else self._shifts
         return places
 
     @override

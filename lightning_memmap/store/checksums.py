@@ -13,7 +13,8 @@ import xxhash
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import open_plain, unreadable
 
-_READ_BYTES = 8 * 2**20
+#: Read at once, into memory that is used again: new memory costs more than the read.
+_READ_BYTES = 2**18
 
 
 def compute_checksums(
@@ -67,14 +68,13 @@ def _hash_shards(
 ) -> list[str]:
     """The hashes of shards, each given as pieces of files."""
     hashes = []
+    memory = memoryview(bytearray(_READ_BYTES))
     for pieces in shards:
         digest = xxhash.xxh3_64()
         for name, start, end in pieces:
-            while start < end and (
-                data := os.pread(files[name], min(_READ_BYTES, end - start), start)
-            ):
-                digest.update(data)
-                start += len(data)
-                advance(len(data))
+            while start < end and (count := os.preadv(files[name], [memory[: end - start]], start)):
+                digest.update(memory[:count])
+                start += count
+                advance(count)
         hashes.append(digest.hexdigest())
     return hashes

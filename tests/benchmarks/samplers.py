@@ -17,7 +17,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from loader import CASES, LEAST_S, RandomRows, loader_epoch
+from loader import CASES, LEAST_S, RandomRows
 from timing import CLOCKS, in_turn, machine, spread
 
 from lightning_memmap.loading import FormedCollate, SuperBatchLoader, load_split
@@ -75,7 +75,11 @@ def epochs_of(loader: SuperBatchLoader) -> Callable[[], int]:
         nonlocal epoch
         epoch += 1
         loader.set_epoch(epoch)
-        return loader_epoch(loader)
+        num_rows = 0
+        for super_batch in loader:
+            super_batch.to(CPU)
+            num_rows += super_batch.num_rows
+        return num_rows
 
     return run
 

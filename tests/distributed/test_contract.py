@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_p
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     out = tmp_path_factory.mktemp("reference")
-    return Reports(out, [run(out, REFERENCE)], Regression)
+    return Reports(out, [run(out, REFERENCE, resumed=())], Regression)
 
 
 @pytest.fixture(scope="module", params=contracts_in("several"))

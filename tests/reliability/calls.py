@@ -20,13 +20,13 @@ Mode = Literal["count", "before", "after", "torn", "short", "ENOSPC", "EIO"]
 
 _CALLS = (
     "chmod", "close", "fchmod", "fdatasync", "fsync", "ftruncate", "link", "mkdir", "open",
-    "posix_fallocate", "pread", "pwrite", "pwritev", "read", "remove", "rename", "replace",
-    "rmdir", "symlink", "truncate", "unlink", "write", "writev",
+    "posix_fallocate", "pread", "preadv", "pwrite", "pwritev", "read", "remove", "rename",
+    "replace", "rmdir", "symlink", "truncate", "unlink", "write", "writev",
 )  # fmt: skip
 #: Calls of which a part may be done when the power goes.
 WRITES = ("pwrite", "write")
 #: Calls that change nothing on the disk.
-_READS = ("close", "pread", "read")
+_READS = ("close", "pread", "preadv", "read")
 
 
 def makes_sense(mode: Mode, name: str) -> bool:

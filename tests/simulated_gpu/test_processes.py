@@ -33,6 +33,9 @@ CASES = (
     "best_checkpoint",
 )
 
+#: Inside an epoch, and at its end. After which others is no matter of devices.
+RESUMED = (3, 7)
+
 pytestmark = [
     pytest.mark.gpu,
     # The resumed runs save nothing.
@@ -45,7 +48,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     out = tmp_path_factory.mktemp("reference")
-    return Reports(out, [run(out, REFERENCE, cases=CASES)], Regression)
+    return Reports(out, [run(out, REFERENCE, cases=CASES, resumed=())], Regression)
 
 
 @pytest.fixture(scope="module", params=contracts_in("several"))
@@ -53,7 +56,8 @@ def strategy(
     request: pytest.FixtureRequest, reference: Reports, tmp_path_factory: pytest.TempPathFactory
 ) -> Reports:
     out = tmp_path_factory.mktemp(request.param)
-    options = {"name": request.param, "others": str(reference.out), "cases": CASES}
+    options = {"cases": CASES, "resumed": RESUMED}
+    options |= {"name": request.param, "others": str(reference.out)}
     ranks = launch("contract.run", out, processes=DEVICES, accelerator="gpu", **options)
     return Reports(out, ranks, Regression)
 
@@ -68,13 +72,17 @@ def test_fit_of_a_case_is_as_on_one_device(
 # With the fixtures of this file.
 test_evaluation_is_over_all_rows_once = contract.test_evaluation_is_over_all_rows_once
 test_predictions_are_of_each_row_once = contract.test_predictions_are_of_each_row_once
-test_resume_is_bitwise = contract.test_resume_is_bitwise
 test_checkpoint_of_one_process_resumes_in_several = (
     contract.test_checkpoint_of_one_process_resumes_in_several
 )
 test_checkpoint_of_several_processes_resumes_in_one = (
     contract.test_checkpoint_of_several_processes_resumes_in_one
 )
+
+
+@pytest.mark.parametrize("step", RESUMED)
+def test_resume_is_bitwise(strategy: Reports, step: int) -> None:
+    contract.test_resume_is_bitwise(strategy, step)
 
 
 def test_nothing_is_used_too_early(strategy: Reports) -> None:

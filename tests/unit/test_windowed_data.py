@@ -430,6 +430,20 @@ def test_subset_and_weights_by_a_field_go_together(tmp_path: Path) -> None:
     assert max(rows.values()) - min(rows.values()) <= 400 // len(long)
 
 
+def test_row_numbers_are_those_of_windows(tmp_path: Path) -> None:
+    data = make_data(tmp_path, with_row_numbers=True)
+    data.prepare_data()
+    data.setup("fit")
+    loader: Any = data.val_dataloader()
+    for expected, found in (
+        (EXPECTED, data.train_dataloader()),
+        (all_windows(LENGTHS[:9], LENGTH, STRIDE), loader),
+    ):
+        for batch in found:
+            numbers = batch["row_number"].tolist()
+            assert windows_in(batch, LENGTH) == [expected[number] for number in numbers]
+
+
 def test_command_shows_series_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = make_data(tmp_path)
     data.prepare_data()

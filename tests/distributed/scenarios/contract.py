@@ -76,7 +76,11 @@ class Runs:
 
 
 def run(
-    out: Path, name: str, others: str | None = None, cases: Sequence[str] = tuple(SEVERAL)
+    out: Path,
+    name: str,
+    others: str | None = None,
+    cases: Sequence[str] = tuple(SEVERAL),
+    resumed: Sequence[int] = RESUMED,
 ) -> dict[str, Any]:
     """Everything that a strategy must support.
 
@@ -85,6 +89,7 @@ def run(
         name: A key of `CONTRACTS`, or the reference.
         others: Directory of the reference, from whose checkpoint a run is resumed.
         cases: Which fits; all by default.
+        resumed: After which steps a run is resumed.
     """
     runs = Runs(out, name)
     found: dict[str, Any] = {key: runs.fit(SEVERAL[key], key) for key in cases}
@@ -92,14 +97,14 @@ def run(
     whole = Case(
         Scheduled, {"max_epochs": 2, "enable_checkpointing": True}, callbacks=lambda _: [saver]
     )
-    resumed = Case(Scheduled, {"max_epochs": 2})
+    rest = Case(Scheduled, {"max_epochs": 2})
     found["whole"] = runs.fit(whole, "whole")
-    for step in RESUMED:
+    for step in resumed:
         checkpoint = out / "saved" / f"step={step}.ckpt"
-        found[f"resumed {step}"] = runs.fit(resumed, f"resumed {step}", checkpoint)
+        found[f"resumed {step}"] = runs.fit(rest, f"resumed {step}", checkpoint)
     if others is not None:
         checkpoint = Path(others) / "saved" / "step=3.ckpt"
-        found["taken over"] = runs.fit(resumed, "taken over", checkpoint)
+        found["taken over"] = runs.fit(rest, "taken over", checkpoint)
     trainer, data = make_run(name, out)
     module = Evaluated()
     (validated,) = trainer.validate(module, data, verbose=False)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_memmap.errors import DatasetError, MemmapError
 from lightning_memmap.loading import (
@@ -20,10 +21,10 @@ from lightning_memmap.loading import (
 )
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows
-from lightning_memmap.schema import Decode, read_forms
+from lightning_memmap.schema import Decode, Form, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import OnSuperBatch
-from tests.images import FORMS, HEIGHT, WIDTH, EncodedImages, assert_is_batch, encoded
+from tests.images import FORMS, HEIGHT, WIDTH, EncodedImages, assert_is_batch, encoded, icons, plain
 from tests.rows import CPU, make_split, split_with
 
 NUM_ROWS = 90
@@ -287,3 +288,48 @@ def test_images_without_a_form_are_given_as_bytes(store: Store) -> None:
     loader = SuperBatchLoader(rows, SequentialSampler(rows.shards), 5, collate=collate)
     batch = next(iter(loader)).to("cpu")
     assert batch["image"] == [EncodedImages(5)[row]["image"] for row in range(5)]
+
+
+class Icons:
+    """Icons of matplotlib as PNG files with transparency, and the masks of what is opaque."""
+
+    def __init__(self, decoded: bool = False) -> None:
+        self.files = [path for path in icons() if path.stem.endswith("_large")]
+        self.decoded = decoded
+
+    def __len__(self) -> int:
+        return 3 * len(self.files)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        data = self.files[row % len(self.files)].read_bytes()
+        return masked({"image": plain(data, "RGBA")}) if self.decoded else {"image": data}
+
+
+def masked(batch: dict[str, Any]) -> dict[str, Any]:
+    """Divide RGBA into an image on a gray background and its mask."""
+    color, alpha = batch["image"].float().split([3, 1], -3)
+    return {
+        "image": torch.lerp(torch.full_like(color, 128), color, alpha / 255),
+        "mask": alpha > 127,
+    }
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_masks_from_transparency_are_those_of_a_dataloader(
+    tmp_path: Path, num_devices: int
+) -> None:
+    store = build_store(Icons(), tmp_path / "s", num_shards=6, progress=False)
+    forms: dict[str, Form] = {"image": Decode(mode="RGBA")}
+    rows = make_split(store, num_devices, forms=forms)
+    loader = SuperBatchLoader(
+        rows,
+        SequentialSampler(rows.shards),
+        8 // num_devices,
+        collate=FormedCollate(store.schema, forms),
+        transform=masked,
+    )
+    for step, expected in zip(loader, DataLoader(Icons(decoded=True), 8), strict=True):
+        batch = step.to("cpu")
+        assert 0 < expected["mask"].float().mean() < 1
+        for name in ("image", "mask"):
+            assert torch.equal(batch[name], expected[name])

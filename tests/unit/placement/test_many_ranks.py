@@ -32,7 +32,10 @@ class ManyRows:
     num_rows, num_shards, row_bytes = ROWS, RANKS, 8
 
     def shard_bytes(
-        self, shards: Shards | None = None, fields: Collection[str] | None = None
+        self,
+        shards: Shards | None = None,
+        fields: Collection[str] | None = None,
+        num_data_devices: int = 1,
     ) -> Integers:
         column = FixedColumn(Field("x", torch.int64, (), "array"), Shards(ROWS, RANKS))
         shards = shards or column.shards

@@ -376,7 +376,6 @@ def test_parts_by_an_executor_make_the_store(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)  # Ray takes its time to start.
 def test_parts_by_tasks_of_ray_make_the_store(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     program = [sys.executable, "-m", "tests.unit.store.ray_parts", str(tmp_path / "s")]
     environment = {**os.environ, "HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)

@@ -5,7 +5,6 @@ import enum
 import os
 import signal
 import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from time import monotonic, sleep
@@ -39,6 +38,7 @@ from lightning_memmap.store.range_writer import _fitting
 from lightning_memmap.store.recovery import building_path
 from lightning_memmap.store.sources import field_arrays
 from tests.datasets import Counting, Replaced
+from tests.preloaded import python
 from tests.records import Colour, Scenes
 from tests.unit.store.signing import sign_manifest
 
@@ -227,8 +227,9 @@ def test_lists_of_parts_that_are_not_alike_are_refused(
         build(tmp_path / "s", [{"x": 1, "parts": parts}] * 3, variable={"parts": "list"})
 
 
+ROOT = Path(__file__).parents[3]
 BUILD = """
-import sys, time
+import os, sys, time
 from lightning_memmap.store import build_store, range_writer, writer
 from tests.records import Scenes
 writer._JOURNAL_INTERVAL_S = 0.0
@@ -239,21 +240,27 @@ class Slow(Scenes):
         time.sleep(0.001)
         return super().__getitem__(row)
 
+print(os.getpid(), flush=True)
 build_store(Slow(600), sys.argv[1], num_shards=7, progress=False, fingerprint="one")
 """
 
 
 def test_build_killed_while_it_writes_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    process = subprocess.Popen([sys.executable, "-c", BUILD, str(path)])
+    command = [python(), "-c", BUILD, str(path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    # That of the program, which the process only stands for.
+    program = int(process.stdout.readline())
     journal = building_path(path) / "journal"
     deadline = monotonic() + 120
     while not (journal.exists() and journal.stat().st_size > 20):
         assert process.poll() is None
         assert monotonic() < deadline
         sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    os.kill(program, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
     counting = Counting(Scenes(600))
     store = build(path, counting, fingerprint="one")
     assert 16 < len(counting.rows) < 600

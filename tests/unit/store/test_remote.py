@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
@@ -26,6 +27,8 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.loading import load_split
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.sampling import Mixture
+from lightning_memmap.schema import Windows
 from lightning_memmap.store import (
     Store,
     build_store,
@@ -222,6 +225,28 @@ def test_training_on_a_url_has_the_batches_of_the_directory(
     assert len(seen[0][0]["train"]) >= 3
 
 
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_windows_and_mixtures_of_a_url_are_those_of_the_directory(
+    tmp_path: Path, residency: str
+) -> None:
+    for name, first in (("a", 0), ("b", 500)):
+        samples = [{"steps": np.arange(first + row, first + row + 9)} for row in range(30)]
+        build_store(samples, tmp_path / "far" / "train" / name, num_shards=6, progress=False)
+    options: list[dict[str, Any]] = [
+        {"sampler": Mixture({"a": 0.6, "b": 0.4}, 40)},
+        {"sampler": Mixture({"a": 0.6, "b": 0.4}, 40), "variable": {"steps": Windows(4, 2)}},
+    ]
+    for each in options:
+        batches = []
+        for place in (tmp_path / "far", (tmp_path / "far").as_uri()):
+            data = MemmapDataModule(store_dir=place, batch_size=5, residency=residency, **each)
+            data.setup()
+            batches.append([batch["steps"].clone() for batch in data.train_dataloader()])
+            data.teardown()
+        assert len(batches[0]) == len(batches[1]) == 8
+        assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
+
+
 def test_images_of_a_url_are_decoded(tmp_path: Path) -> None:
     samples = []
     for row in range(6):
@@ -300,6 +325,21 @@ def test_processes_killed_while_they_fetch_leave_a_cache_of_right_rows(
     pids = [server.start(read) for _ in range(2)]
     assert [server.wait(pid) for pid in pids] == [0, 0]
     assert holds(open_store(url), Numbered(500))
+
+
+def test_shards_that_several_want_at_once_are_fetched_once(
+    url: str, reads: list[tuple[str, int, int]]
+) -> None:
+    stores = [open_store(url) for _ in range(3)]
+    reads.clear()
+    with ThreadPoolExecutor(3) as pool:
+        columns = list(pool.map(lambda store: store.provide(None, range(NUM_SHARDS)), stores))
+    ranges = [column.shard_ranges() for column in stores[0].manifest.columns]
+    assert sorted(reads) == sorted(
+        pieces for field in ranges for shard in field for pieces in shard
+    )
+    for found in zip(*columns, strict=True):
+        assert len({tuple(column.row(7).flatten().tolist()) for column in found}) == 1
 
 
 # The size of the cache

@@ -338,6 +338,6 @@ def test_verify_unreadable_disk_says_so(
     def fail(*arguments: Any) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "pread", fail)
+    monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(StoreError, match=r"x\.memmap cannot be read: Input/output error"):
         verify_store(pristine[NEW.version])
