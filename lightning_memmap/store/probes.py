@@ -310,6 +310,7 @@ def take_probes(
         run_tasks(search, [np.unique(more).tolist()], min(num_workers, 1), found.append)
         schema, num_read = found[0][0].stored_as(store_dtypes or {}), found[0][1]
     check_known(schema, {*(variable or {}), *(store_dtypes or {})}, num_read)
+    schema = schema.declaring(variable or {})
     # What a row consists of, and so its hash, may depend on what other rows have shown.
     stale = {
         probe.row

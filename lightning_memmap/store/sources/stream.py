@@ -134,6 +134,7 @@ class Spool:
             piece.append(sample)
             self.schema = merged_schema(self.schema, sample) or self.schema
         check_known(self.schema, {*variable, *store_dtypes}, len(piece))
+        self.schema = self.schema.declaring(variable)
         with ExitStack() as stack:
             self.arrays = [
                 SpooledItems(field, directory)
