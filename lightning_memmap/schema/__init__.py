@@ -197,6 +197,25 @@ class Schema:
         }
 
     @property
+    def mixed_numbers(self) -> dict[str, tuple[str, ...]]:
+        """Lists of numbers in records that differ in dtype, by name, with the fields of these."""
+        fields = {field.name: field for field in self.fields}
+        found = dict[str, tuple[str, ...]]()
+        for path, node in self.structure.walk():
+            for inner, part in node.children[0].walk(path) if node.kind == "records" else ():
+                names = [field_name(each) for each in part.paths(inner)]
+                if (
+                    part.kind == "list"
+                    and part.keys
+                    and all(
+                        child.kind == "leaf" and fields[name].kind == "number"
+                        for name, child in zip(names, part.children, strict=True)
+                    )
+                ):
+                    found[field_name(inner)] = tuple(names)
+        return found
+
+    @property
     def optional(self) -> dict[str, tuple[str, ...]]:
         """What may be None, by name, with the names of its fields and last of the one that says
         where it is not."""

@@ -57,7 +57,8 @@ def distributions(store: Store, field: Field, column: OpenColumn) -> Iterator[Di
         column: Its column.
 
     Yields:
-        The distributions, of rows that are not None. Of many rows, some are looked at that are evenly spaced.
+        The distributions, of rows that are not None. Of many rows, some are looked at that are
+        evenly spaced.
     """
     name, given = field.name, np.flatnonzero(store.given(field.name))
     if not field.shape:
