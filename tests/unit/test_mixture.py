@@ -226,9 +226,10 @@ def test_windows_over_several_sets_are_mixed(tmp_path: Path) -> None:
 
 
 def test_share_of_0_is_left_out(tmp_path: Path) -> None:
-    data = set_up(make_data(tmp_path, sampler=Mixture({"a": 1, "b": 0, "c": 1})))
-    seen = Counter(number // 100 for step in epoch_of(data) for number in step)
-    assert seen == {1: 39, 3: 39}
+    for share in (1, 1e308):
+        data = set_up(make_data(tmp_path, sampler=Mixture({"a": share, "b": 0, "c": share})))
+        seen = Counter(number // 100 for step in epoch_of(data) for number in step)
+        assert seen == {1: 39, 3: 39}
 
 
 def test_command_shows_set_and_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
