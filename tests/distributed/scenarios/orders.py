@@ -147,7 +147,7 @@ def fit(
 
 
 def fit_all(out: Path, save_at: int, **variant: Any) -> dict[str, Any]:
-    """Train on the data of each case, and go on from a checkpoint inside its first epoch.
+    """Train on the data of each case, and go on from a checkpoint inside an epoch.
 
     Returns:
         By case, the ``whole`` run and the ``resumed`` one.
