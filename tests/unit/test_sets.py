@@ -39,6 +39,16 @@ def set_up(data: MemmapDataModule, stage: str | None = None) -> MemmapDataModule
     return data
 
 
+def test_truth_value_of_a_dataset_is_not_asked(tmp_path: Path) -> None:
+    class Undecided(Points):
+        def __bool__(self) -> bool:
+            raise ValueError("ambiguous")
+
+    options: dict[str, Any] = {"val_dataset": Undecided(5), "test_dataset": [Undecided(5)]}
+    data = set_up(make_data(tmp_path, train_dataset=Undecided(24), **options))
+    assert len(data.train_dataloader()) == 6
+
+
 class Several(Regression):
     """Notes the rows of each loader and logs its loss under the name of its dataset."""
 
