@@ -50,7 +50,7 @@ class FieldArray(ABC):
 
     What is read has the field's dtype and shape (n, *field shape), or is a numpy array of objects,
     one for each row. Anything else means that these rows must be read one by one. Of a field that
-    may be None, rows are read as `NullableRows` or as objects, of which `PartOfRows` takes one part.
+    may be None, rows are read as `NullableRows` or objects, of which `PartOfRows` takes one part.
     """
 
     @abstractmethod
@@ -240,8 +240,8 @@ class RowsOfLists(FieldArray):
         return self._arrays(self.array.take(rows))
 
     def _arrays(self, found: Found) -> np.ndarray:
-        is_list = isinstance(found, np.ndarray) and found.dtype == object
-        arrays = arrays_of_lists(self.field, list(found)) if is_list else None
+        lists = found.tolist() if isinstance(found, np.ndarray) and found.dtype == object else [0]
+        arrays = arrays_of_lists(self.field, lists)
         # Numbers are no rows of this field, so that they are read one by one.
         return np.zeros(len(found), object) if arrays is None else object_array(arrays)
 
