@@ -99,8 +99,5 @@ def _failed(field: str, which: str, error: ImageError) -> DatasetError:
             " as PIL images or tensors of one size in the dataset"
         )
     if isinstance(error, ImageMissingError):
-        remedy = (
-            "repair it in the dataset; where it is None, give an image in its place, or use the"
-            f" other rows alone, with subset=Subset(field='{field}.mask', values=[True])"
-        )
+        remedy = "repair it in the dataset, or give an image in its place, and build the store anew"
     return DatasetError(f"field {field!r}, {which}: {error}: {remedy}")

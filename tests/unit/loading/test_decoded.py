@@ -21,7 +21,7 @@ from lightning_memmap.loading import (
     image_decoder,
 )
 from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows, Subset
+from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows
 from lightning_memmap.schema import Decode, Form, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import OnSuperBatch
@@ -336,22 +336,11 @@ def test_masks_from_transparency_are_those_of_a_dataloader(
             assert torch.equal(batch[name], expected[name])
 
 
-def test_rows_without_an_image_are_named_and_left_out(tmp_path: Path) -> None:
-    rows: Any = [
-        {"i": encoded(np.full((4, 5, 3), row, np.uint8)) if row % 3 else None, "row": row}
-        for row in range(24)
-    ]
-    data = MemmapDataModule(
-        rows, store_dir=tmp_path, batch_size=8, shuffle=False, variable={"i": "decode"}
-    )
+def test_images_that_are_none_are_refused(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 5, 3), np.uint8)
+    rows: Any = [{"i": encoded(pixels) if row % 3 else None} for row in range(24)]
+    data = MemmapDataModule(rows, store_dir=tmp_path, batch_size=8, variable={"i": "decode"})
     data.prepare_data()
-    data.setup("fit")
-    with pytest.raises(DatasetError, match=r"field 'i', row 0: it has no bytes: .*'i.mask'"):
-        list(data.train_dataloader())
-    data = data.with_options(subset=Subset(field="i.mask", values=[True]))
-    data.setup("fit")
-    batches = list(data.train_dataloader())
-    assert [row for batch in batches for row in batch["row"].tolist()] == [
-        row for row in range(24) if row % 3
-    ]
-    assert all(batch["i"].mask.all() and batch["i"].values.any() for batch in batches)
+    with pytest.raises(ValueError, match="field 'i' may be missing or several"):
+        data.setup("fit")
+        data.train_dataloader()
