@@ -342,5 +342,9 @@ def test_images_that_are_none_are_refused(tmp_path: Path) -> None:
     data = MemmapDataModule(rows, store_dir=tmp_path, batch_size=8, variable={"i": "decode"})
     data.prepare_data()
     with pytest.raises(ValueError, match="field 'i' may be missing or several"):
-        data.setup("fit")
-        data.train_dataloader()
+        _first_batch(data)
+
+
+def _first_batch(data: MemmapDataModule) -> Any:
+    data.setup("fit")
+    return next(iter(data.train_dataloader()))
