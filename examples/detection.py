@@ -56,16 +56,6 @@ class Detector(L.LightningModule):
         middle = torch.stack(torch.meshgrid(x, y, indexing="xy"))
         return logits, (middle.repeat(2, 1, 1) + edges) * CELL
 
-    def detect(self, image: Tensor) -> list[dict[str, Tensor]]:
-        """For each image, the ``box`` (found, 4) and ``label`` (found,) of its digits."""
-        logits, boxes = self(image)
-        score, label = logits.softmax(1)[:, :BACKGROUND].max(1)
-        # Next to the cell of a center, others may name the digit as well: the surest is right.
-        is_surest = score == F.max_pool2d(score, 3, stride=1, padding=1)
-        is_found = is_surest & (logits.argmax(1) != BACKGROUND)
-        found = zip(boxes, label, is_found, strict=True)
-        return [{"box": box[:, cells].T, "label": of[cells]} for box, of, cells in found]
-
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """The loss of all cells' classes and of the boxes, logged as ``train_loss``."""
         logits, boxes = self(batch["image"])
@@ -77,7 +67,6 @@ class Detector(L.LightningModule):
         classes[row, y, x] = label
         # Most cells have no center: they count less.
         weight = torch.tensor([1.0] * BACKGROUND + [0.02], device=label.device)
-        # In cells; a batch may have no digit.
         distance = F.smooth_l1_loss(boxes[row, :, y, x], box, reduction="sum") / CELL
         loss = F.cross_entropy(logits, classes, weight) + distance / max(box.numel(), 1)
         self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=rows)
@@ -85,17 +74,23 @@ class Detector(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Log ``val_f1``."""
-        self.val_f1.update(self.detect(batch["image"]), batch["objects"])
-        self.log("val_f1", self.val_f1)
+        self.val_f1.update(self.predict_step(batch, batch_idx), batch["objects"])
+        self.log("val_f1", self.val_f1, batch_size=len(batch["objects"]))
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Log ``test_f1``."""
-        self.test_f1.update(self.detect(batch["image"]), batch["objects"])
-        self.log("test_f1", self.test_f1)
+        self.test_f1.update(self.predict_step(batch, batch_idx), batch["objects"])
+        self.log("test_f1", self.test_f1, batch_size=len(batch["objects"]))
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[dict[str, Tensor]]:
-        """What `detect` finds in each image."""
-        return self.detect(batch["image"])
+        """For each image, the ``box`` (found, 4) and ``label`` (found,) of its digits."""
+        logits, boxes = self(batch["image"])
+        score, label = logits.softmax(1)[:, :BACKGROUND].max(1)
+        # Next to the cell of a center, others may name the digit as well: the surest is right.
+        is_surest = score == F.max_pool2d(score, 3, stride=1, padding=1)
+        is_found = is_surest & (logits.argmax(1) != BACKGROUND)
+        found = zip(boxes, label, is_found, strict=True)
+        return [{"box": box[:, cells].T, "label": of[cells]} for box, of, cells in found]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam."""
@@ -110,13 +105,12 @@ def main(devices: int = 2, max_epochs: int = 10) -> None:
         max_epochs: Epochs to train.
     """
     L.seed_everything(0)
-    normalize = Normalize(mean=0.04, std=0.16)
     data = MemmapDataModule(
         *(Scenes(split) for split in ("train", "val", "test")),
         store_dir="stores/detection",
         batch_size=8,
-        transform=normalize,
-        eval_transform=normalize,
+        transform=Normalize(mean=0.04, std=0.16),
+        eval_transform=Normalize(mean=0.04, std=0.16),
     )
     train_and_test(Detector(), data, devices=devices, max_epochs=max_epochs)
 

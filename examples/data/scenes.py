@@ -17,9 +17,9 @@ _NUM_ROWS = {"train": 1600, "val": 256, "test": 256}
 class Scenes(Dataset[dict[str, Any]]):
     """Digits of several sizes on a canvas. No two of them overlap, and some scenes have none.
 
-    A sample is ``{"image": uint8 tensor of shape (1, 48, 48), "objects": [{"box": [left, top,
-    right, bottom] in pixels, as floats, "label": int from 0 to 9}, ...]}``. A box goes around the
-    ink of its digit. The digits of a split come from the same split of `Digits`.
+    A sample is ``{"image": uint8 tensor of shape (1, 48, 48), "objects": [{"box": float32
+    tensor of left, top, right, bottom in pixels, "label": int from 0 to 9}, ...]}``. A box
+    goes around the ink of its digit. The digits of a split come from the same split of `Digits`.
 
     Args:
         split: ``train``, ``val`` or ``test``.
@@ -53,5 +53,5 @@ class Scenes(Dataset[dict[str, Any]]):
             image[0][place] = grey[0, 0].byte()
             y, x = image[0][place].nonzero().T
             box = [left + x.min(), top + y.min(), left + x.max() + 1, top + y.max() + 1]
-            objects.append({"box": [float(edge) for edge in box], "label": digit["label"]})
+            objects.append({"box": torch.tensor(box).float(), "label": digit["label"]})
         return {"image": image, "objects": objects}
