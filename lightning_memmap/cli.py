@@ -281,6 +281,14 @@ def _make_parser(function: Callable[..., int]) -> BriefParser:
             "--dataset", type=Dataset, required=True, help="class path of the dataset"
         )
         return parser
+    if function in (_push, _pull):
+        parser.add_function_arguments(
+            function, as_group=False, as_positional=True, skip={"overwrite"}
+        )
+        parser.add_argument(
+            "--overwrite", action="store_true", help="replace stores that are there"
+        )
+        return parser
     if function is not _build:
         parser.add_function_arguments(function, as_group=False, as_positional=True)
         return parser

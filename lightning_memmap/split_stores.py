@@ -41,7 +41,9 @@ class SplitStores:
         return {
             split: dataset
             for kind, given in self.given.items()
-            for split, dataset in named_datasets(kind, given or self._unnamed(kind)).items()
+            for split, dataset in named_datasets(
+                kind, self._unnamed(kind) if given is None else given
+            ).items()
         }
 
     def _unnamed(self, kind: str) -> Any:

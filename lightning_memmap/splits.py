@@ -47,6 +47,8 @@ def has_several(given: Any) -> bool:
     """
     entries = _entries(given)
     is_any = any(map(_is_dataset, entries.values()))
+    if _is_by_name(given) and entries and all(map(_is_list_of_samples, entries.values())):
+        return True
     return is_any or (bool(entries) and all(entry is None for entry in entries.values()))
 
 
@@ -84,7 +86,7 @@ def check_datasets(kind: str, given: Any) -> None:
         )
     seen: dict[str, Any] = {}
     for name, dataset in entries.items():
-        if dataset is not None and not _is_dataset(dataset):
+        if not (dataset is None or _is_dataset(dataset) or _is_list_of_samples(dataset)):
             raise _no_dataset(f"{kind}_dataset[{name!r}]", dataset)
         check_store_name(f"{kind}_dataset", name)
         other = seen.setdefault(str(name).casefold(), name)
@@ -146,6 +148,11 @@ def _is_dataset(value: Any) -> bool:
     if isinstance(value, (str, bytes, list, tuple, Mapping)) or hasattr(value, "dtype"):
         return False
     return is_stream(value) or (hasattr(value, "__getitem__") and hasattr(value, "__len__"))
+
+
+def _is_list_of_samples(value: Any) -> bool:
+    """Whether a list is a dataset of dicts: as an entry of a dict it could also be a column."""
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Mapping)
 
 
 def _no_dataset(name: str, given: Any) -> TypeError:

@@ -264,7 +264,7 @@ class SuperBatchLoader:
             name, was, found = min(differing, key=_vagueness)
             remedy = {
                 "sampler": "the shuffle, shuffle_window and sampler of the checkpoint",
-                "num_rows": f"num_rows={was}, that is, the dataset of the checkpoint",
+                "num_rows": f"num_rows={was}, that is, the checkpoint's dataset and its windows",
                 "num_shards": f"num_shards={was}: with a number of data devices that divides it",
                 "digest": "the rows, weights and lengths of the checkpoint",
             }.get(name, f"{name}={was}")

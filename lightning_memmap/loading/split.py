@@ -132,6 +132,12 @@ def load_split(
                 f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
                 f" {store.path} can be read from the file mapping alone: use residency='mmap'"
             )
+        if cut and residency is Residency.STREAM:
+            raise StoreError(
+                f"residency='stream': field {cut[0]!r} of the store at {store.path} is cut into"
+                " windows, which overlap, and only whole rows are read one after the other: use"
+                " residency='mmap'"
+            )
         if variable and residency is Residency.STREAM:
             raise StoreError(
                 f"residency='stream': the rows of field {variable[0].field.name!r} at {store.path}"
@@ -142,12 +148,6 @@ def load_split(
             raise StoreError(
                 f"residency='stream': the rows of the stores in {store.path} are mixed, and only"
                 " those of one store are read one after the other: use residency='mmap'"
-            )
-        if cut and residency is Residency.STREAM:
-            raise StoreError(
-                f"residency='stream': field {cut[0]!r} of the store at {store.path} is cut into"
-                " windows, which overlap, and only whole rows are read one after the other: use"
-                " residency='mmap'"
             )
         if cut and not others:
             fields_ = [(c.field, rows) for c, rows in zip(columns, opened, strict=True)]

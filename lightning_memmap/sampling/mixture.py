@@ -81,5 +81,6 @@ class Mixture(SamplerFactory):
         ]:
             raise ValueError(f"{self!r}: the training set {empty[0]!r} has no window")
         count = shards.num_rows if self.num_samples is None else self.num_samples
+        shares /= shares.max()  # The sum of very large numbers would be infinite.
         expected = count * shares / shares.sum() / np.maximum(1, sizes)
         return WeightedSampler(WeightedShards.of(shards, expected[stores], count), seed)

@@ -7,7 +7,7 @@ and names what does not fit.
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -17,14 +17,18 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError
+from lightning_memmap.sampling import Integers
 from lightning_memmap.schema.fields import Field
-from lightning_memmap.schema.leaves import array_dtype, to_array
+from lightning_memmap.schema.leaves import EMPTY, MAX_NUMBERS, array_dtype, to_array
 from lightning_memmap.schema.narrowing import narrowed
 from lightning_memmap.schema.structure import Node
 
 _NUMBERS: dict[type, torch.dtype] = {
     bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128
 }  # fmt: skip
+
+#: Types of the rows of a field of text, by its kind.
+_TEXTS: dict[str, set[type]] = {"text": {str, np.str_}, "bytes": {bytes, bytearray, np.bytes_}}
 
 _dtype = attrgetter("dtype")
 
@@ -53,10 +57,111 @@ def _fitting(field: Field, rows: Any) -> Tensor | np.ndarray | None:
         # An array has no time zone, and does not say whether it is of images.
         is_kind = field.is_kind(kind) or field.kind.removesuffix(";UTC") == kind
         is_kind = is_kind or field.kind.startswith("image")
-        is_fit = is_kind and (dtype, tuple(array.shape[1:])) == (field.sample_dtype, field.shape)
+        is_fit = is_kind and (dtype, tuple(array.shape[1:])) == (
+            field.sample_dtype,
+            field.item_shape,
+        )
         return narrowed(field, array) if is_fit else None
     except (SchemaError, ValueError):
         return None
+
+
+def packed_rows(field: Field, rows: Any) -> tuple[Tensor | np.ndarray, Integers] | None:
+    """Check the rows of a field that differ in length, and lay them one after the other.
+
+    Args:
+        field: The field.
+        rows: A numpy array with one object for each row, a str, bytes, array or tensor, or `EMPTY`;
+            a numpy array of texts; or rows that happen to have one shape, along the first dimension
+            of a tensor or array.
+
+    Returns:
+        The items, a dense CPU tensor or numpy array of the field's dtype and shape (items of all
+        rows, *item shape), the latter in either byte order; and the sizes of each row in the
+        dimensions that differ, int64 of shape (n, number of these). None if the rows are not of
+        that kind.
+    """
+    if not isinstance(rows, Tensor | np.ndarray) or field.kind.startswith("image"):
+        return None
+    if isinstance(rows, np.ndarray) and rows.dtype.kind in "OUS":
+        leaves: list[Any] = rows.tolist() if rows.ndim == 1 else [rows]
+        return _pack_texts(field, leaves) if field.is_text else _pack_arrays(field, leaves)
+    count, shape = field.num_variable, tuple(rows.shape[1:])
+    if not field.admits(shape):
+        return None
+    items = _fitting(field, rows.reshape(-1, *field.item_shape))
+    return None if items is None else (items, np.full((len(rows), count), shape[:count], np.int64))
+
+
+def _pack_texts(field: Field, texts: Sequence[Any]) -> tuple[np.ndarray, Integers] | None:
+    kinds = set(map(type, texts)) - {type(EMPTY)}
+    if not kinds <= _TEXTS.get(field.kind, set()):
+        return None
+    if field.kind == "text":
+        data = [b"" if text is EMPTY else text.encode("utf-8", "surrogatepass") for text in texts]
+    else:
+        data = [b"" if text is EMPTY else text for text in texts]
+    sizes = np.fromiter(map(len, data), np.int64, len(data))
+    return np.frombuffer(b"".join(data), np.uint8), sizes[:, None]
+
+
+def _pack_arrays(
+    field: Field, leaves: Sequence[Any]
+) -> tuple[Tensor | np.ndarray, Integers] | None:
+    count = field.num_variable
+    sizes = np.zeros((len(leaves), count), np.int64)
+    given = [leaf for leaf in leaves if leaf is not EMPTY]
+    if not given:
+        return torch.empty((0, *field.item_shape), dtype=field.dtype), sizes
+    kinds = set(map(type, given))
+    if kinds not in ({Tensor}, {np.ndarray}) or len(set(map(_dtype, given))) > 1:
+        return None
+    try:
+        shapes = [tuple(leaf.shape) for leaf in given]
+        if not all(map(field.admits, set(shapes))):
+            return None
+        flat = [leaf.reshape(-1, *field.item_shape) for leaf in given] if count > 1 else given
+        items = np.concatenate(flat) if kinds == {np.ndarray} else _join_tensors(flat)
+    except (RuntimeError, ValueError):  # As of nested tensors, and those of other devices.
+        return None
+    fitting = None if items is None else _fitting(field, items)
+    if fitting is None:
+        return None
+    sizes[[leaf is not EMPTY for leaf in leaves]] = [shape[:count] for shape in shapes]
+    return fitting, sizes
+
+
+def _join_tensors(tensors: Sequence[Tensor]) -> Tensor | None:
+    with torch.no_grad():
+        joined = torch.cat(tuple(tensors)).resolve_conj().resolve_neg()
+    is_dense = not joined.is_nested and joined.layout is torch.strided
+    return joined if is_dense and joined.device.type == "cpu" else None
+
+
+def arrays_of_lists(field: Field, lists: Sequence[Any]) -> list[np.ndarray | None] | None:
+    """Convert lists of numbers that differ in length to arrays.
+
+    Args:
+        field: The field whose rows they are.
+        lists: One for each row, or None.
+
+    Returns:
+        An array of the field's dtype for each list, None for None; or None in place of all if there
+        is anything else than lists or tuples of numbers of Python.
+    """
+    given = [each for each in lists if each is not None]
+    if not set(map(type, given)) <= {list, tuple} or field.sample_dtype not in _NUMBERS.values():
+        return None
+    lengths = list(map(len, given))
+    kinds = set(map(type, chain.from_iterable(given)))
+    is_alike = all(_NUMBERS.get(kind) is field.sample_dtype for kind in kinds)
+    if not is_alike or max(lengths, default=0) > MAX_NUMBERS:
+        return None
+    numbers = _numbers(field.sample_dtype, list(chain.from_iterable(given)))
+    if numbers is None:
+        return None
+    arrays = iter([numbers[a:b] for a, b in pairwise(accumulate(lengths, initial=0))])
+    return [None if each is None else next(arrays) for each in lists]
 
 
 def stack_samples(

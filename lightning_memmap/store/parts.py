@@ -283,7 +283,8 @@ def _make_or_compare(build: Build, num_parts: int) -> None:
         raise StoreError(
             f"the parts of the store at {plan.path} that were written before are of another build:"
             f" {changed}. Give all parts the same dataset and options, or remove {plan.building} to"
-            " start anew"
+            " start anew. With a fingerprint=... that was given from the first part on, the code of"
+            " the dataset may change"
         )
 
 

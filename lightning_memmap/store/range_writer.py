@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.schema import Field
-from lightning_memmap.schema.rows import fitting_rows, stack_samples
+from lightning_memmap.schema.rows import fitting_rows, packed_rows, stack_samples
 from lightning_memmap.store.columns import Block, PackedRows
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.plan import StorePlan
@@ -25,6 +25,8 @@ from lightning_memmap.store.workers import describe_error, exit_if_orphaned
 _RANGE_BYTES = 32 * 2**20
 #: Of rows that are read item by item: such a range should take little time, whatever its size.
 _MAX_RANGE_ROWS = 2048
+#: Of slices of fields whose rows differ in length, which may be longer than those that were probed.
+_MAX_PACKED_ROWS = 8192
 #: Items that are held as Python objects, before they are copied.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 #: Files that a worker keeps open. With more fields than that, it opens them again when needed.
@@ -64,8 +66,11 @@ class RangeWriter:
         self._blocks: list[Block] = []
         self.has_arrays = bool(self._arrays)
         self.max_rows = self._rows_of(_RANGE_BYTES)
+        self._max_item_rows = min(_MAX_RANGE_ROWS, self.max_rows)
         if not self.has_arrays:
-            self.max_rows = min(_MAX_RANGE_ROWS, self.max_rows)
+            self.max_rows = self._max_item_rows
+        elif any(field.num_variable for field in self._fields):
+            self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
         self._max_piece_rows = min(_MAX_PIECE_ROWS, self._rows_of(_PIECE_BYTES))
         self._files = OpenFiles(plan.building, _MAX_OPEN_FILES)
 
@@ -91,7 +96,8 @@ class RangeWriter:
         first, num_rows = task
         rows = range(first - self._first_row, first - self._first_row + num_rows)
         if not (self.has_arrays and self._write_slices(rows)):
-            self._write_items(rows)
+            for index in range(0, num_rows, self._max_item_rows):
+                self._write_items(rows[index : index + self._max_item_rows])
         return self._stored(rows), perf_counter() - start
 
     def _stored(self, rows: range) -> range:
@@ -103,8 +109,8 @@ class RangeWriter:
 
         False where they must be read as items. So must rows that do not fit, to be named.
         """
-        columns = self._plan.columns
-        for array, field, column in zip(self._arrays, self._fields, columns, strict=True):
+        slices = list[Tensor | PackedRows]()
+        for array, field in zip(self._arrays, self._fields, strict=True):
             try:
                 found = array.read(rows.start, rows.stop)
             except Exception as error:
@@ -115,13 +121,17 @@ class RangeWriter:
             values = found if isinstance(found, PackedRows) else _fitting(field, found, len(rows))
             if values is None:
                 return False
+            slices.append(values)
+        # Once all of them fit: what is written of rows that differ in length takes place on the
+        # disk even where they are written again.
+        for column, values in zip(self._plan.columns, slices, strict=True):
             exit_if_orphaned()
             column.write(self._files, self._stored(rows), values)
         return True
 
     def _write_items(self, rows: range) -> None:
         if not self._blocks:
-            self._blocks = [column.block(self.max_rows) for column in self._plan.columns]
+            self._blocks = [column.block(self._max_item_rows) for column in self._plan.columns]
         for index in range(0, len(rows), self._max_piece_rows):
             self._put_items(index, rows[index : index + self._max_piece_rows])
         exit_if_orphaned()
@@ -155,11 +165,18 @@ class RangeWriter:
         self.__dict__.update(state, _journal=state["_journal"].detach())
 
 
-def _fitting(field: Field, found: Any, num_rows: int) -> Tensor | None:
+def _fitting(field: Field, found: Any, num_rows: int) -> Tensor | PackedRows | None:
     """Rows of a field, in the memory in which they lie where torch can use it; else None."""
+    if field.num_variable:
+        packed = packed_rows(field, found)
+        if packed is None or len(packed[1]) != num_rows:
+            return None
+        return PackedRows(_as_tensor(packed[0]), packed[1])
     values = fitting_rows(field, found)
-    if values is None or len(values) != num_rows:
-        return None
+    return None if values is None or len(values) != num_rows else _as_tensor(values)
+
+
+def _as_tensor(values: Tensor | np.ndarray) -> Tensor:
     if isinstance(values, Tensor):
         return values
     array = values.astype(values.dtype.newbyteorder("="), copy=False)

@@ -68,6 +68,18 @@ def table(num_rows: int) -> Case:
     return Case(ColumnDataset(columns), list(columns.values()))
 
 
+def texts(num_rows: int) -> Case:
+    """Eighteen columns of numbers, and one of texts."""
+    generator = np.random.default_rng(0)
+    columns: dict[str, Any] = {f"c{k}": generator.random(num_rows) for k in range(18)}
+    lengths = generator.integers(0, 300, num_rows)
+    letters = generator.integers(97, 123, int(lengths.sum()), np.uint8)
+    all_texts, ends = letters.tobytes().decode(), np.cumsum(lengths)
+    columns["text"] = [all_texts[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+    arrays = [column for column in columns.values() if isinstance(column, np.ndarray)]
+    return Case(ColumnDataset(columns), [*arrays, letters, ends])
+
+
 def tensors(*arrays: Tensor) -> Case:
     """A TensorDataset."""
     return Case(TensorDataset(*arrays), [array.numpy() for array in arrays])
@@ -86,6 +98,7 @@ def tokens(num_rows: int) -> Case:
 
 CASES: dict[str, tuple[Callable[[int], Case], int]] = {
     "table": (table, 3_000_000),
+    "texts": (texts, 200_000),
     "images": (images, 50_000),
     "tokens": (tokens, 50_000),
 }

@@ -173,6 +173,7 @@ class TestPushAndPull:
         assert command("push", store_path, url) == 0
         assert command("pull", url, tmp_path / "back") == 0
         assert open_store(tmp_path / "back").num_rows == 60
+        assert command("push", store_path, url, "--overwrite") == 0
         assert command("push", store_path, tmp_path / "back") == 2
         assert "give one like s3://bucket/stores/train" in command.err
         assert command("pull", url + "/none", tmp_path / "other") == 2

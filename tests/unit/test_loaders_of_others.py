@@ -10,38 +10,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
-from tests.models import Points, Regression, make_trainer, weights
-
-LONG, SHORT = Points(48), Points(24, offset=100)
-
-
-class Two(L.LightningDataModule):
-    """The loaders of two data modules, combined."""
-
-    def __init__(self, path: Path, mode: Any, batch_size: int, shuffle: bool = False) -> None:
-        super().__init__()
-        options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "num_shards": 4}
-        self.mode = mode
-        self.parts = {
-            "long": MemmapDataModule(LONG, store_dir=path / "long", **options),
-            "short": MemmapDataModule(SHORT, store_dir=path / "short", **options),
-        }
-
-    def prepare_data(self) -> None:
-        for part in self.parts.values():
-            part.prepare_data()
-
-    def setup(self, stage: str) -> None:
-        for part in self.parts.values():
-            part.trainer = self.trainer
-            part.setup(stage)
-
-    def val_dataloader(self) -> list[Any]:
-        return []
-
-    def train_dataloader(self) -> CombinedLoader:
-        loaders = {name: part.train_dataloader() for name, part in self.parts.items()}
-        return CombinedLoader(loaders, self.mode)
+from tests.combined import LONG, SHORT, CombinedData
+from tests.models import Regression, make_trainer, weights
 
 
 class Plain(L.LightningDataModule):
@@ -81,7 +51,7 @@ def test_combined_loaders_give_the_batches_of_torch(
     options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
     make_trainer(tmp_path, **options).fit(expected, Plain(mode))
     trainer = make_trainer(tmp_path, **options, strategy=strategy, devices=devices)
-    trainer.fit(found, Two(tmp_path, mode, 8 // devices))
+    trainer.fit(found, CombinedData(tmp_path, mode, 8 // devices))
     assert found.seen == expected.seen
     torch.testing.assert_close(weights(found), weights(expected))
 
@@ -90,7 +60,7 @@ def test_combined_loaders_have_another_order_in_each_epoch(tmp_path: Path) -> No
     module = Both()
     options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0, "devices": 2}
     trainer = make_trainer(tmp_path, strategy="memmap_superbatch", **options)
-    trainer.fit(module, Two(tmp_path, "max_size", 4, shuffle=True))
+    trainer.fit(module, CombinedData(tmp_path, "max_size", 4, shuffle=True))
     steps: Any = module.seen["both"]
     epochs = [steps[: len(steps) // 2], steps[len(steps) // 2 :]]
     for name, size in (("long", 48), ("short", 24)):

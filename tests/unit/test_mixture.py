@@ -13,7 +13,6 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.cli import main
@@ -22,49 +21,13 @@ from lightning_memmap.sampling import Mixture, RandomSplit, Subset
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import build_store, open_store
 from lightning_memmap.store.joined import JoinedStore
+from tests.mixed import SAMPLES, SHARES, SIZES, NumberedSet, checked_numbers, mixed_sets
 from tests.models import make_trainer
-
-SIZES = {"a": 50, "b": 21, "c": 7}
-SHARES = {"a": 0.5, "b": 0.3, "c": 0.2}
-SAMPLES = 120
-
-
-class Set(Dataset[dict[str, Any]]):
-    """Rows that say what they are: of set ``code``, with ``row % 5`` to ``row % 5 + 3`` steps.
-
-    Args:
-        code: Number of the set.
-        num_rows: Rows.
-        steps: The least steps of a row.
-        pad: Floats in each row.
-    """
-
-    def __init__(self, code: int, num_rows: int, steps: int = 0, pad: int = 3) -> None:
-        self.code, self.num_rows, self.steps, self.pad = code, num_rows, steps, pad
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        if not 0 <= row < self.num_rows:
-            raise IndexError(row)
-        number = 100 * self.code + row
-        return {
-            "number": number,
-            "pad": torch.full((self.pad,), float(number)),
-            "steps": np.arange(self.steps + row % 5, dtype=np.int32) + 1000 * number,
-            "image": np.full((row % 3, 1 + row % 2, 2), number, np.int16),
-            "name": f"row {number}",
-        }
-
-
-def sets(**options: Any) -> dict[str, Set]:
-    return {name: Set(code, size, **options) for code, (name, size) in enumerate(SIZES.items(), 1)}
 
 
 def make_data(path: Path, **options: Any) -> MemmapDataModule:
     defaults: dict[str, Any] = {
-        "train_dataset": sets(),
+        "train_dataset": mixed_sets(),
         "batch_size": 12,
         "num_shards": 12,
         "seed": 5,
@@ -74,23 +37,10 @@ def make_data(path: Path, **options: Any) -> MemmapDataModule:
     return MemmapDataModule(store_dir=path / "stores", **{**defaults, **options})
 
 
-def check(batch: Any) -> list[int]:
-    """The numbers of the rows of a batch, once each field is seen to be theirs."""
-    numbers: list[int] = batch["number"].tolist()
-    for index, number in enumerate(numbers):
-        code, row = divmod(number, 100)
-        sample = Set(code, 100)[row]
-        assert torch.equal(batch["pad"][index], sample["pad"])
-        assert batch["steps"][index].tolist() == sample["steps"].tolist()
-        assert batch["image"][index].tolist() == sample["image"].tolist()
-        assert batch["name"][index] == sample["name"]
-    return numbers
-
-
 def epoch_of(data: MemmapDataModule, epoch: int = 0) -> list[list[int]]:
     loader: Any = data.train_dataloader()
     loader.set_epoch(epoch)
-    return [check(batch) for batch in loader]
+    return [checked_numbers(batch) for batch in loader]
 
 
 def set_up(data: MemmapDataModule) -> MemmapDataModule:
@@ -135,7 +85,11 @@ def test_joined_store_is_its_stores(
     dims = {"steps": "pad", "image": {"form": "pad", "dims": 2}}
     stores = {
         str(code): build_store(
-            Set(code, size), path / str(code), num_shards=num_shards, progress=False, variable=dims
+            NumberedSet(code, size),
+            path / str(code),
+            num_shards=num_shards,
+            progress=False,
+            variable=dims,
         )
         for code, size in enumerate(sizes)
     }
@@ -166,7 +120,7 @@ def test_steps_are_the_same_on_any_number_of_devices(tmp_path: Path, residency: 
             torch.nn.init.ones_(self.layer.weight)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.seen.append(check(batch))
+            self.seen.append(checked_numbers(batch))
             return self.layer(batch["pad"] / 300).square().mean()
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -205,7 +159,7 @@ def test_steps_are_the_same_on_any_number_of_devices(tmp_path: Path, residency: 
 def test_windows_over_several_sets_are_mixed(tmp_path: Path) -> None:
     data = make_data(
         tmp_path,
-        train_dataset=sets(steps=6),
+        train_dataset=mixed_sets(steps=6),
         variable={"steps": Windows(4, 1), "image": "list"},
         sampler=Mixture(SHARES, 400),
     )
@@ -226,9 +180,10 @@ def test_windows_over_several_sets_are_mixed(tmp_path: Path) -> None:
 
 
 def test_share_of_0_is_left_out(tmp_path: Path) -> None:
-    data = set_up(make_data(tmp_path, sampler=Mixture({"a": 1, "b": 0, "c": 1})))
-    seen = Counter(number // 100 for step in epoch_of(data) for number in step)
-    assert seen == {1: 39, 3: 39}
+    for share in (1, 1e308):
+        data = set_up(make_data(tmp_path, sampler=Mixture({"a": share, "b": 0, "c": share})))
+        seen = Counter(number // 100 for step in epoch_of(data) for number in step)
+        assert seen == {1: 39, 3: 39}
 
 
 def test_command_shows_set_and_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,8 +234,8 @@ def test_wrong_shares_are_refused(shares: Any, num_samples: Any, words: str) -> 
     [
         ({"sampler": None}, r"sampler=Mixture\(\{'a'"),
         ({"sampler": Mixture({"a": 1, "b": 1})}, "the sets a, b, c"),
-        ({"train_dataset": Set(1, 9)}, "train_dataset is one"),
-        ({"train_dataset": [*sets().values()]}, "give a dict of them by name"),
+        ({"train_dataset": NumberedSet(1, 9)}, "train_dataset is one"),
+        ({"train_dataset": [*mixed_sets().values()]}, "give a dict of them by name"),
         ({"subset": RandomSplit(0.1)}, "not selected from sets that are mixed"),
         ({"subset": {"train/a": Subset([1])}}, "not selected from sets that are mixed"),
     ],
@@ -293,7 +248,7 @@ def test_sets_that_are_not_mixed_are_refused(
 
 
 def test_sets_of_other_fields_are_refused(tmp_path: Path) -> None:
-    wrong = {"a": Set(1, 9), "b": Set(2, 9, pad=4)}
+    wrong = {"a": NumberedSet(1, 9), "b": NumberedSet(2, 9, pad=4)}
     data = make_data(tmp_path, train_dataset=wrong, sampler=Mixture({"a": 1, "b": 1}))
     data.prepare_data()
     with pytest.raises(SchemaError, match=r"field 'pad' is .* in 'a', and 'b' has 'pad'"):

@@ -39,6 +39,16 @@ def set_up(data: MemmapDataModule, stage: str | None = None) -> MemmapDataModule
     return data
 
 
+def test_truth_value_of_a_dataset_is_not_asked(tmp_path: Path) -> None:
+    class Undecided(Points):
+        def __bool__(self) -> bool:
+            raise ValueError("ambiguous")
+
+    options: dict[str, Any] = {"val_dataset": Undecided(5), "test_dataset": [Undecided(5)]}
+    data = set_up(make_data(tmp_path, train_dataset=Undecided(24), **options))
+    assert len(data.train_dataloader()) == 6
+
+
 class Several(Regression):
     """Notes the rows of each loader and logs its loss under the name of its dataset."""
 
@@ -176,6 +186,18 @@ def test_list_of_samples_and_dict_of_columns_are_one_dataset(tmp_path: Path) -> 
     samples: Any = [{"row": index} for index in range(5)]
     data = set_up(make_data(tmp_path, val_dataset=samples))
     assert rows_in(data.val_dataloader()) == list(range(5))
+
+
+def test_lists_of_samples_by_name_are_several_datasets(tmp_path: Path) -> None:
+    named = {name: [{"row": index} for index in range(size)] for name, size in (("a", 5), ("b", 3))}
+    loaders: Any = set_up(make_data(tmp_path, val_dataset=named)).val_dataloader()
+    assert {name: rows_in(loader) for name, loader in loaders.items()} == {
+        "a": list(range(5)),
+        "b": list(range(3)),
+    }
+    columns: Any = {"x": [1, 2, 3], "y": [4, 5, 6]}
+    with pytest.raises((TypeError, ValueError), match="ColumnDataset"):
+        set_up(make_data(tmp_path / "columns", val_dataset=columns))
 
 
 def test_fingerprints_are_by_name(tmp_path: Path) -> None:

@@ -255,11 +255,21 @@ def test_rows_of_one_shape_are_cut_too(tmp_path: Path, residency: str) -> None:
 
 
 def test_stream_is_refused(store: Store) -> None:
-    with pytest.raises((StoreError, ValueError), match="residency='stream'"):
+    with pytest.raises(StoreError, match=r"residency='stream': field '\w+' .* cut into windows"):
         make_loader(store, WINDOWS, residency="stream", shuffle=False)
 
 
 # Token streams
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype"), [(b"", "uint8"), (b"12345", "uint32"), (b"1234", "uint99")]
+)
+def test_file_of_no_tokens_is_named(tmp_path: Path, content: bytes, dtype: str) -> None:
+    (tmp_path / "tokens.bin").write_bytes(content)
+    words = rf"tokens\.bin has {len(content)} bytes, which are no tokens of dtype='{dtype}'"
+    with pytest.raises(ValueError, match=words):
+        TokenStream(tmp_path / "tokens.bin", 2, dtype=dtype)
 
 
 @given(

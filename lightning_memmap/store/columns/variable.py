@@ -167,7 +167,9 @@ class VariableColumn(Column):
         if not len(rows):
             return
         assert isinstance(values, PackedRows)
-        data = values.items.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        items = values.items.detach().cpu().contiguous()
+        # Without items, or with one, any stride counts as contiguous.
+        data = items.as_strided((items.numel(),), (1,)).view(torch.uint8).numpy()
         piece = _pieces.setdefault(os.getpid(), secrets.randbits(63))
         file = files.open(self._piece_name(piece), os.O_CREAT)
         # At its end: this process has written there before, perhaps part of a row.

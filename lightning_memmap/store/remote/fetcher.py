@@ -54,8 +54,8 @@ class RemoteManifest:
             self.data = files.read(MANIFEST, 0, MAX_MANIFEST_BYTES + 1, num_tries=1)
         except StoreNotFoundError as error:
             raise StoreNotFoundError(
-                f"no store at {files.url}: {error}: build it in a directory, and push it with"
-                f" `lightning-memmap store push DIRECTORY {files.url}`"
+                f"no store at {files.url}: {str(error).rstrip('.')}: build it in a directory, and"
+                f" push it with `lightning-memmap store push DIRECTORY {files.url}`"
             ) from error
         self.manifest = Manifest.decode(self.data, str(files.url))
 

@@ -10,6 +10,7 @@ A new kind of source is a file with a function like `hugging_face.arrays_of`, an
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import Field, Node, Schema
 from lightning_memmap.schema.fields import field_name
-from lightning_memmap.schema.structure import flatten
+from lightning_memmap.schema.structure import LEAF, flatten
 from lightning_memmap.store.sources import hugging_face
 from lightning_memmap.store.sources.column_dataset import ColumnDataset
 from lightning_memmap.store.sources.field_array import (
@@ -32,6 +33,7 @@ from lightning_memmap.store.sources.field_array import (
     NullableRows,
     PartOfRows,
     PickedRows,
+    RowsOfLists,
 )
 from lightning_memmap.store.sources.image_folder import ImageFolder
 from lightning_memmap.store.sources.stream import Spool, SpooledItems
@@ -63,7 +65,7 @@ def field_arrays(dataset: Any, schema: Schema) -> Sequence[FieldArray | SpooledI
     """
     if isinstance(dataset, Spool):
         return dataset.arrays
-    if any(field.kind.startswith("image") or field.num_variable for field in schema.fields):
+    if any(field.kind.startswith("image") for field in schema.fields):
         return None
     try:
         return _arrays_of(dataset, schema.structure, schema.fields)
@@ -89,8 +91,9 @@ def _arrays_of(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldA
     elif kind is not TensorDict and _array(dataset) is None:
         return None
     leaves: list[Any] = []
-    flatten(dataset, node, leaves, number_ndim=1)
+    flatten(dataset, _by_column(node), leaves, number_ndim=1)
     arrays = list[FieldArray]()
+    are_lists = [part != LEAF for _, part in node.walk() if part.is_field]
     for leaf in leaves:
         if leaf is True:  # Whether the rows of the array before are None.
             whole = arrays.pop()
@@ -99,8 +102,16 @@ def _arrays_of(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldA
         array = _duck_typed(leaf) if kind is ColumnDataset else _array(leaf)
         if array is None:
             return None
-        arrays.append(array)
+        number = len(arrays)
+        arrays.append(RowsOfLists(array, fields[number]) if are_lists[number] else array)
     return arrays
+
+
+def _by_column(node: Node) -> Node:
+    """The structure of the columns of a dataset: one that has lists in its rows is one array."""
+    if node.is_field:
+        return LEAF
+    return replace(node, children=tuple(map(_by_column, node.children)))
 
 
 def nullable_columns(dataset: Any) -> set[str]:
@@ -127,7 +138,8 @@ def nullable_columns(dataset: Any) -> set[str]:
 
 def _array(values: Any) -> FieldArray | None:
     if type(values) in _MEMORY_TYPES:
-        return MemoryArray(values) if values.ndim else None
+        is_nested = isinstance(values, Tensor) and values.is_nested
+        return None if is_nested or not values.ndim else MemoryArray(values)
     is_file = type(values).__module__.partition(".")[0] in _FILE_MODULES
     return FileArray(values) if is_file and _is_array_like(values) else None
 

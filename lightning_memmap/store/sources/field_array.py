@@ -12,6 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.sampling import Integers
+from lightning_memmap.schema import Field
+from lightning_memmap.schema.leaves import EMPTY
+from lightning_memmap.schema.rows import arrays_of_lists
 
 #: Rows that lie closer together than this in a file are read together, with what is between them.
 _MAX_GAP_BYTES = 64 * 2**10
@@ -47,7 +50,7 @@ class FieldArray(ABC):
 
     What is read has the field's dtype and shape (n, *field shape), or is a numpy array of objects,
     one for each row. Anything else means that these rows must be read one by one. Of a field that
-    may be None, rows are read as `NullableRows`, of which `PartOfRows` takes one part.
+    may be None, rows are read as `NullableRows` or objects, of which `PartOfRows` takes one part.
     """
 
     @abstractmethod
@@ -208,10 +211,39 @@ class PartOfRows(FieldArray):
     def _part(self, found: Found) -> Tensor | np.ndarray:
         if isinstance(found, NullableRows):
             return found.is_given if self.is_mask else found.values
-        if not self.is_mask:
-            return found
-        # Objects say for themselves whether they are None, and are read one by one.
-        return np.ones(len(found), object if found.dtype == object else bool)
+        if found.dtype != object:
+            return np.ones(len(found), bool) if self.is_mask else found
+        # Objects say for themselves whether they are None.
+        if self.is_mask:
+            return np.array([value is not None for value in found], bool)
+        return object_array([EMPTY if value is None else value for value in found])
+
+
+@dataclass(frozen=True, eq=False)
+class RowsOfLists(FieldArray):
+    """Lists of numbers, read as arrays.
+
+    Args:
+        array: The lists, or None.
+        field: The field whose rows they are.
+    """
+
+    array: FieldArray
+    field: Field
+
+    @override
+    def read(self, first: int, end: int) -> np.ndarray:
+        return self._arrays(self.array.read(first, end))
+
+    @override
+    def take(self, rows: Integers) -> np.ndarray:
+        return self._arrays(self.array.take(rows))
+
+    def _arrays(self, found: Found) -> np.ndarray:
+        lists = found.tolist() if isinstance(found, np.ndarray) and found.dtype == object else [0]
+        arrays = arrays_of_lists(self.field, lists)
+        # Numbers are no rows of this field, so that they are read one by one.
+        return np.zeros(len(found), object) if arrays is None else object_array(arrays)
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:

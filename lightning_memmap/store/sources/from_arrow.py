@@ -54,6 +54,9 @@ def to_numpy(column: Any) -> np.ndarray | NullableRows:
             return _lists_to_numpy(column)
     elif pa.types.is_primitive(kind):
         return NullableRows(_filled(column).to_numpy(), column.is_valid().to_numpy())
+    if kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+        texts: np.ndarray = column.to_numpy()
+        return texts
     return object_array(column.to_pylist())
 
 

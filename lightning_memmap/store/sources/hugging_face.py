@@ -10,7 +10,13 @@ from typing_extensions import override
 
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Node
-from lightning_memmap.store.sources.field_array import FieldArray, NullableRows, PartOfRows
+from lightning_memmap.schema.rows import arrays_of_lists
+from lightning_memmap.store.sources.field_array import (
+    FieldArray,
+    NullableRows,
+    PartOfRows,
+    object_array,
+)
 from lightning_memmap.store.sources.from_arrow import to_numpy
 
 #: Formats whose samples have the values of the table, in a type of Python, numpy or torch.
@@ -53,9 +59,22 @@ def arrays_of(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldAr
         name, item = path[0], path[1] if len(path) == 2 else None
         if len(path) > 2 or isinstance(item, str):
             return None
+        if field.num_variable and not _is_as_in_table(dataset.features[name]):
+            return None
+        # On its way through numpy, a text loses zeros at its end.
+        if field.is_text and dataset.format["type"] is not None:
+            return None
         column = dataset.select_columns([name]).with_format("arrow")
         arrays.append(_ArrowColumn(column, str(name), item, widths.get(path[:1], 0), field))
     return arrays
+
+
+def _is_as_in_table(feature: Any) -> bool:
+    """Whether samples have the texts and numbers that the table has, and nothing made of them."""
+    kind = type(feature).__name__
+    if kind in ("List", "LargeList", "Sequence"):
+        return _is_as_in_table(feature.feature)
+    return kind in ("Value", "ClassLabel")
 
 
 def nullable_columns(dataset: Any) -> list[str]:
@@ -104,6 +123,12 @@ class _ArrowColumn(FieldArray):
         return self._wanted(found)
 
     def _wanted(self, values: np.ndarray) -> np.ndarray:
+        if values.dtype == object and self.field.num_variable:
+            # Lists of numbers are arrays already, unless some are None.
+            rows = arrays_of_lists(self.field, values.tolist()) or [
+                self._wanted(row) if isinstance(row, np.ndarray) else row for row in values
+            ]
+            return object_array(rows)
         if self.item is not None and values.ndim == 2 and values.shape[1] == self.width:
             values = values[:, self.item]
         wanted = torch.empty(0, dtype=self.field.sample_dtype).numpy().dtype

@@ -56,7 +56,7 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
             raise ValueError(f"TokenStream: start={start}, stop={stop}: shares from 0 to 1")
         found: Any = tokens
         if isinstance(tokens, (str, Path)):
-            found = np.memmap(tokens, dtype, "r")
+            found = _map(Path(tokens), dtype)
         elif isinstance(tokens, Tensor):
             found = tokens.numpy()
         if not isinstance(found, np.ndarray) or found.ndim != 1:
@@ -84,3 +84,13 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
         last = min(first + self._row_windows, self._num_windows) - 1
         begin, end = first * self.stride, last * self.stride + self.length
         return {"tokens": np.asarray(self.tokens[begin:end])}
+
+
+def _map(path: Path, dtype: str) -> NDArray[Any]:
+    try:
+        return np.memmap(path, dtype, "r")
+    except (TypeError, ValueError) as error:  # No such dtype, or no whole number of tokens.
+        raise ValueError(
+            f"TokenStream: {path} has {path.stat().st_size} bytes, which are no tokens of"
+            f" dtype={dtype!r} ({error}): give the dtype in which the file was written"
+        ) from error

@@ -395,13 +395,6 @@ def test_dataset_that_raises_for_many_rows_names_the_row(tmp_path: Path) -> None
         build_store(Broken(torch.randn(60)), tmp_path / "store", progress=False)
 
 
-def test_columns_with_text_are_stored_as_items(tmp_path: Path) -> None:
-    dataset = ColumnDataset({"age": np.arange(9), "city": np.array(["Oslo", "Rome", "Bonn"] * 3)})
-    store = build_store(dataset, tmp_path / "store", progress=False)
-    for row in range(9):
-        assert store[row] == {"age": row, "city": dataset.columns["city"][row]}
-
-
 def test_arrow_lists_of_other_lengths_are_refused_at_their_row(tmp_path: Path) -> None:
     pa = import_module("pyarrow")
     lists = pa.table({"tokens": [[1, 2, 3]] * 30 + [[1, 2]] + [[1, 2, 3]] * 30})
@@ -410,9 +403,7 @@ def test_arrow_lists_of_other_lengths_are_refused_at_their_row(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("length", [3, 40])
-def test_hugging_face_lists_of_other_lengths_are_stored_as_items(
-    tmp_path: Path, length: int
-) -> None:
+def test_hugging_face_lists_of_other_lengths_are_stored(tmp_path: Path, length: int) -> None:
     datasets = import_module("datasets")
     rows = [list(range(length))] * 30 + [list(range(length + 1))] * 30
     dataset = datasets.Dataset.from_dict({"tokens": rows})
