@@ -110,7 +110,7 @@ def test_detection_script_finds_digits(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "detection.py")
     printed = run(tmp_path, script, "--max_epochs", "5")
     # An untrained model has 0.00.
-    assert metric(printed, "test_f1") > 0.6
+    assert metric(printed, "test_f1") > 0.5
     assert "objects.box" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["stores"]
 
