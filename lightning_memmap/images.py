@@ -31,6 +31,10 @@ class ImageSizeError(ImageError):
     """An image has another size than the others."""
 
 
+class ImageMissingError(ImageError):
+    """There is no image, but None or an empty file."""
+
+
 def check_mode(mode: object) -> None:
     """Check the mode that images are decoded to.
 
@@ -99,6 +103,8 @@ def decode_image(
         raise ImportError(
             "images are decoded by Pillow: pip install 'lightning_memmap[images]'"
         ) from error
+    if not isinstance(source, Path) and not len(source):
+        raise ImageMissingError("it has no bytes: it is None, or the bytes of an empty file")
     data = source.data if isinstance(source, np.ndarray) else source
     file: Any = data if isinstance(data, Path) else io.BytesIO(data)
     try:

@@ -42,6 +42,8 @@ _LEFT_OUT = ("callbacks", "logger", "plugins", "profiler", "barebones", "fast_de
 _SHEET_ROWS, _MARGIN = 1024, 2
 #: The most characters of a field.
 _MAX_TEXT = 80
+#: Wider than any table.
+_MAX_WIDTH = 2**20
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ class Question:
             )
         if self.show is not None and Path(self.show).suffix != ".png":
             raise ValueError(f"show={self.show!r}: name a PNG file, such as rows.png")
+        if self.show is not None and self.json:
+            raise ValueError(
+                f"show={self.show!r} with json=True: JSON has the numbers of rows alone; give one"
+                " of the two, or read the rows of the store in Python, with open_store(path)[row]"
+            )
 
 
 @dataclass(frozen=True)
@@ -177,8 +184,10 @@ def rows(args: list[str]) -> int:
             f" {order.num_positions}, {type(order).__name__}",
             soft_wrap=True,
         )
-        shown_store = store if question.show is not None else None
-        console.print(_table(step, numbers, shown_store, forms))
+        if question.show is None:
+            console.print(_devices_table(step))
+        else:
+            _print_values(console, _values(step, numbers, store, forms))
     if has_sheet:
         console.print(f"images are in {question.show}, row by row in the order of the table")
     return 0
@@ -320,42 +329,65 @@ def _made(parser: BriefParser, config: dict[str, Any]) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _table(
-    step: StepRows, numbers: Sequence[int], store: Store | None, forms: Mapping[str, Form]
-) -> Table:
-    """The rows of a step by device, or with the values that they have in a store.
+def _devices_table(step: StepRows) -> Table:
+    """The rows of a step by device."""
+    table = Table()
+    for name in ("data device", "rank", "rows"):
+        table.add_column(name, overflow="fold")
+    for device in step.devices:
+        rows = " ".join(map(_name, device.rows))
+        table.add_row(str(device.device), str(device.rank), rows)
+    return table
+
+
+def _print_values(console: Console, values: Sequence[Sequence[str]]) -> None:
+    """Print the values of rows as a table, or field by field where that would be too wide."""
+    names, *rows = values
+    table = Table(*names)
+    for row in rows:
+        table.add_row(*row)
+    if console.measure(table, options=console.options.update(width=_MAX_WIDTH)).minimum <= (
+        console.width
+    ):
+        console.print(table)
+        return
+    for number, device, *fields in rows:
+        console.print(f"row {number}, data device {device}", soft_wrap=True)
+        for name, value in zip(names[2:], fields, strict=True):
+            console.print(f"  {name}: {value}", soft_wrap=True)
+
+
+def _values(
+    step: StepRows, numbers: Sequence[int], store: Store, forms: Mapping[str, Form]
+) -> list[list[str]]:
+    """The values that the rows of a step have in a store.
 
     Args:
         step: The step.
         numbers: Its rows in the store, in the order of positions.
-        store: The store; None for the rows by device.
+        store: The store.
         forms: The forms of its fields.
+
+    Returns:
+        The names of what is shown, and then for each row its number, its data device and its
+        fields.
     """
-    table = Table()
-    if store is None:
-        for name in ("data device", "rank", "rows"):
-            table.add_column(name, overflow="fold")
-        for device in step.devices:
-            rows = " ".join(map(_name, device.rows))
-            table.add_row(str(device.device), str(device.rank), rows)
-        return table
     names = [field.name for field in store.schema.fields]
     shown = [
         index
         for index, field in enumerate(store.schema.fields)
         if _is_short(field) and not isinstance(forms.get(field.name), Decode)
     ]
-    for name in ("row", "data device"):
-        table.add_column(name)
-    for name in (names[index] for index in shown):
-        # Or it would look like the row's number, or its device.
-        table.add_column(f"field {name}" if name in ("row", "data device") else name)
+    own = ["row", "data device"]
+    # A field of such a name would look like the row's number, or its device.
+    heads = [f"field {name}" if name in own else name for name in (names[i] for i in shown)]
+    found = [[*own, *heads]]
     for position, (name, row) in enumerate(zip(step.rows, numbers, strict=True), step.first):
         values = [
             _text(store.schema.fields[index], store.columns[index].row(row)) for index in shown
         ]
-        table.add_row(_name(name), str(position % len(step.devices)), *values)
-    return table
+        found.append([_name(name), str(position % len(step.devices)), *values])
+    return found
 
 
 def _name(row: Any) -> str:

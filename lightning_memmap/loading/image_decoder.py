@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.errors import DatasetError
-from lightning_memmap.images import ImageError, ImageSizeError, decode_image
+from lightning_memmap.images import ImageError, ImageMissingError, ImageSizeError, decode_image
 from lightning_memmap.schema import Decode
 
 
@@ -28,13 +28,16 @@ class ImageDecoder:
     shape: tuple[int, ...]
 
     @classmethod
-    def like(cls, field: str, form: Decode, first: NDArray[np.uint8]) -> "ImageDecoder":
+    def like(
+        cls, field: str, form: Decode, first: NDArray[np.uint8], row: int = 0
+    ) -> "ImageDecoder":
         """A decoder of images that have the size of the first one, or that of the form.
 
         Args:
             field: Name of the field.
             form: How they are decoded.
-            first: The bytes of row 0.
+            first: The bytes of the first row that is not None.
+            row: The number of this row, for messages.
 
         Raises:
             DatasetError: The first one cannot be decoded.
@@ -43,7 +46,7 @@ class ImageDecoder:
         try:
             return cls(field, form, decode_image(first, form.mode, form.size).shape)
         except ImageError as error:
-            raise _failed(field, "row 0", error) from error
+            raise _failed(field, f"row {row}", error) from error
 
     def decode(self, data: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
         """Decode an image.
@@ -89,10 +92,15 @@ class ImageDecoder:
 
 
 def _failed(field: str, which: str, error: ImageError) -> DatasetError:
-    remedy = (
-        "scale all images to one size with Decode(size=(height, width)), or store them decoded, as"
-        " PIL images or tensors of one size in the dataset"
-        if isinstance(error, ImageSizeError)
-        else "repair it in the dataset or leave it out, and build the store anew"
-    )
+    remedy = "repair it in the dataset or leave it out, and build the store anew"
+    if isinstance(error, ImageSizeError):
+        remedy = (
+            "scale all images to one size with Decode(size=(height, width)), or store them decoded,"
+            " as PIL images or tensors of one size in the dataset"
+        )
+    if isinstance(error, ImageMissingError):
+        remedy = (
+            "repair it in the dataset; where it is None, give an image in its place, or use the"
+            f" other rows alone, with subset=Subset(field='{field}.mask', values=[True])"
+        )
     return DatasetError(f"field {field!r}, {which}: {error}: {remedy}")

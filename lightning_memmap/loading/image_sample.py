@@ -51,12 +51,14 @@ def image_samples(store: Store) -> Iterator[ImageSample]:
     """
     columns = zip(store.manifest.columns, store.columns, strict=True)
     for column, rows in columns:
-        if column.field.kind != "bytes" or _shape(rows.row(0).numpy()) is None:
+        given = np.flatnonzero(store.given(column.field.name))
+        is_image = column.field.kind == "bytes" and len(given) > 0
+        if not is_image or _shape(rows.row(int(given[0])).numpy()) is None:
             continue
-        count = min(_MAX_IMAGES, store.num_rows)
+        count = min(_MAX_IMAGES, len(given))
         # Evenly spaced, and in an order in which any first part of them is too.
         chosen = np.random.default_rng(0).permutation(
-            np.linspace(0, store.num_rows - 1, count).astype(np.int64)
+            given[np.linspace(0, len(given) - 1, count).astype(np.int64)]
         )
         num_threads = default_threads(1)
         shapes: list[tuple[int, ...]] = []
@@ -74,9 +76,9 @@ def image_samples(store: Store) -> Iterator[ImageSample]:
         mean = sum(int(np.prod(shape)) for shape in shapes) / len(shapes)
         yield ImageSample(
             column.field.name,
-            store.num_rows,
+            len(given),
             column.num_bytes(range(store.num_rows)),
-            int(mean * store.num_rows),
+            int(mean * len(given)),
             shapes[0] if len(set(shapes)) == 1 else None,
             rate,
             num_threads,

@@ -24,7 +24,7 @@ from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
 from lightning_memmap.sampling import Integers, LineShards, Shards, WindowShards
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
-from lightning_memmap.store.columns import Column, OpenColumn, VariableColumn
+from lightning_memmap.store.columns import Column, ItemRows, OpenColumn, VariableColumn
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.row_file import open_row_files
 
@@ -216,9 +216,12 @@ def image_decoders(
         form = forms.get(column.field.name)
         if isinstance(form, Decode):
             check_encoded(column.field)
-            # All processes look at the same row, whether they hold it or not.
-            first = rows.row(0).numpy()
-            decoders[index] = ImageDecoder.like(column.field.name, form, first)
+            # All processes look at the same row, whether they hold it or not: the first one with
+            # an image, since those that are None may be in no split.
+            count = rows.shards.num_rows if isinstance(rows, ItemRows) else 1
+            each = ((rows.row(row).numpy(), row) for row in range(count))
+            first, row = next((found for found in each if len(found[0])), (rows.row(0).numpy(), 0))
+            decoders[index] = ImageDecoder.like(column.field.name, form, first, row)
     return decoders
 
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memmap.sampling.sampler import Sampler
@@ -16,17 +17,32 @@ class Fields(Protocol):
     def num_rows(self) -> int:
         """Rows of the dataset."""
 
-    def values(self, field: str) -> NDArray[Any]:
+    def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
         """The value of a field of each row.
 
         Args:
             field: Name of a field with one value in each row.
+            rows: The rows, int64 of shape (N,); by default all, in dataset order.
 
         Returns:
-            An array of shape (num_rows,), in dataset order.
+            An array of shape (N,).
 
         Raises:
-            ValueError: There is no such field, or its rows have more than one value.
+            ValueError: There is no such field, its rows have more than one value, or the field is
+                None in one of the rows; see `given`.
+        """
+
+    def given(self, field: str) -> NDArray[np.bool_]:
+        """In which rows a field has a value.
+
+        Args:
+            field: Name of a field.
+
+        Returns:
+            Of shape (num_rows,), in dataset order: False where it is None.
+
+        Raises:
+            ValueError: There is no such field.
         """
 
     def lengths(self, field: str) -> Integers:

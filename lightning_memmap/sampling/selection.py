@@ -63,8 +63,9 @@ class Subset(Selection):
             them and one entry for each row.
         field: Instead, rows that have one of the ``values`` in this field, or that ``where``
             chooses by it.
-        values: These values.
-        where: Is given the field of all rows, an array of shape (rows,), and returns a mask.
+        values: These values. None stands for rows in which the field is None.
+        where: Is given the field of all rows in which it is not None, an array of shape (rows,),
+            and returns a mask of this shape. It does not choose the others.
 
     Raises:
         TypeError: Neither ``rows`` nor a field is given, or both are; or a field without ``values``
@@ -84,7 +85,8 @@ class Subset(Selection):
                 "Subset: give the rows, as numbers or as a mask, or a field that chooses them:"
                 " Subset([0, 1, 2]) or Subset(field='label', values=[0, 1])"
             )
-        if (field is None) != (values is None and where is None) or None not in (values, where):
+        num_given = (values is not None) + (where is not None)
+        if num_given != (field is not None):
             raise TypeError(
                 f"Subset: field={field!r}, values={values!r}, where={where!r}: a field needs"
                 " either its values or a function of them, and these need a field"
@@ -98,13 +100,19 @@ class Subset(Selection):
 
     @override
     def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
-        found = self._rows
-        if self._field is not None:
-            known = fields.values(self._field)
-            found = (
-                np.isin(known, self._values or ()) if self._where is None else self._where(known)
-            )
-        return chosen_rows(found, fields.num_rows, f"subset of {split}")
+        what = f"subset of {split}"
+        if self._field is None:
+            return chosen_rows(self._rows, fields.num_rows, what)
+        given = fields.given(self._field)
+        rows = np.flatnonzero(given)
+        known = fields.values(self._field, rows)
+        if self._where is not None:
+            among = chosen_rows(self._where(known), len(rows), what)
+            return ChosenRows(Numbers(rows[among.chosen.array]))
+        values = np.ravel(np.asarray(self._values)).tolist()
+        found = ~given if None in values else np.zeros(fields.num_rows, np.bool_)
+        found[rows] = np.isin(known, [value for value in values if value is not None])
+        return chosen_rows(found, fields.num_rows, what)
 
 
 class Parts(Selection):
@@ -137,8 +145,8 @@ class _HoldingOut(Selection):
     """Validates on some rows of the training store, and trains on the others.
 
     Args:
-        stratify: A field of the store: of each of its values, training and validation have their
-            share of rows.
+        stratify: A field of the store, not None in any row: of each of its values, training and
+            validation have their share of rows.
         seed: Seed of the choice, ``0 <= seed < 2**63``.
     """
 

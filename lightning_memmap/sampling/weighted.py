@@ -31,7 +31,8 @@ class Weighted(SamplerFactory):
     Args:
         weights: One weight for each row of the dataset, in its order, not negative: a tensor, an
             array or a sequence. Or the name of a field: where it has floating-point values, they
-            are the weights. Otherwise they are classes, and all classes come equally often.
+            are the weights. Otherwise they are classes, and all classes come equally often. It must
+            not be None in a row to draw from.
         num_samples: Positions of an epoch; by default as many as there are rows, or without
             replacement, as there are rows with a weight.
         replacement: Whether a row may come more than once in an epoch. Without, a row that would
@@ -66,8 +67,8 @@ class Weighted(SamplerFactory):
 
         Raises:
             TypeError: The weights are no numbers.
-            ValueError: There is not one weight for each row; one is negative or not finite; all
-                are zero; or ``num_samples`` is out of range.
+            ValueError: There is not one weight for each row; one is negative, not finite or None;
+                all are zero; or ``num_samples`` is out of range.
         """
         weights = self._weights(shards.all_rows(), fields)
         num_weighted = int(np.count_nonzero(weights))
@@ -89,7 +90,7 @@ class Weighted(SamplerFactory):
     def _weights(self, rows: Integers, fields: Fields) -> NDArray[np.float64]:
         """The weights of rows, the largest of which is 1."""
         if isinstance(self.weights, str):
-            found = fields.values(self.weights)[rows]
+            found = fields.values(self.weights, rows)
             if not np.issubdtype(found.dtype, np.floating):
                 _, classes, counts = np.unique(found, return_inverse=True, return_counts=True)
                 found = 1 / counts[classes]

@@ -100,7 +100,8 @@ class Schema:
         Raises:
             SchemaError: A leaf has a type or dtype that cannot be stored, the sample has no leaf or
                 is nested too deeply, the name of a field cannot be the name of a file, or a field
-                has fewer dimensions than may differ. The message names the field.
+                has fewer dimensions than may differ, or is not there, unless it may be one of the
+                records of a list; see `declaring`. The message names the field.
         """
         leaves: list[tuple[str, Any]] = []
         variable = variable or {}
@@ -108,13 +109,28 @@ class Schema:
         if not leaves and not cls((), structure).unknown.keys() - {"value"}:
             raise SchemaError(f"the sample {short_repr(sample)} holds no tensor, array or number")
         found = cls(tuple(describe_leaf(*leaf) for leaf in leaves), structure)
+        lists = [field_name(path) for path, node in structure.walk() if node.is_list and path]
+        return found.declaring(variable, lists)
+
+    def declaring(self, variable: Mapping[str, Form], lists: Sequence[str] = ()) -> "Schema":
+        """The schema of samples that may differ from those of this one as forms say.
+
+        Args:
+            variable: As of `from_sample`.
+            lists: Lists of which other samples may show that they consist of records, and what
+                these have: forms of their parts may wait for that.
+
+        Raises:
+            SchemaError: As of `from_sample`, or there is no such field in the records of a list.
+        """
         fields = list[Field]()
         optional = [name for name, form in variable.items() if form.nullable]
-        structure = declared(structure, found._by_path(), variable, optional, fields)
-        found = cls(tuple(fields), structure)
-        names = {*(field.name for field in fields), *found.unknown, *found.lists, *found.optional}
-        for name in variable.keys() - names:
-            raise SchemaError(f"variable: {found.why_no_field(name)}")
+        structure = declared(self.structure, self._by_path(), variable, optional, fields)
+        found = Schema(tuple(fields), structure)
+        waiting = tuple(f"{name}." for name in (*lists, *found.unknown))
+        for name in variable:
+            if not found._has(name) and not name.startswith(waiting):
+                raise SchemaError(f"variable: {found.why_no_field(name)}")
         for index, field in enumerate(fields):
             form = variable.get(field.name)
             count = form.dims if form is not None else 0
@@ -130,7 +146,12 @@ class Schema:
                 )
             count = max(count, field.num_variable)
             fields[index] = replace(field, shape=(None,) * count + field.shape[count:])
-        return cls._checked(structure, fields)
+        return self._checked(structure, fields)
+
+    def _has(self, name: str) -> bool:
+        """Whether a field or another part of samples that may differ has a name."""
+        names = {field.name for field in self.fields}
+        return name in {*names, *self.unknown, *self.lists, *self.optional}
 
     def merged(self, other: "Schema") -> "Schema | None":
         """The schema that has the samples of two.
@@ -174,6 +195,25 @@ class Schema:
             for path, node in self.structure.walk()
             if node.kind == "records"
         }
+
+    @property
+    def mixed_numbers(self) -> dict[str, tuple[str, ...]]:
+        """Lists of numbers in records that differ in dtype, by name, with the fields of these."""
+        fields = {field.name: field for field in self.fields}
+        found = dict[str, tuple[str, ...]]()
+        for path, node in self.structure.walk():
+            for inner, part in node.children[0].walk(path) if node.kind == "records" else ():
+                names = [field_name(each) for each in part.paths(inner)]
+                if (
+                    part.kind == "list"
+                    and part.keys
+                    and all(
+                        child.kind == "leaf" and fields[name].kind == "number"
+                        for name, child in zip(names, part.children, strict=True)
+                    )
+                ):
+                    found[field_name(inner)] = tuple(names)
+        return found
 
     @property
     def optional(self) -> dict[str, tuple[str, ...]]:

@@ -98,15 +98,22 @@ def declared(
         SchemaError: A list is within the records of another one.
     """
     name = field_name(path)
-    if name in optional and path and node.kind not in ("none", "optional"):
-        others = [other for other in optional if other != name]
-        part = declared(node, fields, lists, others, merged, path)
-        merged.append(_mask(path))
-        return Node("optional", (), (part, LEAF))
+    # What is None, and what a list consists of, has the path of the whole.
+    others = [other for other in optional if other != name]
+    if node.kind == "optional" or (name in optional and path and node.kind != "none"):
+        part = node.children[0] if node.kind == "optional" else node
+        return _optional(declared(part, fields, lists, others, merged, path), path, merged)
     if name in lists and node.is_list and node.keys:
-        records = _merge_records(node, _EMPTY_LIST, fields, {}, merged, path)
+        found = list[Field]()
+        records = _merge_records(node, _EMPTY_LIST, fields, {}, found, path)
         if records is not None:
-            return records
+            node, fields = records, dict(zip(field_paths(records, path), found, strict=True))
+    if node.kind == "records":
+        ((record, known),) = _records(node, fields, path)
+        parts = list[Field]()
+        record = declared(record, known, (), others, parts, path)
+        merged += [field.in_list for field in parts]
+        return Node("records", (), (record,))
     if node.is_field:
         merged.append(fields[path])
         return node
@@ -140,13 +147,19 @@ def _merge_optional(
         if both is None:
             return None
         part = both
-    merged.append(_mask(path))
+    return _optional(part, path, merged)
+
+
+def _optional(part: Node, path: Path, merged: list[Field]) -> Node:
+    """A part that is None in some rows, with the field that says in which."""
+    if part.kind == "records" and part.children[0].kind == "optional":
+        raise SchemaError(
+            f"field {field_name(path)!r}: some rows are None in place of a list, and some lists"
+            " have None in them, and only one of these can be stored: give an empty list in place"
+            " of the rows that are None, or leave None out of the lists"
+        )
+    merged.append(Field(field_name((*path, MASK)), torch.bool, (), "mask"))
     return Node("optional", (), (part, LEAF))
-
-
-def _mask(path: Path) -> Field:
-    """The field that says which rows are not None."""
-    return Field(field_name((*path, MASK)), torch.bool, (), "mask")
 
 
 def _merge_records(

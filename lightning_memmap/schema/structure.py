@@ -292,11 +292,21 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: P
         if node.kind not in ("dict", "tensordict") or set(keys) != set(node.keys):
             raise SchemaError(
                 f"field {field_name(path)!r}: found {node.kind} of {short_repr(keys)}, expected"
-                f" {short_repr(list(node.keys))}"
+                f" {short_repr(list(node.keys))}{_differing_keys(node, keys)}"
             )
         values = [value[key] for key in node.keys]
     for key, child, child_node in zip(node.keys, values, node.children, strict=True):
         flatten(child, child_node, leaves, number_ndim, (*path, key))
+
+
+def _differing_keys(node: Node, keys: Collection[str | int]) -> str:
+    """Say which keys of a dict or class are not those of a node."""
+    if node.is_list:
+        return ""
+    new, missing = [k for k in keys if k not in node.keys], [k for k in node.keys if k not in keys]
+    parts = [f"{short_repr(new)} too many"] * bool(new)
+    parts += [f"{short_repr(missing)} missing"] * bool(missing)
+    return f": the keys differ ({', '.join(parts)}): give all rows the same, None where it has none"
 
 
 def _flatten_records(value: Any, found: Any, record: Node, leaves: list[Any], path: Path) -> None:

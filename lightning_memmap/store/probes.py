@@ -1,6 +1,7 @@
 """Probe rows: a few rows that identify a dataset, and show whether it is random."""
 
 import pickle
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from torch.utils.data import Subset
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Form, Schema
+from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.store.workers import describe_error, run_tasks
 
 NUM_PROBES = 8
@@ -310,6 +312,8 @@ def take_probes(
         run_tasks(search, [np.unique(more).tolist()], min(num_workers, 1), found.append)
         schema, num_read = found[0][0].stored_as(store_dtypes or {}), found[0][1]
     check_known(schema, {*(variable or {}), *(store_dtypes or {})}, num_read)
+    schema = schema.declaring(variable or {})
+    warn_of_mixed_numbers(schema)
     # What a row consists of, and so its hash, may depend on what other rows have shown.
     stale = {
         probe.row
@@ -352,6 +356,23 @@ def check_known(schema: Schema, named: Collection[str], num_read: int) -> None:
                 f"field {name!r} is {what} in each of the {num_read} rows that were read first, so"
                 f" that its dtype is not known: {way_out}"
             )
+
+
+def warn_of_mixed_numbers(schema: Schema) -> None:
+    """Warn where a list of numbers in a record is no field, since these differ in dtype.
+
+    Args:
+        schema: The schema of all samples.
+    """
+    dtypes = {field.name: dtype_name(field.sample_dtype) for field in schema.fields}
+    for name, names in schema.mixed_numbers.items():
+        found = " and ".join(sorted({dtypes[each] for each in names}))
+        warnings.warn(
+            f"field {name!r}: a record has a list of {found} there, so that each number is a field"
+            f" of its own, {names[0]!r} and so on. To make the list one field, give all of its"
+            " numbers one dtype, such as [1.0, 2.0]; for fields of their own, give a tuple",
+            stacklevel=2,
+        )
 
 
 @dataclass(frozen=True)

@@ -110,17 +110,19 @@ class Store:
         """
         return locations
 
-    def values(self, field: str) -> NDArray[Any]:
+    def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
         """Read the value of a field of each row, such as a label.
 
         Args:
             field: Name of a field whose rows have one value each.
+            rows: The rows, int64 of shape (N,); by default all, in dataset order.
 
         Returns:
-            An array of shape (num_rows,), in dataset order.
+            An array of shape (N,).
 
         Raises:
-            ValueError: There is no such field, or its rows have more than one value.
+            ValueError: There is no such field, its rows have more than one value, or the field is
+                None in one of the rows; see `given`.
         """
         index = self._index_of(field)
         found = self.schema.fields[index]
@@ -134,10 +136,46 @@ class Store:
             raise ValueError(
                 f"field {field!r}: its rows are {found}; give a field with one value in each row"
             )
-        blocks = []
-        for first in range(0, self.num_rows, _BLOCK_ROWS):
-            rows = np.arange(first, min(first + _BLOCK_ROWS, self.num_rows), dtype=np.int64)
-            fetched = self.columns[index].fetch(rows)
+        rows = np.arange(self.num_rows, dtype=np.int64) if rows is None else rows
+        missing = rows[~self.given(field)[rows]]
+        if len(missing):
+            raise ValueError(
+                f"field {field!r}: it is None in {len(missing)} of {len(rows)} rows, the first of"
+                f" which is row {missing[0]}, and None is no value to weight or stratify by: store"
+                " a value of your own in its place, such as -1, or use the other rows alone, with"
+                f" subset=Subset(field={self._masks(field)[-1]!r}, values=[True])"
+            )
+        return self._numbers(index, rows)
+
+    def given(self, field: str) -> NDArray[np.bool_]:
+        """Read in which rows a field has a value.
+
+        Args:
+            field: Name of a field.
+
+        Returns:
+            Of shape (num_rows,), in dataset order: False where it, or what it is a part of, is
+            None.
+
+        Raises:
+            ValueError: There is no such field.
+        """
+        self._index_of(field)
+        rows = np.arange(self.num_rows, dtype=np.int64)
+        found = np.ones(self.num_rows, np.bool_)
+        for mask in self._masks(field):
+            found &= self._numbers(self._index_of(mask), rows)
+        return found
+
+    def _masks(self, field: str) -> list[str]:
+        """The fields that say where a field, from its outermost part on, is not None."""
+        return [names[-1] for names in self.schema.optional.values() if field in names[:-1]]
+
+    def _numbers(self, index: int, rows: Integers) -> NDArray[Any]:
+        """The values of rows of a field that has one in each."""
+        blocks = [np.empty(0, np.int64)] if not len(rows) else []
+        for first in range(0, len(rows), _BLOCK_ROWS):
+            fetched = self.columns[index].fetch(rows[first : first + _BLOCK_ROWS])
             assert isinstance(fetched, Tensor)  # The rows have one shape.
             values = fetched.reshape(-1)
             # numpy has no bfloat16.

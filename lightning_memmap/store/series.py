@@ -134,8 +134,13 @@ class _WindowFields:
     def num_rows(self) -> int:
         return self._shards.num_rows
 
-    def values(self, field: str) -> NDArray[Any]:
-        return self._series.values(field)[self._all_series]
+    def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
+        series = self._all_series
+        found, windows = np.unique(series if rows is None else series[rows], return_inverse=True)
+        return self._series.values(field, found)[windows]
+
+    def given(self, field: str) -> NDArray[np.bool_]:
+        return self._series.given(field)[self._all_series]
 
     def lengths(self, field: str) -> Integers:
         if field in self._shards.fields:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns.column import OpenColumn
@@ -56,30 +57,32 @@ def distributions(store: Store, field: Field, column: OpenColumn) -> Iterator[Di
         column: Its column.
 
     Yields:
-        The distributions. Of many rows, some are looked at that are evenly spaced.
+        The distributions, of rows that are not None. Of many rows, some are looked at that are
+        evenly spaced.
     """
-    name = field.name
+    name, given = field.name, np.flatnonzero(store.given(field.name))
     if not field.shape:
-        rows, note = _spaced(store.num_rows, _MAX_ROWS)
-        numbers = column.fetch(rows.numpy())
+        rows, note = _spaced(given, _MAX_ROWS)
+        numbers = column.fetch(rows)
         yield _distribution(name, torch.as_tensor(numbers), note)
         return
-    rows, note = _spaced(store.num_rows, _MAX_ARRAYS)
+    rows, note = _spaced(given, _MAX_ARRAYS)
     values = [column.row(row).reshape(-1) for row in rows.tolist()]
     if field.num_variable:
         what = "bytes" if field.is_text else "values"
         lengths = torch.tensor([len(each) for each in values])
         yield _distribution(f"{name}: {what} in a row", lengths, note)
     if not field.is_text:
-        every = torch.cat(values)
+        every = torch.cat(values) if values else torch.empty(0)
         yield _distribution(name, every[:: 1 + len(every) // _MAX_VALUES], note)
 
 
-def _spaced(num_rows: int, most: int) -> tuple[Tensor, str]:
-    """Evenly spaced rows, and a note where these are not all."""
-    if num_rows <= most:
-        return torch.arange(num_rows), ""
-    return torch.linspace(0, num_rows - 1, most).long(), f"of {most:,} of {num_rows:,} rows"
+def _spaced(rows: Integers, most: int) -> tuple[Integers, str]:
+    """Evenly spaced rows of some, and a note where these are not all."""
+    if len(rows) <= most:
+        return rows, ""
+    places = torch.linspace(0, len(rows) - 1, most).long().numpy()
+    return rows[places], f"of {most:,} of {len(rows):,} rows"
 
 
 def _distribution(title: str, values: Tensor, note: str) -> Distribution:

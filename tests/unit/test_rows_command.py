@@ -200,9 +200,22 @@ def test_show_lists_values_and_draws_images(command: Command, tmp_path: Path) ->
     assert not (tmp_path / "none.png").exists()
 
 
+def test_fields_that_do_not_fit_side_by_side_are_listed(command: Command, tmp_path: Path) -> None:
+    names = [f"field_number_{index}" for index in range(25)]
+    samples: Any = [dict.fromkeys(names, row * 100 + 3) for row in range(40)]
+    build_store(samples, tmp_path / "wide" / "train", progress=False)
+    command.write(shuffle=False, store_dir=str(tmp_path / "wide"))
+    assert command("--show", tmp_path / "rows.png", "--devices", 1) == 0
+    lines = command.out.splitlines()
+    assert "row 2, data device 0" in lines
+    begin = lines.index("row 2, data device 0")
+    assert lines[begin + 1 : begin + 26] == [f"  {name}: 203" for name in names]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--json", "--show", "rows.png"), "JSON has the numbers of rows alone"),
         (("--epoch", "-1"), "epoch=-1: counted from 0"),
         (("--devices", "0"), "devices=0: at least 1"),
         (("--ckpt_path", "x", "--step", "2"), "leave them out"),

@@ -563,6 +563,51 @@ def test_values_of_a_field_are_in_dataset_order(tmp_path: Path) -> None:
         store.values("pad")
 
 
+#: Every third row has no age, and rows 5 and 15 have the age 0 that is stored for None.
+AGED: Any = [
+    {"age": None if row % 3 == 0 else row % 5, "row": row, "who": {"age": row} if row % 4 else None}
+    for row in range(24)
+]
+WITHOUT_AGE = list(range(0, 24, 3))
+
+
+@pytest.mark.parametrize(
+    ("subset", "expected"),
+    [
+        (Subset(field="age", values=[0]), [5, 10, 20]),
+        (Subset(field="age", values=np.array([0, 1])), [1, 5, 10, 11, 16, 20]),
+        (Subset(field="age", values=[None]), WITHOUT_AGE),
+        (Subset(field="age", values=[None, 0]), sorted([*WITHOUT_AGE, 5, 10, 20])),
+        (Subset(field="age", where=lambda age: age < 1), [5, 10, 20]),
+        (Subset(field="age", where=lambda age: age < age.mean() / 2), [5, 10, 20]),
+        (Subset(field="age.mask", values=[False]), WITHOUT_AGE),
+        (Subset(field="who.age", values=[0, 1]), [1]),
+        (Subset(field="who.age", values=[None]), list(range(0, 24, 4))),
+    ],
+)
+def test_none_is_not_chosen_as_zero(tmp_path: Path, subset: Subset, expected: list[int]) -> None:
+    store = build_store(AGED, tmp_path / "aged", num_shards=5, progress=False)
+    rows = subset.subset("train", 0, store)
+    assert rows.rows(np.arange(rows.num_rows(24))).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "option", [{"subset": RandomSplit(0.5, stratify="age")}, {"sampler": Weighted("age")}]
+)
+def test_none_as_a_class_is_refused(tmp_path: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"field 'age': it is None in 8 of 24 rows.*'age\.mask'"):
+        set_up(make_data(tmp_path, train_dataset=AGED, **option), "fit")
+
+
+def test_rows_without_none_are_weighted(tmp_path: Path) -> None:
+    rest = Subset(field="age.mask", values=[True])
+    data = make_data(tmp_path, train_dataset=AGED, subset=rest, sampler=Weighted("age"))
+    set_up(data, "fit")
+    rows = [row for batch in data.train_dataloader() for row in batch["row"].tolist()]
+    assert rows
+    assert not {*rows} & {*WITHOUT_AGE}
+
+
 def test_order_of_a_data_module_needs_no_set_up(tmp_path: Path) -> None:
     data = labelled(tmp_path, subset=RandomSplit(30))
     order = make_data(tmp_path, subset=RandomSplit(30)).train_sampler(

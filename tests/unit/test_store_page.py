@@ -81,6 +81,13 @@ def test_rows_of_different_lengths_have_their_lengths_counted(tmp_path: Path) ->
     assert "<b>&#39;" not in page
 
 
+def test_none_is_not_counted(tmp_path: Path) -> None:
+    rows: Any = [{"x": None if row % 2 else 7, "t": None if row % 2 else "ab"} for row in range(10)]
+    found = bars(build_store(rows, tmp_path / "s", num_shards=3, progress=False))
+    assert found["x"] == {"7": 5}
+    assert found["t: bytes in a row"] == {"2": 5}
+
+
 def test_values_that_are_not_finite_are_told(tmp_path: Path) -> None:
     values = torch.tensor([1.0, float("nan"), float("inf"), 2.0])
     store = store_of(tmp_path, x=values, none=torch.full((4,), float("nan")))

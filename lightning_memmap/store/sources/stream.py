@@ -34,6 +34,7 @@ from lightning_memmap.store.probes import (
     hash_row,
     leaf_bytes,
     merged_schema,
+    warn_of_mixed_numbers,
 )
 from lightning_memmap.store.progress import Advance
 from lightning_memmap.store.sources.field_array import FieldArray
@@ -134,6 +135,8 @@ class Spool:
             piece.append(sample)
             self.schema = merged_schema(self.schema, sample) or self.schema
         check_known(self.schema, {*variable, *store_dtypes}, len(piece))
+        self.schema = self.schema.declaring(variable)
+        warn_of_mixed_numbers(self.schema)
         with ExitStack() as stack:
             self.arrays = [
                 SpooledItems(field, directory)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError, MemmapError
 from lightning_memmap.loading import (
     FormedCollate,
@@ -20,7 +21,7 @@ from lightning_memmap.loading import (
     image_decoder,
 )
 from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows
+from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows, Subset
 from lightning_memmap.schema import Decode, Form, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import OnSuperBatch
@@ -199,7 +200,7 @@ def _num_threads() -> int:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "no image of a known format"),
+        (b"", "it has no bytes"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 7 10\n", "no image of a known format"),
         (b"plainly no image", "no image of a known format"),
         (EncodedImages(1)[0]["image"][:200], "it cannot be decoded"),
@@ -333,3 +334,24 @@ def test_masks_from_transparency_are_those_of_a_dataloader(
         assert 0 < expected["mask"].float().mean() < 1
         for name in ("image", "mask"):
             assert torch.equal(batch[name], expected[name])
+
+
+def test_rows_without_an_image_are_named_and_left_out(tmp_path: Path) -> None:
+    rows: Any = [
+        {"i": encoded(np.full((4, 5, 3), row, np.uint8)) if row % 3 else None, "row": row}
+        for row in range(24)
+    ]
+    data = MemmapDataModule(
+        rows, store_dir=tmp_path, batch_size=8, shuffle=False, variable={"i": "decode"}
+    )
+    data.prepare_data()
+    data.setup("fit")
+    with pytest.raises(DatasetError, match=r"field 'i', row 0: it has no bytes: .*'i.mask'"):
+        list(data.train_dataloader())
+    data = data.with_options(subset=Subset(field="i.mask", values=[True]))
+    data.setup("fit")
+    batches = list(data.train_dataloader())
+    assert [row for batch in batches for row in batch["row"].tolist()] == [
+        row for row in range(24) if row % 3
+    ]
+    assert all(batch["i"].mask.all() and batch["i"].values.any() for batch in batches)

@@ -28,8 +28,11 @@ class Table:
         self.num_rows = num_rows
         self.fields = {name: np.asarray(values) for name, values in fields.items()}
 
-    def values(self, field: str) -> np.ndarray:
-        return self.fields[field]
+    def values(self, field: str, rows: np.ndarray | None = None) -> np.ndarray:
+        return self.fields[field] if rows is None else self.fields[field][rows]
+
+    def given(self, field: str) -> np.ndarray:
+        return np.ones(self.num_rows, np.bool_)
 
 
 def made(weights: Any, num_shards: int = 4, seed: int = 0, **options: Any) -> WeightedSampler:

@@ -629,3 +629,77 @@ def test_lists_come_from_a_remote_store(tmp_path: Path, monkeypatch: pytest.Monk
     build(tmp_path / "s", Scenes(60))
     push_store(tmp_path / "s", f"file://{tmp_path}/remote", progress=False)
     assert_holds(open_store(f"file://{tmp_path}/remote"), Scenes(60))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    "variable", [{"o.n": "nullable"}, {"o": "list", "o.n": {"form": "nullable"}}]
+)
+def test_none_in_a_late_record_is_declared(
+    tmp_path: Path, variable: dict[str, Any], is_stream: bool
+) -> None:
+    rows: Any = [{"o": [{"n": "x"}] * (row % 3 + 1)} for row in range(NUM_ROWS)]
+    rows[12] = {"o": [{"n": None}, {"n": "y"}]}
+    with pytest.raises(SchemaError, match=r"row 12, .*variable=\{'o.n': 'nullable'\}"):
+        build(tmp_path / "without", rows)
+    given = (row for row in rows) if is_stream else rows
+    store = build(tmp_path / "s", given, variable=variable)
+    assert [store[row] for row in range(NUM_ROWS)] == rows
+
+
+def test_form_of_a_record_waits_for_rows_that_have_one(tmp_path: Path) -> None:
+    rows: Any = [{"o": [{"n": 1.5, "m": 2}] * (row % 3)} for row in range(12)]
+    store = build(tmp_path / "s", rows, variable={"o": "pad", "o.m": {"form": "pad", "value": -1}})
+    assert len(store[2]["o"]) == 2
+    assert "mask" not in str(store.schema.fields)
+    with pytest.raises(SchemaError, match=r"there is no field 'o.l'"):
+        build(tmp_path / "t", rows, variable={"o": "pad", "o.l": "pad"})
+
+
+@pytest.mark.parametrize("given", [None, "x"])
+def test_form_of_a_record_may_be_none_from_the_first_row_on(
+    tmp_path: Path, given: str | None
+) -> None:
+    rows: Any = [{"o": [{"n": given}] * (row % 3)} for row in range(20)]
+    rows[19] = {"o": [{"n": "x"}, {"n": None}]}
+    if given is None:
+        rows[1] = {"o": [{"n": "z"}]}
+    store = build(tmp_path / "s", rows, variable={"o": "list", "o.n": "nullable"})
+    assert [store[row] for row in range(20)] == rows
+
+
+@pytest.mark.parametrize("items", [["a", None], [1, None], [{"n": 1}, None]])
+@pytest.mark.parametrize("declared", [False, True])
+def test_list_and_its_items_that_are_both_none_are_refused(
+    tmp_path: Path, items: list[Any], declared: bool
+) -> None:
+    rows: Any = [{"t": items}, {"t": []}, {"t": items[:1]}, *([] if declared else [{"t": None}])]
+    variable = {"t": {"form": "list", "nullable": True}} if declared else None
+    with pytest.raises(SchemaError, match=r"field 't': .*give an empty list in place"):
+        build(tmp_path / "s", rows, variable=variable)
+    kept = [row for row in rows if row["t"] is not None]
+    store = build(tmp_path / "t", kept)
+    assert [store[row] for row in range(3)] == kept
+
+
+def test_numbers_of_several_dtypes_in_a_record_are_warned_of(tmp_path: Path) -> None:
+    rows: Any = [{"o": [{"box": [row, 1, 2.0]}] * (row % 3)} for row in range(12)]
+    with pytest.warns(UserWarning, match=r"field 'o.box': .* float64 and int64 .*'o.box.0'"):
+        build(tmp_path / "s", rows)
+    with pytest.warns(UserWarning, match=r"field 'o.box': .* float64 and int64 .*'o.box.0'"):
+        build(tmp_path / "stream", (row for row in rows))
+    for name, box in (("t", (1, 2.0)), ("u", [1.0, 2.0]), ("v", [])):
+        build(tmp_path / name, [{"o": [{"box": box, "l": 1}] * (row % 3)} for row in range(12)])
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"a": 1, "b": 2}, r"\['b'\] too many"),
+        ({"b": 1}, r"\['b'\] too many, \['a'\] missing"),
+    ],
+)
+def test_other_keys_are_named(tmp_path: Path, other: dict[str, int], words: str) -> None:
+    for first, second in (({"a": 1}, other), ({"o": [{"a": 1}]}, {"o": [other]})):
+        with pytest.raises(SchemaError, match=f"row 1, .*the keys differ \\({words}\\)"):
+            build(tmp_path / "s", [first, second])
