@@ -147,12 +147,7 @@ def shortened(message: str, length: int = 600) -> str:
     Returns:
         The line.
     """
-    # If one member of a union has a problem, what the other members expect is no reason. Within
-    # the problem, which is indented further, it is.
-    problem = re.search(r"^( *)- Problem with", message, re.MULTILINE)
-    if problem is not None:
-        message = re.sub(rf"^{problem[1]}- Expected a.*$", "", message, flags=re.MULTILINE)
-    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    lines = [line.strip().removeprefix("- ") for line in _without_other_members(message)]
     kept = [line for line in lines if line and not _NOISE.match(line)]
     # A value that fits no type of a union, without a reason: say what was given.
     if len(kept) == 1 and kept[0].endswith(":"):
@@ -160,3 +155,22 @@ def shortened(message: str, length: int = 600) -> str:
     # Members of a union often fail for the same reason.
     text = " ".join(dict.fromkeys(kept))
     return text if len(text) <= length else text[:length] + " ..."
+
+
+def _without_other_members(message: str) -> list[str]:
+    """The lines of a message, without what the other members of a union say of a value of which one
+    member says that there is a problem within it."""
+    lines: list[str] = []
+    problems: list[int] = []
+    is_dropped = False
+    for line in message.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if not is_dropped or indent <= problems[-1]:
+            problems = [problem for problem in problems if problem <= indent]
+            is_dropped = bool(problems) and problems[-1] == indent
+        if is_dropped:
+            continue
+        lines.append(line)
+        if line.lstrip().startswith("- Problem with"):
+            problems.append(indent)
+    return lines

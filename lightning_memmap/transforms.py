@@ -5,7 +5,7 @@ from a callable that maps a sample, and `OnSuperBatch` declares that one runs on
 data devices together.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_memmap.errors import with_article
-from lightning_memmap.loading import OnSuperBatch
+from lightning_memmap.loading import OnSuperBatch, RowList
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.transform import check_callable
-from lightning_memmap.loading.variable_batch import is_variable
 
 __all__ = ["OnSuperBatch", "PerSample"]
 
@@ -28,7 +27,8 @@ class PerSample:
 
     Without ``keywords`` the callable receives one sample in the structure of the batch, with
     tensors on the batch's device as leaves, and returns one. The results are collated as
-    ``default_collate`` does it.
+    ``default_collate`` does it; what the batch gives row by row, such as the objects of each image,
+    stays a list, under the same key.
 
     With ``keywords`` it is called as Albumentations expects: with numpy arrays on the CPU as
     keyword arguments, images with channels last; it returns a mapping with the same keys. The
@@ -66,36 +66,38 @@ class PerSample:
         """Transform a batch of B rows.
 
         Args:
-            batch: Tensors of shape (B, ...) in any nesting of containers.
+            batch: Tensors of shape (B, ...) and `RowList` in any nesting of containers.
 
         Returns:
             The transformed batch, with B rows, on the device of ``batch``.
 
         Raises:
             KeyError: A field that ``keywords`` names is missing from the batch or from a result.
-            TypeError: A result is None or contains None.
+            TypeError: A result is None or contains None, or the batch has a jagged tensor.
             ValueError: The results of two rows differ in structure, shape or dtype, or a result
                 is a tensor with channels last.
         """
         set_random_seed = getattr(self.function, "set_random_seed", None)
         if set_random_seed is not None:
             set_random_seed(int(torch.randint(2**31, ())))
-        for name, leaf in named_leaves(batch):
-            if is_variable(leaf):
+        leaves = dict(named_leaves(batch))
+        for name, leaf in leaves.items():
+            if isinstance(leaf, Tensor) and leaf.is_nested:
                 raise TypeError(
-                    f"PerSample: the rows at batch{name} differ in length, so that its results"
-                    " could not be collated: give the field with variable={...: 'pad'}, or write a"
-                    " transform of batches"
+                    f"PerSample: the rows at batch{name} are a jagged tensor, which results could"
+                    " not be collated to: give the field with variable={...: 'list'} or 'pad', or"
+                    " write a transform of batches"
                 )
         if self.keywords is not None:
             return self._call_with_keywords(batch, self.keywords)
         rows = _num_rows(batch)
         samples = [
-            self.function(apply_to_collection(batch, Tensor, lambda leaf, row=row: leaf[row]))
+            self.function(apply_to_collection(batch, _BY_ROW, lambda leaf, row=row: leaf[row]))
             for row in range(rows)
         ]
-        _check_alike(samples, self.function)
-        return default_collate(samples)
+        lists = [name for name, leaf in leaves.items() if isinstance(leaf, RowList)]
+        _check_alike(samples, self.function, lists)
+        return _collated(samples, lists)
 
     def _call_with_keywords(self, batch: Any, keywords: dict[str, str]) -> Any:
         fields = {keyword: _find(batch, name) for keyword, name in keywords.items()}
@@ -123,8 +125,41 @@ class PerSample:
         return batch
 
 
-def _check_alike(results: Sequence[Any], function: Callable[..., Any]) -> None:
+#: Leaves of a batch whose items are rows.
+_BY_ROW = (Tensor, RowList)
+
+
+def _collated(results: list[Any], lists: Collection[str], name: str = "") -> Any:
+    """The batch of the results, with those parts row by row that ``lists`` names."""
+    if name in lists:
+        return RowList(results)
+    first: Any = results[0]
+    if not any(each.startswith(name) for each in lists):
+        return default_collate(results)
+    if isinstance(first, Mapping):
+        return {
+            key: _collated([result[key] for result in results], lists, f"{name}[{key!r}]")
+            for key in first
+        }
+    if isinstance(first, (list, tuple)):
+        columns = [
+            _collated(list(column), lists, f"{name}[{index}]")
+            for index, column in enumerate(zip(*results, strict=True))
+        ]
+        made: Any = type(first)
+        return made(*columns) if hasattr(first, "_fields") else columns
+    return default_collate(results)
+
+
+def _check_alike(
+    results: Sequence[Any], function: Callable[..., Any], lists: Sequence[str] = ()
+) -> None:
     """Check that the results of all rows can be collated without loss.
+
+    Args:
+        results: One for each row.
+        function: What returned them.
+        lists: Names of the parts that are given row by row, and may differ.
 
     Raises:
         TypeError: A result is None or contains None.
@@ -134,9 +169,9 @@ def _check_alike(results: Sequence[Any], function: Callable[..., Any]) -> None:
         for name, leaf in named_leaves(result):
             if leaf is None:
                 raise _none_error(function, row, name)
-    first = {name: _description(leaf) for name, leaf in named_leaves(results[0])}
+    first = _descriptions(results[0], lists)
     for row, result in enumerate(results):
-        found = {name: _description(leaf) for name, leaf in named_leaves(result)}
+        found = _descriptions(result, lists)
         if found.keys() != first.keys():
             raise ValueError(
                 f"the per-sample callable returned {list(found)} for row {row} of the batch and"
@@ -160,6 +195,15 @@ def _none_error(function: Callable[..., Any], row: int, name: str = "") -> TypeE
     )
 
 
+def _descriptions(result: Any, lists: Sequence[str]) -> dict[str, str]:
+    """What the leaves of a result are, by their names, without those of the lists."""
+    return {
+        name: _description(leaf)
+        for name, leaf in named_leaves(result)
+        if not name.startswith(tuple(lists))
+    }
+
+
 def _description(leaf: Any) -> str:
     if isinstance(leaf, (Tensor, np.ndarray, np.generic)):
         kind = "tensor" if isinstance(leaf, Tensor) else "array"
@@ -173,8 +217,8 @@ def _tensor_or_array(value: Any) -> Tensor | np.ndarray | None:
 
 
 def _num_rows(batch: Any) -> int:
-    leaves: list[Tensor] = []
-    apply_to_collection(batch, Tensor, leaves.append)
+    leaves: list[Tensor | RowList] = []
+    apply_to_collection(batch, _BY_ROW, leaves.append)
     return len(leaves[0])
 
 
@@ -191,6 +235,11 @@ def _find(batch: Any, name: str) -> Tensor:
             found = found[_key(found, part)]
         except (KeyError, IndexError, TypeError, ValueError):
             raise KeyError(f"keywords: the batch has no field {name!r}") from None
+    if isinstance(found, RowList):
+        raise KeyError(
+            f"keywords: {name!r} is given row by row: leave keywords out, and write a callable of"
+            " samples"
+        )
     if not isinstance(found, Tensor):
         raise KeyError(f"keywords: {name!r} is {with_article(type(found).__name__)}, not a field")
     return found

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from lightning_memmap.loading import RowList
 from lightning_memmap.store import Store
 from lightning_memmap.transforms import PerSample
 from tests.rows import CPU, image_of, make_loader
@@ -298,6 +299,35 @@ class TestInLoader:
             shifts += [value.unique().tolist() for value in difference]
         assert {len(shift) for shift in shifts} == {1}
         assert {shift[0] for shift in shifts} == {1, 2, 3, 4}
+
+    def test_per_sample_keeps_records_that_are_given_row_by_row(self) -> None:
+        def mirror(sample: Any) -> Any:
+            image, objects = sample
+            box, keep = objects["box"], objects["label"] > 0
+            mirrored = torch.stack([8 - box[:, 1], 8 - box[:, 0]], dim=1)
+            return image.flip(-1), {"box": mirrored[keep], "label": objects["label"][keep]}
+
+        records = [
+            {"box": torch.arange(2.0 * n).view(n, 2), "label": torch.arange(n)} for n in (2, 0, 3)
+        ]
+        images = torch.arange(24).view(3, 8)
+        for batch in ([images, RowList(records)], [RowList(records), images]):
+            first = isinstance(batch[0], RowList)
+            function = (lambda sample: mirror(sample[::-1])[::-1]) if first else mirror
+            found = PerSample(function)(batch)
+            objects, image = found if first else found[::-1]
+            assert torch.equal(image, images.flip(-1))
+            assert isinstance(objects, RowList)
+            assert [row["label"].tolist() for row in objects] == [[1], [], [1, 2]]
+            assert objects[2]["box"].tolist() == [[5, 6], [3, 4]]
+
+    def test_per_sample_keywords_leave_records_and_do_not_take_them(self) -> None:
+        batch = {"image": torch.zeros(2, 1, 4, 4), "objects": RowList([[1], []])}
+        found = PerSample(lambda image: {"image": image + 1}, {"image": "image"})(batch)
+        assert found["objects"] is batch["objects"]
+        assert (found["image"] == 1).all()
+        with pytest.raises(KeyError, match="'objects' is given row by row: leave keywords out"):
+            PerSample(lambda **_: {}, {"objects": "objects"})(batch)
 
     def test_per_sample_structure_is_that_of_default_collate(self) -> None:
         batch = [torch.arange(4), {"x": torch.ones(4, 2)}]

@@ -17,6 +17,7 @@ from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import KFold, ShuffledSampler, Subset, Weighted
 from lightning_memmap.schema import Form, Masked, Pad, Rows
 from lightning_memmap.store import Store, build_store
+from lightning_memmap.transforms import PerSample
 from tests.records import Scenes, assert_is_batch
 from tests.rows import CPU, make_split, split_with
 
@@ -50,7 +51,7 @@ def assert_gives_all_rows(loader: Any) -> None:
     assert start == NUM_ROWS
 
 
-@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+@pytest.mark.parametrize("transform", [None, lambda batch: batch, PerSample(lambda row: row)])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("form", FORMS)
 def test_batches_do_not_depend_on_the_number_of_data_devices(

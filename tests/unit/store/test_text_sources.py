@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from lightning_memmap import ColumnDataset, build_store
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.store import Store, range_writer
+from lightning_memmap.store import Store, build_part, finish_store, range_writer
 from lightning_memmap.store.sources import field_arrays
 from lightning_memmap.store.sources.field_array import object_array
 from tests.datasets import Wrapped
@@ -363,6 +363,18 @@ def test_store_by_slices_is_the_same_with_workers(
     monkeypatch.setattr(range_writer, "_MAX_PACKED_ROWS", 11)
     by_workers = build(tmp_path / "workers", dataset, variable=forms, num_workers=2)
     assert_same_store(by_workers, by_items)
+
+
+def test_store_by_slices_in_parts_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = ColumnDataset({"text": TEXTS, "tokens": [row.tolist() for row in ragged("int64")]})
+    by_items = build(tmp_path / "items", Wrapped(dataset))
+    monkeypatch.setattr(range_writer, "_MAX_PACKED_ROWS", 11)
+    monkeypatch.setattr(range_writer, "read_samples", not_called)
+    for part in (2, 0, 1):
+        build_part(dataset, tmp_path / "parts", (part, 3), num_shards=7, progress=False)
+    assert_same_store(finish_store(tmp_path / "parts", progress=False), by_items)
 
 
 def test_store_by_slices_that_was_interrupted_goes_on_where_it_stopped(
