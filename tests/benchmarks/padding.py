@@ -30,14 +30,6 @@ class Lengths:
         """The lengths."""
         return self._lengths
 
-    def values(self, field: str, rows: np.ndarray | None = None) -> np.ndarray:
-        """There are none."""
-        raise NotImplementedError
-
-    def given(self, field: str) -> np.ndarray:
-        """There are none."""
-        raise NotImplementedError
-
 
 def drawn() -> Iterator[tuple[str, np.ndarray]]:
     """Lengths at random."""

@@ -26,12 +26,6 @@ class Table:
         self.num_rows = num_rows
         self.fields = {name: np.asarray(values) for name, values in lengths.items()}
 
-    def values(self, field: str, rows: np.ndarray | None = None) -> np.ndarray:
-        raise NotImplementedError
-
-    def given(self, field: str) -> np.ndarray:
-        raise NotImplementedError
-
     def lengths(self, field: str) -> np.ndarray:
         return self.fields[field]
 
