@@ -15,8 +15,20 @@ _SOURCE = _FOLDER / "cuda.cpp"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-DTORCH_API_INCLUDE_EXTENSION_H")
 
 
-class UnavailableError(RuntimeError):
-    """The devices cannot be simulated here. The message says why."""
+def _torch_folder() -> Path:
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    return Path(torch.origin).parent
+
+
+def why_unavailable() -> str:
+    """Why devices cannot be simulated here, and what to do; empty where they can."""
+    if (_torch_folder() / "lib" / "libtorch_cuda.so").exists():
+        return "this torch is built for real GPUs: run pytest -m gpu on them"
+    if shutil.which("g++") is None:
+        return "there is no g++ to compile simulated GPUs with: install it"
+    return ""
 
 
 def build_library() -> Path:
@@ -25,19 +37,12 @@ def build_library() -> Path:
     It is kept below ``$XDG_CACHE_HOME``, or ``~/.cache``.
 
     Raises:
-        UnavailableError: There is no compiler, or torch has CUDA itself.
-        RuntimeError: The source does not compile against this version of torch.
+        RuntimeError: `why_unavailable` says why, or the source does not compile against this torch.
     """
     version = importlib.metadata.version("torch")
-    torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None:
-        raise UnavailableError("torch is not installed")
-    folder = Path(torch.origin).parent
-    if (folder / "lib" / "libtorch_cuda.so").exists():
-        raise UnavailableError(f"torch {version} is built for real ones: run pytest -m gpu")
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise UnavailableError("there is no g++ to compile them with: install it")
+    folder = _torch_folder()
+    if why := why_unavailable():
+        raise RuntimeError(why)
     key = hashlib.sha256(f"{version} {folder} {_FLAGS}".encode())
     for source in sorted(_FOLDER.iterdir()):
         key.update(source.read_bytes())
@@ -49,7 +54,7 @@ def build_library() -> Path:
     with tempfile.TemporaryDirectory(dir=path.parent) as made_in:
         made = Path(made_in) / path.name
         include = folder / "include"
-        command = [compiler, *_FLAGS, f"-I{include}", f"-I{include}/torch/csrc/api/include"]
+        command = ["g++", *_FLAGS, f"-I{include}", f"-I{include}/torch/csrc/api/include"]
         command += [str(_SOURCE), "-o", str(made), f"-L{folder}/lib", "-lc10", "-ltorch_cpu"]
         command += [f"-Wl,-rpath,{folder}/lib"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
