@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memmap._compat.tensors import jagged_tensor
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.image_decoder import ImageDecoder
@@ -107,15 +108,15 @@ class Former:
             return Padded(rows.padded(widths, self._form.value, self._memory), lengths)
         if isinstance(self._form, Jagged):
             offsets = send(torch.from_numpy(np.append(0, np.cumsum(rows.lengths))), rows.device)
-            return torch.nested.nested_tensor_from_jagged(rows.packed(self._memory), offsets)
-        parts = rows.packed(self._memory).split_with_sizes(rows.lengths.tolist())
+            return jagged_tensor(rows.packed_together(self._memory), offsets)
+        parts = rows.packed_together(self._memory).split_with_sizes(rows.lengths.tolist())
         if rows.sizes.shape[1] > 1:
             shapes, item = rows.sizes.tolist(), self._field.item_shape
             return RowList(p.view(*shape, *item) for p, shape in zip(parts, shapes, strict=True))
         return RowList(parts)
 
     def _texts(self, rows: VariableRows) -> Iterable[str | bytes | list[str | bytes]]:
-        data = rows.packed().numpy().tobytes()
+        data = rows.packed_together(self._memory).numpy().tobytes()
         ends = np.cumsum(rows.lengths).tolist()
         for begin, end in zip([0, *ends], ends, strict=False):
             yield self._field.decode(data[begin:end])
@@ -367,4 +368,4 @@ def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.
     shifts = (starts - ends + lengths).repeat_interleave(lengths, output_size=len(values))
     values = values.index_select(0, shifts + torch.arange(len(values), device=device))
     offsets = torch.cat([ends.new_zeros(1), ends])
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
+    return jagged_tensor(values, offsets)

@@ -6,8 +6,9 @@ padded rows are written once, straight to where they stay, and only bare rows cr
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ from lightning_memmap.store.columns.variable import ItemRows, pack_rows
 _WINDOW_BYTES = 2**15
 #: At most this many times the bytes of the rows are copied to spare calls.
 _MOST_PADDED = 2.5
+#: Small steps are packed together, up to this number of bytes.
+_TOGETHER_BYTES = 2**22
+#: No row starts behind this item.
+_LAST_ITEM = 2**63 - 1
 #: Gives memory on the CPU for a number of bytes, uint8 of shape (bytes,).
 Allocate = Callable[[int], Tensor]
 
@@ -57,6 +62,9 @@ class VariableRows:
         starts: The first item of each row, int64 of shape (B,).
         sizes: Its sizes in the ``k`` dimensions that differ, int64 of shape (B, k).
         widths: The largest sizes among all rows of the step, over all data devices of the process.
+        shortest: No size is smaller.
+        last: No row starts behind this item.
+        fetched: These and the rows of other steps that were fetched with them.
     """
 
     field: Field
@@ -64,6 +72,9 @@ class VariableRows:
     starts: Integers
     sizes: Integers
     widths: tuple[int, ...]
+    shortest: int = 0
+    last: int = _LAST_ITEM
+    fetched: "_PartOf | None" = None
 
     @property
     def device(self) -> torch.device:
@@ -92,9 +103,8 @@ class VariableRows:
         return len(self.starts)
 
     def __getitem__(self, rows: slice | Integers) -> "VariableRows":
-        return VariableRows(
-            self.field, self.items, self.starts[rows], self.sizes[rows], self.widths
-        )
+        starts, sizes = self.starts[rows], self.sizes[rows]
+        return replace(self, starts=starts, sizes=sizes, fetched=None)
 
     def of_widths(self, widths: tuple[int, ...]) -> "VariableRows":
         """These rows, as some of a step.
@@ -102,7 +112,7 @@ class VariableRows:
         Args:
             widths: The largest sizes among all rows of the step.
         """
-        return VariableRows(self.field, self.items, self.starts, self.sizes, widths)
+        return replace(self, widths=widths)
 
     def contiguous(self) -> "VariableRows":
         """These rows: they are copied later."""
@@ -130,13 +140,24 @@ class VariableRows:
         rows = np.append(self.sizes, np.zeros((1, self.sizes.shape[1]), np.int64), axis=0)
         widths = np.maximum.reduceat(rows, firsts, axis=0)
         widths[counts == 0] = 0
+        shortest = np.minimum.reduceat(rows.min(axis=1), firsts)
+        lasts = np.maximum.reduceat(np.append(self.starts, 0), firsts)
+        whole = _Packed(self, ends)
+        parts = zip(
+            *(each.tolist() for each in (firsts, ends, widths, shortest, lasts)), strict=True
+        )
         return [
             VariableRows(
-                self.field, self.items, self.starts[first:end], self.sizes[first:end], tuple(width)
+                self.field,
+                self.items,
+                self.starts[first:end],
+                self.sizes[first:end],
+                tuple(width),
+                least,
+                last,
+                _PartOf(whole, first, end),
             )
-            for first, end, width in zip(
-                firsts.tolist(), ends.tolist(), widths.tolist(), strict=True
-            )
+            for first, end, width, least, last in parts
         ]
 
     def to(self, device: torch.device) -> "VariableRows":
@@ -174,6 +195,17 @@ class VariableRows:
         memory = allocate(total * size)
         pack_segments(self._bytes, self.starts * size, memory.numpy(), lengths * size)
         return memory.view(self.field.dtype).view(total, *self.field.item_shape)
+
+    def packed_together(self, allocate: Allocate) -> Tensor:
+        """These rows as of `packed`, which are copied together with those of other small steps.
+
+        Args:
+            allocate: Gives the memory, where they are on a CPU.
+        """
+        if self.fetched is None:
+            return self.packed(allocate)
+        whole, first, end = self.fetched
+        return whole.part(first, end, allocate)
 
     def padded(
         self, widths: tuple[int, ...], value: float, allocate: Allocate = fresh_memory
@@ -215,7 +247,7 @@ class VariableRows:
             len(widths) == 1
             and 0 < width <= self.items.shape[0]
             and width * self.field.item_bytes <= _WINDOW_BYTES
-            and len(self) * width <= _MOST_PADDED * self.sizes.sum()
+            and len(self) * width <= _MOST_PADDED * np.add.reduce(self.sizes[:, 0])
         )
 
     def _copy_windows(self, out: Tensor) -> None:
@@ -227,13 +259,12 @@ class VariableRows:
         starts, stride = self.starts, self.items.stride()
         last = self.items.shape[0] - out.shape[1]
         windows = self.items.as_strided((last + 1, *out.shape[1:]), (stride[0], *stride))
-        is_late = starts > last
-        if not is_late.any():
+        if self.last <= last:
             torch.index_select(windows, 0, torch.from_numpy(starts), out=out)
             return
         torch.index_select(windows, 0, torch.from_numpy(np.minimum(starts, last)), out=out)
         # Too close to the end of the memory.
-        for row in np.flatnonzero(is_late).tolist():
+        for row in np.flatnonzero(starts > last).tolist():
             start, length = int(starts[row]), int(self.sizes[row, 0])
             out[row, :length] = self.items[start : start + length]
 
@@ -245,14 +276,13 @@ class VariableRows:
             shape: Their shape.
             item: The bytes of what they are padded with.
         """
-        width, lengths = shape[1], self.sizes[:, 0]
-        shortest = int(lengths.min())
+        width, shortest = shape[1], self.shortest
         if shortest == width:
             return
         # Rows of a mask are pieces of one array too: that costs less than comparing numbers.
-        tails = torch.from_numpy(np.arange(2 * width) >= width)
-        masks = tails.as_strided((width + 1, width - shortest), (1, 1))
-        is_padding = masks.index_select(0, torch.from_numpy(width + shortest - lengths)).numpy()
+        masks = _tails(width).as_strided((width + 1, width - shortest), (1, 1))
+        tails = torch.from_numpy(width + shortest - self.sizes[:, 0])
+        is_padding = masks.index_select(0, tails).numpy()
         if len(shape) > 2:
             is_padding = is_padding.reshape(*is_padding.shape, *[1] * (len(shape) - 2))
         # numpy has no bfloat16 and no float8, but integers of their size.
@@ -298,6 +328,51 @@ class VariableRows:
     def _on_device(self, *numbers: Integers) -> Tensor:
         """Upload arrays that have an entry for each row, side by side and in one copy."""
         return send(torch.from_numpy(np.column_stack(numbers)), self.device)
+
+
+class _Packed:
+    """Rows of several steps, of which those of small steps are packed together.
+
+    Args:
+        rows: The rows.
+        ends: Where each step ends in them, int64 of shape (steps,).
+    """
+
+    def __init__(self, rows: VariableRows, ends: Integers) -> None:
+        self._rows = rows
+        self._ends = ends
+        self._first = self._end = 0
+        self._items = rows.items[:0]
+
+    @cached_property
+    def _edges(self) -> Integers:
+        return np.append(0, np.cumsum(self._rows.lengths))
+
+    def part(self, first: int, end: int, allocate: Allocate) -> Tensor:
+        """The rows of a step, one after the other, of shape (items, *item shape)."""
+        if not self._first <= first <= end <= self._end:
+            limit = self._edges[first] + _TOGETHER_BYTES // self._rows.field.item_bytes
+            fitting = self._ends[self._edges[self._ends] <= limit]
+            self._first, self._end = first, max(end, int(fitting.max(initial=0)))
+            # Ordinary tensors in inference mode too: it may be over before the last of the steps.
+            with torch.inference_mode(False):
+                self._items = self._rows[self._first : self._end].packed(allocate)
+        begin, stop = self._edges[[first, end]] - self._edges[self._first]
+        return self._items[begin:stop]
+
+
+class _PartOf(NamedTuple):
+    """Some of the rows of a fetch."""
+
+    whole: _Packed
+    first: int
+    end: int
+
+
+@lru_cache(maxsize=64)
+def _tails(width: int) -> Tensor:
+    """What is padding from each item on, if a row ends at item ``width``: (2 * width,), bool."""
+    return torch.from_numpy(np.arange(2 * width) >= width)
 
 
 @lru_cache(maxsize=64)
@@ -393,4 +468,6 @@ def located_rows(rows: ItemRows, locations: Integers) -> VariableRows:
         StoreError: The index of the store is damaged.
     """
     starts, sizes = rows.at(locations)
-    return VariableRows(rows.field, rows.items, starts, sizes, _largest(sizes))
+    shortest = int(sizes.min()) if len(sizes) else 0
+    last = int(starts.max(initial=0))
+    return VariableRows(rows.field, rows.items, starts, sizes, _largest(sizes), shortest, last)
