@@ -564,15 +564,10 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
 
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """Parameters, gradients and optimizer state sharded over all devices.
+        """Parameters, gradients and optimizer state sharded over all devices; see `Priced.costs`.
 
         As stage 3 of ZeRO (Rajbhandari et al., 2020): parameters are gathered for the forward and
         for the backward pass, and gradients reduced and scattered, while computing goes on.
-
-        Args:
-            work: Model and data.
-            cluster: The devices, all of which are used.
-            num_rows: Rows of a step over all devices.
 
         Returns:
             The costs on each device, all of which are alike.

@@ -250,12 +250,7 @@ class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
 
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """A whole model on each device, and nothing moves.
-
-        Args:
-            work: Model and data.
-            cluster: The devices, all of which are used.
-            num_rows: Rows of a step over all devices.
+        """A whole model on each device, and nothing moves; see `Priced.costs`.
 
         Returns:
             The costs on each device; with an ``obstacle`` where the cluster has several nodes.

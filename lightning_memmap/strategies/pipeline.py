@@ -549,10 +549,7 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         (Huang et al., 2019), and 1F1B keeps the activations of at most as many micro-batches as
         there are stages (Narayanan et al., 2021).
 
-        Args:
-            work: Model and data.
-            cluster: The devices, all of which are used.
-            num_rows: Rows of a step over all devices.
+        See `Priced.costs`.
 
         Returns:
             The costs on the fullest device; with an ``obstacle`` where there are more than 16
