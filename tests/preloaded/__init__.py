@@ -1,4 +1,4 @@
-"""A Python that has torch and Lightning imported already, for tests that start programs.
+"""A Python that has imported this project, and what it needs, for tests that start programs.
 
 Importing them takes seconds of a core, each time, in each of the hundreds of processes that the
 tests start. `python` gives the path of a command that is used like ``sys.executable``. It hands
@@ -8,8 +8,7 @@ signal. Signals are passed on to the program; it dies with the command. The prog
 ``sys.executable`` is the same command, so that a launcher's processes start as quickly.
 
 What differs from a new interpreter: the program is no child of the command and has a session of
-its own, and modules of other packages are imported before the environment is set. Nothing of this
-project is imported before the program does so itself.
+its own, and modules are imported before the environment is set.
 """
 
 import atexit

@@ -20,12 +20,15 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
 
-#: Of other packages alone: what this project does when it is imported, it does in the program.
 _MODULES = (
+    "PIL.Image",
     "jsonargparse",
     "lightning",
     "lightning.pytorch.cli",
+    "lightning_memmap.callbacks",
+    "lightning_memmap.cli",
     "rich.console",
+    "sklearn.datasets",
     "tensordict",
     "torch.distributed.fsdp",
     "torch.distributed.run",
@@ -39,6 +42,9 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     address, command = sys.argv[1:]
+    # The project of these tests, even if another copy of it is installed. In place of this file's
+    # folder, which is what the interpreter has put there.
+    sys.path[0] = str(_ROOT)
     if "SIMULATED_GPU_LIBRARY" in os.environ:
         # Programs of tests that run on simulated GPUs have them, too: torch must not be there yet.
         sys.path.append(str(_ROOT))
@@ -138,7 +144,6 @@ def run(request: dict[str, Any], command: str) -> None:
     kind = arguments[0] if arguments[0] in ("-c", "-m") else ""
     first = os.getcwd() if kind else os.path.dirname(os.path.abspath(arguments[0]))
     search = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    # In place of this file's folder, which is what the interpreter has put there.
     sys.path[:] = [first, *search, *sys.path[1:]]
     if kind == "-m":
         sys.argv[:] = arguments[1:]
