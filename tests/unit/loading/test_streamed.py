@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -82,7 +82,6 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
 
 class TestRows:
     @given(setup=setups(), epoch=st.integers(0, 3))
-    @settings(deadline=None, max_examples=60)
     def test_rows_are_those_of_the_mapping_with_the_same_window(
         self, numbered_store: Stores, setup: dict[str, Any], epoch: int
     ) -> None:
