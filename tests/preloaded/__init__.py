@@ -8,7 +8,8 @@ signal. Signals are passed on to the program; it dies with the command. The prog
 ``sys.executable`` is the same command, so that a launcher's processes start as quickly.
 
 What differs from a new interpreter: the program is no child of the command and has a session of
-its own, and modules are imported before the environment is set.
+its own, modules are imported before the environment is set, and are not taken apart at the end,
+unless the variable `END_WHOLLY` is in the environment.
 """
 
 import atexit
@@ -21,6 +22,8 @@ import tempfile
 from pathlib import Path
 
 _HERE = Path(__file__).parent
+#: Has a program take its modules apart when it ends, as an interpreter does.
+END_WHOLLY = "PRELOADED_END_WHOLLY"
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import RowSubset, StridedRows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.row_file import RowFile
-from tests.preloaded import python
+from tests.preloaded import END_WHOLLY, python
 from tests.rows import (
     CPU,
     NumberedRows,
@@ -570,7 +570,7 @@ def test_program_forks_and_ends_while_rows_are_read(tmp_path: Path) -> None:
     program = subprocess.run(
         [python(), "-W", "ignore", "-c", PROGRAM, str(store.path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, END_WHOLLY: "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
