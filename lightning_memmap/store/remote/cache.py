@@ -203,7 +203,7 @@ class Cache:
             " there is another one by now cannot be checked: %s",
             url,
             given.isoformat(sep=" ", timespec="seconds"),
-            reason,
+            str(reason),  # Who keeps the error keeps the frames that it went through.
         )
         return RemoteManifest(versions[max(versions)], url)
 

@@ -217,6 +217,7 @@ def _is_final(error: Exception) -> bool:
 def _status(error: Exception) -> int:
     """The status of the answer of an HTTP server that an error is about; 0 where there is none."""
     answer = getattr(error, "response", None)
-    given = (getattr(error, "status", 0), getattr(error, "code", 0))
-    found = (*given, getattr(answer, "status_code", 0))
-    return next((each for each in found if type(each) is int and each), 0)
+    for each, name in ((error, "status"), (answer, "status_code"), (error, "code")):
+        if type(found := getattr(each, name, 0)) is int and found:
+            return found
+    return 0

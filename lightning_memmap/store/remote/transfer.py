@@ -59,6 +59,7 @@ def push_store(
     there = RemoteFiles(_url(url))
     found = _read(there, MANIFEST)
     if found == data:
+        there.remove(_UNFINISHED)  # Of a push that was killed just before its end.
         return
     if found is not None and not overwrite:
         raise StoreError(

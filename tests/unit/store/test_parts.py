@@ -296,7 +296,11 @@ def test_parts_of_different_builds_are_an_error(
 @pytest.mark.parametrize(
     ("part", "error", "message"),
     [
-        ((8, 8), ValueError, "part=8/8: parts are counted from 0, so that they are 0/8 to 7/8"),
+        (
+            (8, 8),
+            ValueError,
+            "part=8/8: parts are counted from 0, so that they are 0/8 to 7/8 .*0-7",
+        ),
         ((-1, 8), ValueError, "counted from 0"),
         ((0, 0), ValueError, "a store has 1 to"),
         ((0.5, 2), TypeError, "give an integer"),
@@ -316,9 +320,13 @@ def test_part_of_a_stream_is_refused(tmp_path: Path) -> None:
         build_part(iter([1, 2]), tmp_path / "s", (0, 2), **QUIET)
 
 
-def test_finish_without_parts_says_how_to_write_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["s", "no/where"])
+def test_finish_without_parts_says_how_to_write_them_and_makes_nothing(
+    tmp_path: Path, name: str
+) -> None:
     with pytest.raises(StoreError, match=r"build_part\(dataset, path, \(i, n\)\)"):
-        finish_store(tmp_path / "s", **QUIET)
+        finish_store(tmp_path / name, **QUIET)
+    assert not list(tmp_path.iterdir())
 
 
 def test_finish_again_opens_the_store(tmp_path: Path) -> None:
