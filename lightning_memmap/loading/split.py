@@ -111,7 +111,6 @@ def load_split(
     opened = store.provide(fields, _stored_shards(store, placement))
     known = (FixedColumn, VariableColumn)
     others = [column for column in columns if type(column) not in known]
-    variable = [column for column in columns if isinstance(column, VariableColumn)]
     base = placement.shards.base
     cut, length = (base.fields, base.length) if isinstance(base, WindowShards) else ((), 0)
     offsets = StoreOffsets.into(store, placement.shards)
@@ -130,24 +129,18 @@ def load_split(
         if others and residency is not Residency.MMAP:
             raise StoreError(
                 f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
-                f" {store.path} can be read from the file mapping alone: use residency='mmap'"
+                f" {store.location} can be read from the file mapping alone: use residency='mmap'"
             )
         if cut and residency is Residency.STREAM:
             raise StoreError(
-                f"residency='stream': field {cut[0]!r} of the store at {store.path} is cut into"
+                f"residency='stream': field {cut[0]!r} of the store at {store.location} is cut into"
                 " windows, which overlap, and only whole rows are read one after the other: use"
-                " residency='mmap'"
-            )
-        if variable and residency is Residency.STREAM:
-            raise StoreError(
-                f"residency='stream': the rows of field {variable[0].field.name!r} at {store.path}"
-                " differ in length, and only rows of one size are read window by window: use"
                 " residency='mmap'"
             )
         if store.has_gaps and residency is Residency.STREAM:
             raise StoreError(
-                f"residency='stream': the rows of the stores in {store.path} are mixed, and only"
-                " those of one store are read one after the other: use residency='mmap'"
+                f"residency='stream': the rows of the stores in {store.location} are mixed, and"
+                " only those of one store are read one after the other: use residency='mmap'"
             )
         if cut and not others:
             fields_ = [(c.field, rows) for c, rows in zip(columns, opened, strict=True)]
@@ -156,7 +149,7 @@ def load_split(
         elif others or not columns:
             sources.append(ColumnRows(columns, opened))
         elif residency is Residency.STREAM:
-            sources.append(_streamed_rows(store, columns, offsets, placement, shards))
+            sources.append(_streamed_rows(store, columns, opened, offsets, placement, shards))
         elif residency is Residency.MMAP:
             sources.append(mapped_rows(opened, offsets))
         else:
@@ -240,6 +233,7 @@ def _decoded_rows(
 def _streamed_rows(
     store: Store,
     columns: list[Column],
+    opened: list[OpenColumn],
     offsets: StoreOffsets,
     placement: SplitPlacement,
     shards: list[int],
@@ -249,15 +243,16 @@ def _streamed_rows(
     layout = WindowLayout(
         [column.field for column in columns],
         open_row_files(store, columns),
+        {index: found for index, found in enumerate(opened) if isinstance(found, ItemRows)},
         offsets,
         shards=shards,
         window=rows,
     )
     if (share := layout.share_used([range(rows)])) < _LEAST_SHARE:
         warnings.warn(
-            f"residency='stream': {1 / share:.0f} bytes of the store at {store.path} are read for"
-            " each one that is used, since the rows of this process lie apart in its files: build"
-            " a store of these rows alone, or one whose num_shards the data devices divide",
+            f"residency='stream': {1 / share:.0f} bytes of the store at {store.location} are read"
+            " for each one that is used, since the rows of this process lie apart in its files:"
+            " build a store of these rows alone, or one whose num_shards the data devices divide",
             stacklevel=2,
         )
     return StreamedRows(layout, window)
