@@ -31,6 +31,7 @@ from lightning_memmap.loading import (
     FormedCollate,
     SplitRows,
     SuperBatchLoader,
+    largest_window_bytes,
     load_split,
     loader_for,
 )
@@ -655,6 +656,9 @@ class MemmapDataModule(L.LightningDataModule):
             self.shuffle_window,
             None if order is None else partial(order, store),
             division_of(store, read_forms(self.variable)),
+            partial(largest_window_bytes, store)
+            if self.residency == Residency.STREAM.value
+            else None,
         )
 
     def _order(self, store: Store, size: SplitSize) -> Sampler:

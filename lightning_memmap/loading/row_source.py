@@ -69,7 +69,12 @@ class EpochRows(Protocol):
         """
 
     def fetch(
-        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+        self,
+        locations: Tensor,
+        out: Buffers | None = None,
+        *,
+        pin_memory: bool = False,
+        coming: Tensor | None = None,
     ) -> Sequence[Leaf]:
         """Copy rows into a batch.
 
@@ -81,6 +86,8 @@ class EpochRows(Protocol):
                 on a CPU. New ones are made where it is None.
             pin_memory: Whether new buffers are page-locked, for copies to a device. torch's host
                 allocator uses their memory again once they are freed and the copies are done.
+            coming: The locations of the next call, where they are known. What takes long may be
+                begun.
 
         Returns:
             One tensor of shape (B, *field shape) for each of these fields, on this device, or
@@ -233,7 +240,12 @@ class _RandomAccessEpoch:
         return self.rows.locate(self.sampler, self.number, positions)
 
     def fetch(
-        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+        self,
+        locations: Tensor,
+        out: Buffers | None = None,
+        *,
+        pin_memory: bool = False,
+        coming: Tensor | None = None,
     ) -> Sequence[Leaf]:
         if self.rows.is_released:
             raise released_error()

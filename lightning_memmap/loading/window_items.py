@@ -141,7 +141,7 @@ class ItemLayout:
             ValueError: The rows have more items than as many rows that follow one another.
         """
         begins, ends, of_rows, found = _Runs.of(self._rows.at(locations))
-        is_in_place = len(begins) <= self._max_runs
+        is_in_place = 0 < len(begins) <= self._max_runs
         places = self._aligned(begins, ends) if is_in_place else _packed(begins, ends)
         if len(begins) and int(places[-1] + ends[-1] - begins[-1]) > self._num_items:
             raise ValueError(
