@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from lightning_memmap.compare.render.tables import Cell, Column, Table
 from lightning_memmap.loading import largest_window_bytes
 from lightning_memmap.loading.image_sample import image_samples
 from lightning_memmap.placement import (
@@ -21,6 +20,7 @@ from lightning_memmap.placement import (
 )
 from lightning_memmap.store import Store
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.tables import Cell, Column, Table
 
 #: The most devices that are tried in search of the fewest that hold the data.
 _MAX_DEVICES = 4096

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_memmap.loading import FormedCollate, SuperBatchLoader, window_items, window_reads
+from lightning_memmap.errors import PlacementError
+from lightning_memmap.loading import (
+    FormedCollate,
+    SuperBatchLoader,
+    largest_window_bytes,
+    window_items,
+    window_reads,
+)
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
 from lightning_memmap.loading.window_items import largest_window
+from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import BlockShuffledSampler, RowSubset, Shards, StridedRows
 from lightning_memmap.schema import Field, read_forms
 from lightning_memmap.store import Store, build_store
@@ -113,6 +122,7 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @given(setup=setups(), shape=st.sampled_from([(5, 7), (97, 24)]), size=st.integers(1, 2))
 @settings(deadline=None, max_examples=10)
 def test_rows_are_those_of_the_mapping(
@@ -267,3 +277,24 @@ class TestMemory:
         memory = source._layout.allocate().items[0].items.nbytes
         # Blocks at both ends of each run come on top.
         assert largest <= memory < largest + 3 * 4 * 3 * 4096
+
+    def test_plan_counts_the_largest_window(self, tmp_path: Path) -> None:
+        rows = [
+            {"x": torch.zeros(2**16 if 500 < row < 520 else 10, dtype=torch.uint8)}
+            for row in range(4000)
+        ]
+        store = build_store(
+            rows, tmp_path / "s", num_shards=4, variable={"x": "pad"}, progress=False
+        )
+        topology = DataTopology((CPU,) * 2)
+
+        def plan(window: int) -> int:
+            measure = partial(largest_window_bytes, store)
+            size = SplitSize.of("train", store.manifest, topology, window=window, measure=measure)
+            plan_placement({"train": size}, topology, "stream", budget_bytes={CPU: 2_600_000})
+            return size.window_bytes
+
+        # All long rows are in one window, however short it is, and twice they fit.
+        assert 19 * 2**16 < plan(20) < 1_300_000
+        with pytest.raises(PlacementError, match=r"two windows .* Use shuffle_window=(\d+) or"):
+            plan(900)
