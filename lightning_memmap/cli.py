@@ -538,7 +538,7 @@ def _plan(
     opened = _stores(path)
     stores = {name: store.manifest for name, store in opened.items()}
     if residency == "stream":
-        plans = [plan_windows(stores, devices, shuffle_window)]
+        plans = [plan_windows(opened, devices, shuffle_window)]
     elif shuffle_window is not None:
         raise ValueError(f"shuffle_window={shuffle_window}: give residency='stream' to plan for it")
     else:
