@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,14 @@ from rich.console import Console
 
 from lightning_memmap.arguments import BriefParser, imports_for_pages, refuse_several_configs
 from lightning_memmap.callbacks.memory_trace import KINDS
-from lightning_memmap.compare.advise.predict import Prediction, predict, recommend, workload_of
+from lightning_memmap.compare.advise.predict import (
+    USABLE_SHARE,
+    Prediction,
+    predict,
+    recommend,
+    workload_of,
+)
+from lightning_memmap.compare.render.image_tables import image_tables
 from lightning_memmap.compare.render.tables import Cell, Column, Table
 from lightning_memmap.compare.render.terminal import TerminalProgress, print_table
 from lightning_memmap.compare.report.figures import MILLISECONDS
@@ -21,6 +29,8 @@ from lightning_memmap.compare.run.plan import ComparisonOptions
 from lightning_memmap.costs import Cluster, Workload
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.placement import format_bytes, parse_bytes
+from lightning_memmap.store import Store, open_store
+from lightning_memmap.store.recovery import is_store, stores_within
 
 _DESCRIPTION = """Predict which strategy is right for a model, its data and some devices: what fits,
 what moves in a step, about how long a step takes. The model is measured: by the variant "auto" of a
@@ -145,6 +155,7 @@ def advise(args: list[str]) -> int:
     if _is_as_measured(question):
         tables.append(_errors(predictions, report))
         measured.append(_fastest_measured(report))
+    tables += _images(report, cluster)
     for line in described:
         console.print(line, highlight=False)
     for table in tables:
@@ -322,6 +333,16 @@ def _errors(predictions: list[Prediction], report: Report) -> Table:
         rows.append([Cell(each.variant), *map(Cell, ratios)])
     labels = ("strategy", "model state", "peak memory", "moves", "step")
     return Table("Predicted / measured here", [Column(label) for label in labels], rows)
+
+
+def _images(report: Report, cluster: Cluster) -> list[Table]:
+    """Encoded images against decoded ones, where the comparison's stores are on this machine."""
+    path, stores = Path(report.data.store_path), dict[str, Store]()
+    # A comparison may be looked at long after its stores are gone, or were damaged.
+    with suppress(MemmapError):
+        names = [""] if is_store(path) else stores_within(path)
+        stores = {name or path.name: open_store(path / name) for name in names}
+    return image_tables(stores, int(cluster.memory_bytes * USABLE_SHARE))
 
 
 def _fastest_measured(report: Report) -> str:
