@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
+from lightning_memmap.schema.leaves import native_tensor
 from lightning_memmap.store.columns.column import Block, Column, FileRange, PackedRows
 from lightning_memmap.store.columns.fixed import map_rows
 from lightning_memmap.store.columns.segments import copy_segments
@@ -274,11 +275,7 @@ class _VariableBlock(Block):
         # Rows of a range that failed may be there still.
         del self._leaves[index:]
         # Copies: a dataset may use its memory again.
-        if isinstance(leaf, Tensor):
-            self._leaves.append(leaf.clone())
-        else:
-            native = leaf.astype(leaf.dtype.newbyteorder("="))
-            self._leaves.append(torch.from_numpy(native))
+        self._leaves.append(leaf.clone() if isinstance(leaf, Tensor) else native_tensor(leaf))
 
     @override
     def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
