@@ -62,9 +62,9 @@ def _differences(
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from _differences(a, b, (*path, key))
         elif a != b:
-            # What one of them has and the other lacks: None may be the value of an option.
-            is_part = isinstance(a, Mapping) or isinstance(b, Mapping)
-            yield (*path, key), *(_LACKING if is_part and each is None else each for each in (a, b))
+            # None may be the value of an option.
+            lacking = _LACKING if isinstance(a, Mapping) or isinstance(b, Mapping) else None
+            yield (*path, key), lacking if a is None else a, lacking if b is None else b
 
 
 def _vagueness(difference: tuple[tuple[str, ...], Any, Any]) -> int:
