@@ -550,11 +550,18 @@ class MemmapDataModule(L.LightningDataModule):
         for split in self._splits(stage):
             if (store := split_stores.open(split)) is not None:
                 stores[split] = store
-            elif isinstance(self.subset, Mapping) and split in self.subset:
-                raise ValueError(
-                    f"subset[{split!r}]={self.subset[split]!r}: there are no rows to choose from:"
-                    f" give {argument_of(split)}, or leave {split!r} out of the subset"
-                )
+            stored = split_stores.stored_split(split)
+            for argument, given_for in split_stores.options.by_split():
+                if given_for == split and store is None:
+                    raise ValueError(
+                        f"{argument} for {split!r}: there are no such rows: give"
+                        f" {argument_of(split)}, or leave {split!r} out of {argument}"
+                    )
+                if given_for == split != stored and argument == "fingerprint":
+                    raise ValueError(
+                        f"fingerprint for {split!r}: its rows are held out of the store of"
+                        f" {stored!r}: give the fingerprint for {stored!r}"
+                    )
         topology = topology_of(self._strategy)
         if "train" in stores:
             self._check_train_fields(topology, stores["train"])
