@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning_memmap.compare.render.tables import Cell, Column, Table
 from lightning_memmap.loading.image_sample import image_samples
-from lightning_memmap.placement import format_bytes, free_bytes
+from lightning_memmap.placement import free_bytes
+from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
+from lightning_memmap.tables import Cell, Column, Table
 
 
 def image_tables(stores: Mapping[str, Store], budget_bytes: int) -> list[Table]:
