@@ -8,9 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.loading import FormedCollate, RowList, SplitRows, SuperBatchLoader
+from lightning_memmap.loading import (
+    FormedCollate,
+    RowList,
+    SplitRows,
+    SuperBatchLoader,
+    variable_rows,
+)
 from lightning_memmap.loading.transform import OnSuperBatch
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.placement import DataTopology, Residency
@@ -254,6 +261,31 @@ def test_rows_of_any_sizes_are_padded_packed_and_divided(
     assert isinstance(part, VariableRows)
     widths = tuple(-(-width // multiple) * multiple for width in part.widths)
     assert torch.equal(part.padded(widths, -5), padded(expected, -5, multiple, num_variable))
+
+
+@pytest.mark.parametrize("most_bytes", [0, 40, 2**22])
+@pytest.mark.parametrize("inference", [False, True])
+def test_steps_packed_together_have_their_own_rows(
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int, inference: bool
+) -> None:
+    monkeypatch.setattr(variable_rows, "_TOGETHER_BYTES", most_bytes)
+    tensors = [torch.full((size,), float(row)) for row, size in enumerate([3, 0, 2, 5, 1, 0, 4, 2])]
+    rows = rows_in_memory(Field("x", torch.float32, (None,), "tensor"), tensors)
+    asked: list[int] = []
+
+    def allocate(num_bytes: int) -> Tensor:
+        asked.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    sizes = [2, 1, 0, 3, 2]
+    steps = list(zip(rows.split_with_sizes(sizes), torch.arange(8).split(sizes), strict=True))
+    # In order, and not.
+    for step, numbers in [*steps, *reversed(steps)]:
+        with torch.inference_mode(inference):
+            packed = step.packed_together(allocate)
+        assert torch.equal(packed, torch.cat([packed[:0], *(tensors[n] for n in numbers)]))
+        assert not packed.is_inference()
+    assert (len(asked) == 1) == (most_bytes == 2**22)
 
 
 def test_rows_in_dataset_order_line_up(store: Store) -> None:
