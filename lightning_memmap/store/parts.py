@@ -18,6 +18,7 @@ import torch
 from lightning_memmap.errors import StoreError, check_integer
 from lightning_memmap.schema import Schema, read_forms
 from lightning_memmap.schema.narrowing import check_store_dtypes
+from lightning_memmap.store.build import Build, check_written, finish_files
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.journal import (
     PLAN,
@@ -47,14 +48,7 @@ from lightning_memmap.store.recovery import (
 )
 from lightning_memmap.store.sources.stream import is_stream
 from lightning_memmap.store.workers import check_num_workers
-from lightning_memmap.store.writer import (
-    Build,
-    check_build,
-    check_length,
-    check_written,
-    finish_files,
-    reopen,
-)
+from lightning_memmap.store.writer import check_build, check_length, reopen
 
 #: The most parts of a build.
 _MAX_PARTS = 2**16

@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_memmap.store import (
     append_store,
+    build,
     build_part,
     build_store,
     finish_store,
@@ -28,7 +29,6 @@ from lightning_memmap.store import (
     range_writer,
     ranges,
     workers,
-    writer,
 )
 from lightning_memmap.store.remote import fetcher
 from lightning_memmap.store.remote.cache import DIRECTORY
@@ -252,7 +252,7 @@ def write_ranges_of(num_rows: int) -> None:
     it is written, so that a short build has many of them."""
     range_writer._MAX_RANGE_ROWS = num_rows
     ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
-    writer._JOURNAL_INTERVAL_S = -1.0
+    build._JOURNAL_INTERVAL_S = -1.0
 
 
 def read_slowly(delay_s: float) -> None:

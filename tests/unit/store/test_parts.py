@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
@@ -72,7 +72,6 @@ def assert_same_store(path: Path, other: Path) -> None:
     assert {**one.source, "created": ""} == {**two.source, "created": ""}
 
 
-@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_store_of_parts_is_that_of_one_process_byte_for_byte(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
