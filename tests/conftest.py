@@ -100,6 +100,7 @@ _SLOW = (
     "unit/store/test_records.py::test_build_killed_while_it_writes",
     "unit/store/test_records.py::test_missing_values",
     "unit/store/test_remote.py",
+    "unit/store/test_remote_http.py::test_push_killed",
     "unit/store/test_shared_directory.py",
     "unit/store/test_sources.py",
     "unit/store/test_table.py",
