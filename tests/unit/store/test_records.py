@@ -241,9 +241,9 @@ def test_lists_of_parts_that_are_not_alike_are_refused(
 ROOT = Path(__file__).parents[3]
 BUILD = """
 import os, sys, time
-from lightning_memmap.store import build_store, range_writer, writer
+from lightning_memmap.store import build, build_store, range_writer
 from tests.records import Scenes
-writer._JOURNAL_INTERVAL_S = 0.0
+build._JOURNAL_INTERVAL_S = 0.0
 range_writer._MAX_RANGE_ROWS = 20
 
 class Slow(Scenes):

@@ -317,7 +317,7 @@ def assert_refused(path: Path, dataset: Any, message: str) -> None:
         build(path / "items", Wrapped(dataset))
     # Missing values are found before the build; that is not what this is about.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_memmap.store.writer.nullable_columns", lambda dataset: set())
+        patch.setattr("lightning_memmap.store.build.nullable_columns", lambda dataset: set())
         with pytest.raises(SchemaError) as by_slices:
             build(path / "slices", dataset)
     assert str(by_slices.value) == str(by_items.value)

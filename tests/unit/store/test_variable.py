@@ -355,8 +355,8 @@ BUILD = """
 import os, sys, time
 from tests.variable import Ragged
 from lightning_memmap.store import build_store
-from lightning_memmap.store import range_writer, writer
-writer._JOURNAL_INTERVAL_S = 0.0
+from lightning_memmap.store import build, range_writer
+build._JOURNAL_INTERVAL_S = 0.0
 range_writer._MAX_RANGE_ROWS = 20
 
 class Slow(Ragged):
