@@ -288,9 +288,10 @@ class TestArguments:
 
 
 class TestResume:
-    @pytest.mark.parametrize("transform", [None, untouched])
-    @pytest.mark.parametrize("drop_last", [False, True])
-    @pytest.mark.parametrize("num_devices", [1, 4])
+    @pytest.mark.parametrize(
+        ("num_devices", "drop_last", "transform"),
+        [(1, False, untouched), (1, True, None), (4, False, None), (4, True, untouched)],
+    )
     def test_resume_after_any_step_goes_on_with_the_next_row(
         self, numbered_store: Stores, num_devices: int, drop_last: bool, transform: Any
     ) -> None:
