@@ -3,7 +3,6 @@
 import json as json_format
 import math
 import pickle
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_memmap.arguments import BriefParser, refuse_several_configs
+from lightning_memmap.arguments import BriefParser, print_error, refuse_several_configs
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.loading.split import image_decoders
@@ -29,6 +28,7 @@ from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.pixels import pixels_of
 from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
+from lightning_memmap.sampling.differences import difference_of
 from lightning_memmap.schema import Decode, Field, Form, read_forms
 from lightning_memmap.splits import SPLITS
 from lightning_memmap.store import Store
@@ -172,7 +172,7 @@ def rows(args: list[str]) -> int:
             store, [row for numbers in shown for row in numbers], Path(question.show), forms
         )
     except (MemmapError, OSError, ValueError, IndexError, TypeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     if question.json:
         print(json_format.dumps([asdict(step) for step in steps]))
@@ -253,10 +253,11 @@ def _steps_of_checkpoint(
     if state is None:
         raise ValueError(f"ckpt_path={path!r}: it has no state of a {name}")
     stand = LoaderState.read(state)
-    if stand.sampler != order.identity:
+    if (differing := difference_of(stand.sampler, order.identity)) is not None:
+        name, was, now, remedy = differing
         raise ValueError(
-            f"ckpt_path={path!r}: its rows come in the order {stand.sampler}, and those of the"
-            f" config in the order {order.identity}"
+            f"ckpt_path={path!r}: its rows come in another order than those of the config, which"
+            f" has {name}={now} instead of {name}={was}: give a config with {remedy}"
         )
     found = []
     if stand.steps:
