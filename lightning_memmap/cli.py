@@ -578,7 +578,7 @@ def _plan(
             console.print(note.text)
     if html is not None:
         with imports_for_pages():
-            from lightning_memmap.compare.render.pages import write_tables
+            from lightning_memmap.pages import write_tables
         write_tables(Path(html), f"Where would {', '.join(stores)} be?", (), plans)
         console.print(html, soft_wrap=True)
     return 0

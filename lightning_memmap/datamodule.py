@@ -2,8 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -31,7 +30,6 @@ from lightning_memmap.loading import (
     FormedCollate,
     SplitRows,
     SuperBatchLoader,
-    load_split,
     loader_for,
 )
 from lightning_memmap.loading.collate import Collate
@@ -43,33 +41,27 @@ from lightning_memmap.placement import (
     Placement,
     Residency,
     SplitPlacement,
-    SplitSize,
-    device_budgets,
     format_bytes,
     free_bytes,
     placement_table,
-    plan_placement,
     topology_of,
 )
 from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.sampling import (
-    BlockShuffledSampler,
     Sampler,
     SamplerFactory,
     Selection,
     SequentialSampler,
     Shards,
-    ShuffledSampler,
     StridedRows,
     Subset,
 )
-from lightning_memmap.sampling.sampler import check_sampler
 from lightning_memmap.schema import read_forms
+from lightning_memmap.set_up import Planner, SetUp
 from lightning_memmap.split_stores import SplitStores
 from lightning_memmap.splits import (
     SPLITS,
-    argument_of,
     check_datasets,
     has_several,
     named_datasets,
@@ -77,7 +69,6 @@ from lightning_memmap.splits import (
 from lightning_memmap.store import Store
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.probes import first_sample
-from lightning_memmap.store.series import division_of, fields_of
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 
 if TYPE_CHECKING:
@@ -99,33 +90,6 @@ _SPLITS_OF_STAGE = {
     "test": ("test",),
     "predict": ("predict",),
 }
-
-
-@dataclass(frozen=True)
-class _SetUp:
-    """What `MemmapDataModule.setup` has made.
-
-    Args:
-        stores: The open stores by split.
-        placement: Where the shards live.
-        rows: The rows of each split.
-        order: The order of the training rows; None where they are not set up.
-    """
-
-    stores: Mapping[str, Store]
-    placement: Placement
-    rows: Mapping[str, SplitRows]
-    order: Sampler | None
-
-    @property
-    def is_released(self) -> bool:
-        """Whether the rows were freed."""
-        return any(rows.is_released for rows in self.rows.values())
-
-    def release(self) -> None:
-        """Free the rows."""
-        for rows in self.rows.values():
-            rows.release()
 
 
 class _SplitDataset:
@@ -322,7 +286,7 @@ class MemmapDataModule(L.LightningDataModule):
         )
         for kind, given in self.datasets.items():
             check_datasets(kind, given)
-        self._set_up: _SetUp | None = None
+        self._set_up: SetUp | None = None
         self._printed: dict[str, tuple[DataTopology, SplitPlacement]] = {}
         #: By split, what this data module has stored or recognised: see `SplitStores`.
         self._built: dict[str, tuple[Any, ...]] = {}
@@ -484,6 +448,11 @@ class MemmapDataModule(L.LightningDataModule):
         made = self._set_up
         return {} if made is None or made.is_released else made.rows
 
+    def _rows_of(self, split: str) -> SplitRows:
+        if (rows := self._rows.get(split)) is None:
+            raise self._split_stores.missing(split)
+        return rows
+
     def prepare_data(self) -> None:
         """Build the stores of the stage's splits, or find them built.
 
@@ -527,104 +496,33 @@ class MemmapDataModule(L.LightningDataModule):
                 shuffle, shuffle_window, drop_last or number of data devices.
         """
         leave_group_at_exit()
-        error = None
+        made, error = None, None
         try:
-            self._make(stage)
+            made = self._set_up = self._make(stage)
         except Exception as caught:
             error = caught
         if self.trainer is not None and self.trainer.world_size > 1:
-            check_ranks_match({} if error is not None else self._must_match(), error)
+            check_ranks_match({} if made is None else made.must_match, error)
         elif error is not None:
             raise error
 
-    def _make(self, stage: str | None) -> None:
+    def _make(self, stage: str | None) -> SetUp:
         # Not by teardown(), which a subclass may have overridden.
         self._release()
-        stores = {}
         if stage is not None and stage not in _SPLITS_OF_STAGE:
             raise ValueError(
                 f"stage={stage!r}: choose one of {', '.join(_SPLITS_OF_STAGE)}, or None"
             )
-        split_stores = self._split_stores
-        split_stores.check()
-        for split in self._splits(stage):
-            if (store := split_stores.open(split)) is not None:
-                stores[split] = store
-            elif isinstance(self.subset, Mapping) and split in self.subset:
-                raise ValueError(
-                    f"subset[{split!r}]={self.subset[split]!r}: there are no rows to choose from:"
-                    f" give {argument_of(split)}, or leave {split!r} out of the subset"
-                )
-        topology = topology_of(self._strategy)
-        if "train" in stores:
-            self._check_train_fields(topology, stores["train"])
-        sizes = {split: self._size(split, store, topology) for split, store in stores.items()}
-        placement = plan_placement(
-            sizes,
-            topology,
-            self.residency,
-            budget_bytes=device_budgets(
-                topology.data_devices, self.memory_fraction, topology.num_local_processes
-            ),
-        )
+        planner = self._planner(topology_of(self._strategy))
+        planner.stores.check()
+        opened = planner.open(self._splits(stage))
+        placement = planner.place(opened)
         self._print_placement(placement)
         self._warn_of_random_reads(placement, free_bytes(torch.device("cpu")))
-        forms = read_forms(self.variable)
-        rows = {
-            split: load_split(store, topology, placement.splits[split], forms)
-            for split, store in stores.items()
-        }
-        if self.with_row_numbers:
-            rows = {split: found.numbered() for split, found in rows.items()}
-        order = self._order(stores["train"], sizes["train"]) if "train" in stores else None
-        self._set_up = _SetUp(stores, placement, rows, order)
+        return planner.load(opened, placement)
 
-    def _check_train_fields(self, topology: DataTopology, store: Store) -> None:
-        """Check that training can do with the fields that the strategy names.
-
-        Raises:
-            ValueError: The store lacks one of them, or there is a transform, which may read others.
-        """
-        if topology.train_fields is None:
-            return
-        names = [field.name for field in store.schema.fields]
-        if unknown := sorted(topology.train_fields - set(names)):
-            raise ValueError(
-                f"the strategy asks for the fields {unknown}, and the train store has {names}: name"
-                " fields of the store (memmap_pipeline takes them from input_fields and loss_fields"
-                " of the module)"
-            )
-        others = [field for field in store.schema.fields if field.name not in topology.train_fields]
-        if variable := [field.name for field in others if field.num_variable]:
-            raise ValueError(
-                f"the rows of field {variable[0]!r} differ in length, and this process would not"
-                " hold it, since the module has input_fields and loss_fields: leave both out"
-            )
-        if self.transform is not None:
-            raise ValueError(
-                "transform: it may read any field, and this process holds only some of them, since"
-                " the module has input_fields and loss_fields: leave both out, or do in"
-                " training_step, in the first stage or in loss() what the transform does"
-            )
-
-    def _must_match(self) -> dict[str, object]:
-        """What decides which rows a step has, and so must be the same on all ranks."""
-        assert self._set_up is not None
-        placement = self._set_up.placement
-        values: dict[str, object] = {
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-            "data devices per process": len(placement.topology.data_devices),
-            "splits": ", ".join(self._set_up.stores),
-        }
-        if self._set_up.order is not None:
-            values |= self._set_up.order.identity
-        for split, store in self._set_up.stores.items():
-            values[f"the {split} store"] = store.manifest.content
-            values[f"rows of the {split} store"] = placement.splits[split].shards.identity
-        return values
+    def _planner(self, topology: DataTopology) -> Planner:
+        return Planner(self._split_stores, topology, self._is_overfitting)
 
     def train_sampler(self, store: Store, topology: DataTopology | None = None) -> Sampler:
         """The order of the training rows, except under ``overfit_batches``.
@@ -642,42 +540,8 @@ class MemmapDataModule(L.LightningDataModule):
             ValueError: The member, which ``num_folds`` or ``num_parts`` needs, is not known or out
                 of range.
         """
-        return self._order(store, self._size("train", store, topology or topology_of(None)))
-
-    def _size(self, split: str, store: Store, topology: DataTopology) -> SplitSize:
-        # Under overfit_batches, the rows come in the order of their dataset.
-        order = self._make_order if split == "train" and not self._is_overfitting else None
-        return SplitSize.of(
-            split,
-            store.manifest,
-            topology,
-            self._split_stores.subset(split, store),
-            self.shuffle_window,
-            None if order is None else partial(order, store),
-            division_of(store, read_forms(self.variable)),
-        )
-
-    def _order(self, store: Store, size: SplitSize) -> Sampler:
-        order = self._make_order(store, size.shards.base, size.window)
-        if order.shards != size.shards and not self._is_overfitting:
-            raise ValueError(
-                f"sampler={self.sampler!r}: it needs other rows than those that are set up: call"
-                " setup() after you set it"
-            )
-        return order
-
-    def _make_order(self, store: Store, shards: Shards, window: int) -> Sampler:
-        given, seed = self.sampler, self.seed
-        if given is not None:
-            if isinstance(given, SamplerFactory):
-                fields = fields_of(store, shards)
-                return check_sampler(given.make(shards, seed, fields), shards)
-            return check_sampler(given(shards, seed), shards)
-        if not self.shuffle:
-            return SequentialSampler(shards)
-        if self.shuffle_window is None and self.residency != Residency.STREAM.value:
-            return ShuffledSampler(shards, seed)
-        return BlockShuffledSampler(shards, seed, window)
+        planner = self._planner(topology or topology_of(None))
+        return planner.order(store, planner.size("train", store))
 
     @property
     def _is_overfitting(self) -> bool:
@@ -717,7 +581,9 @@ class MemmapDataModule(L.LightningDataModule):
         """
         made, order = self._set_up, None
         if not self._is_overfitting and made is not None and "train" in self._rows:
-            order = self._order(made.stores["train"], made.placement.splits["train"].size)
+            # The order may have been set since the set-up.
+            planner = self._planner(made.placement.topology)
+            order = planner.order(made.stores["train"], made.placement.splits["train"].size)
         loader = self._loader(
             "train",
             self.transform,
@@ -772,13 +638,11 @@ class MemmapDataModule(L.LightningDataModule):
         """
         train = _check_state(state_dict)
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
-            assert self._set_up is not None
-            saved = None if train is None else train.subset
-            now = self._set_up.placement.splits["train"].shards.identity["subset"]
-            if train is not None and saved != now:
+            now = self._rows_of("train").shards.identity["subset"]
+            if train is not None and train.subset != now:
                 raise ValueError(
-                    f"the checkpoint was trained on {_subset_text(saved)}, and this data module"
-                    f" trains on {_subset_text(now)}: resume with the member, num_folds,"
+                    f"the checkpoint was trained on {_subset_text(train.subset)}, and this data"
+                    f" module trains on {_subset_text(now)}: resume with the member, num_folds,"
                     " num_parts and subset of the checkpoint"
                 )
             self._train_state = state_dict.get("train")
@@ -912,12 +776,10 @@ class MemmapDataModule(L.LightningDataModule):
         drop_last: bool = False,
         progress: TrainerProgress | None = None,
     ) -> SuperBatchLoader | DeviceLoader:
-        rows = self._rows.get(split)
-        if rows is None:
-            raise self._split_stores.missing(split)
+        rows = self._rows_of(split)
         if split == "train":
             # The transform may have been set since the set-up.
-            self._check_train_fields(rows.topology, self.stores[split])
+            self._planner(rows.topology).check_train_fields(self.stores[split])
         loader = SuperBatchLoader(
             rows,
             order or SequentialSampler(rows.shards),
@@ -930,7 +792,7 @@ class MemmapDataModule(L.LightningDataModule):
         )
         if self.trainer is None:
             return BatchLoader(loader, loader.data_devices[0])
-        if not getattr(self.trainer, "overfit_batches", 0):
+        if not self._is_overfitting:
             loader.dataset = loader.batch_sizes
         return loader_for(loader, rows.topology)
 

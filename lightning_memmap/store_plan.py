@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning_memmap.compare.render.tables import Cell, Column, Table
 from lightning_memmap.loading.image_sample import image_samples
 from lightning_memmap.placement import (
     DataTopology,
@@ -19,6 +18,7 @@ from lightning_memmap.placement import (
 )
 from lightning_memmap.store import Store
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.tables import Cell, Column, Table
 
 #: The most devices that are tried in search of the fewest that hold the data.
 _MAX_DEVICES = 4096

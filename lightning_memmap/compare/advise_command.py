@@ -16,15 +16,15 @@ from lightning_memmap.arguments import (
 )
 from lightning_memmap.callbacks.memory_trace import KINDS
 from lightning_memmap.compare.advise.predict import Prediction, predict, recommend, workload_of
-from lightning_memmap.compare.render.tables import Cell, Column, Table
-from lightning_memmap.compare.render.terminal import TerminalProgress, print_table
+from lightning_memmap.compare.render.terminal import TerminalProgress
 from lightning_memmap.compare.report.figures import MILLISECONDS
 from lightning_memmap.compare.report.report import Report, VariantResult, read_report
 from lightning_memmap.compare.run.comparison import Comparison
 from lightning_memmap.compare.run.plan import ComparisonOptions
 from lightning_memmap.costs import Cluster, Workload
 from lightning_memmap.errors import MemmapError
-from lightning_memmap.placement import format_bytes, parse_bytes
+from lightning_memmap.sizes import format_bytes, parse_bytes
+from lightning_memmap.tables import Cell, Column, Table, print_table
 
 _DESCRIPTION = """Predict which strategy is right for a model, its data and some devices: what fits,
 what moves in a step, about how long a step takes. The model is measured: by the variant "auto" of a
@@ -157,7 +157,7 @@ def advise(args: list[str]) -> int:
     for line in measured:
         console.print(line, highlight=False)
     if question.html is not None:
-        from lightning_memmap.compare.render.pages import write_tables
+        from lightning_memmap.pages import write_tables
 
         verdict = Cell(f"{name or 'none'}: {reason}", "good" if name else "bad")
         lines = [verdict, *map(Cell, measured), *(Cell(line, "soft") for line in described)]

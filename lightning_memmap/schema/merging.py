@@ -1,7 +1,8 @@
-"""Merging: the structure that has the samples of two."""
+"""Merging: the structure and the fields that have the samples of two."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -9,227 +10,200 @@ from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.fields import PLAIN_KINDS, Field, dtype_name, field_name
 from lightning_memmap.schema.structure import LEAF, MASK, NONE, SEQUENCE, Node, Path
 
-_EMPTY_LIST = Node("list")
+
+class Part(NamedTuple):
+    """What some samples have at a path."""
+
+    node: Node
+    """Its structure."""
+    fields: Mapping[Path, Field]
+    """Its fields by path; there may be those of other parts among them."""
 
 
-def merge(
-    one: Node,
-    other: Node,
-    fields: Mapping[Path, Field],
-    other_fields: Mapping[Path, Field],
-    merged: list[Field],
-    path: Path = (),
-) -> Node | None:
-    """Find the structure that has the samples of two.
+_EMPTY_LIST = Part(Node("list"), {})
+
+
+def merge(one: Part, other: Part, path: Path = ()) -> Part | None:
+    """Find what has the samples of two.
 
     They may differ in the lengths of lists, in the sizes of fields, in what is None, and in the
     order of a dict's keys.
 
     Args:
-        one: The structure of some samples, whose order of keys the result has.
-        other: The structure of others.
-        fields: The fields of ``one``, by path.
-        other_fields: The fields of ``other``, by path.
-        merged: The fields of the result are appended to this list.
+        one: What some samples have, whose order of keys the result has.
+        other: What others have.
         path: Where the two are in the sample.
 
     Returns:
-        The structure; None if the two differ in more than that.
+        The structure and its fields; None if the two differ in more than that.
 
     Raises:
         SchemaError: They differ in the dtypes of a list of numbers, or in the number of records of
             a list within records. The message names it.
     """
-    if {one.kind, other.kind} & {"none", "optional"}:
-        return _merge_optional(one, other, fields, other_fields, merged, path)
-    if one.is_field and other.is_field and (one.kind == "leaf") == (other.kind == "leaf"):
-        field = fields[path].merged(other_fields[path])
-        if field is None and one.kind != "leaf":
-            raise _mixed_error(path, (fields[path], other_fields[path]))
+    node, other_node = one.node, other.node
+    kinds = {node.kind, other_node.kind}
+    if kinds & {"none", "optional"}:
+        return _merge_optional(one, other, path)
+    if node.is_field and other_node.is_field and (node.kind == "leaf") == (other_node == LEAF):
+        field = one.fields[path].merged(other.fields[path])
+        if field is None and node.kind != "leaf":
+            raise _mixed_error(path, (one.fields[path], other.fields[path]))
         if field is None:
             return None
-        merged.append(field)
-        return SEQUENCE if one.kind != "leaf" and field.num_variable else one
-    has_records = "records" in (one.kind, other.kind)
-    is_of_other_length = one.is_field or other.is_field or len(one.keys) != len(other.keys)
-    if _is_list(one) and _is_list(other) and (has_records or is_of_other_length):
-        numbers = _numbers(one, fields, path) | _numbers(other, other_fields, path)
-        if None in numbers or has_records:
-            return _merge_records(one, other, fields, other_fields, merged, path)
+        return Part(SEQUENCE if node != LEAF and field.num_variable else node, {path: field})
+    has_fields = node.is_field or other_node.is_field
+    is_of_other_length = has_fields or len(node.keys) != len(other_node.keys)
+    if _is_list(node) and _is_list(other_node) and ("records" in kinds or is_of_other_length):
+        numbers = _numbers(one, path) | _numbers(other, path)
+        if None in numbers or "records" in kinds:
+            return _merge_records(one, other, path)
         known = [field for field in numbers if field is not None]
         if len(known) > 1:
             raise _mixed_error(path, known)
-        merged += known
-        return SEQUENCE if known else one
-    if (one.kind, one.name, set(one.keys)) != (other.kind, other.name, set(other.keys)):
+        return Part(SEQUENCE, {path: known[0]}) if known else Part(node, {})
+    if (node.kind, node.name, {*node.keys}) != (
+        other_node.kind,
+        other_node.name,
+        {*other_node.keys},
+    ):
         return None
-    others = dict(zip(other.keys, other.children, strict=True))
-    children = []
-    for key, child in zip(one.keys, one.children, strict=True):
-        found_child = merge(child, others[key], fields, other_fields, merged, (*path, key))
-        if found_child is None:
+    others = dict(zip(other_node.keys, other_node.children, strict=True))
+    parts = []
+    for key, child in zip(node.keys, node.children, strict=True):
+        pair = Part(child, one.fields), Part(others[key], other.fields)
+        if (merged := merge(*pair, (*path, key))) is None:
             return None
-        children.append(found_child)
-    return dataclasses.replace(one, children=tuple(children))
+        parts.append(merged)
+    return _container(node, parts)
 
 
 def declared(
-    node: Node,
-    fields: Mapping[Path, Field],
-    lists: Collection[str],
-    optional: Collection[str],
-    merged: list[Field],
-    path: Path = (),
-) -> Node:
-    """Find the structure of samples that may differ from one that is known.
+    part: Part, lists: Collection[str], optional: Collection[str], path: Path = ()
+) -> Part:
+    """Find what samples have that may differ from one that is known.
 
     Args:
-        node: The structure of the one.
-        fields: Its fields, by path.
+        part: What the one has.
         lists: Names of the lists that may have other numbers of records.
         optional: Names of what may be None.
-        merged: The fields of the result are appended to this list.
-        path: Where the node is in the sample.
+        path: Where the part is in the sample.
 
     Returns:
-        The structure. A list whose parts are not alike is as it was.
+        The structure and its fields. A list whose parts are not alike is as it was.
 
     Raises:
         SchemaError: A list is within the records of another one.
     """
+    node, fields = part
     name = field_name(path)
     # What is None, and what a list consists of, has the path of the whole.
     others = [other for other in optional if other != name]
     if node.kind == "optional" or (name in optional and path and node.kind != "none"):
-        part = node.children[0] if node.kind == "optional" else node
-        return _optional(declared(part, fields, lists, others, merged, path), path, merged)
+        inner = node.children[0] if node.kind == "optional" else node
+        return _optional(declared(Part(inner, fields), lists, others, path), path)
     if name in lists and node.is_list and node.keys:
-        found = list[Field]()
-        records = _merge_records(node, _EMPTY_LIST, fields, {}, found, path)
-        if records is not None:
-            node, fields = records, dict(zip(field_paths(records, path), found, strict=True))
-    if node.kind == "records":
-        ((record, known),) = _records(node, fields, path)
-        parts = list[Field]()
-        record = declared(record, known, (), others, parts, path)
-        merged += [field.in_list for field in parts]
-        return Node("records", (), (record,))
+        part = _merge_records(part, _EMPTY_LIST, path) or part
+    if part.node.kind == "records":
+        (record,) = _records(part, path)
+        return _list_of(declared(record, (), others, path))
     if node.is_field:
-        merged.append(fields[path])
-        return node
-    children = [
-        declared(child, fields, lists, optional, merged, child_path)
-        for child_path, child in zip(node.paths(path), node.children, strict=True)
+        return Part(node, {path: fields[path]})
+    pairs = zip(node.children, node.paths(path), strict=True)
+    return _container(node, [declared(Part(c, fields), lists, optional, at) for c, at in pairs])
+
+
+def _container(node: Node, parts: Collection[Part]) -> Part:
+    """A container with other children."""
+    fields = {path: field for part in parts for path, field in part.fields.items()}
+    return Part(dataclasses.replace(node, children=tuple(part.node for part in parts)), fields)
+
+
+def _list_of(record: Part) -> Part:
+    """A list of records."""
+    fields = {path: field.in_list for path, field in record.fields.items()}
+    return Part(Node("records", (), (record.node,)), fields)
+
+
+def _merge_optional(one: Part, other: Part, path: Path) -> Part | None:
+    given = [
+        Part(part.node.children[0], part.fields) if part.node.kind == "optional" else part
+        for part in (one, other)
+        if part.node.kind != "none"
     ]
-    return dataclasses.replace(node, children=tuple(children))
+    if not given:
+        return Part(NONE, {})
+    part = given[0] if len(given) == 1 else merge(given[0], given[1], path)
+    return None if part is None else _optional(part, path)
 
 
-def _merge_optional(
-    one: Node,
-    other: Node,
-    fields: Mapping[Path, Field],
-    other_fields: Mapping[Path, Field],
-    merged: list[Field],
-    path: Path,
-) -> Node | None:
-    parts = [
-        (node.children[0] if node.kind == "optional" else node, known)
-        for node, known in ((one, fields), (other, other_fields))
-        if node.kind != "none"
-    ]
-    if not parts:
-        return NONE
-    part, known = parts[0]
-    if len(parts) == 1:
-        merged += [known[found] for found, node in part.walk(path) if node.is_field]
-    else:
-        both = merge(part, parts[1][0], known, parts[1][1], merged, path)
-        if both is None:
-            return None
-        part = both
-    return _optional(part, path, merged)
-
-
-def _optional(part: Node, path: Path, merged: list[Field]) -> Node:
+def _optional(part: Part, path: Path) -> Part:
     """A part that is None in some rows, with the field that says in which."""
-    if part.kind == "records" and part.children[0].kind == "optional":
+    if part.node.kind == "records" and part.node.children[0].kind == "optional":
         raise SchemaError(
             f"field {field_name(path)!r}: some rows are None in place of a list, and some lists"
             " have None in them, and only one of these can be stored: give an empty list in place"
             " of the rows that are None, or leave None out of the lists"
         )
-    merged.append(Field(field_name((*path, MASK)), torch.bool, (), "mask"))
-    return Node("optional", (), (part, LEAF))
+    fields = {found: part.fields[found] for found in field_paths(part.node, path)}
+    mask = (*path, MASK)
+    if mask in fields:
+        raise SchemaError(
+            f"field {field_name(mask)!r}: {field_name(path)!r} is None in some rows, and the field"
+            " of this name is to say in which: rename it in the dataset"
+        )
+    fields[mask] = Field(field_name(mask), torch.bool, (), "mask")
+    return Part(Node("optional", (), (part.node, LEAF)), fields)
 
 
-def _merge_records(
-    one: Node,
-    other: Node,
-    fields: Mapping[Path, Field],
-    other_fields: Mapping[Path, Field],
-    merged: list[Field],
-    path: Path,
-) -> Node | None:
+def _merge_records(one: Part, other: Part, path: Path) -> Part | None:
     """Merge all records of two lists into one."""
-    record: Node | None = None
-    known: dict[Path, Field] = {}
-    for node, given in ((one, fields), (other, other_fields)):
-        for each, each_fields in _records(node, given, path):
-            if record is None:
-                record, known = each, each_fields
-                continue
-            found = list[Field]()
-            record = merge(record, each, known, each_fields, found, path)
-            if record is None:
-                return None
-            known = dict(zip(field_paths(record, path), found, strict=True))
-    if record is None:
-        return one
-    for inner, node in record.walk(path):
+    records = [*_records(one, path), *_records(other, path)]
+    if not records:
+        return Part(one.node, {})
+    merged = records[0]
+    for record in records[1:]:
+        if (found := merge(merged, record, path)) is None:
+            return None
+        merged = found
+    for inner, node in merged.node.walk(path):
         if node.kind == "records":
             raise SchemaError(
                 f"field {field_name(inner)!r}: the records of a list have lists of different"
                 " lengths there, which cannot be stored: join them into one array or text each"
             )
-    merged += [field.in_list for field in known.values()]
-    return Node("records", (), (record,))
+    return _list_of(merged)
 
 
-def _records(
-    node: Node, fields: Mapping[Path, Field], path: Path
-) -> Iterator[tuple[Node, dict[Path, Field]]]:
-    """The records of a list, each with its fields by path, as if it were the only one."""
+def _records(part: Part, path: Path) -> Iterator[Part]:
+    """The records of a list, each as if it were the only one."""
+    node, fields = part
     if node.kind == "records":
         (record,) = node.children
-        yield record, {inner: fields[inner].of_record for inner in field_paths(record, path)}
+        yield Part(record, {inner: fields[inner].of_record for inner in field_paths(record, path)})
         return
     for inner, child in zip(node.paths(path), node.children, strict=True):
-        found = dict[Path, Field]()
-        yield _as_record(child, fields, inner, path, found), found
+        yield _as_record(Part(child, fields), inner, path)
 
 
-def _as_record(
-    node: Node, fields: Mapping[Path, Field], path: Path, new: Path, found: dict[Path, Field]
-) -> Node:
+def _as_record(part: Part, path: Path, new: Path) -> Part:
     """A part of a record, in which lists of numbers are one field, however few these are.
 
     Args:
-        node: The part.
-        fields: The fields by path.
-        path: Where it is among them.
+        part: The part.
+        path: Where it is in the sample.
         new: Where it is in a record.
-        found: Its fields are added to this dict.
     """
-    numbers = _numbers(node, fields, path) if _is_list(node) else set()
+    node, fields = part
     if node.is_field:
-        found[new] = dataclasses.replace(fields[path], name=field_name(new))
-        return node if node.kind == "leaf" else SEQUENCE
-    if len(numbers) == 1 and (field := numbers.pop()) is not None:
-        found[new] = dataclasses.replace(field, name=field_name(new), shape=(len(node.keys),))
-        return SEQUENCE
-    pairs = zip(node.children, node.paths(path), node.paths(new), strict=True)
-    children = tuple(_as_record(child, fields, old, at, found) for child, old, at in pairs)
-    return dataclasses.replace(node, children=children)
+        field = dataclasses.replace(fields[path], name=field_name(new))
+        return Part(LEAF if node == LEAF else SEQUENCE, {new: field})
+    numbers = _numbers(part, path) if _is_list(node) else set()
+    if len(numbers) == 1 and (number := numbers.pop()) is not None:
+        field = dataclasses.replace(number, name=field_name(new), shape=(len(node.keys),))
+        return Part(SEQUENCE, {new: field})
+    found = zip(node.children, node.paths(path), node.paths(new), strict=True)
+    return _container(node, [_as_record(Part(child, fields), old, at) for child, old, at in found])
 
 
 def field_paths(node: Node, path: Path = ()) -> list[Path]:
@@ -246,9 +220,10 @@ def _is_list(node: Node) -> bool:
     return node.is_list or node.kind in ("numbers", "sequence", "records")
 
 
-def _numbers(node: Node, fields: Mapping[Path, Field], path: Path) -> set[Field | None]:
+def _numbers(part: Part, path: Path) -> set[Field | None]:
     """The fields that have the numbers of a list, any count of them, in the dtype of samples; None
     among them where it has other things."""
+    node = part.node
     if node.kind == "records":
         return {None}
     paths = [path] if node.is_field else node.paths(path)
@@ -258,7 +233,7 @@ def _numbers(node: Node, fields: Mapping[Path, Field], path: Path) -> set[Field 
         if field is not None
         and (node.is_field or (field.shape == () and field.kind in PLAIN_KINDS))
         else None
-        for field in map(fields.get, paths)
+        for field in map(part.fields.get, paths)
     }
 
 

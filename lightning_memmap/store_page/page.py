@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from lightning_memmap.placement import format_bytes
+from lightning_memmap.pages import templates
+from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
 from lightning_memmap.store_page.distributions import Bar, distributions
 from lightning_memmap.store_page.samples import samples
@@ -24,16 +23,8 @@ def render_stores(stores: Mapping[str, Store]) -> str:
         The HTML document. Names and values of a store may come from a stranger: they are shown as
         text, whatever they look like.
     """
-    pages = Environment(
-        loader=PackageLoader(__package__),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    pages.filters["bytes"] = format_bytes
     found = [_describe(name, store) for name, store in stores.items()]
-    return pages.get_template("stores.html").render(stores=found)
+    return templates(__package__).get_template("stores.html").render(stores=found)
 
 
 def _describe(name: str, store: Store) -> dict[str, Any]:

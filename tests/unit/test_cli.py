@@ -472,7 +472,7 @@ class TestPlanPage:
     def test_page_without_jinja2_says_what_to_install(
         self, command: Command, store_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.delitem(sys.modules, "lightning_memmap.compare.render.pages", raising=False)
+        monkeypatch.delitem(sys.modules, "lightning_memmap.pages", raising=False)
         monkeypatch.setitem(sys.modules, "jinja2", None)
         assert command("plan", store_path, "--html", tmp_path / "plan.html") == 2
         assert "the page needs jinja2: pip install 'lightning_memmap[compare]'" in command.err

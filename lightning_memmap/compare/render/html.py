@@ -1,14 +1,10 @@
-"""The report as one HTML page that needs nothing else: no script, no font, no network."""
+"""The report as one HTML page that needs nothing else."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_memmap.compare.render import plots
-from lightning_memmap.compare.render.pages import templates
 from lightning_memmap.compare.render.tables import (
-    Cell,
-    Column,
-    Table,
     figure_tables,
     missing_table,
     parity_table,
@@ -16,6 +12,8 @@ from lightning_memmap.compare.render.tables import (
     scaling_table,
 )
 from lightning_memmap.compare.report.report import Report
+from lightning_memmap.pages import templates
+from lightning_memmap.tables import Cell, Column, Table
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ def render_html(report: Report) -> str:
         The HTML document.
     """
     return (
-        templates()
+        templates(__package__)
         .get_template("report.html")
         .render(
             report=report,

@@ -1,65 +1,12 @@
 """The tables of a report, for the terminal and for the page alike."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from statistics import median
 from textwrap import shorten
-from typing import Literal
 
 from lightning_memmap.compare.report.figures import FIGURES, TABLES, Figure, FigureTable
 from lightning_memmap.compare.report.report import Regression, Report, VariantResult
-
-Mood = Literal["", "good", "bad", "unsure", "soft"]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A text, and how it is meant.
-
-    Args:
-        text: The text, which may come from anyone: each renderer escapes it.
-        mood: How to show it: as ``good``, ``bad`` or ``unsure`` news, ``soft`` for what matters
-            less, or plainly.
-        bar: Length of the bar that a page draws below the text, from 0 to 1.
-    """
-
-    text: str
-    mood: Mood = ""
-    bar: float | None = None
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table.
-
-    Args:
-        label: Its heading.
-        meaning: What it shows, in a sentence; may be empty.
-        is_text: Whether it contains words that may be wrapped. Other columns are aligned to the
-            right.
-    """
-
-    label: str
-    meaning: str = ""
-    is_text: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table, with notes below it.
-
-    Args:
-        title: Its heading.
-        columns: Its columns, of which the first names the variants.
-        rows: One cell for each column in each row.
-        notes: Lines to show below the table.
-    """
-
-    title: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Cell]]
-    notes: Sequence[Cell] = ()
-
+from lightning_memmap.tables import Cell, Column, Mood, Table
 
 _VARIANT = Column("variant")
 _UNKNOWN = Cell("-")

@@ -4,16 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-from rich import box
-from rich.console import Console, Group
+from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from lightning_memmap.compare.render.tables import (
-    Cell,
-    Table,
     figure_tables,
     missing_table,
     parity_table,
@@ -21,8 +16,7 @@ from lightning_memmap.compare.render.tables import (
     scaling_table,
 )
 from lightning_memmap.compare.report.report import Regression, Report
-
-_STYLES = {"": "", "good": "green", "bad": "bold red", "unsure": "yellow", "soft": "dim"}
+from lightning_memmap.tables import Table, print_table
 
 
 class TerminalProgress:
@@ -124,38 +118,3 @@ def print_regression(regression: Regression, console: Console) -> None:
         console: Where to print.
     """
     print_table(regression_table(regression), console)
-
-
-def print_table(table: Table, console: Console) -> None:
-    """Print a table and its notes, after an empty line. Eighty columns are enough for most tables.
-
-    Args:
-        table: The table.
-        console: Where to print.
-    """
-    rich = RichTable(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=0,
-        collapse_padding=True,
-    )
-    for index, column in enumerate(table.columns):
-        # The name of a variant is never broken.
-        is_left = index == 0 or column.is_text
-        rich.add_column(
-            column.label,
-            justify="left" if is_left else "right",
-            no_wrap=not column.is_text,
-            overflow="fold" if is_left else "ellipsis",
-        )
-    for row in table.rows:
-        rich.add_row(*map(_text, row))
-    title = Text(f"\n{table.title}", style="bold")
-    console.print(Group(title, rich, *map(_text, table.notes)), soft_wrap=False)
-
-
-def _text(cell: Cell) -> Text:
-    # A baseline may come from anyone: codes that control the terminal are left out.
-    text = "".join(letter if letter.isprintable() else "?" for letter in cell.text)
-    return Text(text, style=_STYLES[cell.mood])

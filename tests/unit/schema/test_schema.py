@@ -304,6 +304,13 @@ def test_field_names_that_share_a_file_are_refused(sample: Any) -> None:
         Schema.from_sample(sample)
 
 
+def test_field_with_the_name_of_a_mask_is_refused() -> None:
+    schema, missing = Schema.from_sample({"a": {"mask": 1}}), Schema.from_sample({"a": None})
+    for one, other in ((schema, missing), (missing, schema)):
+        with pytest.raises(SchemaError, match=r"'a.mask': 'a' is None in some rows, .*: rename it"):
+            one.merged(other)
+
+
 def test_field_name_too_long_for_a_file_is_refused() -> None:
     assert names_of(Schema.from_sample({"k" * 248: 1})) == ["k" * 248]
     with pytest.raises(SchemaError, match="longer than the 248 characters"):

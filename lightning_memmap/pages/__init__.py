@@ -3,21 +3,24 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-from lightning_memmap.compare.render.tables import Cell, Table
-from lightning_memmap.placement import format_bytes
+from lightning_memmap.sizes import format_bytes
+from lightning_memmap.tables import Cell, Table
 
 
-def templates() -> Environment:
-    """Make what renders the templates of this folder.
+def templates(*packages: str) -> Environment:
+    """Make what renders the templates of packages.
+
+    Args:
+        packages: Packages with a folder ``templates``. Those of this one are there as well.
 
     Returns:
         An environment in which all values are text, whatever they look like: they come from
         configs, errors and paths.
     """
     pages = Environment(
-        loader=PackageLoader(__package__),
+        loader=ChoiceLoader([PackageLoader(each) for each in (*packages, __name__)]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -1,0 +1,240 @@
+"""The set-up of a data module: its open stores, where their shards live, and the order of rows."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from lightning_memmap.loading import SplitRows, load_split
+from lightning_memmap.options import DataOptions
+from lightning_memmap.placement import (
+    DataTopology,
+    Placement,
+    Residency,
+    SplitSize,
+    device_budgets,
+    plan_placement,
+)
+from lightning_memmap.sampling import (
+    BlockShuffledSampler,
+    Sampler,
+    SamplerFactory,
+    SequentialSampler,
+    Shards,
+    ShuffledSampler,
+)
+from lightning_memmap.sampling.sampler import check_sampler
+from lightning_memmap.schema import read_forms
+from lightning_memmap.split_stores import SplitStores
+from lightning_memmap.splits import argument_of
+from lightning_memmap.store import Store
+from lightning_memmap.store.series import division_of, fields_of
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """What the set-up of a data module has made.
+
+    Args:
+        options: The options of the data module at its set-up.
+        stores: The open stores by split.
+        placement: Where the shards live.
+        rows: The rows of each split.
+        order: The order of the training rows; None where they are not set up.
+    """
+
+    options: DataOptions
+    stores: Mapping[str, Store]
+    placement: Placement
+    rows: Mapping[str, SplitRows]
+    order: Sampler | None
+
+    @property
+    def must_match(self) -> dict[str, object]:
+        """What decides which rows a step has, and so must be the same on all ranks."""
+        values: dict[str, object] = {
+            "seed": self.options.seed,
+            "batch_size": self.options.batch_size,
+            "shuffle": self.options.shuffle,
+            "drop_last": self.options.drop_last,
+            "data devices per process": len(self.placement.topology.data_devices),
+            "splits": ", ".join(self.stores),
+        }
+        if self.order is not None:
+            values |= self.order.identity
+        for split, store in self.stores.items():
+            values[f"the {split} store"] = store.manifest.content
+            values[f"rows of the {split} store"] = self.placement.splits[split].shards.identity
+        return values
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the rows were freed."""
+        return any(rows.is_released for rows in self.rows.values())
+
+    def release(self) -> None:
+        """Free the rows."""
+        for rows in self.rows.values():
+            rows.release()
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans a set-up, and carries it out.
+
+    Args:
+        stores: The stores of the data module.
+        topology: The data devices and this process's rank.
+        is_overfitting: Whether training rows come in dataset order, under ``overfit_batches``.
+    """
+
+    stores: SplitStores
+    topology: DataTopology
+    is_overfitting: bool
+
+    def open(self, splits: Iterable[str]) -> dict[str, Store]:
+        """Open the stores of splits, of which some may have none.
+
+        Args:
+            splits: Names of the splits.
+
+        Raises:
+            StoreError: As of `SplitStores.open`.
+            ValueError: Rows are selected from a split that has no store.
+        """
+        opened, subset = {}, self.stores.options.subset
+        for split in splits:
+            if (store := self.stores.open(split)) is not None:
+                opened[split] = store
+            elif isinstance(subset, Mapping) and split in subset:
+                raise ValueError(
+                    f"subset[{split!r}]={subset[split]!r}: there are no rows to choose from: give"
+                    f" {argument_of(split)}, or leave {split!r} out of the subset"
+                )
+        return opened
+
+    def place(self, opened: Mapping[str, Store]) -> Placement:
+        """Plan where the shards live.
+
+        Args:
+            opened: The open stores by split.
+
+        Raises:
+            PlacementError: The shards do not fit, or there are fewer rows than data devices.
+            ValueError: Training cannot do with the fields that the strategy names.
+        """
+        if "train" in opened:
+            self.check_train_fields(opened["train"])
+        options, topology = self.stores.options, self.topology
+        sizes = {split: self.size(split, store) for split, store in opened.items()}
+        budgets = device_budgets(
+            topology.data_devices, options.memory_fraction, topology.num_local_processes
+        )
+        return plan_placement(sizes, topology, options.residency, budget_bytes=budgets)
+
+    def load(self, opened: Mapping[str, Store], placement: Placement) -> SetUp:
+        """Make the shards resident.
+
+        Args:
+            opened: The open stores by split.
+            placement: Where the shards are to live.
+
+        Raises:
+            StoreError: A store cannot have its residency; see `load_split`.
+        """
+        options, splits = self.stores.options, placement.splits
+        forms = read_forms(options.variable)
+        rows = {
+            split: load_split(store, self.topology, splits[split], forms)
+            for split, store in opened.items()
+        }
+        if options.with_row_numbers:
+            rows = {split: found.numbered() for split, found in rows.items()}
+        order = None
+        if "train" in opened:
+            order = self.order(opened["train"], splits["train"].size)
+        return SetUp(options, opened, placement, rows, order)
+
+    def size(self, split: str, store: Store) -> SplitSize:
+        """Divide a split into shards, and find its size.
+
+        Args:
+            split: Its name.
+            store: The store that has its rows.
+
+        Raises:
+            PlacementError: There are fewer rows than data devices.
+            ValueError: The member, which folds and parts need, is not known or out of range.
+        """
+        options = self.stores.options
+        has_order = split == "train" and not self.is_overfitting
+        return SplitSize.of(
+            split,
+            store.manifest,
+            self.topology,
+            self.stores.subset(split, store),
+            options.shuffle_window,
+            partial(self._make_order, store) if has_order else None,
+            division_of(store, read_forms(options.variable)),
+        )
+
+    def order(self, store: Store, size: SplitSize) -> Sampler:
+        """The order of the training rows.
+
+        Args:
+            store: The store that has them.
+            size: Their shards, and the window.
+
+        Raises:
+            ValueError: The sampler needs other rows than those of ``size``.
+        """
+        order = self._make_order(store, size.shards.base, size.window)
+        if order.shards != size.shards and not self.is_overfitting:
+            raise ValueError(
+                f"sampler={self.stores.options.sampler!r}: it needs other rows than those that are"
+                " set up: call setup() after you set it"
+            )
+        return order
+
+    def _make_order(self, store: Store, shards: Shards, window: int) -> Sampler:
+        options = self.stores.options
+        given, seed = options.sampler, options.seed
+        if isinstance(given, SamplerFactory):
+            return check_sampler(given.make(shards, seed, fields_of(store, shards)), shards)
+        if given is not None:
+            return check_sampler(given(shards, seed), shards)
+        if not options.shuffle:
+            return SequentialSampler(shards)
+        if options.shuffle_window is None and options.residency != Residency.STREAM.value:
+            return ShuffledSampler(shards, seed)
+        return BlockShuffledSampler(shards, seed, window)
+
+    def check_train_fields(self, store: Store) -> None:
+        """Check that training can do with the fields that the strategy names.
+
+        Args:
+            store: The store of the training rows.
+
+        Raises:
+            ValueError: The store lacks one of them, or there is a transform, which may read others.
+        """
+        if (needed := self.topology.train_fields) is None:
+            return
+        names = [field.name for field in store.schema.fields]
+        if unknown := sorted(needed - set(names)):
+            raise ValueError(
+                f"the strategy asks for the fields {unknown}, and the train store has {names}: name"
+                " fields of the store (memmap_pipeline takes them from input_fields and loss_fields"
+                " of the module)"
+            )
+        others = [field for field in store.schema.fields if field.name not in needed]
+        if variable := [field.name for field in others if field.num_variable]:
+            raise ValueError(
+                f"the rows of field {variable[0]!r} differ in length, and this process would not"
+                " hold it, since the module has input_fields and loss_fields: leave both out"
+            )
+        if self.stores.options.transform is not None:
+            raise ValueError(
+                "transform: it may read any field, and this process holds only some of them, since"
+                " the module has input_fields and loss_fields: leave both out, or do in"
+                " training_step, in the first stage or in loss() what the transform does"
+            )

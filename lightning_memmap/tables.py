@@ -1,0 +1,98 @@
+"""Tables, for the terminal and for pages alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table as RichTable
+from rich.text import Text
+
+_STYLES = {"": "", "good": "green", "bad": "bold red", "unsure": "yellow", "soft": "dim"}
+
+Mood = Literal["", "good", "bad", "unsure", "soft"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A text, and how it is meant.
+
+    Args:
+        text: The text, which may come from anyone: each renderer escapes it.
+        mood: How to show it: as ``good``, ``bad`` or ``unsure`` news, ``soft`` for what matters
+            less, or plainly.
+        bar: Length of the bar that a page draws below the text, from 0 to 1.
+    """
+
+    text: str
+    mood: Mood = ""
+    bar: float | None = None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Args:
+        label: Its heading.
+        meaning: What it shows, in a sentence; may be empty.
+        is_text: Whether it contains words that may be wrapped. Other columns are aligned to the
+            right.
+    """
+
+    label: str
+    meaning: str = ""
+    is_text: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, with notes below it.
+
+    Args:
+        title: Its heading.
+        columns: Its columns, of which the first names the variants.
+        rows: One cell for each column in each row.
+        notes: Lines to show below the table.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[Cell] = ()
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table and its notes, after an empty line. Eighty columns are enough for most tables.
+
+    Args:
+        table: The table.
+        console: Where to print.
+    """
+    rich = RichTable(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=0,
+        collapse_padding=True,
+    )
+    for index, column in enumerate(table.columns):
+        # The name of a variant is never broken.
+        is_left = index == 0 or column.is_text
+        rich.add_column(
+            column.label,
+            justify="left" if is_left else "right",
+            no_wrap=not column.is_text,
+            overflow="fold" if is_left else "ellipsis",
+        )
+    for row in table.rows:
+        rich.add_row(*map(_text, row))
+    title = Text(f"\n{table.title}", style="bold")
+    console.print(Group(title, rich, *map(_text, table.notes)), soft_wrap=False)
+
+
+def _text(cell: Cell) -> Text:
+    # A baseline may come from anyone: codes that control the terminal are left out.
+    text = "".join(letter if letter.isprintable() else "?" for letter in cell.text)
+    return Text(text, style=_STYLES[cell.mood])
