@@ -335,11 +335,10 @@ def _stores(path: str) -> dict[str, Store]:
 def _stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
     """Like `_stores`, with an error in place of a store below the path that cannot be read."""
     if isinstance(place_of(path), StoreUrl):
-        urls = {
-            name or path.rstrip("/").rpartition("/")[2]: url
-            for name, url in stores_at(path).items()
-        }
-        return {name: open_store(url) for name, url in urls.items()}
+        try:
+            return {path.rstrip("/").rpartition("/")[2]: open_store(path)}
+        except StoreNotFoundError:
+            return {name: open_store(url) for name, url in stores_at(path).items()}
     # Resolved, so that "." has a name.
     directory = Path(os.path.realpath(path))
     try:

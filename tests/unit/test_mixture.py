@@ -77,7 +77,7 @@ def test_rows_come_as_often_as_their_shares_say(tmp_path: Path, residency: str) 
     num_shards=st.integers(1, 7),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_joined_store_is_its_stores(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], num_shards: int, seed: int
 ) -> None:

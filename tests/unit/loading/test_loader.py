@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -126,7 +126,6 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 class TestRows:
     @given(layout=layouts(), epoch=st.integers(0, 3))
-    @settings(deadline=None, max_examples=100)
     def test_epoch_over_all_processes_is_the_stream(
         self, numbered_store: Stores, layout: Layout, epoch: int
     ) -> None:
@@ -152,7 +151,6 @@ class TestRows:
             assert sorted(delivered) == list(range(layout.num_rows))
 
     @given(layout=layouts())
-    @settings(deadline=None, max_examples=50)
     def test_batches_of_devices_are_rows_of_their_own_shards(
         self, numbered_store: Stores, layout: Layout
     ) -> None:
@@ -177,7 +175,6 @@ class TestRows:
         residency=residencies,
         transform=st.sampled_from([None, untouched]),
     )
-    @settings(deadline=None, max_examples=25)
     def test_epoch_not_shuffled_is_dataset_order(
         self, numbered_store: Stores, num_rows: int, **layout: Any
     ) -> None:
@@ -669,7 +666,6 @@ class TestKeeping:
         transform=st.sampled_from([None, untouched]),
         inference=st.booleans(),
     )
-    @settings(deadline=None, max_examples=50)
     def test_anything_kept_for_a_while_is_never_overwritten(
         self,
         numbered_store: Stores,

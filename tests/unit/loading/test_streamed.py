@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import RowSubset, StridedRows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.row_file import RowFile
-from tests.preloaded import python
+from tests.preloaded import END_WHOLLY, python
 from tests.rows import (
     CPU,
     NumberedRows,
@@ -82,7 +82,6 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
 
 class TestRows:
     @given(setup=setups(), epoch=st.integers(0, 3))
-    @settings(deadline=None, max_examples=60)
     def test_rows_are_those_of_the_mapping_with_the_same_window(
         self, numbered_store: Stores, setup: dict[str, Any], epoch: int
     ) -> None:
@@ -571,7 +570,7 @@ def test_program_forks_and_ends_while_rows_are_read(tmp_path: Path) -> None:
     program = subprocess.run(
         [python(), "-W", "ignore", "-c", PROGRAM, str(store.path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, END_WHOLLY: "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,

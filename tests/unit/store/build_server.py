@@ -25,6 +25,7 @@ from lightning_memmap.store import (
     finish_store,
     open_store,
     pull_store,
+    push_store,
     range_writer,
     ranges,
     workers,
@@ -52,6 +53,7 @@ class Build:
         finish: Commit the parts.
         append: Append the dataset to the store that is there.
         pull: The URL of a store that is pulled, in place of a build.
+        push: The URL that the store at ``path`` is pushed to, in place of a build.
         fetch: The URL of a store of this dataset that is read, in place of a build.
         cache: The directory of the cache for it.
         range_rows: Rows that are written at once.
@@ -80,6 +82,7 @@ class Build:
     finish: bool = False
     append: bool = False
     pull: str = ""
+    push: str = ""
     fetch: str = ""
     cache: str = ""
     range_rows: int = 64
@@ -214,6 +217,9 @@ def build_and_check(build: Build) -> None:
     if build.pull:
         fetcher._NUM_THREADS = 1
         pull_store(build.pull, build.path, overwrite=True, progress=False)
+        return
+    if build.push:
+        push_store(build.path, build.push, overwrite=True, progress=False)
         return
     if build.fetch:
         os.environ[DIRECTORY] = build.cache

@@ -3,6 +3,7 @@
 import datetime
 import enum
 import os
+import shutil
 import signal
 import subprocess
 from importlib import import_module
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -48,6 +49,17 @@ NUM_ROWS = 200
 
 def build(path: Path, dataset: Any, **options: Any) -> Store:
     return build_store(dataset, path, **{"num_shards": 7, "progress": False, **options})
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("built") / "s", Scenes(60)).path
+
+
+@pytest.fixture
+def scenes(built: Path, tmp_path: Path) -> Path:
+    """A store that a test may damage."""
+    return Path(shutil.copytree(built, tmp_path / "s"))
 
 
 def assert_equal(found: Any, expected: Any) -> None:
@@ -122,7 +134,6 @@ counts = st.lists(st.integers(0, 5), min_size=1, max_size=30)
 
 
 @given(counts, st.integers(1, 9), st.booleans())
-@settings(deadline=None, max_examples=25)
 def test_lists_of_any_lengths_come_back(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], shards: int, is_text: bool
 ) -> None:
@@ -350,15 +361,14 @@ LEAF = {"kind": "leaf"}
         edit_node("age", kind="records"),
     ],
 )
-def test_manifest_that_lies_is_refused(tmp_path: Path, edit: Any) -> None:
-    path = build(tmp_path / "s", Scenes(60)).path
-    sign_manifest(path, edit)
+def test_manifest_that_lies_is_refused(scenes: Path, edit: Any) -> None:
+    sign_manifest(scenes, edit)
     with pytest.raises(StoreError, match="cannot be trusted"):
-        open_store(path)
+        open_store(scenes)
 
 
-def test_texts_that_are_none_are_refused(tmp_path: Path) -> None:
-    store = build(tmp_path / "s", Scenes(60))
+def test_texts_that_are_none_are_refused(scenes: Path) -> None:
+    store = open_store(scenes)
     values = store.path / "captions.values"
     values.write_bytes(b"\xff" * values.stat().st_size)
     row = next(row for row in range(60) if Scenes(60)[row]["captions"])
