@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
 from textwrap import shorten
@@ -25,12 +26,15 @@ from rich.table import Table
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap._compat.parsers import commands_of
+from lightning_memmap._compat.parsers import commands_of, known_classes
 from lightning_memmap.arguments import (
     BriefParser,
     TrainingParser,
     imports_for_pages,
     nearest,
+    nearest_file,
+    print_error,
+    printable,
 )
 from lightning_memmap.compare.advise_command import advise, advise_parser
 from lightning_memmap.compare.command import compare, compare_parser
@@ -80,29 +84,41 @@ before and after:
 lightning-memmap COMMAND --help describes a command. A first run:
   lightning-memmap fit --config examples/configs/digits.yaml"""
 
+#: How a config begins that LightningCLI has saved.
+_SAVED = b"# lightning.pytorch=="
 #: The most letters of the names of classes.
 _MAX_CLASSES_TEXT = 160
 
 
 class SaveConfig(SaveConfigCallback):
-    """Lightning's callback, with an error that a user of the command line can act on.
+    """Lightning's callback, for a user who runs the command more than once in a folder.
 
-    A file that exists is not overwritten: without a logger it is in the user's working directory,
-    and may be the very config that was given.
+    Without a logger the config is saved in the user's own folder. There it takes the place of one
+    that an earlier run saved, and of no other file: neither of one that somebody wrote, nor of one
+    that this run was given.
     """
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        path = Path(trainer.log_dir or "") / self.config_filename
+        if trainer.is_global_zero and not trainer.loggers and self._is_of_earlier_run(path):
+            path.unlink()
         try:
             super().setup(trainer, pl_module, stage)
         except RuntimeError as error:
             if "to NOT exist" not in str(error):
                 raise
-            path = Path(trainer.log_dir or "") / self.config_filename
             raise MisconfigurationException(
                 f"the config of this run would be saved as {path}, which exists already:\n"
                 "name another folder with --trainer.default_root_dir, or move that file"
             ) from error
+
+    def _is_of_earlier_run(self, path: Path) -> bool:
+        given = {os.path.realpath(str(config)) for config in self.config.get("config") or []}
+        if self.already_saved or not path.is_file() or os.path.realpath(path) in given:
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(_SAVED)) == _SAVED
 
 
 class TrainingCLI(LightningCLI):
@@ -113,9 +129,14 @@ class TrainingCLI(LightningCLI):
         strategy = self.config[self.subcommand].trainer.strategy
         names = ["auto", *StrategyRegistry.available_strategies()]
         if isinstance(strategy, str) and strategy.lower() not in names:
+            parser = commands_of(self.parser)[str(self.subcommand)]
+            classes = {path.rpartition(".")[2]: path for path in known_classes(parser)}
+            near = nearest(strategy, [*names, *classes, *classes.values()])
+            for name, path in classes.items():
+                near = near.replace(repr(name), repr(path))
             ours = ", ".join(name for name, *_ in STRATEGIES)
-            self.parser.error(
-                f"trainer.strategy: unknown strategy {strategy!r}{nearest(strategy, names) or '.'}"
+            parser.error(
+                f"trainer.strategy: unknown strategy {strategy!r}{near or '.'}"
                 f" Those of this pack are {ours}"
             )
 
@@ -150,7 +171,7 @@ def main(args: Sequence[str] | None = None) -> None:
         reason = _reason(error)
         if not _is_mistake(reason):
             raise
-        print(f"error: {reason}", file=sys.stderr)
+        print_error(reason)
         sys.exit(1)
 
 
@@ -172,6 +193,12 @@ def _run(args: Sequence[str] | None) -> None:
         sys.exit(0)
     if given and given[0] in commands:
         sys.exit(commands[given[0]](given[1:]))
+    if given == ["--version"]:
+        print(f"lightning-memmap {version('lightning_memmap')}")
+        sys.exit(0)
+    if not given:
+        print(_HELP, file=sys.stderr)
+        sys.exit(2)
     if given and not given[0].startswith("-") and given[0] not in TrainingCLI.subcommands():
         near = nearest(given[0], (*commands, *TrainingCLI.subcommands()))
         print(f"error: unknown command {given[0]!r}{near}", file=sys.stderr)
@@ -181,7 +208,7 @@ def _run(args: Sequence[str] | None) -> None:
         args=None if args is None else given,
         parser_class=TrainingParser,
         save_config_callback=SaveConfig,
-        parser_kwargs={"description": _DESCRIPTION},
+        parser_kwargs={"prog": "lightning-memmap", "description": _DESCRIPTION},
     )
 
 
@@ -242,6 +269,8 @@ def _store_parser() -> BriefParser:
     for name, function in _store_functions().items():
         summary = str(function.__doc__).partition("\n")[0]
         commands.add_subcommand(name, _make_parser(function), help=summary)
+    for command in commands_of(parser).values():
+        command.prog = command.prog.replace(" [options]", "")
     return parser
 
 
@@ -265,7 +294,7 @@ def _store_command(args: list[str]) -> int:
     try:
         return _store_functions()[config.subcommand](**vars(options))
     except (MemmapError, OSError, ValueError, TypeError) as error:
-        _print_error(error)
+        print_error(error)
         return 2
 
 
@@ -314,10 +343,6 @@ def _make_console() -> Console:
     return Console(markup=False)
 
 
-def _print_error(error: Exception) -> None:
-    print("error: " + "\n".join(map(_printable, str(error).splitlines())), file=sys.stderr)
-
-
 def _stores(path: str) -> dict[str, Store]:
     """The store at a path or the stores below it, by name.
 
@@ -343,7 +368,7 @@ def _stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
     directory = Path(os.path.realpath(path))
     try:
         return {directory.name: open_store(directory)}
-    except StoreNotFoundError:
+    except StoreNotFoundError as error:
         found: dict[str, Store | MemmapError | OSError] = {}
         others = []
         for child in _folders(directory):
@@ -354,9 +379,10 @@ def _stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
             if not stores:
                 others.append(child)
         if not found:
-            raise
+            near = "" if directory.exists() else nearest_file(path)
+            raise StoreNotFoundError(f"{error}{near}") from None
         for other in others:
-            print(f"skipped {_printable(other)}: it is not a store", file=sys.stderr)
+            print(f"skipped {printable(other)}: it is not a store", file=sys.stderr)
         return found
 
 
@@ -377,11 +403,6 @@ def _folders(directory: Path) -> list[Path]:
     except PermissionError:
         return []
     return [child for child in children if child.is_dir() and not child.name.startswith(".")]
-
-
-def _printable(value: object) -> str:
-    """A text that is safe to print: control codes of the terminal are replaced."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
 def _build(*, part: str | None, finish: bool, **options: Any) -> int:
@@ -431,7 +452,7 @@ def _info(path: str) -> int:
     code = 0
     for store in _stores_or_errors(path).values():
         if isinstance(store, Exception):
-            _print_error(store)
+            print_error(store)
             code = 2
         else:
             _print_info(store, _make_console())
@@ -441,7 +462,7 @@ def _info(path: str) -> int:
 def _print_info(store: Store, console: Console) -> None:
     manifest = store.manifest
     shard_bytes = manifest.shard_bytes()
-    console.print(_printable(store.location), style="bold", soft_wrap=True)
+    console.print(printable(store.location), style="bold", soft_wrap=True)
     console.print(
         f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)},"
         f" {store.num_shards} shards of {format_bytes(shard_bytes.min())} to"
@@ -451,7 +472,7 @@ def _print_info(store: Store, console: Console) -> None:
         names = shorten(", ".join(store.classes), _MAX_CLASSES_TEXT, placeholder=" ...")
         console.print(f"{len(store.classes)} classes: {names}", soft_wrap=True)
     source = ", ".join(f"{key} {value}" for key, value in manifest.source.items())
-    console.print(_printable(f"from {source}"))
+    console.print(printable(f"from {source}"))
     table = Table()
     for name in ("field", "dtype", "shape", "given as"):
         table.add_column(name)
@@ -461,7 +482,7 @@ def _print_info(store: Store, console: Console) -> None:
         num_bytes = column.num_bytes(range(store.num_rows))
         row_bytes = -(-num_bytes // store.num_rows)
         table.add_row(
-            _printable(field.name),
+            printable(field.name),
             str(field.dtype).removeprefix("torch."),
             str(field.shape),
             _given_as(field),
@@ -498,14 +519,14 @@ def _verify(path: str) -> int:
             with show_progress("verifying", store.manifest.num_bytes, 1) as advance:
                 damages = verify_store(store.path, advance=advance)
         except (MemmapError, OSError) as error:
-            _print_error(error)
+            print_error(error)
             damaged = True
             continue
         for damage in damages:
-            console.print(_printable(damage), style="red", soft_wrap=True)
-        where = _printable(store.path)
+            console.print(printable(damage), style="red", soft_wrap=True)
+        where = printable(store.path)
         for name in unknown_files(store.path, store.manifest):
-            line = f"{where}: {_printable(name)} is not part of the store and is never read"
+            line = f"{where}: {printable(name)} is not part of the store and is never read"
             console.print(line, soft_wrap=True)
         if not damages:
             sums = store.num_shards * len(store.schema.fields)
@@ -538,7 +559,7 @@ def _plan(
     opened = _stores(path)
     stores = {name: store.manifest for name, store in opened.items()}
     if residency == "stream":
-        plans = [plan_windows(stores, devices, shuffle_window)]
+        plans = [plan_windows(opened, devices, shuffle_window)]
     elif shuffle_window is not None:
         raise ValueError(f"shuffle_window={shuffle_window}: give residency='stream' to plan for it")
     else:
@@ -546,11 +567,11 @@ def _plan(
         plans += plan_images(opened, memory, memory_fraction)
     console = _make_console()
     for plan in plans:
-        table = Table(title=_printable(plan.title), title_justify="left")
+        table = Table(title=printable(plan.title), title_justify="left")
         for column in plan.columns:
             table.add_column(column.label, justify="left" if column.is_text else "right")
         for row in plan.rows:
-            table.add_row(*(_printable(cell.text) for cell in row))
+            table.add_row(*(printable(cell.text) for cell in row))
         console.print(table)
         for note in plan.notes:
             console.print(note.text)
@@ -589,7 +610,7 @@ def _push(path: str, url: str, *, overwrite: bool = False) -> int:
         name = store.path.relative_to(directory).as_posix()
         there = url if name == "." else f"{url.rstrip('/')}/{name}"
         push_store(store.path, there, overwrite=overwrite)
-        _make_console().print(_printable(there), soft_wrap=True)
+        _make_console().print(printable(there), soft_wrap=True)
     return 0
 
 
@@ -603,5 +624,5 @@ def _pull(url: str, path: str, *, overwrite: bool = False) -> int:
     """
     for name, there in stores_at(url).items():
         store = pull_store(there, Path(path) / name, overwrite=overwrite)
-        _make_console().print(_printable(store.path), soft_wrap=True)
+        _make_console().print(printable(store.path), soft_wrap=True)
     return 0

@@ -66,10 +66,17 @@ class _NumberedEpoch:
         return np.column_stack([self._rows.locate(positions), numbers])
 
     def fetch(
-        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+        self,
+        locations: Tensor,
+        out: Buffers | None = None,
+        *,
+        pin_memory: bool = False,
+        coming: Tensor | None = None,
     ) -> Sequence[Leaf]:
         places, numbers = (column.contiguous() for column in locations.unbind(1))
-        return [*self._rows.fetch(places, out, pin_memory=pin_memory), numbers.to(self.device)]
+        coming = None if coming is None else coming[:, 0].contiguous()
+        leaves = self._rows.fetch(places, out, pin_memory=pin_memory, coming=coming)
+        return [*leaves, numbers.to(self.device)]
 
 
 class NumberedCollate:

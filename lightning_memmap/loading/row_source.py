@@ -68,7 +68,12 @@ class EpochRows(Protocol):
         """
 
     def fetch(
-        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+        self,
+        locations: Tensor,
+        out: Buffers | None = None,
+        *,
+        pin_memory: bool = False,
+        coming: Tensor | None = None,
     ) -> Sequence[Leaf]:
         """Copy rows into a batch.
 
@@ -80,6 +85,8 @@ class EpochRows(Protocol):
                 on a CPU. New ones are made where it is None.
             pin_memory: Whether new buffers are page-locked, for copies to a device. torch's host
                 allocator uses their memory again once they are freed and the copies are done.
+            coming: The locations of the next call, where they are known. What takes long may be
+                begun.
 
         Returns:
             One tensor of shape (B, *field shape) for each of these fields, on this device, or
@@ -219,7 +226,12 @@ class _RandomAccessEpoch:
         return self._rows.locate(self._sampler, self._epoch, positions)
 
     def fetch(
-        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+        self,
+        locations: Tensor,
+        out: Buffers | None = None,
+        *,
+        pin_memory: bool = False,
+        coming: Tensor | None = None,
     ) -> Sequence[Leaf]:
         if self._rows.is_released:
             raise released_error()

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from lightning_memmap._compat.tensors import storage_key
 from lightning_memmap.errors import StoreError
-from lightning_memmap.loading import SuperBatch, SuperBatchLoader, load_split, window_layout
+from lightning_memmap.loading import (
+    SuperBatch,
+    SuperBatchLoader,
+    load_split,
+    window_layout,
+    window_reads,
+)
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import RowSubset, StridedRows
 from lightning_memmap.store import Store, build_store
@@ -166,8 +172,8 @@ class TestRows:
     ) -> None:
         # As much room as it takes, and several pieces a lane.
         monkeypatch.setattr(window_layout, "_MAX_FREE", math.inf)
-        monkeypatch.setattr(window_layout, "_READ_BYTES", 4 * 4096)
-        monkeypatch.setattr(window_layout, "_read_rows", not_called)
+        monkeypatch.setattr(window_reads, "_READ_BYTES", 4 * 4096)
+        monkeypatch.setattr(window_reads, "_read_and_copy", not_called)
         monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
         if block_bytes == 1:
             monkeypatch.delattr(os, "O_DIRECT")
@@ -188,9 +194,6 @@ class TestRows:
                 )
                 for residency in ("stream", "mmap")
             )
-            if num_devices * size not in (1, 7):
-                # Their rows lie apart in the files.
-                monkeypatch.setattr(window_layout, "_read_rows", READ_ROWS)
             for epoch in range(2):
                 streamed.set_epoch(epoch)
                 mapped.set_epoch(epoch)
@@ -198,7 +201,6 @@ class TestRows:
                     found, wanted = one.to(CPU), other.to(CPU)
                     assert torch.equal(found["row"], wanted["row"])
                     assert torch.equal(found["wide"], wanted["wide"])
-            monkeypatch.setattr(window_layout, "_read_rows", not_called)
 
     def test_disks_of_larger_blocks_are_read_in_these(
         self, numbered_store: Stores, monkeypatch: pytest.MonkeyPatch
@@ -244,9 +246,6 @@ class TestRows:
         monkeypatch.delattr(os, "O_DIRECT")
         loader = make_loader(numbered_store(400, 7), residency="stream", window=5, shuffle=True)
         assert sorted(joined(epoch_rows(loader))) == list(range(400))
-
-
-READ_ROWS = window_layout._read_rows
 
 
 def not_called(*args: Any) -> Tensor:

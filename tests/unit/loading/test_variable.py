@@ -112,11 +112,6 @@ def test_shards_of_one_device_may_lie_in_several_places(store: Store, form: str)
     assert_gives_all_rows(loader_over(store, rows, 6, form), form)
 
 
-def test_rows_that_differ_in_length_are_not_streamed(store: Store) -> None:
-    with pytest.raises(StoreError, match=r"'stream': the rows of field 'sound' .*'mmap'"):
-        make_split(store, residency="stream")
-
-
 @pytest.mark.parametrize("num_steps", [1, 7, 15])
 @pytest.mark.parametrize("form", ["pad", "jagged", "list"])
 def test_loader_goes_on_in_the_middle_of_an_epoch(store: Store, form: str, num_steps: int) -> None:
