@@ -1,6 +1,6 @@
 """The options of a data module: one frozen value, checked when it is made."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
@@ -203,11 +203,20 @@ class DataOptions:
             ValueError: One is given for another split.
         """
         names = list(splits)
+        for argument, split in self.by_split():
+            if split not in names:
+                raise _no_split(argument, split, names)
+
+    def by_split(self) -> Iterator[tuple[str, str]]:
+        """The options that are given for some splits by name.
+
+        Yields:
+            The name of the option, and a split that it is given for.
+        """
         for argument in ("fingerprint", "subset"):
             given = getattr(self, argument)
             for split in given if isinstance(given, Mapping) else ():
-                if split not in names:
-                    raise _no_split(argument, split, names)
+                yield argument, split
 
 
 def _no_split(argument: str, split: str, splits: Iterable[str]) -> ValueError:

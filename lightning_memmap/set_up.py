@@ -99,17 +99,24 @@ class Planner:
 
         Raises:
             StoreError: As of `SplitStores.open`.
-            ValueError: Rows are selected from a split that has no store.
+            ValueError: An option is given for a split that has no rows, or no store of its own.
         """
-        opened, subset = {}, self.stores.options.subset
+        opened = {}
         for split in splits:
             if (store := self.stores.open(split)) is not None:
                 opened[split] = store
-            elif isinstance(subset, Mapping) and split in subset:
-                raise ValueError(
-                    f"subset[{split!r}]={subset[split]!r}: there are no rows to choose from: give"
-                    f" {argument_of(split)}, or leave {split!r} out of the subset"
-                )
+            stored = self.stores.stored_split(split)
+            for argument, given_for in self.stores.options.by_split():
+                if given_for == split and store is None:
+                    raise ValueError(
+                        f"{argument} for {split!r}: there are no such rows: give"
+                        f" {argument_of(split)}, or leave {split!r} out of {argument}"
+                    )
+                if given_for == split != stored and argument == "fingerprint":
+                    raise ValueError(
+                        f"fingerprint for {split!r}: its rows are held out of the store of"
+                        f" {stored!r}: give the fingerprint for {stored!r}"
+                    )
         return opened
 
     def place(self, opened: Mapping[str, Store]) -> Placement:

@@ -6,15 +6,14 @@ from functools import partial
 
 import torch
 
+from lightning_memmap.compare.render.image_tables import image_tables
 from lightning_memmap.loading import largest_window_bytes
-from lightning_memmap.loading.image_sample import image_samples
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
     Residency,
     SplitSize,
     format_bytes,
-    free_bytes,
     parse_bytes,
     plan_placement,
 )
@@ -87,44 +86,12 @@ def plan_images(stores: Mapping[str, Store], memory: str, memory_fraction: float
         memory_fraction: Share of it that shards may take.
 
     Returns:
-        A table with two rows for each field of images; none where there are no such fields.
+        See `image_tables`.
 
     Raises:
         ValueError: An argument is out of range.
     """
-    budget = max(1, int(_device_bytes(memory) * memory_fraction))
-    free = free_bytes(torch.device("cpu"))
-    rows = []
-    for name, store in stores.items():
-        for found in image_samples(store):
-            size = "of several sizes" if found.shape is None else "{1} x {2}".format(*found.shape)
-            rate = f"{found.images_per_s:,.0f} by {found.num_threads} threads"
-            others = store.manifest.num_bytes - found.encoded_bytes
-            needed = str(-(-(found.decoded_bytes + others) // budget))
-            largest = max(1, found.encoded_bytes, found.decoded_bytes)
-            for images, num_bytes, devices, decoding in (
-                ("encoded", found.encoded_bytes, "-", rate),
-                (f"decoded, RGB {size}", found.decoded_bytes, needed, "-"),
-            ):
-                fits = Cell("fits", "good")
-                rows.append(
-                    [
-                        Cell(name),
-                        Cell(found.field),
-                        Cell(images),
-                        Cell(format_bytes(num_bytes), bar=num_bytes / largest),
-                        Cell(format_bytes(num_bytes // store.num_rows)),
-                        fits
-                        if num_bytes <= free
-                        else Cell(f"no, {format_bytes(free)} are free", "unsure"),
-                        Cell(devices),
-                        Cell(decoding),
-                    ]
-                )
-    title = "Encoded images, which stay in host memory, and the same images stored decoded"
-    columns = [Column(label, is_text=True) for label in ("store", "field", "images")]
-    labels = ("bytes", "bytes per image", "in host memory", "devices", "images/s")
-    return [Table(title, [*columns, *map(Column, labels)], rows)] if rows else []
+    return image_tables(stores, int(_device_bytes(memory) * memory_fraction))
 
 
 def _device_bytes(memory: str) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_memmap.loading.buffers import GrowingPool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.image_decoder import ImageDecoder
-from lightning_memmap.loading.nested import RowList, named_leaves, rebuilt
+from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.schema import (
     Decode,
@@ -22,6 +22,7 @@ from lightning_memmap.schema import (
     Nesting,
     Nullable,
     Pad,
+    RowList,
     Rows,
     Schema,
     Windows,

@@ -15,6 +15,7 @@ Integers only: no file, no tensor, no device.
     window_shards       of windows over series
     joined_shards       of the rows of several stores
     identity            what tells orders from each other
+    differences         in which way two of them differ, in words
     permutations        the order within shards, from random bits
     window_permutation  the same, window by window
     schedule            how an epoch is divided into steps

@@ -23,6 +23,7 @@ from lightning_memmap.store.reader import Store, open_directory
 from lightning_memmap.store.recognition import check_choice, recognise
 from lightning_memmap.store.recovery import (
     can_use_unlocked,
+    can_write_manifest,
     discard_build,
     is_store,
     locked,
@@ -120,7 +121,7 @@ def build_store(
 
     if not overwrite and can_use_unlocked(directory):
         store, found = use_what_is_there()
-        if found is not None and os.access(directory, os.W_OK):
+        if found is not None and can_write_manifest(directory):
             with suppress(StoreError), locked(directory):
                 _record(store, found)
         return store
@@ -227,8 +228,7 @@ def reopen(directory: Path, num_shards: int, dtypes: Mapping[str, torch.dtype]) 
 
 def _record(store: Store, fingerprint: Fingerprint) -> None:
     """Record the identity of a dataset whose rows were all equal. The lock must be held."""
-    # A process that may not write compares all rows again each time. Another process may have
-    # replaced the store since this one opened it.
+    # Another process may have replaced the store since this one opened it.
     with suppress(OSError):
         if Manifest.read(store.path) == store.manifest:
             replace(store.manifest, fingerprint=fingerprint).write(store.path)

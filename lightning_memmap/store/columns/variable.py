@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
+from lightning_memmap.schema.leaves import native_tensor
 from lightning_memmap.store.columns.column import Block, Column, FileRange, PackedRows
 from lightning_memmap.store.columns.fixed import map_rows
 from lightning_memmap.store.columns.segments import copy_segments
@@ -268,24 +269,32 @@ class _VariableBlock(Block):
 
     def __init__(self, column: VariableColumn) -> None:
         self._column = column
-        self._leaves: list[Tensor] = []
+        #: By the row of the block at which they begin.
+        self._pieces: dict[int, PackedRows] = {}
 
     @override
     def put(self, index: int, leaf: Tensor | np.ndarray) -> None:
-        # Rows of a range that failed may be there still.
-        del self._leaves[index:]
-        # Copies: a dataset may use its memory again.
-        if isinstance(leaf, Tensor):
-            self._leaves.append(leaf.clone())
-        else:
-            native = leaf.astype(leaf.dtype.newbyteorder("="))
-            self._leaves.append(torch.from_numpy(native))
+        # A copy: a dataset may use its memory again.
+        row = leaf.clone() if isinstance(leaf, Tensor) else native_tensor(leaf)
+        field = self._column.field
+        sizes = np.array([row.shape[: field.num_variable]], np.int64)
+        self.put_rows(index, PackedRows(row.reshape(-1, *field.item_shape), sizes))
+
+    @override
+    def put_rows(self, index: int, leaves: Tensor | np.ndarray | PackedRows) -> None:
+        assert isinstance(leaves, PackedRows)
+        if not index:
+            # Rows of a range that failed may be there still.
+            self._pieces.clear()
+        self._pieces[index] = leaves
 
     @override
     def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
-        rows = range(first, first + num_rows)
-        self._column.write(files, rows, pack_rows(self._column.field, self._leaves[:num_rows]))
-        self._leaves.clear()
+        pieces = self._pieces.values()
+        items = torch.cat([piece.items for piece in pieces])
+        sizes = np.concatenate([piece.sizes for piece in pieces])
+        self._column.write(files, range(first, first + num_rows), PackedRows(items, sizes))
+        self._pieces.clear()
 
 
 def pack_rows(field: Field, rows: Sequence[Tensor]) -> PackedRows:

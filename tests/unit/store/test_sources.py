@@ -493,6 +493,37 @@ def test_store_of_a_file_that_was_written_again_is_refused(tmp_path: Path) -> No
         build_store(ColumnDataset(dict(changed)), tmp_path / "store", progress=False)
 
 
+def later_tables() -> dict[str, Any]:
+    """Tables that are computed or read when they are asked for."""
+    pa, polars = import_module("pyarrow"), import_module("polars")
+    columns = {"x": [1, 2, 3], "y": [0.5, 1.5, 2.5]}
+    found = pa.table(columns)
+    dataset = import_module("pyarrow.dataset").dataset(found)
+
+    class DuckDBPyRelation:
+        to_arrow_table = staticmethod(lambda: found)
+
+    DuckDBPyRelation.__module__ = "duckdb._relation"
+    return {
+        "LazyFrame": polars.LazyFrame(columns),
+        "RecordBatch": pa.record_batch(columns),
+        "RecordBatchReader": found.to_reader(),
+        "InMemoryDataset": dataset,
+        "Scanner": dataset.scanner(),
+        "DuckDBPyRelation": DuckDBPyRelation(),
+    }
+
+
+@pytest.mark.parametrize("kind", [*later_tables()])
+def test_table_that_is_computed_later_has_columns(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(TypeError, match=rf"a {kind} has columns and no rows: give .*ColumnDataset"):
+        build_store(later_tables()[kind], tmp_path / "store")
+    with pytest.raises(TypeError, match=f"column 'x': found a {kind}, which has no rows"):
+        ColumnDataset({"x": later_tables()[kind]})
+    dataset = ColumnDataset(later_tables()[kind], names=["y", "x"])
+    assert dataset[2] == {"y": 2.5, "x": 3}
+
+
 @pytest.mark.parametrize("kind", ["dict", "pandas", "polars", "pyarrow"])
 def test_table_is_refused_as_a_dataset_with_the_way_out(tmp_path: Path, kind: str) -> None:
     found: Any = {"x": torch.zeros(3)}
