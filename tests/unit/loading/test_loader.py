@@ -408,7 +408,8 @@ class TestResume:
         for _ in take_steps(saved, 2):
             pass
         loader = make_loader(numbered_store(now, 24), 1, 10)
-        with pytest.raises(ValueError, match=f"num_rows={before}, and this loader has num_rows={now}"):
+        named = f"num_rows={before}, and this loader has num_rows={now}"
+        with pytest.raises(ValueError, match=named):
             epoch_rows(_with_state(loader, saved))
 
     @pytest.mark.parametrize("transform", [None, untouched])
