@@ -112,9 +112,10 @@ class Cache:
         except MemmapError:
             raise
         except OSError as error:
+            removed = isinstance(error, FileNotFoundError)
+            remedy = "if it was removed meanwhile, open the store again" if removed else _SETTING
             raise StoreError(
-                f"the cache at {self.directory} cannot be used: {error}: open the store again if it"
-                f" was removed meanwhile. {_SETTING}"
+                f"the cache at {self.directory} cannot be used: {error}: {remedy}"
             ) from error
 
     def enter(self, remote: RemoteManifest, url: StoreUrl) -> Path:

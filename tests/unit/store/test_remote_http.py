@@ -279,7 +279,7 @@ def test_cache_that_was_removed_meanwhile_says_so(
     assert opened[1]["x"][0] == 4
     shutil.rmtree(cache)
     assert opened[1]["x"][0] == 4
-    with pytest.raises(StoreError, match=r"cannot be used: .* open the store again if it was remo"):
+    with pytest.raises(StoreError, match=r"cannot be used: .* removed meanwhile, open the store"):
         opened[0]
     assert holds(open_store(f"{web.url}/train"), Numbered(NUM_ROWS))
 
