@@ -28,6 +28,7 @@ from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.pixels import pixels_of
 from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
+from lightning_memmap.sampling.differences import difference_of
 from lightning_memmap.schema import Decode, Field, Form, read_forms
 from lightning_memmap.splits import SPLITS
 from lightning_memmap.store import Store
@@ -252,10 +253,11 @@ def _steps_of_checkpoint(
     if state is None:
         raise ValueError(f"ckpt_path={path!r}: it has no state of a {name}")
     stand = LoaderState.read(state)
-    if stand.sampler != order.identity:
+    if (differing := difference_of(stand.sampler, order.identity)) is not None:
+        name, was, now, remedy = differing
         raise ValueError(
-            f"ckpt_path={path!r}: its rows come in the order {stand.sampler}, and those of the"
-            f" config in the order {order.identity}"
+            f"ckpt_path={path!r}: its rows come in another order than those of the config, which"
+            f" has {name}={now} instead of {name}={was}: give a config with {remedy}"
         )
     found = []
     if stand.steps:

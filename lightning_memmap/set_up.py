@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_memmap.loading import SplitRows, load_split
+from lightning_memmap.loading import SplitRows, largest_window_bytes, load_split
 from lightning_memmap.options import DataOptions
 from lightning_memmap.placement import (
     DataTopology,
@@ -99,17 +99,24 @@ class Planner:
 
         Raises:
             StoreError: As of `SplitStores.open`.
-            ValueError: Rows are selected from a split that has no store.
+            ValueError: An option is given for a split that has no rows, or no store of its own.
         """
-        opened, subset = {}, self.stores.options.subset
+        opened = {}
         for split in splits:
             if (store := self.stores.open(split)) is not None:
                 opened[split] = store
-            elif isinstance(subset, Mapping) and split in subset:
-                raise ValueError(
-                    f"subset[{split!r}]={subset[split]!r}: there are no rows to choose from: give"
-                    f" {argument_of(split)}, or leave {split!r} out of the subset"
-                )
+            stored = self.stores.stored_split(split)
+            for argument, given_for in self.stores.options.by_split():
+                if given_for == split and store is None:
+                    raise ValueError(
+                        f"{argument} for {split!r}: there are no such rows: give"
+                        f" {argument_of(split)}, or leave {split!r} out of {argument}"
+                    )
+                if given_for == split != stored and argument == "fingerprint":
+                    raise ValueError(
+                        f"fingerprint for {split!r}: its rows are held out of the store of"
+                        f" {stored!r}: give the fingerprint for {stored!r}"
+                    )
         return opened
 
     def place(self, opened: Mapping[str, Store]) -> Placement:
@@ -167,6 +174,7 @@ class Planner:
         """
         options = self.stores.options
         has_order = split == "train" and not self.is_overfitting
+        is_streamed = options.residency == Residency.STREAM.value
         return SplitSize.of(
             split,
             store.manifest,
@@ -175,6 +183,7 @@ class Planner:
             options.shuffle_window,
             partial(self._make_order, store) if has_order else None,
             division_of(store, read_forms(options.variable)),
+            partial(largest_window_bytes, store) if is_streamed else None,
         )
 
     def order(self, store: Store, size: SplitSize) -> Sampler:

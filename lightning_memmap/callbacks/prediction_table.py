@@ -34,8 +34,9 @@ class PredictionTable(BasePredictionWriter):
     computed it.
 
     ``predict_step`` returns tensors whose first dimension is the rows of the batch, in any nesting
-    of dicts, tuples, lists, named tuples and dataclasses. The store has the same structure, and the
-    same shards as the predicted store.
+    of dicts, tuples, lists, named tuples and dataclasses. Where rows differ in length it returns a
+    nested tensor, or a `lightning_memmap.loading.RowList` of tensors, str or bytes. The
+    store has the same structure, and the same shards as the predicted store.
 
     Each process writes its own rows batch by batch, so that no process needs memory for more than
     one batch unless predictions are returned as well: use ``trainer.predict(...,

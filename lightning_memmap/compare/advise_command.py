@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,14 @@ from lightning_memmap.arguments import (
     refuse_several_configs,
 )
 from lightning_memmap.callbacks.memory_trace import KINDS
-from lightning_memmap.compare.advise.predict import Prediction, predict, recommend, workload_of
+from lightning_memmap.compare.advise.predict import (
+    USABLE_SHARE,
+    Prediction,
+    predict,
+    recommend,
+    workload_of,
+)
+from lightning_memmap.compare.render.image_tables import image_tables
 from lightning_memmap.compare.render.terminal import TerminalProgress
 from lightning_memmap.compare.report.figures import MILLISECONDS
 from lightning_memmap.compare.report.report import Report, VariantResult, read_report
@@ -24,6 +32,8 @@ from lightning_memmap.compare.run.plan import ComparisonOptions
 from lightning_memmap.costs import Cluster, Workload
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.sizes import format_bytes, parse_bytes
+from lightning_memmap.store import Store, open_store
+from lightning_memmap.store.recovery import is_store, stores_within
 from lightning_memmap.tables import Cell, Column, Table, print_table
 
 _DESCRIPTION = """Predict which strategy is right for a model, its data and some devices: what fits,
@@ -149,6 +159,7 @@ def advise(args: list[str]) -> int:
     if _is_as_measured(question):
         tables.append(_errors(predictions, report))
         measured.append(_fastest_measured(report))
+    tables += _images(report, cluster)
     for line in described:
         console.print(line, highlight=False)
     for table in tables:
@@ -326,6 +337,16 @@ def _errors(predictions: list[Prediction], report: Report) -> Table:
         rows.append([Cell(each.variant), *map(Cell, ratios)])
     labels = ("strategy", "model state", "peak memory", "moves", "step")
     return Table("Predicted / measured here", [Column(label) for label in labels], rows)
+
+
+def _images(report: Report, cluster: Cluster) -> list[Table]:
+    """Encoded images against decoded ones, where the comparison's stores are on this machine."""
+    path, stores = Path(report.data.store_path), dict[str, Store]()
+    # A comparison may be looked at long after its stores are gone, or were damaged.
+    with suppress(MemmapError):
+        names = [""] if is_store(path) else stores_within(path)
+        stores = {name or path.name: open_store(path / name) for name in names}
+    return image_tables(stores, int(cluster.memory_bytes * USABLE_SHARE))
 
 
 def _fastest_measured(report: Report) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
-from lightning_memmap.loading.nested import RowList, named_leaves, rebuilt
+from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.transform import DeviceTransform, OnSuperBatch
 from lightning_memmap.loading.variable_batch import (
     interleaved,
@@ -21,6 +21,7 @@ from lightning_memmap.loading.variable_batch import (
     sent_leaf,
 )
 from lightning_memmap.loading.variable_rows import VariableRows
+from lightning_memmap.schema import RowList
 
 #: Nests one leaf per field like the dataset's samples; see `FormedCollate`.
 Collate: TypeAlias = Callable[[Sequence[Tensor | VariableRows]], Any]

@@ -18,6 +18,7 @@ from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import BatchTransform, OnSuperBatch
 from lightning_memmap.sampling import BatchSchedule, Sampler, derive_seed
+from lightning_memmap.sampling.differences import difference_of
 from lightning_memmap.sampling.sampler import check_seed
 
 #: Positions and steps that are located at once.
@@ -126,9 +127,7 @@ class SuperBatchLoader:
             TypeError: It is not an integer.
             ValueError: It is negative.
         """
-        check_integer("epoch", epoch)
-        if epoch < 0:
-            raise ValueError(f"epoch={epoch}: epochs are counted from 0")
+        check_integer("epoch", epoch, 0, "epochs are counted from 0")
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,15 +258,10 @@ class SuperBatchLoader:
         now = self._state_at_start()
         if saved is None or saved.epoch != self._epoch:
             return now
-        differing = _differences({"seed": saved.seed}, {"seed": now.seed})
-        if differing := differing + _differences(saved.sampler, now.sampler):
-            name, was, found = min(differing, key=_vagueness)
-            remedy = {
-                "sampler": "the shuffle, shuffle_window and sampler of the checkpoint",
-                "num_rows": f"num_rows={was}, that is, the checkpoint's dataset and its windows",
-                "num_shards": f"num_shards={was}: with a number of data devices that divides it",
-                "digest": "the rows, weights and lengths of the checkpoint",
-            }.get(name, f"{name}={was}")
+        differing = difference_of({"seed": saved.seed}, {"seed": now.seed})
+        differing = differing or difference_of(saved.sampler, now.sampler)
+        if differing is not None:
+            name, was, found, remedy = differing
             raise ValueError(
                 f"the checkpoint stands inside an epoch with {name}={was}, and this loader has"
                 f" {name}={found}, which is another row order: resume with {remedy}; or from a"
@@ -434,24 +428,3 @@ class StepRows(Sequence[list[int]]):
         if isinstance(step, slice):
             return [self[index] for index in range(*step.indices(len(self)))]
         return list(self._loader.positions(*self._loader.bounds(step)))
-
-
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Where two identities of samplers differ: name, and both values."""
-    found = []
-    for name in dict.fromkeys([*one, *other]):
-        a, b = one.get(name), other.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b)
-        elif a != b:
-            found.append((name, a, b))
-    return found
-
-
-def _vagueness(difference: tuple[str, Any, Any]) -> tuple[bool, bool]:
-    """A key that sorts first the difference that says most to the user.
-
-    That is an option that both samplers have, or the window, before the name of the sampler.
-    """
-    name, one, other = difference
-    return None in (one, other) and name != "shuffle_window", name in ("sampler", "digest")

@@ -9,11 +9,7 @@ from typing import Any
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
-
-class RowList(list[Any]):
-    """The rows of one field, one by one: tensors, or for text str or bytes. Or the rows of a list
-    of records: what each has of them. A list like any other, but no container of fields."""
-
+from lightning_memmap.schema import RowList
 
 #: Sequences that are leaves.
 _NOT_NESTED = (str, bytes, RowList)

@@ -15,6 +15,7 @@ Integers only: no file, no tensor, no device.
     window_shards       of windows over series
     joined_shards       of the rows of several stores
     identity            what tells orders from each other
+    differences         in which way two of them differ, in words
     permutations        the order within shards, from random bits
     window_permutation  the same, window by window
     schedule            how an epoch is divided into steps
@@ -25,7 +26,7 @@ from lightning_memmap.sampling.block_shuffled import BlockShuffledSampler
 from lightning_memmap.sampling.bucketed import Bucketed, BucketedSampler
 from lightning_memmap.sampling.curriculum import Curriculum
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
-from lightning_memmap.sampling.joined_shards import JoinedShards
+from lightning_memmap.sampling.joined_shards import JoinedRows, JoinedShards
 from lightning_memmap.sampling.line_shards import LineShards
 from lightning_memmap.sampling.mixture import Mixture
 from lightning_memmap.sampling.sampler import Sampler, WindowedSampler, derive_seed
@@ -48,6 +49,7 @@ __all__ = [
     "Curriculum",
     "Fields",
     "Integers",
+    "JoinedRows",
     "JoinedShards",
     "KFold",
     "LineShards",

@@ -20,6 +20,7 @@ from lightning_memmap.schema.forms import (
     Windows,
     read_forms,
 )
+from lightning_memmap.schema.leaves import RowList
 from lightning_memmap.schema.nesting import Masked, Nesting
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import Node
@@ -35,6 +36,7 @@ __all__ = [
     "Node",
     "Nullable",
     "Pad",
+    "RowList",
     "Rows",
     "Schema",
     "Windows",

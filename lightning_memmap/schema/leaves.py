@@ -42,6 +42,11 @@ class Records(list[Any]):
     """The leaves of one field in the records of one list."""
 
 
+class RowList(list[Any]):
+    """The rows of one field, one by one: tensors, or for text str or bytes. Or the rows of a list
+    of records: what each has of them. A list like any other, but no container of fields."""
+
+
 def describe_leaf(name: str, leaf: Any) -> Field:
     """Describe the field that a leaf of a sample belongs to.
 
@@ -63,23 +68,35 @@ def describe_leaf(name: str, leaf: Any) -> Field:
 
 
 def describe_rows(name: str, leaf: Any) -> Field:
-    """Describe the field whose rows a tensor holds along its first dimension.
+    """Describe the field whose rows a leaf of a batch holds.
 
     Args:
         name: Name of the field.
-        leaf: A dense tensor of shape (B, *field shape), on any device.
+        leaf: A dense tensor of shape (B, *field shape), on any device. For rows that differ in
+            their first dimension, a nested tensor of torch, or a `RowList` of tensors, str or
+            bytes.
 
     Returns:
-        The field, of the kind ``tensor``.
+        The field.
 
     Raises:
         SchemaError: The leaf is no such tensor, or its dtype cannot be stored. The message names
             the field.
     """
+    if (rows := rows_apart(leaf)) is not None:
+        if not rows:
+            raise SchemaError(f"field {name!r}: found no rows: give one for each row of the batch")
+        first = describe_leaf(name, rows[0])
+        if not first.shape:
+            raise SchemaError(
+                f"field {name!r}: found a list of numbers: give a tensor of one number for each row"
+            )
+        return replace(first, shape=(None, *first.shape[1:]))
     if not isinstance(leaf, Tensor):
         raise SchemaError(
             f"field {name!r}: found {type(leaf).__name__}; give tensors whose first dimension is"
-            " the rows of the batch"
+            " the rows of the batch, and a lightning_memmap.loading.RowList of text, or of rows"
+            " that differ in length"
         )
     if leaf.ndim == 0:
         raise SchemaError(
@@ -88,6 +105,20 @@ def describe_rows(name: str, leaf: Any) -> Field:
         )
     _check_dense(name, leaf)
     return Field(name, array_dtype(name, leaf), tuple(leaf.shape[1:]), "tensor")
+
+
+def rows_apart(leaf: Any) -> list[Any] | None:
+    """The rows of a leaf of a batch that has them one by one.
+
+    Args:
+        leaf: The leaf.
+
+    Returns:
+        The rows of a `RowList` or of a nested tensor; None for any other leaf.
+    """
+    if isinstance(leaf, Tensor):
+        return list(leaf.unbind()) if leaf.is_nested else None
+    return leaf if isinstance(leaf, RowList) else None
 
 
 def leaf_array(field: Field, leaf: Any) -> Tensor | np.ndarray:
@@ -156,14 +187,21 @@ def _records_array(field: Field, leaves: Records) -> Tensor | np.ndarray:
         arrays = [missing if leaf is EMPTY else array for array, leaf in pairs]
     if not any(isinstance(array, Tensor) for array in arrays):
         return np.stack(arrays)
-    return torch.stack([torch.as_tensor(_native(array)) for array in arrays])
+    return torch.stack(list(map(native_tensor, arrays)))
 
 
-def _native(array: Tensor | np.ndarray) -> Tensor | np.ndarray:
-    """An array in the byte order of this machine, which torch needs."""
+def native_tensor(array: Tensor | np.ndarray) -> Tensor:
+    """An array as a tensor, in the byte order of this machine.
+
+    Args:
+        array: The array, or the tensor itself.
+
+    Returns:
+        A tensor that shares no memory with an array.
+    """
     if isinstance(array, Tensor):
         return array
-    return array.astype(array.dtype.newbyteorder("="))
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
 
 
 def to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:

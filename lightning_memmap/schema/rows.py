@@ -19,7 +19,14 @@ from torch import Tensor
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema.fields import Field
-from lightning_memmap.schema.leaves import EMPTY, MAX_NUMBERS, array_dtype, to_array
+from lightning_memmap.schema.leaves import (
+    EMPTY,
+    MAX_NUMBERS,
+    array_dtype,
+    is_missing,
+    native_tensor,
+    to_array,
+)
 from lightning_memmap.schema.narrowing import narrowed
 from lightning_memmap.schema.structure import Node
 
@@ -84,13 +91,20 @@ def packed_rows(field: Field, rows: Any) -> tuple[Tensor | np.ndarray, Integers]
     if not isinstance(rows, Tensor | np.ndarray) or field.kind.startswith("image"):
         return None
     if isinstance(rows, np.ndarray) and rows.dtype.kind in "OUS":
-        leaves: list[Any] = rows.tolist() if rows.ndim == 1 else [rows]
-        return _pack_texts(field, leaves) if field.is_text else _pack_arrays(field, leaves)
+        return _pack_leaves(field, rows.tolist() if rows.ndim == 1 else [rows])
     count, shape = field.num_variable, tuple(rows.shape[1:])
     if not field.admits(shape):
         return None
     items = _fitting(field, rows.reshape(-1, *field.item_shape))
     return None if items is None else (items, np.full((len(rows), count), shape[:count], np.int64))
+
+
+def _pack_leaves(
+    field: Field, leaves: Sequence[Any]
+) -> tuple[Tensor | np.ndarray, Integers] | None:
+    if field.is_text:
+        return _pack_texts(field, leaves)
+    return None if field.kind.startswith("image") else _pack_arrays(field, leaves)
 
 
 def _pack_texts(field: Field, texts: Sequence[Any]) -> tuple[np.ndarray, Integers] | None:
@@ -166,7 +180,7 @@ def arrays_of_lists(field: Field, lists: Sequence[Any]) -> list[np.ndarray | Non
 
 def stack_samples(
     samples: Sequence[Any], structure: Node, fields: Sequence[Field]
-) -> list[Tensor | np.ndarray] | None:
+) -> list[Tensor | np.ndarray | tuple[Tensor | np.ndarray, Integers]] | None:
     """Stack the leaves of samples that all fit a schema.
 
     Args:
@@ -176,15 +190,21 @@ def stack_samples(
 
     Returns:
         For each field a tensor or numpy array of its dtype and shape (number of samples, *field
-        shape); None if a sample may not fit.
+        shape); where rows differ in length, what `packed_rows` returns. None if a sample may not
+        fit.
     """
     leaves: list[Any] = []
     if not _collect(samples, structure, leaves):
         return None
-    stacked = []
+    stacked = list[Any]()
     for field, values in zip(fields, leaves, strict=True):
-        is_array = isinstance(values, np.ndarray)
-        rows = fitting_rows(field, values) if is_array else stack_leaves(field, values)
+        rows: Any
+        if isinstance(values, np.ndarray):
+            rows = fitting_rows(field, values)
+        elif field.num_variable:
+            rows = _pack_leaves(field, values)
+        else:
+            rows = stack_leaves(field, values)
         if rows is None:
             return None
         stacked.append(rows)
@@ -195,6 +215,11 @@ def _collect(values: Sequence[Any], node: Node, leaves: list[Any]) -> bool:
     """Append the values of each field to a list. False if the values may not have the structure."""
     if node.kind == "leaf":
         leaves.append(values)
+        return True
+    if node.kind == "optional" and node.children[0].kind == "leaf":
+        is_given = [not is_missing(value) for value in values]
+        pairs = zip(values, is_given, strict=True)
+        leaves += [[value if given else EMPTY for value, given in pairs], is_given]
         return True
     if node.kind == "numbers":
         lists = _stack_lists(values)
@@ -245,6 +270,14 @@ def stack_leaves(field: Field, leaves: Sequence[Any]) -> Tensor | np.ndarray | N
         A tensor or numpy array of the field's dtype and shape (number of rows, *field shape); None
         if a leaf may not fit.
     """
+    is_given = [leaf is not EMPTY for leaf in leaves]
+    if not all(is_given):
+        rows = torch.zeros((len(leaves), *field.item_shape), dtype=field.dtype)
+        given = [leaf for leaf in leaves if leaf is not EMPTY]
+        found = stack_leaves(field, given) if given else rows[:0]
+        if found is not None:
+            rows[torch.tensor(is_given)] = native_tensor(found)
+        return None if found is None else rows
     if field.kind.startswith("image"):
         return _stack_images(field, leaves)
     kinds = set(map(type, leaves))

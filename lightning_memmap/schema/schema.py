@@ -23,9 +23,12 @@ from lightning_memmap.schema.forms import Form
 from lightning_memmap.schema.leaves import (
     MAX_NUMBERS,
     MIN_NUMBERS,
+    RowList,
     describe_leaf,
     describe_rows,
     leaf_array,
+    native_tensor,
+    rows_apart,
 )
 from lightning_memmap.schema.merging import Part, declared, field_paths, merge
 from lightning_memmap.schema.nesting import BATCH, Nesting
@@ -261,10 +264,11 @@ class Schema:
         """Describe the rows of a batch.
 
         Args:
-            batch: Any nesting of tensors whose first dimension is the rows.
+            batch: Any nesting of tensors whose first dimension is the rows, of nested tensors, and
+                of `RowList`.
 
         Returns:
-            The schema of one row. All its fields are of the kind ``tensor``.
+            The schema of one row.
 
         Raises:
             SchemaError: A leaf is not a tensor, has no dimension, or has a dtype that cannot be
@@ -339,16 +343,15 @@ class Schema:
         flatten(sample, self.structure, leaves, number_ndim=0)
         return [leaf_array(*pair) for pair in zip(self.fields, leaves, strict=True)]
 
-    def flatten_batch(self, batch: Any) -> list[Tensor]:
+    def flatten_batch(self, batch: Any) -> list[Tensor | RowList]:
         """Check a batch of rows against this schema and return its leaves, one per field.
 
         Args:
-            batch: A batch with the structure of this schema, whose fields must all be of the kind
-                ``tensor``, as those of `from_batch` are.
+            batch: A batch with the structure of this schema, which is one of `from_batch`.
 
         Returns:
             One tensor of shape (B, *field shape) per field, detached, on the device of the given
-            one.
+            one; for rows that differ in length, a dense tensor of each on the CPU.
 
         Raises:
             SchemaError: The batch has another structure, a leaf another dtype or row shape, or
@@ -357,6 +360,7 @@ class Schema:
         """
         leaves: list[Any] = []
         flatten(batch, self.structure, leaves, number_ndim=1)
+        found_leaves = list[Tensor | RowList]()
         for field, leaf in zip(self.fields, leaves, strict=True):
             found = describe_rows(field.name, leaf)
             if found != field:
@@ -368,7 +372,12 @@ class Schema:
                     f"field {field.name!r}: found {len(leaf)} rows, and {len(leaves[0])} of field"
                     f" {self.fields[0].name!r}"
                 )
-        return [leaf.detach().resolve_conj().resolve_neg() for leaf in leaves]
+            if (rows := rows_apart(leaf)) is None:
+                found_leaves.append(leaf.detach().resolve_conj().resolve_neg())
+            else:
+                arrays = (leaf_array(field, row) for row in rows)
+                found_leaves.append(RowList(map(native_tensor, arrays)))
+        return found_leaves
 
     def builder(
         self, sample: Any = None, nesting: Nesting = BATCH

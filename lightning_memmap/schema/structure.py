@@ -26,6 +26,7 @@ from lightning_memmap.schema.leaves import (
     EMPTY,
     MIN_NUMBERS,
     Records,
+    RowList,
     is_missing,
     number_dtype,
     stack_numbers,
@@ -398,7 +399,7 @@ def _tensordict_builder(node: Node, sample: Any, indices: Iterator[int], nesting
 
 def _children(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | None:
     """Kind, keys and values of a container; None for a leaf."""
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, RowList)):
         return None
     if isinstance(value, TensorDictBase):
         return "tensordict", list(value.keys()), list(value.values())

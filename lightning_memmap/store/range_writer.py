@@ -145,6 +145,8 @@ class RangeWriter:
         stacked = stack_samples(samples, schema.structure, schema.fields)
         if stacked is not None:
             for block, leaves in zip(self._blocks, stacked, strict=True):
+                if isinstance(leaves, tuple):
+                    leaves = PackedRows(_as_tensor(leaves[0]), leaves[1])
                 block.put_rows(index, leaves)
             return
         for offset, sample in enumerate(samples):

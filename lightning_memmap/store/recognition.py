@@ -24,6 +24,7 @@ from lightning_memmap.store.probes import (
 )
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import RowRanges
+from lightning_memmap.store.recovery import can_write_manifest
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 from lightning_memmap.store.workers import run_tasks
 
@@ -157,17 +158,27 @@ def recognise(
         if changed is None:
             return None
         _log.warning(
-            "the store at %s may be of another dataset: %s. All %s rows are compared with it, once;"
-            " %s",
+            "the store at %s may be of another dataset: %s. All %s rows are compared with it, %s",
             store.path,
             changed,
             f"{store.manifest.num_rows:,}",
-            "give a fingerprint of your own (fingerprint=, --fingerprint) to avoid that"
-            if given is None
-            else f"if they are equal, fingerprint={given!r} is recorded, and decides from then on",
+            _how_often(store.path, given),
         )
     _compare_all(store, dataset, num_workers, progress)
     return None if fingerprint == stored else fingerprint
+
+
+def _how_often(path: Path, given: str | None) -> str:
+    """How often all rows are compared, and what to do about it."""
+    if not can_write_manifest(path):
+        return (
+            "each time, since this process may not write there and record that they are equal:"
+            " train without the dataset or with check='off', which uses the store as it is, or let"
+            " the owner of the store train with this dataset once"
+        )
+    if given is None:
+        return "once; give a fingerprint of your own (fingerprint=, --fingerprint) to avoid that"
+    return f"once; if they are equal, fingerprint={given!r} is recorded, and decides from then on"
 
 
 def _check_length(store: StoredRows, num_rows: int) -> None:

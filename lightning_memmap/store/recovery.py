@@ -142,6 +142,15 @@ def can_use_unlocked(directory: Path) -> bool:
     return not any(map(os.path.lexists, left)) or not os.access(directory.parent, os.W_OK)
 
 
+def can_write_manifest(directory: Path) -> bool:
+    """Whether this process may take the lock of a store and replace its manifest.
+
+    Args:
+        directory: Directory of the store.
+    """
+    return os.access(directory, os.W_OK) and os.access(directory.parent, os.W_OK)
+
+
 @contextmanager
 def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
     """Hold the lock for changes to the store at ``directory``.

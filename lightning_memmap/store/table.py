@@ -22,9 +22,10 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Field
+from lightning_memmap.schema import Field, RowList
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns.fixed import FixedColumn
+from lightning_memmap.store.columns.variable import pack_rows
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import probe_rows
@@ -191,13 +192,13 @@ class TableWriter:
                     self._files.open(name)
             stack.pop_all()
 
-    def write(self, rows: Sequence[int] | Integers, leaves: Sequence[Tensor]) -> None:
+    def write(self, rows: Sequence[int] | Integers, leaves: Sequence[Tensor | RowList]) -> None:
         """Write rows in any order.
 
         Args:
             rows: The rows of the table, int64 of shape (B,).
             leaves: One tensor of the field's dtype and shape (B, *field shape) per field, on any
-                device.
+                device; where rows differ in length, a tensor of each.
 
         Raises:
             IndexError: A row is outside the table.
@@ -212,7 +213,8 @@ class TableWriter:
             )
         marks = torch.ones(len(numbers), dtype=torch.uint8)
         for column, leaf in zip(self._columns, (marks, *leaves), strict=True):
-            column.write(self._files, numbers, leaf)
+            packed = pack_rows(column.field, leaf) if isinstance(leaf, RowList) else leaf
+            column.write(self._files, numbers, packed)
         self.num_written += len(numbers)
 
     def close(self) -> None:

@@ -139,15 +139,10 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
 
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """Super-batches within a node, gradients all-reduced between nodes.
+        """Super-batches within a node, gradients all-reduced between nodes; see `Priced.costs`.
 
         As by default, a node is one process. DDP keeps a second copy of the gradients in buckets,
         and reduces them during the backward pass.
-
-        Args:
-            work: Model and data.
-            cluster: The devices, all of which are used.
-            num_rows: Rows of a step over all devices.
 
         Returns:
             The costs on the root device of a node.

@@ -150,7 +150,7 @@ def test_checkpoint_tells_what_it_has_seen_and_what_comes_next(
     assert coming["rows"] == whole.seen["train"][15]
     command.write(seed=3)
     assert command("--ckpt_path", tmp_path / "one.ckpt") == 2
-    assert "its rows come in the order" in command.err
+    assert "which has seed=3 instead of seed=0: give a config with seed=0" in command.err
 
 
 def test_checkpoint_of_something_else_is_refused(command: Command, tmp_path: Path) -> None:

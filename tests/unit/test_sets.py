@@ -214,6 +214,21 @@ def test_fingerprints_are_by_name(tmp_path: Path) -> None:
         ).prepare_data()
 
 
+@pytest.mark.parametrize("argument", ["fingerprint", "subset"])
+def test_option_of_a_split_without_rows_is_refused(tmp_path: Path, argument: str) -> None:
+    options: Any = {argument: {"val": "v1" if argument == "fingerprint" else Subset([1])}}
+    with pytest.raises(ValueError, match=f"{argument} for 'val': .* give val_dataset"):
+        set_up(make_data(tmp_path, val_dataset=None, **options))
+    if argument == "fingerprint":
+        with pytest.raises(
+            ValueError, match="'val': its rows are held out of the store of 'train'"
+        ):
+            set_up(make_data(tmp_path, subset=KFold(3), member=0, **options))
+    set_up(make_data(tmp_path, val_dataset=CLEAN, **options))
+    # The store is enough.
+    set_up(make_data(tmp_path, val_dataset=None, **options))
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -276,13 +291,6 @@ def test_option_for_several_datasets_at_once_is_refused(
     data = set_up(make_data(tmp_path, val_dataset=given))
     with pytest.raises(ValueError, match=words):
         data.with_options(**option).setup("fit")
-
-
-def test_subset_of_a_split_without_rows_is_refused(tmp_path: Path) -> None:
-    data = make_data(tmp_path, subset={"val": Subset([1])})
-    data.prepare_data()
-    with pytest.raises(ValueError, match=r"subset\['val'\]=Subset\(rows=\[1\]\): .*val_dataset"):
-        data.setup("fit")
 
 
 def test_rows_held_out_beside_a_dataset_that_is_set_later_are_refused(tmp_path: Path) -> None:

@@ -4,37 +4,31 @@ It contains everything that a comparison knows of data modules, stores, placemen
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from time import perf_counter
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader
 from torch.utils.data import Sampler as TorchSampler
 from typing_extensions import override
 
 from lightning_memmap.compare.report.report import Data
+from lightning_memmap.compare.run.plain_rows import PlainCollate, PlainRows, stored_leaves
 from lightning_memmap.compare.run.rows import MappedLoader, hash_batch, hash_rows
 from lightning_memmap.compare.run.variants import Variant
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import with_article
-from lightning_memmap.loading import FormedCollate, has_streams
-from lightning_memmap.loading.collate import Collate
-from lightning_memmap.loading.column_rows import ColumnRows
-from lightning_memmap.loading.split import image_decoders
+from lightning_memmap.loading import has_streams
 from lightning_memmap.loading.transform import DeviceTransform
-from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.placement import DataTopology, Placement, data_parallel_rank, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
-from lightning_memmap.schema import Field, Form, Schema, read_forms
-from lightning_memmap.store import Store, open_store
+from lightning_memmap.schema import Form, read_forms
+from lightning_memmap.splits import named_datasets
+from lightning_memmap.store import Store
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.recovery import is_store
-from lightning_memmap.store.series import division_of
 
 _CPU = torch.device("cpu")
 _PROBE_ROWS = 8
@@ -109,12 +103,15 @@ def prepare_store(
         ValueError: There are fewer rows than a step takes.
     """
     path = data.store_directory / "train"
-    was_built = isinstance(path, StoreUrl) or is_store(path)
+    was_built = all(
+        isinstance(data.store_directory, StoreUrl) or is_store(data.store_directory / split)
+        for split, dataset in named_datasets("train", data.datasets["train"]).items()
+        if dataset is not None
+    )
     started_s = perf_counter()
     data.prepare_data()
     built_s = perf_counter() - started_s
     store = data.open_train_store()
-    _check_rows(data, store)
     global_batch = data.batch_size * devices
     order = data.train_sampler(store)
     schedule = BatchSchedule(order.num_positions, global_batch, order.num_shards, drop_last=True)
@@ -136,37 +133,22 @@ def prepare_store(
         steps_per_epoch=len(schedule),
         batch_size=data.batch_size,
         has_transform=data.transform is not None,
-        transform_is_random=_is_random(data, store),
+        transform_is_random=_is_random(data, store, order),
         has_eval_transform=data.eval_transform is not None,
     ), expected_hashes(store, order, schedule, num_steps, read_forms(data.variable))
 
 
-def _check_rows(data: MemmapDataModule, store: Store) -> None:
-    """Check that a sample of the dataset is a row of a batch.
-
-    Raises:
-        ValueError: It is not, so that no other loader gives the same rows.
-    """
-    if division_of(store, read_forms(data.variable)) is not None:
-        raise ValueError(
-            "the training rows are windows, or are mixed from several sets: these are compared with"
-            " no other loader, which would need a dataset of their own; leave both out"
-        )
-
-
-def _is_random(data: MemmapDataModule, store: Store) -> bool:
+def _is_random(data: MemmapDataModule, store: Store, order: Sampler) -> bool:
     """Whether two seeds make the training transform give two results for the same rows."""
     if data.transform is None:
         return False
-    sample = data.train_dataset[0] if data.train_dataset is not None else None
-    sample = sample if store.schema.has_classes else None
-    collate = FormedCollate(store.schema, read_forms(data.variable), sample)
-    rows = ColumnRows(store.manifest.columns, store.columns)
-    probes = torch.arange(min(_PROBE_ROWS, store.num_rows))
+    rows = PlainRows(data, store, order.shards)
+    probes = order.dataset_rows(0, range(min(_PROBE_ROWS, order.num_positions))).tolist()
+    collate = PlainCollate(store, order.shards, read_forms(data.variable), None)
     results = []
     for seed in (1, 2):
         transform = DeviceTransform(data.transform, _CPU)
-        results.append(hash_batch(transform(collate(rows.fetch(probes)), seed)))
+        results.append(hash_batch(transform(collate([rows[row] for row in probes]), seed)))
     return results[0] != results[1]
 
 
@@ -192,15 +174,11 @@ def expected_hashes(
     Returns:
         `hash_rows` of each step.
     """
-    decoders = image_decoders(store.manifest.columns, store.columns, forms)
+    read = stored_leaves(store, sampler.shards, forms)
 
     def expected(index: int) -> int:
         epoch, step = divmod(index, len(schedule))
-        rows = sampler.dataset_rows(epoch, range(*schedule.bounds(step)))
-        leaves = [column.fetch(rows) for column in store.columns]
-        for place, decoder in decoders.items():
-            leaves[place] = decoder.decoded([row.numpy() for row in leaves[place]])
-        return hash_rows(leaves)
+        return hash_rows(read(sampler.dataset_rows(epoch, range(*schedule.bounds(step)))))
 
     return tuple(map(expected, range(num_steps)))
 
@@ -258,51 +236,6 @@ class RowBatches(TorchSampler[list[int]]):
             yield self._order.dataset_rows(self._epoch, mine).tolist()
 
 
-class _Collate:
-    """``default_collate``, and then the batch transform, where a worker process does both.
-
-    Samples that ``default_collate`` does not take, such as PIL images and dataclasses, become the
-    tensors that the store has of them. Fields whose rows differ in length have the form that they
-    have in batches of the store.
-    """
-
-    def __init__(
-        self, schema: Schema, variable: dict[str, Form], transform: Callable[..., Any] | None
-    ) -> None:
-        self._schema = schema
-        self._variable = variable
-        self._has_variable = any(field.num_variable for field in schema.fields)
-        self._build: Collate | None = None
-        self._transform = None if transform is None else DeviceTransform(transform, _CPU)
-
-    def __call__(self, samples: list[Any]) -> Any:
-        batch = self._collate(samples)
-        if self._transform is None:
-            return batch
-        return self._transform(batch, int(torch.randint(2**62, ())))
-
-    def _collate(self, samples: list[Any]) -> Any:
-        if self._build is None:
-            if not self._has_variable:
-                with suppress(TypeError):
-                    return default_collate(samples)
-            # Not before a worker has a sample at hand: reading one before the workers are forked
-            # would make them share the files that it opens.
-            self._build = FormedCollate(self._schema, self._variable, samples[0])
-        columns = zip(*map(self._schema.flatten, samples), strict=True)
-        pairs = zip(self._schema.fields, columns, strict=True)
-        return self._build([_stack(field, column) for field, column in pairs])
-
-
-def _stack(field: Field, rows: tuple[Any, ...]) -> Tensor | VariableRows:
-    if field.num_variable:
-        tensors = (row if isinstance(row, Tensor) else torch.from_numpy(row.copy()) for row in rows)
-        return rows_in_memory(field, list(tensors))
-    if isinstance(rows[0], Tensor):
-        return torch.stack(rows)
-    return torch.from_numpy(np.stack(rows))
-
-
 class PlainData(L.LightningDataModule):
     """The plain dataset of a `MemmapDataModule` through `torch.utils.data.DataLoader`.
 
@@ -311,8 +244,7 @@ class PlainData(L.LightningDataModule):
     not take is converted as the store does it.
 
     Args:
-        data: Whose dataset, store, transform and order are used. Without a dataset, its store is
-            read as one.
+        data: Whose dataset, store, transform and order are used; see `PlainRows`.
         global_batch: Rows of a step over all processes.
         num_workers: Worker processes of each training process.
         transform_here: Transform in the training process instead.
@@ -331,19 +263,19 @@ class PlainData(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
         rank, size = data_parallel_rank(self.trainer.strategy)
-        store = open_store(self._data.store_directory / "train")
+        store = self._data.open_train_store()
         order = self._data.train_sampler(store, DataTopology((_CPU,), rank, size))
         schedule = BatchSchedule(
             order.num_positions, self._global_batch, order.num_shards, drop_last=True
         )
-        dataset: Dataset[Any] | None = self._data.train_dataset
         transform = self._data.transform
         loader: DataLoader[Any] = DataLoader(
-            dataset if dataset is not None else store,  # type: ignore[arg-type]  # is map-style
+            PlainRows(self._data, store, order.shards),
             batch_sampler=RowBatches(order, schedule, rank, size),
             num_workers=self._num_workers,
-            collate_fn=_Collate(
-                store.schema,
+            collate_fn=PlainCollate(
+                store,
+                order.shards,
                 read_forms(self._data.variable),
                 None if self._transform_here else transform,
             ),

@@ -266,13 +266,15 @@ class Block:
         else:
             self._rows.numpy()[index] = leaf
 
-    def put_rows(self, index: int, leaves: Tensor | np.ndarray) -> None:
-        """Copy consecutive rows into the block.
+    def put_rows(self, index: int, leaves: Tensor | np.ndarray | PackedRows) -> None:
+        """Put consecutive rows into the block.
 
         Args:
             index: Row of the block that the first of them becomes.
-            leaves: The rows, of the field's dtype and shape (n, *field shape), on the CPU.
+            leaves: The rows, of the field's dtype and shape (n, *field shape), on the CPU, which
+                are copied; where rows differ in shape, all of them packed, in memory of their own.
         """
+        assert not isinstance(leaves, PackedRows)
         if isinstance(leaves, Tensor):
             self._rows[index : index + len(leaves)].copy_(leaves)
         else:

@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
+from lightning_memmap.schema.leaves import native_tensor
 from lightning_memmap.store.columns.column import Block, Column, FileRange, PackedRows
 from lightning_memmap.store.columns.fixed import map_rows
 from lightning_memmap.store.columns.segments import copy_segments
@@ -79,7 +80,8 @@ class VariableColumn(Column):
         return f"{self.index_of or self.field.name}.index"
 
     @property
-    def _values_name(self) -> str:
+    def values_name(self) -> str:
+        """The file of the items, where there are any."""
         return f"{self.field.name}.values"
 
     @property
@@ -102,7 +104,7 @@ class VariableColumn(Column):
             return {self._places_name: 8 * (2 + self.field.num_variable) * num_rows}
         sizes = {self._index_name: 8 * self._index_width * num_rows}
         num_bytes = sum(self.shard_items) * self.field.item_bytes
-        return {**sizes, self._values_name: num_bytes} if num_bytes else sizes
+        return {**sizes, self.values_name: num_bytes} if num_bytes else sizes
 
     @classmethod
     @override
@@ -146,7 +148,7 @@ class VariableColumn(Column):
         for (first, end), (begin, stop) in zip(pairwise(rows), pairwise(items), strict=True):
             found = [(self._index_name, first * width, end * width)]
             if stop > begin:
-                found.append((self._values_name, begin * size, stop * size))
+                found.append((self.values_name, begin * size, stop * size))
             ranges.append(found)
         return ranges
 
@@ -195,12 +197,12 @@ class VariableColumn(Column):
         index = ends[:, None] if self.field.num_variable == 1 else np.c_[ends, sizes]
         np.ascontiguousarray(index).tofile(directory / self._index_name)
         sync_path(directory / self._index_name)
-        with open(directory / self._values_name, "wb") as values:
+        with open(directory / self.values_name, "wb") as values:
             for joined in self._joined(directory, places, ends * self.field.item_bytes):
                 values.write(joined.data)
-        sync_path(directory / self._values_name)
+        sync_path(directory / self.values_name)
         if not ends[-1]:
-            (directory / self._values_name).unlink()
+            (directory / self.values_name).unlink()
         bounds = np.append(self.shards.starts, self.shards.num_rows)
         return replace(self, shard_items=tuple(np.diff(np.append(0, ends)[bounds]).tolist()))
 
@@ -245,7 +247,7 @@ class VariableColumn(Column):
                 raise _damaged(self.field)
             if first == end:
                 return np.empty(0, np.uint8)
-            values = stack.enter_context(open(directory / self._values_name, "rb", buffering=0))
+            values = stack.enter_context(open(directory / self.values_name, "rb", buffering=0))
             values.seek(first * size)
             return np.fromfile(values, np.uint8, (end - first) * size)
 
@@ -256,7 +258,7 @@ class VariableColumn(Column):
         index = map_rows(directory / self._index_name, torch.int64, (num_rows, self._index_width))
         shape = (sum(self.shard_items), *self.field.item_shape)
         if shape[0]:
-            items = map_rows(directory / self._values_name, self.field.dtype, shape)
+            items = map_rows(directory / self.values_name, self.field.dtype, shape)
         else:
             items = torch.empty(shape, dtype=self.field.dtype, device="cpu")
         return ItemRows(self.field, self.shards, items.as_subclass(Tensor), index.numpy())
@@ -267,24 +269,32 @@ class _VariableBlock(Block):
 
     def __init__(self, column: VariableColumn) -> None:
         self._column = column
-        self._leaves: list[Tensor] = []
+        #: By the row of the block at which they begin.
+        self._pieces: dict[int, PackedRows] = {}
 
     @override
     def put(self, index: int, leaf: Tensor | np.ndarray) -> None:
-        # Rows of a range that failed may be there still.
-        del self._leaves[index:]
-        # Copies: a dataset may use its memory again.
-        if isinstance(leaf, Tensor):
-            self._leaves.append(leaf.clone())
-        else:
-            native = leaf.astype(leaf.dtype.newbyteorder("="))
-            self._leaves.append(torch.from_numpy(native))
+        # A copy: a dataset may use its memory again.
+        row = leaf.clone() if isinstance(leaf, Tensor) else native_tensor(leaf)
+        field = self._column.field
+        sizes = np.array([row.shape[: field.num_variable]], np.int64)
+        self.put_rows(index, PackedRows(row.reshape(-1, *field.item_shape), sizes))
+
+    @override
+    def put_rows(self, index: int, leaves: Tensor | np.ndarray | PackedRows) -> None:
+        assert isinstance(leaves, PackedRows)
+        if not index:
+            # Rows of a range that failed may be there still.
+            self._pieces.clear()
+        self._pieces[index] = leaves
 
     @override
     def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
-        rows = range(first, first + num_rows)
-        self._column.write(files, rows, pack_rows(self._column.field, self._leaves[:num_rows]))
-        self._leaves.clear()
+        pieces = self._pieces.values()
+        items = torch.cat([piece.items for piece in pieces])
+        sizes = np.concatenate([piece.sizes for piece in pieces])
+        self._column.write(files, range(first, first + num_rows), PackedRows(items, sizes))
+        self._pieces.clear()
 
 
 def pack_rows(field: Field, rows: Sequence[Tensor]) -> PackedRows:

@@ -17,6 +17,7 @@ from lightning_memmap.store.sources.field_array import NullableRows, object_arra
 from lightning_memmap.store.sources.names import chosen
 from lightning_memmap.store.sources.parquet import ParquetColumn, parquet_columns
 from lightning_memmap.store.sources.refusals import (
+    as_table,
     is_dict_of_splits,
     is_frame,
     library_of,
@@ -24,13 +25,8 @@ from lightning_memmap.store.sources.refusals import (
 )
 from lightning_memmap.store.workers import describe_error
 
-#: Columns of the tables of other libraries, and their rows as an array.
-_TABLES = {
-    "pandas": from_pandas.columns_of,
-    "polars": from_polars.columns_of,
-    "pyarrow": from_arrow.columns_of,
-}
-_SERIES = {
+#: What makes an array of a column, by the library that it is of.
+_TO_NUMPY = {
     "pandas": from_pandas.to_numpy,
     "polars": from_polars.to_numpy,
     "pyarrow": from_arrow.to_numpy,
@@ -46,7 +42,8 @@ class ColumnDataset(Dataset[dict[str, Any]]):
         columns: A dict of columns, each a tensor, a numpy array or memmap, an array of h5py or
             zarr, a list, a Series of pandas or polars, an array of pyarrow, or anything else with
             ``shape``, ``dtype`` and slices, read by position; or a DataFrame of pandas or
-            polars, or a Table of pyarrow; or the path of a Parquet file, or of a directory of such
+            polars, a LazyFrame, a Table, RecordBatch or Dataset of pyarrow, or a relation of
+            DuckDB; or the path of a Parquet file, or of a directory of such
             files. Parquet files are read by row groups when they are needed; other tables become
             one array per column now, without a copy where their memory allows it.
         names: The columns to keep, in this order; all of them by default.
@@ -110,14 +107,17 @@ def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(given, (str, Path)):
         return parquet_columns(Path(given), names)
     if is_frame(given):
-        return _TABLES[library_of(given)](given, names)
+        table = as_table(given)
+        library = library_of(table)
+        found = table.column_names if library == "pyarrow" else list(table.columns)
+        return {name: _TO_NUMPY[library](table[name]) for name in chosen(names, found)}
     if is_dict_of_splits(given):
         raise TypeError(f"columns: {way_out(given)}")
     if isinstance(given, Mapping):
         return {name: given[name] for name in chosen(names, list(given))}
     raise TypeError(
         f"columns: found a {type(given).__name__}; give a dict of arrays, a DataFrame, a pyarrow"
-        " Table, or the path of a Parquet file"
+        " Table, the path of a Parquet file, or what your library makes of it, such as to_pandas()"
     )
 
 
@@ -134,7 +134,7 @@ def _by_position(name: str, column: Any) -> Any:
             " and the columns of a table or dict each under a name of its own"
         )
     if library := library_of(column):
-        return _SERIES[library](column)
+        return _TO_NUMPY[library](column)
     # A Series of yet another library.
     return np.asarray(column) if hasattr(column, "iloc") else column
 

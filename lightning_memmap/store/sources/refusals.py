@@ -3,7 +3,18 @@
 import inspect
 from typing import Any
 
-_FRAMES = {("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table")}
+#: By library and class, the method that makes a table of one that is computed or read only then.
+_FRAMES = {
+    ("pandas", "DataFrame"): "",
+    ("polars", "DataFrame"): "",
+    ("polars", "LazyFrame"): "collect",
+    ("pyarrow", "Table"): "",
+    ("pyarrow", "RecordBatch"): "",
+    ("pyarrow", "RecordBatchReader"): "read_all",
+    ("pyarrow", "Dataset"): "to_table",
+    ("pyarrow", "Scanner"): "to_table",
+    ("duckdb", "DuckDBPyRelation"): "to_arrow_table",
+}
 
 
 def library_of(value: Any) -> str:
@@ -21,13 +32,30 @@ def library_of(value: Any) -> str:
 
 
 def is_frame(value: Any) -> bool:
-    """Whether a value is a DataFrame of pandas or polars, or a Table of pyarrow.
+    """Whether a value is a table of a known library, or will be one when it is computed or read.
 
     Args:
         value: The value.
     """
+    return _method_of(value) is not None
+
+
+def as_table(value: Any) -> Any:
+    """Compute or read a table, where that is still to be done.
+
+    Args:
+        value: One that `is_frame` knows.
+
+    Returns:
+        A DataFrame of pandas or polars, or a Table or RecordBatch of pyarrow.
+    """
+    method = _method_of(value)
+    return getattr(value, method)() if method else value
+
+
+def _method_of(value: Any) -> str | None:
     names = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__)
-    return any(name in _FRAMES for name in names)
+    return next((_FRAMES[name] for name in names if name in _FRAMES), None)
 
 
 def is_dict_of_splits(value: Any) -> bool:

@@ -6,7 +6,6 @@ files. A second pass over the stream would need no such files, but a generator g
 and a stream need not give the same rows twice.
 """
 
-import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -176,9 +175,9 @@ class Spool:
 
     def _append(self, samples: list[Any]) -> None:
         schema = self.schema
-        # Never of fields whose rows differ in length.
         stacked = stack_samples(samples, schema.structure, schema.fields)
         if stacked is not None:
+            rows: Any
             for array, rows in zip(self.arrays, stacked, strict=True):
                 array.append(rows)
         else:
@@ -250,16 +249,22 @@ class SpooledItems:
         self._end = self.num_bytes = 0
         self._index.write(np.zeros(1 + field.num_variable, np.int64).data)
 
-    def append(self, row: Tensor | np.ndarray) -> None:
-        """Append a row.
+    def append(self, rows: Tensor | np.ndarray | tuple[Tensor | np.ndarray, Integers]) -> None:
+        """Append one row, or several.
 
         Args:
-            row: Of the field's dtype, and of a shape that it admits.
+            rows: Of the field's dtype, and of a shape that it admits; or the items of several rows,
+                and their sizes as in `PackedRows`.
         """
-        sizes = row.shape[: self._field.num_variable]
-        self._end += math.prod(sizes)
-        self.num_bytes += self._items.write(leaf_bytes(row).data)
-        self.num_bytes += self._index.write(np.array([self._end, *sizes], np.int64).data)
+        items, sizes = (
+            rows if isinstance(rows, tuple) else (rows, [rows.shape[: self._field.num_variable]])
+        )
+        index = np.empty((len(sizes), 1 + self._field.num_variable), np.int64)
+        index[:, 1:] = sizes
+        index[:, 0] = self._end + np.cumsum(index[:, 1:].prod(axis=1))
+        self._end = int(index[-1, 0])
+        self.num_bytes += self._items.write(leaf_bytes(items).data)
+        self.num_bytes += self._index.write(index.data)
 
     def read(self, first: int, end: int) -> PackedRows:
         """Read consecutive rows.

@@ -18,6 +18,7 @@ from lightning_memmap import MemmapDataModule, Store, open_store, verify_store
 from lightning_memmap.callbacks import PredictionTable
 from lightning_memmap.cli import main
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
+from lightning_memmap.loading import RowList
 from tests.datasets import in_dataset_order
 from tests.models import Points, Regression, make_trainer
 
@@ -240,6 +241,33 @@ class TestStructure:
         for row in (0, 7, NUM_ROWS - 1):
             assert take(store[row]) == row
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    @pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("memmap_superbatch", 3)])
+    def test_predictions_that_differ_in_length_are_stored_without_padding(
+        self, tmp_path: Path, strategy: str, devices: int
+    ) -> None:
+        def rows_of(batch: Any, _: int) -> dict[str, Any]:
+            numbers = batch["row"].tolist()
+            boxes = [torch.full((row % 4, 2), float(row)) for row in numbers]
+            return {
+                "row": batch["row"],
+                "boxes": torch.nested.as_nested_tensor(boxes, layout=torch.jagged),
+                "text": RowList("ä" * (row % 3) for row in numbers),
+                "files": RowList(bytes(row % 5) for row in numbers),
+                "labels": RowList(torch.arange(row % 4) for row in numbers),
+            }
+
+        store = predict(tmp_path, Predictor(rows_of), strategy=strategy, devices=devices)
+        for row in range(NUM_ROWS):
+            found = store[row]
+            assert found["row"] == row
+            assert torch.equal(found["boxes"], torch.full((row % 4, 2), float(row)))
+            assert torch.equal(found["labels"], torch.arange(row % 4))
+            assert (found["text"], found["files"]) == ("ä" * (row % 3), bytes(row % 5))
+        assert store.manifest.num_bytes < 2000 + 20 * NUM_ROWS
+        assert not [*store.path.glob("*.tmp")]
+        assert verify_store(store.path) == []
+
     def test_predictions_of_bfloat16_keep_their_dtype(self, tmp_path: Path) -> None:
         store = predict(tmp_path, precision="bf16-true")
         assert [field.dtype for field in store.schema.fields] == [torch.int64, torch.bfloat16]
@@ -293,10 +321,20 @@ class TestRefusals:
                 "batch 1: .*found dict of .'a'., expected .'b'.",
             ),
             (lambda row, step: (row, row[:2]), "batch 0: field '1': found 2 rows, and 6"),
+            (
+                lambda row, step: RowList(torch.ones(2, 3 + (i > 2)) for i in range(len(row))),
+                r"batch 0: field 'value': found float32 \(2, 4\).* expected float32 \(None, 3\)",
+            ),
+            (
+                lambda row, step: row if step == 1 else RowList(row[:, None]),
+                r"batch 1: field 'value': found rows of int64 \(\), expected .* \(None,\)",
+            ),
+            (lambda row, step: RowList(row), "batch 0: field 'value': found a list of numbers"),
+            (lambda row, step: RowList(), "batch 0: field 'value': found no rows"),
         ],
         ids=[
             *("number", "text", "none", "empty", "scalar", "sparse", "shape", "dtype", "keys"),
-            "lengths",
+            *("lengths", "items", "kinds", "numbers", "nothing"),
         ],
     )
     def test_prediction_that_cannot_be_stored_leaves_nothing(

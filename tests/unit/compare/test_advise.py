@@ -14,7 +14,9 @@ from lightning_memmap.compare.advise.predict import predict, recommend, workload
 from lightning_memmap.compare.report.report import read_report
 from lightning_memmap.compare.run.variants import LIGHTNING_STRATEGIES
 from lightning_memmap.costs import Cluster, Workload
+from lightning_memmap.store import build_store
 from lightning_memmap.strategies import STRATEGIES
+from tests.images import HEIGHT, WIDTH, EncodedImages
 from tests.unit.compare.reports import make_report, make_variant
 
 GB = 10**9
@@ -281,6 +283,28 @@ def test_options_are_checked_before_anything_is_measured(
     assert told.count("\n") == 1
     if name != "--json":
         assert name.removeprefix("--") in told
+
+
+def test_encoded_images_of_the_comparison_are_compared_with_decoded_ones(
+    report: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    values = json.loads(report.read_text())
+    for names in (["train"], ["train/a", "train/b"]):
+        path = tmp_path / str(len(names))
+        for name in names:
+            build_store(EncodedImages(12), path / name, progress=False)
+        values["data"]["store_path"] = str(path / "train")
+        report.write_text(json.dumps(values))
+        assert advise(["--report", str(report)]) == 0
+        told = capsys.readouterr().out
+        assert told.count(f"decoded, RGB {HEIGHT} x {WIDTH}") == 2 * len(names)
+    (path / "train/a/manifest.json").write_text("damaged")
+    assert advise(["--report", str(report)]) == 0
+    assert "decoded" not in capsys.readouterr().out
 
 
 def test_answer_is_drawn_on_a_page(report: Path, tmp_path: Path) -> None:

@@ -1,17 +1,23 @@
 """The data of a run: what a comparison changes for itself leaves the user's data module alone."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.run.data import batch_size_of, comparable, prepare_store
+from lightning_memmap.compare.run.plain_rows import PlainCollate, PlainRows
+from lightning_memmap.compare.run.rows import hash_batch
 from lightning_memmap.compare.run.variants import parse_variants
-from lightning_memmap.sampling import Weighted
+from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Subset, Weighted
+from lightning_memmap.schema import Windows, read_forms
 from lightning_memmap.strategies import STRATEGIES
-from tests.models import Points
+from tests.models import Points, Regression
 from tests.unit.compare.runs import (
     BATCH_SIZE,
     DEVICES,
@@ -95,6 +101,94 @@ def test_variants_have_rows_drawn_by_weight(tmp_path: Path) -> None:
         for variant in ("auto", "memmap_superbatch", "auto+workers0")
     }
     assert all(parity.holds for parity in check_all_parity(checks, expected).values())
+
+
+class Series(Dataset[dict[str, Any]]):
+    """Points one after the other: row ``i`` has ``20 + i % 7`` of them, and a few more words."""
+
+    def __init__(self, num_rows: int, offset: int = 0) -> None:
+        self.num_rows, self.offset = num_rows, offset
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        points = Points(20 + row % 7, offset=100 * row + self.offset)
+        words = torch.arange(row % 5)
+        return {"row": row, "x": points.x, "y": points.y, "words": words, "name": f"no. {row}"}
+
+
+class Streamed(IterableDataset[dict[str, Any]]):
+    """Rows that cannot be looked up."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(Series(ROWS).__getitem__, range(ROWS))
+
+
+class Sum(Regression):
+    """Learns from the mean of rows that differ in length."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        mask = torch.arange(batch["x"].values.shape[1]) < batch["x"].lengths[:, None]
+        return ((self(batch["x"].values) - batch["y"].values).square()[..., 0] * mask).mean()
+
+
+WINDOWS: Any = {"x": Windows(6, 3), "y": Windows(6, 3)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (Series(60), {"variable": WINDOWS, "transform": Jitter()}),
+        (
+            Series(60),
+            {
+                "variable": WINDOWS,
+                "subset": Subset(range(0, 60, 2)),
+                "sampler": Weighted("row", num_samples=99),
+            },
+        ),
+        (
+            {"a": Series(30), "b": Series(20, offset=5000)},
+            {"variable": WINDOWS, "sampler": Mixture({"a": 0.7, "b": 0.3}, num_samples=99)},
+        ),
+        ({"a": Series(60), "b": Series(40, 5000)}, {"sampler": Mixture({"a": 0.7, "b": 0.3})}),
+        (Series(ROWS), {"sampler": Bucketed("x", 16, 2)}),
+        (
+            Series(ROWS),
+            {"sampler": Curriculum({0: Weighted("row"), 1: None}), "variable": {"words": "jagged"}},
+        ),
+        (Streamed(), {}),
+    ],
+    ids=["windows", "weighted windows", "mixed windows", "mixture", "bucketed", "stages", "stream"],
+)
+def test_variants_have_the_same_rows_in_any_order(
+    tmp_path: Path, rows: Any, options: dict[str, Any]
+) -> None:
+    options = {"store_dir": tmp_path / "stores", "batch_size": BATCH_SIZE, **options}
+    data = comparable(MemmapDataModule(rows, **options))
+    found, expected = prepare_store(data, DEVICES, STEPS)
+    assert found.transform_is_random == ("transform" in options)
+    model = Regression if options.get("variable") is WINDOWS else Sum
+    checks = {
+        variant: check_run(tmp_path, variant, model, rows=rows, **options)
+        for variant in ("auto", "memmap_superbatch", "auto+workers0")
+    }
+    parity = check_all_parity(checks, expected, is_random="transform" in options)
+    assert {name: each.rows for name, each in parity.items()} == dict.fromkeys(
+        checks, (STEPS, STEPS)
+    )
+    assert all(each.holds is not False for each in parity.values())
+    # The stores are enough.
+    bare = dict.fromkeys(rows) if isinstance(rows, dict) else None
+    data = comparable(MemmapDataModule(bare, **options))
+    assert prepare_store(data, DEVICES, STEPS)[1] == expected
+    store = data.open_train_store()
+    order = data.train_sampler(store)
+    read = PlainRows(data, store, order.shards)
+    samples = [read[row] for row in order.dataset_rows(0, range(16)).tolist()]
+    collate = PlainCollate(store, order.shards, read_forms(data.variable), None)
+    assert hash_batch(collate(samples)) == expected[0]
 
 
 def test_run_leaves_the_data_module_of_the_user_as_it_was(tmp_path: Path) -> None:

@@ -121,6 +121,27 @@ def test_build_of_a_store_that_may_only_be_read_uses_it_and_writes_nothing(
     assert everything(locked_out.parent) == before
 
 
+@pytest.mark.parametrize("given", [None, "v2"])
+def test_dataset_whose_identity_changed_is_told_how_often_it_is_compared(
+    locked_out: Path, given: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Renamed(Numbered):
+        """The same rows."""
+
+    def use() -> None:
+        for _ in range(2):
+            caplog.clear()
+            assert holds(build(locked_out, Renamed(100, NEW.version), fingerprint=given), NEW)
+            (told,) = caplog.messages
+            assert "All 100 rows are compared with it, each time, since this process may" in told
+            assert "check='off'" in told
+        caplog.clear()
+        assert holds(build(locked_out, Renamed(100, NEW.version), check="off"), NEW)
+        assert not caplog.messages
+
+    assert run_as(OTHER, use) == ["done"]
+
+
 def test_build_of_another_dataset_over_a_store_that_may_only_be_read_is_refused(
     locked_out: Path,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, TensorDataset
@@ -284,7 +284,6 @@ def test_store_by_slices_gives_the_samples_of_a_data_loader(
     assert row == len(store) - 1
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     num_shards=st.integers(1, 9),
@@ -492,6 +491,37 @@ def test_store_of_a_file_that_was_written_again_is_refused(tmp_path: Path) -> No
     changed.flush()
     with pytest.raises(DatasetError, match="row 33 of the dataset differs"):
         build_store(ColumnDataset(dict(changed)), tmp_path / "store", progress=False)
+
+
+def later_tables() -> dict[str, Any]:
+    """Tables that are computed or read when they are asked for."""
+    pa, polars = import_module("pyarrow"), import_module("polars")
+    columns = {"x": [1, 2, 3], "y": [0.5, 1.5, 2.5]}
+    found = pa.table(columns)
+    dataset = import_module("pyarrow.dataset").dataset(found)
+
+    class DuckDBPyRelation:
+        to_arrow_table = staticmethod(lambda: found)
+
+    DuckDBPyRelation.__module__ = "duckdb._relation"
+    return {
+        "LazyFrame": polars.LazyFrame(columns),
+        "RecordBatch": pa.record_batch(columns),
+        "RecordBatchReader": found.to_reader(),
+        "InMemoryDataset": dataset,
+        "Scanner": dataset.scanner(),
+        "DuckDBPyRelation": DuckDBPyRelation(),
+    }
+
+
+@pytest.mark.parametrize("kind", [*later_tables()])
+def test_table_that_is_computed_later_has_columns(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(TypeError, match=rf"a {kind} has columns and no rows: give .*ColumnDataset"):
+        build_store(later_tables()[kind], tmp_path / "store")
+    with pytest.raises(TypeError, match=f"column 'x': found a {kind}, which has no rows"):
+        ColumnDataset({"x": later_tables()[kind]})
+    dataset = ColumnDataset(later_tables()[kind], names=["y", "x"])
+    assert dataset[2] == {"y": 2.5, "x": 3}
 
 
 @pytest.mark.parametrize("kind", ["dict", "pandas", "polars", "pyarrow"])

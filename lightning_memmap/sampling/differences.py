@@ -1,0 +1,90 @@
+"""How two orders of rows differ, in words: that of a checkpoint and that of the present."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+#: From what says most to what says least. All other names come first.
+_VAGUE = ("sampler", "", "num_positions", "num_rows", "length", "digest")
+_REMEDIES = {
+    "sampler": "the shuffle, shuffle_window and sampler of the checkpoint",
+    "num_positions": "the num_samples and the rows of the checkpoint",
+    "num_rows": "the dataset, subset and windows of the checkpoint",
+    "stores": "the training sets of the checkpoint",
+    "subset": "the subset of the checkpoint",
+    "windows": "the windows of the checkpoint",
+    "digest": "the rows, shares, weights and lengths of the checkpoint",
+}
+#: In place of what an order lacks.
+_LACKING = "nothing"
+#: Digits of a digest that are shown.
+_DIGITS = 8
+
+
+class Difference(NamedTuple):
+    """One difference between the order of a checkpoint and the present one."""
+
+    name: str
+    """What differs, such as ``seed``, ``windows.length`` or ``stages[5].sampler``."""
+    saved: str
+    """Its value in the checkpoint."""
+    now: str
+    """Its present value."""
+    remedy: str
+    """What to resume with."""
+
+
+def difference_of(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Difference | None:
+    """Find the difference of two orders that says most to the user.
+
+    Args:
+        saved: The identity of the sampler of a checkpoint; see `Sampler.identity`.
+        now: That of the present one.
+
+    Returns:
+        The difference; None where the orders are the same.
+    """
+    found = min(_differences(saved, now), key=_vagueness, default=None)
+    if found is None:
+        return None
+    path, one, other = found
+    name = _name(path)
+    fixed = f"num_shards={one}: with a number of data devices that divides it"
+    known = {**_REMEDIES, "num_shards": fixed}
+    return Difference(name, _text(one), _text(other), known.get(path[-1], f"{name}={_text(one)}"))
+
+
+def _differences(
+    one: Mapping[str, Any], other: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    for key in dict.fromkeys([*one, *other]):
+        a, b = one.get(key), other.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from _differences(a, b, (*path, key))
+        elif a != b:
+            # None may be the value of an option.
+            lacking = _LACKING if isinstance(a, Mapping) or isinstance(b, Mapping) else None
+            yield (*path, key), lacking if a is None else a, lacking if b is None else b
+
+
+def _vagueness(difference: tuple[tuple[str, ...], Any, Any]) -> int:
+    path, one, other = difference
+    is_lacking = one in (None, _LACKING) or other in (None, _LACKING)
+    is_one_sided = is_lacking and path[-1] != "shuffle_window"
+    name = "" if is_one_sided else path[-1]
+    is_windows = path[-2:] == ("windows", "length")
+    return _VAGUE.index(name) if name in _VAGUE and not is_windows else -1
+
+
+def _name(path: tuple[str, ...]) -> str:
+    names = ".".join(name for name in path if name != "shards")
+    return re.sub(r"\.epoch (\d+)", r"[\1]", names)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        is_digest = isinstance(value, str) and len(value) == 32
+        return str(value)[:_DIGITS] if is_digest else str(value)
+    if "sampler" in value:
+        return str(value["sampler"])
+    return f"({', '.join(f'{key}={_text(each)}' for key, each in value.items())})"

@@ -1,0 +1,61 @@
+"""Samples whose leaves are laid one after the other have the values of those taken one by one."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_memmap.schema import Pad, Schema
+from lightning_memmap.schema.rows import stack_samples
+
+SIZES = st.integers(0, 4)
+
+
+def a_sample(rows: int, columns: int, text: str, is_given: bool) -> dict[str, Any]:
+    return {
+        "text": text if is_given else None,
+        "array": np.full((rows, 3), columns, ">i2"),
+        "tensor": torch.full((rows, columns, 2), 0.5) if rows else None,
+        "label": rows if is_given else None,
+        "bytes": text.encode(),
+        "fixed": {"x": np.float32(rows), "y": torch.full((2,), columns)},
+    }
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(SIZES, SIZES, st.text(max_size=4), st.booleans()), min_size=1))
+def test_stacked_samples_have_the_values_of_each_sample(drawn: list[Any]) -> None:
+    samples = [a_sample(*values) for values in drawn]
+    schema = Schema.from_sample(a_sample(1, 1, "a", True), {})
+    for row in (a_sample(2, 3, "ab", False), a_sample(0, 2, "", True)):
+        merged = schema.merged(Schema.from_sample(row))
+        assert merged is not None
+        schema = merged
+    assert {field.name for field in schema.fields if field.num_variable} == {
+        *("text", "array", "tensor", "bytes")
+    }
+    one_by_one = [schema.flatten(sample) for sample in samples]
+    stacked = stack_samples(samples, schema.structure, schema.fields)
+    assert stacked is not None
+    for field, found, *expected in zip(schema.fields, stacked, *one_by_one, strict=True):
+        rows = [np.asarray(row) for row in expected]
+        if not isinstance(found, tuple):
+            np.testing.assert_array_equal(np.asarray(found), np.stack(rows))
+            continue
+        items, sizes = found
+        assert sizes.tolist() == [[*row.shape[: field.num_variable]] for row in rows]
+        flat = [row.reshape(-1, *field.item_shape) for row in rows]
+        np.testing.assert_array_equal(np.asarray(items), np.concatenate(flat))
+        shared = [leaf for leaf in expected if isinstance(leaf, Tensor)]
+        assert not any(np.shares_memory(items, leaf) for leaf in shared)
+
+
+def test_samples_that_may_not_fit_are_not_stacked() -> None:
+    schema = Schema.from_sample(a_sample(2, 3, "ab", True), {"array": Pad()})
+    wrong = {**a_sample(2, 3, "ab", True), "array": np.zeros((2, 4), ">i2")}
+    for other in (wrong, {**wrong, "array": [1, 2]}, {**wrong, "array": torch.zeros(2, 3)}):
+        samples = [a_sample(2, 3, "ab", True), other]
+        assert stack_samples(samples, schema.structure, schema.fields) is None
