@@ -63,8 +63,8 @@ _LONGEST = (
     "unit/store/test_records.py",
     "unit/loading/test_loader.py",
 )
-#: What starts programs, builds in processes that die, trains for long or counts over thousands of
-#: seeds, by the beginning of its name: all but the fast tier.
+#: What starts programs, builds in processes that die, trains for long, counts over thousands of
+#: seeds or reads the texts of the project, by the beginning of its name: all but the fast tier.
 _SLOW = (
     "benchmarks/",
     "distributed/",
@@ -73,7 +73,8 @@ _SLOW = (
     "strategies/",
     "test_benchmarks.py",
     "test_compare.py",
-    "test_docs.py::test_python_of_a_page_runs",
+    "test_docs.py",
+    "test_private_names.py",
     "test_public_api.py::test_import",
     "test_simulated_gpu.py",
     "unit/callbacks/test_run_summary.py::test_run_summary_two_processes_prints_once",
@@ -97,13 +98,12 @@ _SLOW = (
     "unit/store/test_parts.py",
     "unit/store/test_recognition.py::test_build_whose_worker_is_killed",
     "unit/store/test_records.py::test_build_killed",
-    "unit/store/test_records.py::test_build_killed_while_it_writes",
     "unit/store/test_records.py::test_missing_values",
     "unit/store/test_remote.py",
+    "unit/store/test_remote_http.py::test_push_killed",
     "unit/store/test_shared_directory.py",
     "unit/store/test_sources.py",
     "unit/store/test_table.py",
-    "unit/store/test_variable.py::test_build_killed_while_it_writes",
     "unit/test_cli.py::TestConfig::test_config_accepts_residency_window_and_forms",
     "unit/test_cli.py::TestProgram::test_module_run_as_a_program",
     "unit/test_curriculum.py",

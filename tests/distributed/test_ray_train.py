@@ -12,7 +12,10 @@ from lightning_memmap import MemmapDataModule
 from tests.distributed.ray_train import BATCH_SIZE, EPOCHS, NUM_ROWS, Observed
 from tests.models import Points, make_trainer
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
+]
 
 
 @pytest.mark.timeout(600)  # Ray takes its time to start.

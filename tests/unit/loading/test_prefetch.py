@@ -330,7 +330,7 @@ class TestStreams:
 
 
 def test_rows_of_small_steps_that_are_taken_together_are_the_same(numbered_store: Stores) -> None:
-    store = numbered_store(40_000, 24)
+    store = numbered_store(9_000, 24)
     assert epoch_rows(assembled(make_loader(store, 4, 1, shuffle=True), prefetch=3)) == epoch_rows(
         make_loader(store, 4, 1, shuffle=True)
     )

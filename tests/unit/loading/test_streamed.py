@@ -205,7 +205,7 @@ class TestRows:
     def test_disks_of_larger_blocks_are_read_in_these(
         self, numbered_store: Stores, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        read = os.preadv
+        store, read = numbered_store(400, 7), os.preadv
 
         def preadv(file: int, buffers: list[memoryview], place: int) -> int:
             if place % 4096 or len(buffers[0]) % 4096:
@@ -213,7 +213,7 @@ class TestRows:
             return read(file, buffers, place)
 
         monkeypatch.setattr(os, "preadv", preadv)
-        loader = make_loader(numbered_store(400, 7), residency="stream", window=5, shuffle=True)
+        loader = make_loader(store, residency="stream", window=5, shuffle=True)
         assert sorted(joined(epoch_rows(loader))) == list(range(400))
 
     def test_random_transforms_draw_as_over_the_mapping(self, numbered_store: Stores) -> None:

@@ -252,16 +252,18 @@ class Slow(Scenes):
         return super().__getitem__(row)
 
 print(os.getpid(), flush=True)
-build_store(Slow(600), sys.argv[1], num_shards=7, progress=False, fingerprint="one")
+build_store(Slow(600), sys.argv[1], num_shards=7, progress=False, fingerprint="one",
+    num_workers=int(sys.argv[2]))
 """
 
 
-def test_build_killed_while_it_writes_is_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_build_killed_while_it_writes_is_resumed(tmp_path: Path, num_workers: int) -> None:
     path = tmp_path / "s"
-    command = [python(), "-c", BUILD, str(path)]
+    command = [python(), "-c", BUILD, str(path), str(num_workers)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
-    # That of the program, which the process only stands for.
+    # That of the program, which the process only stands for: its workers survive it.
     program = int(process.stdout.readline())
     journal = building_path(path) / "journal"
     deadline = monotonic() + 120
@@ -272,11 +274,13 @@ def test_build_killed_while_it_writes_is_resumed(tmp_path: Path) -> None:
     os.kill(program, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     process.stdout.close()
+    assert not path.exists()
     counting = Counting(Scenes(600))
     store = build(path, counting, fingerprint="one")
     assert 16 < len(counting.rows) < 600
     assert store.manifest.checksums == build(tmp_path / "t", Scenes(600)).manifest.checksums
     assert verify_store(path) == []
+    assert not [name for name in os.listdir(path) if name.endswith(".tmp")]
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 import os
 import shutil
-import signal
-import subprocess
 from pathlib import Path, PurePosixPath
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -21,9 +19,7 @@ from lightning_memmap.schema import Pad
 from lightning_memmap.store import Store, build_store, open_store, range_writer, verify_store
 from lightning_memmap.store.columns.segments import copy_segments, fill_segments, pack_segments
 from lightning_memmap.store.probes import probe_rows
-from lightning_memmap.store.recovery import building_path
 from tests.datasets import Counting, Replaced
-from tests.preloaded import python
 from tests.unit.store.signing import sign_manifest
 from tests.variable import Ragged
 
@@ -348,52 +344,6 @@ def test_build_that_failed_is_resumed(
     assert len(counting.rows) < 300
     assert_holds(store, dataset)
     assert verify_store(store.path) == []
-
-
-ROOT = Path(__file__).parents[3]
-BUILD = """
-import os, sys, time
-from tests.variable import Ragged
-from lightning_memmap.store import build_store
-from lightning_memmap.store import build, range_writer
-build._JOURNAL_INTERVAL_S = 0.0
-range_writer._MAX_RANGE_ROWS = 20
-
-class Slow(Ragged):
-    def __getitem__(self, row):
-        time.sleep(0.001)
-        return super().__getitem__(row)
-
-print(os.getpid(), flush=True)
-build_store(Slow(600), sys.argv[1], num_shards=7, progress=False, fingerprint="one",
-    num_workers=int(sys.argv[2]))
-"""
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_build_killed_while_it_writes_is_resumed(tmp_path: Path, num_workers: int) -> None:
-    path = tmp_path / "s"
-    command = [python(), "-c", BUILD, str(path), str(num_workers)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    # That of the program, which the process only stands for: its workers survive it.
-    program = int(process.stdout.readline())
-    journal = building_path(path) / "journal"
-    deadline = monotonic() + 120
-    while not (journal.exists() and journal.stat().st_size > 20):
-        assert process.poll() is None
-        assert monotonic() < deadline
-        sleep(0.005)
-    os.kill(program, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
-    assert not path.exists()
-    counting = Counting(Ragged(600))
-    store = build(path, counting, fingerprint="one")
-    assert 16 < len(counting.rows) < 600
-    assert_holds(store, Ragged(600))
-    assert verify_store(path) == []
-    assert not [name for name in os.listdir(path) if name.endswith(".tmp")]
 
 
 @pytest.mark.parametrize("name", ["sound", "image", "text"])
