@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_memmap.loading import SplitRows, largest_window_bytes, load_split
+from lightning_memmap.loading import SplitRows, load_split
+from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.options import DataOptions
 from lightning_memmap.placement import (
     DataTopology,

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from lightning_memmap.compare.render.image_tables import image_tables
-from lightning_memmap.loading import largest_window_bytes
+from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.placement import (
     DataTopology,
     Placement,

@@ -22,7 +22,7 @@ from lightning_memmap.loading.device_loader import DeviceLoader, loader_for
 from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.row_source import EpochRows, RowSource
-from lightning_memmap.loading.split import SplitRows, largest_window_bytes, load_split
+from lightning_memmap.loading.split import SplitRows, load_split
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import OnSuperBatch
 from lightning_memmap.loading.variable_batch import FormedCollate, Padded
@@ -41,7 +41,6 @@ __all__ = [
     "SuperBatch",
     "SuperBatchLoader",
     "has_streams",
-    "largest_window_bytes",
     "load_split",
     "loader_for",
 ]

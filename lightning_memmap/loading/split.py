@@ -116,34 +116,11 @@ def load_split(
     base = placement.shards.base
     cut, length = (base.fields, base.length) if isinstance(base, WindowShards) else ((), 0)
     offsets = StoreOffsets.into(store, placement.shards)
-    cpu = torch.device("cpu")
-    groups: dict[tuple[Residency, torch.device], list[int]] = {}
-    for shard, residency in enumerate(placement.residency):
-        owner = topology.owner(shard)
-        if residency is None or owner is None:
-            continue
-        device = topology.data_devices[owner] if residency is Residency.DEVICE else cpu
-        groups.setdefault((residency, device), []).append(shard)
     sources: list[RowSource] = []
     source_of_shard = np.full(placement.shards.num_shards, -1, np.int64)
-    for (residency, device), shards in groups.items():
+    for (residency, device), shards in _held_together(topology, placement).items():
         source_of_shard[shards] = len(sources)
-        if others and residency is not Residency.MMAP:
-            raise StoreError(
-                f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
-                f" {store.location} can be read from the file mapping alone: use residency='mmap'"
-            )
-        if cut and residency is Residency.STREAM:
-            raise StoreError(
-                f"residency='stream': field {cut[0]!r} of the store at {store.location} is cut into"
-                " windows, which overlap, and only whole rows are read one after the other: use"
-                " residency='mmap'"
-            )
-        if store.has_gaps and residency is Residency.STREAM:
-            raise StoreError(
-                f"residency='stream': the rows of the stores in {store.location} are mixed, and"
-                " only those of one store are read one after the other: use residency='mmap'"
-            )
+        _check_residency(store, residency, others, cut)
         if cut and not others:
             fields_ = [(c.field, rows) for c, rows in zip(columns, opened, strict=True)]
             place = None if residency is Residency.MMAP else device
@@ -173,6 +150,53 @@ def load_split(
         if fields is not None and field.name not in fields
     )
     return SplitRows(topology, placement.shards, tuple(sources), source_of_shard, absent)
+
+
+def _held_together(
+    topology: DataTopology, placement: SplitPlacement
+) -> dict[tuple[Residency, torch.device], list[int]]:
+    """The shards that this process holds, by what they have in common: each group has a source."""
+    groups: dict[tuple[Residency, torch.device], list[int]] = {}
+    for shard, residency in enumerate(placement.residency):
+        owner = topology.owner(shard)
+        if residency is None or owner is None:
+            continue
+        is_on_device = residency is Residency.DEVICE
+        device = topology.data_devices[owner] if is_on_device else torch.device("cpu")
+        groups.setdefault((residency, device), []).append(shard)
+    return groups
+
+
+def _check_residency(
+    store: Store, residency: Residency, others: Sequence[Column], cut: Sequence[str]
+) -> None:
+    """Check that the columns of a store can have a residency.
+
+    Args:
+        store: The store.
+        residency: Where its rows are to live.
+        others: Its columns of kinds that only they themselves can read.
+        cut: The names of the fields that are cut into windows.
+
+    Raises:
+        StoreError: They cannot.
+    """
+    if others and residency is not Residency.MMAP:
+        raise StoreError(
+            f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
+            f" {store.location} can be read from the file mapping alone: use residency='mmap'"
+        )
+    if cut and residency is Residency.STREAM:
+        raise StoreError(
+            f"residency='stream': field {cut[0]!r} of the store at {store.location} is cut into"
+            " windows, which overlap, and only whole rows are read one after the other: use"
+            " residency='mmap'"
+        )
+    if store.has_gaps and residency is Residency.STREAM:
+        raise StoreError(
+            f"residency='stream': the rows of the stores in {store.location} are mixed, and"
+            " only those of one store are read one after the other: use residency='mmap'"
+        )
 
 
 def largest_window_bytes(

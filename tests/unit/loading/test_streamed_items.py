@@ -18,10 +18,10 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading import (
     FormedCollate,
     SuperBatchLoader,
-    largest_window_bytes,
     window_items,
     window_reads,
 )
+from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
 from lightning_memmap.loading.window_items import largest_window
