@@ -2,25 +2,54 @@
 
 import re
 import sys
+from argparse import Action
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
+
+from lightning_memmap._compat.parsers import commands_of, known_classes, options_of
 
 #: Messages of jsonargparse and Python about a wrong name; the groups give the name.
 _WRONG_OPTION = re.compile(r"unrecognized arguments: -*([^\s=]+)|[Oo]ption '([^']+)'")
 _WRONG_CHOICE = re.compile(r"invalid choice: '([^']+)' \(choose from (.+)\)")
 _WRONG_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
 _WRONG_MODULE = re.compile(r"No module named '([^']+)'")
+_WRONG_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
+_WRONG_FILE = re.compile(
+    r"File does not exist: '([^']+)'"
+    r"|Expected a path but (\S+\.(?:ya?ml|json)) either not accessible"
+    r"|Problem with given class_path '(\S+\.(?:ya?ml|json))':\s+No module named"
+)
+#: Types, values to choose from, and what was given instead.
+_EXPECTED = re.compile(
+    r"Expected an? (?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[(.+)\])(?:\. Got value: (.+))?"
+)
+_NO_COMMAND = re.compile(r'expected "subcommand" to be one of .+ not provided\.')
+_NO_ARGUMENT = re.compile(r"the following arguments are required: (.+)")
 #: Lines of jsonargparse about a value that fits no type of a union, except the reason.
 _NOISE = re.compile(
     r"Does not validate against|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
-    r"|Subclass types expect|Not a valid subclass|a (class path|dict) |in \"<unicode string>\""
+    r"|Expected a path but|Subclass types expect|Not a valid subclass|a (class path|dict) "
+    r"|in \"<unicode string>\""
 )
+#: Where a mistake is.
+_KEY = re.compile(r'Parser key "([^"]+)":')
+#: Datasets of other packages that come with imports, and that nobody stores.
+_NOT_DATASETS = re.compile(r", (torch\.utils\.data\.(datapipes\.|\w+Pipe\b)|torchmetrics\.)[\w.]*")
+
+
+class BriefFormatter(DefaultHelpFormatter):
+    """The help of jsonargparse, without marks of code and without classes that nobody means."""
+
+    @override
+    def _get_help_string(self, action: Action) -> str:
+        return _NOT_DATASETS.sub("", super()._get_help_string(action)).replace("``", "")
 
 
 class BriefParser(ArgumentParser):
@@ -29,10 +58,18 @@ class BriefParser(ArgumentParser):
     Its subcommands, and the classes that are named in a config, have parsers of this class too.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": BriefFormatter, **kwargs})
+
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Exit with code 2, or raise if the parser is part of another one."""
         parser = getattr(ex, "subcommand_parser", self)
+        if match := _NO_ARGUMENT.search(message):
+            # jsonargparse names those of a command after the command.
+            command, _, name = match[1].partition(".")
+            if command in commands_of(parser):
+                parser, message = commands_of(parser)[command], message.replace(match[1], name)
         message = with_suggestion(message, parser)
         if not self.exit_on_error:
             super().error(message, ex)
@@ -93,6 +130,40 @@ def imports_for_pages() -> Iterator[None]:
         ) from error
 
 
+def print_error(error: BaseException) -> None:
+    """Print an error to standard error, for the person at the terminal.
+
+    Args:
+        error: The error. Control codes of the terminal in its text are replaced.
+    """
+    text = str(error)
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        text = f"there is no file {str(error.filename)!r}{nearest_file(error.filename)}"
+    print("error: " + "\n".join(map(printable, text.splitlines())), file=sys.stderr)
+
+
+def printable(value: object) -> str:
+    """A text that is safe to print: control codes of the terminal are replaced."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
+
+
+def nearest_file(path: str | Path) -> str:
+    """A suggestion for a misspelt path: see `nearest`.
+
+    Args:
+        path: A path that does not exist.
+
+    Returns:
+        The suggestion, of the files and folders that lie where it would.
+    """
+    folder = Path(path).parent
+    try:
+        names = [str(folder / child.name) for child in folder.iterdir()]
+    except OSError:
+        return ""
+    return nearest(str(Path(path)), names)
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """A suggestion for a misspelt name.
 
@@ -124,16 +195,30 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
         found = message.partition(":")[2].strip()
         what = f"has no options, only {found!r:.80}" if found else "is empty"
         return f"a config {what}: write names of options and their values"
+    where = message.partition(":")[0]
+    if _NO_COMMAND.search(message):
+        return f"name a command: {', '.join(commands_of(parser))}"
+    if match := _NO_ARGUMENT.search(message):
+        return f"{match[1]} is missing"
     if match := _WRONG_OPTION.search(message):
-        options = set(parser.get_defaults(skip_validation=True).keys())
-        return message + nearest(match[1] or match[2], options)
+        name = match[1] or match[2]
+        if name == "class_path":
+            return "a class has a class_path and init_args, and nothing beside them"
+        beside_class_path = nearest(name.partition(".")[0], ["init_args"])
+        return message + (nearest(name, options_of(parser)) or beside_class_path)
     if match := _WRONG_CHOICE.search(message):
         return message + nearest(match[1], re.findall(r"[\w.-]+", match[2]))
     if match := _WRONG_ATTRIBUTE.search(message):
         near = nearest(match[2], dir(sys.modules.get(match[1])))
         return message.replace(match[0], match[0] + near)
+    if match := _WRONG_FILE.search(message):
+        path = match[1] or match[2] or match[3]
+        return f"{where}:\nthere is no file {path!r}{nearest_file(path)}"
     if match := _WRONG_MODULE.search(message):
         return message.replace(match[0], match[0] + nearest(match[1], list(sys.modules)))
+    if match := _WRONG_CLASS.search(message):
+        names = [path.rpartition(".")[2] for path in known_classes(parser)]
+        return f"{where}:\nthere is no class {match[1]!r}{nearest(match[1], names)}"
     return message
 
 
@@ -148,12 +233,27 @@ def shortened(message: str, length: int = 600) -> str:
         The line.
     """
     lines = [line.strip().removeprefix("- ") for line in _without_other_members(message)]
-    kept = [line for line in lines if line and not _NOISE.match(line)]
-    # A value that fits no type of a union, without a reason: say what was given.
-    if len(kept) == 1 and kept[0].endswith(":"):
-        kept += [line for line in lines if line.startswith("Given value:")]
+    given = next((line[13:] for line in lines if line.startswith("Given value: ")), "")
+    parts: list[str] = []
+    expected: dict[str, None] = {}
     # Members of a union often fail for the same reason.
-    text = " ".join(dict.fromkeys(kept))
+    for line in dict.fromkeys(lines):
+        if not line or _NOISE.match(line):
+            continue
+        if match := _EXPECTED.fullmatch(line):
+            choices = [match[1]] if match[1] else match[2].split(", ")
+            expected |= dict.fromkeys(choice.strip("'") for choice in choices)
+            given = match[3] or given
+        else:
+            parts.append(_KEY.sub(r"\1:", line))
+    if expected:
+        *others, last = expected
+        allowed = f"{', '.join(others)} or {last}" if others else last
+        parts.append(f"must be {allowed}, not {given!r}{nearest(given, expected)}")
+    elif len(parts) == 1 and parts[0].endswith(":"):
+        # A value that fits no type of a union, without a reason: say what was given.
+        parts.append(f"this cannot be {given!r}")
+    text = " ".join(parts)
     return text if len(text) <= length else text[:length] + " ..."
 
 

@@ -8,18 +8,23 @@ from numbers import Integral
 from reprlib import repr as short_repr
 
 
-def check_integer(name: str, value: object) -> None:
+def check_integer(name: str, value: object, least: int | None = None, reason: str = "") -> None:
     """Check an argument that counts something.
 
     Args:
         name: Name of the argument.
         value: Its value.
+        least: The least value that it may have; by default any.
+        reason: What an error says where it is less.
 
     Raises:
         TypeError: The value is not an integer.
+        ValueError: It is less than ``least``.
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: give an integer")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value}: {reason or f'at least {least} is needed'}")
 
 
 def with_article(name: str) -> str:

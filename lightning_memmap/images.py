@@ -71,6 +71,29 @@ def checked_size(size: Any) -> tuple[int, int] | None:
     return both[0], both[1]
 
 
+def checked_decoding(mode: object, size: Any) -> tuple[int, int] | None:
+    """Check how a dataset gives images, which may stay encoded.
+
+    Args:
+        mode: The mode that they are decoded to; None where they are not.
+        size: As of `checked_size`.
+
+    Returns:
+        What `checked_size` returns.
+
+    Raises:
+        ValueError: One of them is out of range, or there is a size without a mode.
+    """
+    if mode is not None:
+        check_mode(mode)
+    elif size is not None:
+        raise ValueError(
+            f"size={size!r} with mode=None: images stay encoded; give a mode, or the size to"
+            " Decode(size=...), which decodes them"
+        )
+    return checked_size(size)
+
+
 def decode_image(
     source: bytes | NDArray[np.uint8] | Path,
     mode: str,

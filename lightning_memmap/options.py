@@ -29,7 +29,15 @@ from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recognition import check_choice
 from lightning_memmap.store.workers import check_num_workers
 
-_COUNTS = ("batch_size", "seed", "num_folds", "num_parts", "member", "shuffle_window")
+#: The least value of each count, and why; `KFold`, `Parts` and `check_seed` know of the others.
+_COUNTS: dict[str, tuple[int | None, str]] = {
+    "batch_size": (1, "at least 1 row per data device and step"),
+    "seed": (None, ""),
+    "num_folds": (None, ""),
+    "num_parts": (None, ""),
+    "member": (0, "members are counted from 0"),
+    "shuffle_window": (1, "at least 1 row of a shard"),
+}
 T = TypeVar("T")
 
 
@@ -69,20 +77,16 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "store_dir", _directory(self.store_dir))
-        for name in _COUNTS:
+        for name, least in _COUNTS.items():
             value = getattr(self, name)
             if value is not None or name in ("batch_size", "seed"):
-                check_integer(name, value)
+                check_integer(name, value, *least)
         for name in ("shuffle", "drop_last", "overwrite", "with_row_numbers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: give True or False")
         if not isinstance(self.memory_fraction, (int, float)):
             raise TypeError(f"memory_fraction={self.memory_fraction!r}: give a number")
         check_seed(self.seed)
-        if self.batch_size < 1:
-            raise ValueError(
-                f"batch_size={self.batch_size}: at least 1 row per data device and step"
-            )
         check_num_shards(self.num_shards)
         check_num_workers(self.num_workers)
         if self.residency not in RESIDENCIES:
@@ -128,8 +132,6 @@ class DataOptions:
     def _check_window(self) -> None:
         if self.shuffle_window is None:
             return
-        if self.shuffle_window < 1:
-            raise ValueError(f"shuffle_window={self.shuffle_window}: at least 1 row of a shard")
         # Under residency="stream" it also says how many rows are read at once.
         if not self.shuffle and self.residency != "stream":
             raise ValueError(
@@ -155,8 +157,6 @@ class DataOptions:
                 " Parts(...), or Subsets by split"
             )
         selection = self.selection("train")
-        if self.member is not None and self.member < 0:
-            raise ValueError(f"member={self.member}: members are counted from 0")
         if (
             self.member is not None
             and (selection is None or selection.num_members is None)

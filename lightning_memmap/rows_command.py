@@ -3,7 +3,6 @@
 import json as json_format
 import math
 import pickle
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_memmap.arguments import BriefParser, refuse_several_configs
+from lightning_memmap.arguments import BriefParser, print_error, refuse_several_configs
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.loading.split import image_decoders
@@ -173,7 +172,7 @@ def rows(args: list[str]) -> int:
             store, [row for numbers in shown for row in numbers], Path(question.show), forms
         )
     except (MemmapError, OSError, ValueError, IndexError, TypeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     if question.json:
         print(json_format.dumps([asdict(step) for step in steps]))

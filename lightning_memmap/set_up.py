@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_memmap.loading import SplitRows, load_split
+from lightning_memmap.loading import SplitRows, largest_window_bytes, load_split
 from lightning_memmap.options import DataOptions
 from lightning_memmap.placement import (
     DataTopology,
@@ -174,6 +174,7 @@ class Planner:
         """
         options = self.stores.options
         has_order = split == "train" and not self.is_overfitting
+        is_streamed = options.residency == Residency.STREAM.value
         return SplitSize.of(
             split,
             store.manifest,
@@ -182,6 +183,7 @@ class Planner:
             options.shuffle_window,
             partial(self._make_order, store) if has_order else None,
             division_of(store, read_forms(options.variable)),
+            partial(largest_window_bytes, store) if is_streamed else None,
         )
 
     def order(self, store: Store, size: SplitSize) -> Sampler:

@@ -146,17 +146,11 @@ class SplitStores:
                 " train_dataset is one: give them by name, such as"
                 f" train_dataset={{{', '.join(f'{name!r}: ...' for name in mixed)}}}"
             )
-        subset = self.options.subset
-        chooses = (
-            any(name.partition("/")[0] == "train" for name in subset)
-            if isinstance(subset, Mapping)
-            else self.options.selection("train") is not None
-        )
-        if mixed and chooses:
+        if mixed and self.options.selection("train") is not None:
             raise ValueError(
-                f"{self._selecting} with sampler={self.options.sampler!r}: rows are not selected"
-                " from sets that are mixed: give torch.utils.data.Subset of the datasets instead,"
-                " and a val_dataset"
+                f"{self._selecting} with sampler={self.options.sampler!r}: of several training"
+                " sets, rows are selected from each by itself, and none is held out: give"
+                f" subset={{'train/{mixed[0]}': Subset(...)}}, and a val_dataset"
             )
 
     def build(self, split: str) -> None:
@@ -260,7 +254,10 @@ class SplitStores:
         Raises:
             ValueError: The member, which folds and parts need, is not known or out of range.
         """
-        selection = self.options.selection(split)
+        selection, given = self.options.selection(split), self.options.subset
+        if isinstance(store, JoinedStore) and isinstance(given, Mapping):
+            parts = {name.removeprefix("train/"): each for name, each in given.items()}
+            return store.chosen(parts) if {*parts} & {*self.mixed} else None
         if selection is None:
             return None
         return selection.subset(split, self._index(selection), store)

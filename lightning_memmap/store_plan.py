@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from lightning_memmap.compare.render.image_tables import image_tables
+from lightning_memmap.loading import largest_window_bytes
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
@@ -99,11 +101,11 @@ def _device_bytes(memory: str) -> int:
         raise ValueError(f"memory={memory!r:.50}: {error}") from error
 
 
-def plan_windows(stores: Mapping[str, Manifest], devices: str, window: int | None) -> Table:
+def plan_windows(stores: Mapping[str, Store], devices: str, window: int | None) -> Table:
     """Plan for data that is read window by window.
 
     Args:
-        stores: Manifests of the stores by name.
+        stores: The stores by name.
         devices: Counts of devices, like 4 or 1..8.
         window: Rows of a shard in a window; by default what makes 512 MiB.
 
@@ -116,21 +118,23 @@ def plan_windows(stores: Mapping[str, Manifest], devices: str, window: int | Non
     counts = _counts(devices)
     if window is not None and window < 1:
         raise ValueError(f"shuffle_window={window}: at least 1 row of a shard")
-    total = sum(manifest.num_bytes for manifest in stores.values())
+    total = sum(store.manifest.num_bytes for store in stores.values())
+    cpu = torch.device("cpu")
     rows = []
     for count in counts:
-        topology = DataTopology((torch.device("cpu"),) * count)
-        for name, split in _placed(stores, topology, "stream", 2**63, window).splits.items():
-            num_rows, num_shards = split.shards.num_rows, split.shards.num_shards
-            mixed = min(num_rows, split.size.window * num_shards)
+        together = _streamed(stores, DataTopology((cpu,) * count), window)
+        apart = _streamed(stores, DataTopology((cpu,), 0, count), window)
+        for name, size in together.items():
+            num_rows, num_shards = size.shards.num_rows, size.shards.num_shards
+            mixed = min(num_rows, size.window * num_shards)
             rows.append(
                 [
                     Cell(str(count)),
                     Cell(name),
-                    Cell(f"{split.size.window:,}"),
+                    Cell(f"{size.window:,}"),
                     Cell(f"{mixed:,}", bar=mixed / max(1, num_rows)),
-                    Cell(format_bytes(2 * split.window_bytes(num_shards))),
-                    Cell(format_bytes(2 * split.window_bytes(num_shards // count))),
+                    Cell(format_bytes(2 * size.window_bytes)),
+                    Cell(format_bytes(2 * apart[name].window_bytes)),
                     _order(num_shards != stores[name].num_shards),
                 ]
             )
@@ -147,33 +151,38 @@ def _order(is_anew: bool) -> Cell:
     return Cell("re-striped", "unsure") if is_anew else Cell("as stored")
 
 
-def _placed(
-    stores: Mapping[str, Manifest],
-    topology: DataTopology,
-    residency: str,
-    budget: int,
-    window: int | None = None,
-) -> Placement:
+def _streamed(
+    stores: Mapping[str, Store], topology: DataTopology, window: int | None
+) -> dict[str, SplitSize]:
+    """The sizes of the stores and of their windows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            name: SplitSize.of(
+                name,
+                store.manifest,
+                topology,
+                window=window,
+                measure=partial(largest_window_bytes, store),
+            )
+            for name, store in stores.items()
+        }
+
+
+def _placed(stores: Mapping[str, Manifest], topology: DataTopology, budget: int) -> Placement:
     with warnings.catch_warnings():
         # Instead of a warning, the table has a column for counts that re-stripe the rows.
         warnings.simplefilter("ignore")
-        sizes = {
-            name: SplitSize.of(name, manifest, topology, window=window)
-            for name, manifest in stores.items()
-        }
-        return plan_placement(
-            sizes,
-            topology,
-            residency,
-            budget_bytes=dict.fromkeys((*topology.data_devices, torch.device("cpu")), budget),
-        )
+        sizes = {name: SplitSize.of(name, found, topology) for name, found in stores.items()}
+        budgets = dict.fromkeys((*topology.data_devices, torch.device("cpu")), budget)
+        return plan_placement(sizes, topology, "auto", budget_bytes=budgets)
 
 
 def _held_bytes(stores: Mapping[str, Manifest], count: int, budget: int) -> list[int]:
     """Bytes of shards on each of ``count`` devices with ``residency="auto"``."""
     devices = tuple(torch.device("cuda", index) for index in range(count))
     held = [0] * count
-    for shards in _placed(stores, DataTopology(devices), "auto", budget).held():
+    for shards in _placed(stores, DataTopology(devices), budget).held():
         if shards.residency is Residency.DEVICE:
             held[shards.device_index] += shards.num_bytes
     return held

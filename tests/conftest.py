@@ -17,6 +17,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Lightning sets it where there are GPUs, and a test leaves the environment as it was.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
+import hypothesis
 import torch
 
 from lightning_memmap.store import Store, build_store
@@ -43,10 +44,27 @@ _FOREIGN_WARNINGS = (
 _SETTLE_S = 5.0
 
 
-#: One test that takes as long as many others.
-_LONGEST = "test_simulated_gpu.py"
-#: What starts programs, builds in processes that die, trains for long or counts over thousands of
-#: seeds, by the beginning of its name: all but the fast tier.
+#: Modules that take long come first: none of them is then what all other processes wait for.
+_LONGEST = (
+    "test_simulated_gpu.py",
+    "distributed/test_simulated_gpu.py",
+    "test_examples.py",
+    "distributed/test_fsdp2.py",
+    "distributed/test_pipeline.py",
+    "distributed/test_contract.py",
+    "strategies/test_contract.py",
+    "test_small_examples.py",
+    "test_docs.py",
+    "test_detection_example.py",
+    "unit/store/test_parts.py",
+    "unit/store/test_text_sources.py",
+    "unit/store/test_build.py",
+    "unit/store/test_variable.py",
+    "unit/store/test_records.py",
+    "unit/loading/test_loader.py",
+)
+#: What starts programs, builds in processes that die, trains for long, counts over thousands of
+#: seeds or reads the texts of the project, by the beginning of its name: all but the fast tier.
 _SLOW = (
     "benchmarks/",
     "distributed/",
@@ -55,7 +73,8 @@ _SLOW = (
     "strategies/",
     "test_benchmarks.py",
     "test_compare.py",
-    "test_docs.py::test_python_of_a_page_runs",
+    "test_docs.py",
+    "test_private_names.py",
     "test_public_api.py::test_import",
     "test_simulated_gpu.py",
     "unit/callbacks/test_run_summary.py::test_run_summary_two_processes_prints_once",
@@ -79,13 +98,12 @@ _SLOW = (
     "unit/store/test_parts.py",
     "unit/store/test_recognition.py::test_build_whose_worker_is_killed",
     "unit/store/test_records.py::test_build_killed",
-    "unit/store/test_records.py::test_build_killed_while_it_writes",
     "unit/store/test_records.py::test_missing_values",
     "unit/store/test_remote.py",
+    "unit/store/test_remote_http.py::test_push_killed",
     "unit/store/test_shared_directory.py",
     "unit/store/test_sources.py",
     "unit/store/test_table.py",
-    "unit/store/test_variable.py::test_build_killed_while_it_writes",
     "unit/test_cli.py::TestConfig::test_config_accepts_residency_window_and_forms",
     "unit/test_cli.py::TestProgram::test_module_run_as_a_program",
     "unit/test_curriculum.py",
@@ -99,20 +117,42 @@ _SLOW = (
 )
 
 
+# What is imported stays: it is looked through for garbage once, when the tests are collected.
+gc.disable()
+
+# `--hypothesis-profile thorough` looks for rarer mistakes.
+hypothesis.settings.register_profile("quick", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("thorough", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile("quick")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for line in _FOREIGN_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
+    # No test cuts the power: its files need not be on the disk before it goes on.
+    os.fsync = lambda descriptor: None
     # pytest-xdist would begin with the modules that have the most tests: the longest test, alone in
-    # its module, would come last, and all other processes would wait for it.
+    # its module, would come last, and all other processes would wait for it. See `_LONGEST`.
     config.option.loadscopereorder = False
     remember_entry_points()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name != _LONGEST)
+    items.sort(key=_rank)
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(_SLOW):
             item.add_marker("slow")
+
+
+def _rank(item: pytest.Item) -> int:
+    module = item.nodeid.removeprefix("tests/").partition("::")[0]
+    return _LONGEST.index(module) if module in _LONGEST else len(_LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +217,7 @@ def _threads() -> set[threading.Thread]:
 
 
 @pytest.fixture
-def quick_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes short runs fast that search all objects of the process for parameters: the search
     leaves out the objects that exist already."""
     # Restores the variables that seed_everything sets.
@@ -185,8 +225,6 @@ def quick_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Private names of other packages stay in `_compat`."""
 
 import ast
+import functools
 import importlib
 import inspect
 import textwrap
@@ -9,19 +10,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_memmap"
-TREES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(
-        path.read_text(encoding="utf-8")
-    )
-    for path in sorted((ROOT / PACKAGE).rglob("*.py"))
-}
 #: Names with an underscore that are public: those of Python's named tuples.
 PUBLIC = {"_fields", "_make", "_replace", "_asdict"}
 
 
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """The modules of the package, parsed, by their names."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(
+            path.read_text(encoding="utf-8")
+        )
+        for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+    }
+
+
 def test_private_names_of_others_are_used_in_compat_alone() -> None:
-    own = {name for tree in TREES.values() for name in defined_names(tree)}
-    for module, tree in TREES.items():
+    own = {name for tree in trees().values() for name in defined_names(tree)}
+    for module, tree in trees().items():
         foreign = set(foreign_private_names(tree, own))
         if not module.startswith(f"{PACKAGE}._compat"):
             assert not foreign, module
@@ -32,7 +38,7 @@ def test_private_names_of_others_are_used_in_compat_alone() -> None:
 def test_private_names_of_a_class_are_none_of_its_foreign_bases() -> None:
     """Neither on purpose, which is a matter for ``_compat``, nor by chance."""
     num_bases = 0
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         if module.startswith(f"{PACKAGE}._compat"):
             continue
         for node in ast.walk(tree):

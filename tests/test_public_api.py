@@ -286,6 +286,8 @@ def watch(event, arguments):
     if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect", "os.mkdir"):
         seen.append(event)
 
+for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_memmap"]:
+    del sys.modules[name]  # This Python has imported it already.
 threads, environment = set(threading.enumerate()), dict(os.environ)
 sys.addaudithook(watch)
 for name in NAMES:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,7 +9,12 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from lightning_memmap.arguments import BriefParser, imports_for_pages, refuse_several_configs
+from lightning_memmap.arguments import (
+    BriefParser,
+    imports_for_pages,
+    print_error,
+    refuse_several_configs,
+)
 from lightning_memmap.callbacks.memory_trace import KINDS
 from lightning_memmap.compare.advise.predict import (
     USABLE_SHARE,
@@ -145,7 +149,7 @@ def advise(args: list[str]) -> int:
         except ArithmeticError as error:
             raise ValueError(f"the numbers are too large to predict anything: {error}") from error
     except (MemmapError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     chosen, reason = recommend(predictions)
     name = chosen.strategy if chosen is not None else None

@@ -1,13 +1,12 @@
 """``lightning-memmap compare``."""
 
 import shlex
-import sys
 from pathlib import Path
 
 from msgspec.structs import replace
 from rich.console import Console
 
-from lightning_memmap.arguments import BriefParser, refuse_several_configs
+from lightning_memmap.arguments import BriefParser, print_error, refuse_several_configs
 from lightning_memmap.compare.render.terminal import (
     TerminalProgress,
     print_regression,
@@ -76,7 +75,7 @@ def compare(args: list[str]) -> int:
             report = replace(report, regression=check_regression(old, report, baseline))
             report.write(out / "report.json")
     except (MemmapError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     print_report(report, console)
     console.print(f"\n{out / 'report.json'}", soft_wrap=True, highlight=False)

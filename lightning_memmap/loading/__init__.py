@@ -2,7 +2,9 @@
 
 row_source       rows in one place, and how they come into a batch
 resident         on a device, on the host, or in the file mapping
-streamed         in the files, read window by window (window_layout, window_reader)
+streamed         in the files, read window by window (window_layout, window_items,
+                 window_reads, window_reader)
+decoded          the same rows, their images decoded (image_decoder)
 row_numbers      the same rows, each with its number in the dataset
 split            all sources of a split (store_offsets, upload)
 fetch            the rows of coming steps (buffers, device_streams)
@@ -20,7 +22,7 @@ from lightning_memmap.loading.device_loader import DeviceLoader, loader_for
 from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.row_source import EpochRows, RowSource
-from lightning_memmap.loading.split import SplitRows, load_split
+from lightning_memmap.loading.split import SplitRows, largest_window_bytes, load_split
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import OnSuperBatch
 from lightning_memmap.loading.variable_batch import FormedCollate, Padded
@@ -39,6 +41,7 @@ __all__ = [
     "SuperBatch",
     "SuperBatchLoader",
     "has_streams",
+    "largest_window_bytes",
     "load_split",
     "loader_for",
 ]

@@ -19,6 +19,8 @@ from lightning_memmap._compat.tensors import storage_use_count
 
 #: From this size on, torch's threads share a copy. One thread alone is faster with numpy.
 _SHARED_COPY_BYTES = 2**19
+#: Memory that is made has this much more than is asked for, since the next step may need more.
+_SLACK = 1.25
 #: The shape of one row and the dtype of each field.
 Fields: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
@@ -183,6 +185,28 @@ class BufferPool:
             if shared or tensor.is_inference() != torch.is_inference_mode_enabled():
                 return False
         return True
+
+
+class GrowingPool:
+    """Memory on the CPU, in a size that differs from step to step; see `BufferPool`."""
+
+    def __init__(self) -> None:
+        self._pool: BufferPool | None = None
+        self._capacity = 0
+
+    def get(self, num_bytes: int) -> Tensor:
+        """Memory that nobody else holds.
+
+        Args:
+            num_bytes: Its size.
+
+        Returns:
+            uint8 of shape (num_bytes,), with undefined content.
+        """
+        if self._pool is None or num_bytes > self._capacity:
+            self._capacity = int(num_bytes * _SLACK)
+            self._pool = BufferPool([((), torch.uint8)], self._capacity)
+        return self._pool.get(num_bytes).tensors[0]
 
 
 def _handed_out(slot: Buffers, num_rows: int) -> Buffers:

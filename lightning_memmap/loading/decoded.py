@@ -1,10 +1,11 @@
 """Rows with encoded images: threads decode those of the next step while a step is used."""
 
+import math
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
@@ -15,12 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.images import ImageError
-from lightning_memmap.loading.buffers import BufferPool, Buffers
+from lightning_memmap.loading.buffers import BufferPool, Buffers, Fields
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.image_decoder import ImageDecoder
-from lightning_memmap.loading.resident import ResidentRows
-from lightning_memmap.loading.row_source import EpochRows, Leaf, released_error
-from lightning_memmap.loading.variable_rows import VariableRows, located_rows
+from lightning_memmap.loading.row_source import (
+    EpochRows,
+    Leaf,
+    RowSource,
+    fixed_fields,
+    released_error,
+)
+from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling import Integers, Sampler
 
 #: By default no more threads: between two images, each runs Python code, which one at a time can.
@@ -45,7 +51,7 @@ class DecodedRows:
     """Rows of another source, with some fields decoded.
 
     Args:
-        rows: The other source, which has the encoded images in host memory.
+        rows: The other source, which fetches encoded images into host memory.
         decoders: The decoder of each field of encoded images, by its place among the fields.
         is_held: Which shards of the split the source has, bool of shape (C,).
         num_threads: Threads that decode.
@@ -53,7 +59,7 @@ class DecodedRows:
 
     def __init__(
         self,
-        rows: ResidentRows,
+        rows: RowSource,
         decoders: Mapping[int, ImageDecoder],
         is_held: NDArray[np.bool_],
         num_threads: int,
@@ -75,32 +81,32 @@ class DecodedRows:
         """Whether the rows were freed."""
         return self.rows.is_released
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of a batch."""
-        images = sum(int(np.prod(decoder.shape)) for decoder in self.decoders.values())
-        return self.rows.row_bytes + images
-
     def check_sampler(self, sampler: Sampler) -> None:
-        """Check that a sampler is one; see `RowSource.check_sampler`.
+        """Check that rows can be fetched in the order of a sampler; see `RowSource.check_sampler`.
 
         Args:
             sampler: The order.
         """
         self.rows.check_sampler(sampler)
 
-    def epoch(self, sampler: Sampler, epoch: int, position: int) -> "DecodedEpoch":
+    @contextmanager
+    def epoch(self, sampler: Sampler, epoch: int, position: int) -> Iterator["DecodedEpoch"]:
         """The rows in the order of an epoch; see `RowSource.epoch`.
 
         Args:
             sampler: The order.
             epoch: Epoch, counted from 0.
             position: The first position that will be fetched.
+
+        Yields:
+            The rows. At the end of the context, the threads that decode have ended.
         """
-        with self.rows.epoch(sampler, epoch, position) as rows:
-            found = DecodedEpoch(self, rows, sampler, epoch)
-        self._epochs.add(found)
-        return found
+        with (
+            self.rows.epoch(sampler, epoch, position) as rows,
+            DecodedEpoch(self, rows, sampler, epoch) as found,
+        ):
+            self._epochs.add(found)
+            yield found
 
     def release(self) -> None:
         """End all threads, and free the memory; see `RowSource.release`."""
@@ -109,22 +115,24 @@ class DecodedRows:
             epoch.close()
         self._pools.clear()
 
-    def memory(self, num_rows: int, pin_memory: bool) -> list[Tensor]:
-        """Memory for decoded rows that nobody else holds, on the CPU.
+    def memory(self, fixed: Fields, num_rows: int, pin_memory: bool) -> Buffers:
+        """Memory for the rows of a step that nobody else holds, on the CPU.
 
         Args:
-            num_rows: How many.
+            fixed: The fields whose rows have one shape.
+            num_rows: How many rows.
             pin_memory: Whether it is page-locked.
 
         Returns:
-            uint8 of shape (num_rows, *shape) for each field of images.
+            Buffers for these fields, and then for each field of images.
         """
-        fields = [(decoder.shape, torch.uint8) for decoder in self.decoders.values()]
+        images = [(decoder.shape, torch.uint8) for decoder in self.decoders.values()]
+        fields = [*fixed, *images]
         if pin_memory or has_streams(self.device):
-            return Buffers.empty(fields, num_rows, pin_memory=True).tensors
+            return Buffers.empty(fields, num_rows, pin_memory=True)
         if num_rows not in self._pools:
             self._pools[num_rows] = BufferPool(fields, num_rows, _NUM_BUFFERS)
-        return self._pools[num_rows].get(num_rows).tensors
+        return self._pools[num_rows].get(num_rows)
 
 
 class DecodedEpoch(AbstractContextManager["DecodedEpoch"]):
@@ -144,12 +152,17 @@ class DecodedEpoch(AbstractContextManager["DecodedEpoch"]):
         self.device = rows.device
         #: Those of images as they are stored: what is fetched is located on the CPU.
         self.fields = rows.fields
-        self.row_bytes = source.row_bytes
+        self.row_bytes = rows.row_bytes + sum(
+            math.prod(decoder.shape) for decoder in source.decoders.values()
+        )
+        # On another device, they are fetched there.
+        self._fixed = fixed_fields(rows.fields) if rows.device.type == "cpu" else []
         self._source = source
         self._rows = rows
         self._sampler = sampler
         self._epoch = epoch
-        self._order = _Order(source.is_held)
+        self._located: list[tuple[range, Integers]] = []
+        self._is_block_over = False
         self._ahead: _Images | None = None
         self._is_closed = False
         self._start()
@@ -165,18 +178,27 @@ class DecodedEpoch(AbstractContextManager["DecodedEpoch"]):
             positions: As for `lightning_memmap.sampling.Sampler.at`.
         """
         locations = self._rows.locate(positions)
-        self._order.add(positions, locations)
+        if self._is_block_over:
+            # What was located before was fetched.
+            self._located, self._is_block_over = [], False
+        self._located.append((positions, locations))
         return locations
 
     def fetch(
-        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+        self,
+        locations: Tensor,
+        out: Buffers | None = None,
+        *,
+        pin_memory: bool = False,
+        coming: Tensor | None = None,
     ) -> list[Leaf]:
         """Copy rows into a batch, their images decoded; see `EpochRows.fetch`.
 
         Args:
             locations: Of `locate`, int64 of shape (B,), on the CPU.
-            out: Buffers for the fields whose rows have one shape.
+            out: Not used: rows are fetched before it is known.
             pin_memory: Whether new buffers are page-locked.
+            coming: What is fetched next. Its images are decoded meanwhile.
 
         Raises:
             DatasetError: An image cannot be decoded, or has another size. The message names its
@@ -185,51 +207,69 @@ class DecodedEpoch(AbstractContextManager["DecodedEpoch"]):
         if self._is_closed:
             raise released_error()
         if os.getpid() != self._process:
-            # The threads stayed with the parent.
-            self._ahead = None
+            # The threads stayed with the parent, and what was fetched did not.
             self._start()
-        leaves = list(self._rows.fetch(locations, out, pin_memory=pin_memory))
-        wanted = locations.numpy()
-        images = self._ahead
-        if images is not None and not np.array_equal(images.locations, wanted):
-            images.cancel()
-            images = None
-            self._order.is_regular = False
-        images = images or self._begin(wanted, pin_memory)
-        coming = self._order.after(len(wanted))
-        self._ahead = self._begin(coming, pin_memory) if len(coming) else None
+            if self._ahead is not None:
+                ahead = self._ahead
+                memory = [images.out for images in ahead.fields]
+                self._ahead = self._decode(ahead.locations, ahead.leaves, memory)
+        images = self._ahead or self._begin(locations, pin_memory)
+        assert torch.equal(images.locations, locations), "what is announced is fetched next"
+        self._ahead = None
+        if coming is not None and len(coming):
+            self._ahead = self._begin(coming, pin_memory)
+        self._is_block_over = True
         for future in images.futures:
             future.result()
+        leaves = list(images.leaves)
         for index, found in zip(self._source.decoders, images.fields, strict=True):
             if found.errors:
-                raise self._failed(found, wanted)
+                raise self._failed(found, locations)
             leaves[index] = send(found.out, self.device)
         return leaves
 
-    def _begin(self, locations: Integers, pin_memory: bool) -> "_Images":
-        """Let the threads decode rows."""
-        source = self._source
-        memory = source.memory(len(locations), pin_memory)
-        fields = [
-            _FieldImages(decoder, located_rows(source.rows.variable[index], locations), out)
-            for (index, decoder), out in zip(source.decoders.items(), memory, strict=True)
-        ]
+    def _begin(self, locations: Tensor, pin_memory: bool) -> "_Images":
+        """Fetch rows, and let the threads decode their images."""
+        memory = self._source.memory(self._fixed, len(locations), pin_memory)
+        count = len(self._fixed)
+        out = Buffers(memory.tensors[:count], memory.rows[:count])
+        leaves = self._rows.fetch(locations, out, pin_memory=pin_memory)
+        return self._decode(locations, leaves, memory.tensors[count:])
+
+    def _decode(
+        self, locations: Tensor, leaves: Sequence[Leaf], memory: Sequence[Tensor]
+    ) -> "_Images":
+        source, fields = self._source, list[_FieldImages]()
+        for (index, decoder), out in zip(source.decoders.items(), memory, strict=True):
+            rows = leaves[index]
+            assert isinstance(rows, VariableRows)
+            fields.append(_FieldImages(decoder, rows, out))
         num_tasks = min(source.num_threads, len(locations))
         futures = [
             self._threads.submit(images.decode) for images in fields for _ in range(num_tasks)
         ]
-        return _Images(locations, fields, futures)
+        return _Images(locations, leaves, fields, futures)
 
-    def _failed(self, images: "_FieldImages", locations: Integers) -> Exception:
+    def _failed(self, images: "_FieldImages", locations: Tensor) -> Exception:
         index = min(images.errors)
         error = images.errors[index]
         if not isinstance(error, ImageError):
             return error
-        position = self._order.position_of(int(locations[index]))
+        position = self._position_of(int(locations[index]))
         row = self._sampler.dataset_rows(self._epoch, range(position, position + 1))
         failure = images.decoder.failed(int(row[0]), error)
         failure.__cause__ = error
         return failure
+
+    def _position_of(self, location: int) -> int:
+        """The position of a row that was located."""
+        is_held = self._source.is_held
+        for positions, locations in self._located:
+            for index in np.flatnonzero(locations == location).tolist():
+                # Of rows of other sources it is undefined where they lie.
+                if is_held[positions[index] % len(is_held)]:
+                    return positions[index]
+        raise AssertionError("rows are located before they are fetched")
 
     def close(self) -> None:
         """End the threads. No row can be fetched any more."""
@@ -292,11 +332,13 @@ class _Images:
 
     Args:
         locations: Which rows they are of, int64 of shape (B,).
-        fields: The images of each field.
+        leaves: The rows as they were fetched, one for each field.
+        fields: The images of each field of images.
         futures: Done when all are decoded.
     """
 
-    locations: Integers
+    locations: Tensor
+    leaves: Sequence[Leaf]
     fields: list[_FieldImages]
     futures: list[Future[None]]
 
@@ -304,65 +346,3 @@ class _Images:
         """Decode no more of them."""
         for images in self.fields:
             images.cancel()
-
-
-class _Order:
-    """Which rows are fetched next, if a step has as many as the one before.
-
-    Args:
-        is_held: Which shards of the split the source has, bool of shape (C,).
-
-    Attributes:
-        is_regular: Whether that has been true of the steps that were located together.
-    """
-
-    def __init__(self, is_held: NDArray[np.bool_]) -> None:
-        self.is_regular = True
-        self._is_held = is_held
-        self._located: list[tuple[Integers, Integers]] = []
-        self._done = 0
-
-    def add(self, positions: range, locations: Integers) -> None:
-        """Note where rows lie.
-
-        Args:
-            positions: Their positions in the epoch.
-            locations: Where they lie.
-        """
-        if self._done:
-            # Of earlier steps, all of which were fetched.
-            self._located, self._done, self.is_regular = [], 0, True
-        places = np.arange(positions.start, positions.stop, positions.step)
-        is_here = self._is_held[places % len(self._is_held)]
-        self._located.append((places[is_here], locations[is_here]))
-
-    def after(self, num_rows: int) -> Integers:
-        """Note that rows were fetched, and return where the next ones lie.
-
-        Args:
-            num_rows: How many were fetched, and how many come next.
-
-        Returns:
-            Locations in the order in which they are fetched: those of one data device after those
-            of another. Fewer or none at the end, and none where that cannot be told.
-        """
-        if not self._done:
-            places = np.concatenate([places for places, _ in self._located])
-            self._locations = np.concatenate([found for _, found in self._located])
-            self._order = np.argsort(places, kind="stable")
-        self._done += num_rows
-        if not self.is_regular:
-            return self._locations[:0]
-        # The places in what was located, device by device.
-        return self._locations[np.sort(self._order[self._done : self._done + num_rows])]
-
-    def position_of(self, location: int) -> int:
-        """The position of a row that was located.
-
-        Args:
-            location: Where it lies.
-        """
-        for places, locations in self._located:
-            for index in np.flatnonzero(locations == location)[:1].tolist():
-                return int(places[index])
-        raise AssertionError("rows are located before they are fetched")

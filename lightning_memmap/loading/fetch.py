@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,19 @@ class Steps(NamedTuple):
     lengths: list[int]
     """Positions of each step. The first step is one of the longest, but for the last two of an
     epoch."""
+
+
+class _Request(NamedTuple):
+    """The rows that a source is asked for in one step."""
+
+    locations: Tensor
+    """Where they lie, those of one data device after those of another."""
+    users: list[int]
+    """The data devices."""
+    places: list[Integers | None]
+    """For each of them, the places of these rows in its batch; None where it has no others."""
+    sizes: list[int]
+    """How many rows each of them has."""
 
 
 class Fetcher:
@@ -141,11 +155,16 @@ class Fetcher:
         for index in range(0, len(lengths), together):
             rows_of_steps = lengths[index : index + together]
             stop = start + sum(rows_of_steps)
+            after = stop + sum(lengths[index + together : index + 2 * together])
             # Ordinary tensors in inference mode too: it may be over before the last of these steps.
             ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
             with ordinary or nullcontext():
                 leaves = self._fetch(
-                    source, locations[start:stop], self._devices, together * longest
+                    source,
+                    locations[start:stop],
+                    self._devices,
+                    coming=locations[stop:after],
+                    usual_rows=together * longest,
                 )
                 columns = [leaf.split_with_sizes(rows_of_steps) for leaf in leaves]
             batches = [list(step) for step in zip(*columns, strict=True)]
@@ -166,20 +185,22 @@ class Fetcher:
         count, start = len(self._devices), steps.positions.start // steps.positions.step
         served = [steps.positions[(d - start) % count :: count] for d in range(count)]
         located = self._locate(sources, served)
-        done = [0] * count
-        for step, length in enumerate(steps.lengths, steps.first_step):
-            first = start % count
-            start += length
-            rows = [
-                slice(begin, begin + len(range((d - first) % count, length, count)))
-                for d, begin in enumerate(done)
-            ]
-            done = [each.stop for each in rows]
+        firsts = ((start + np.cumsum([0, *steps.lengths[:-1]])) % count).tolist()
+        asked = self._requests(sources, located, served, [*zip(firsts, steps.lengths, strict=True)])
+        for step, (requests, coming) in enumerate(pairwise(chain(asked, [None])), steps.first_step):
+            assert requests is not None
             batches = [
                 self._transformed(device, leaves, epoch, step)
-                for device, leaves in enumerate(self._leaves(sources, located, served, rows))
+                for device, leaves in enumerate(self._leaves(sources, requests, coming))
             ]
-            yield SuperBatch(self._devices, length, first, batches=batches, collator=self._collator)
+            index = step - steps.first_step
+            yield SuperBatch(
+                self._devices,
+                steps.lengths[index],
+                firsts[index],
+                batches=batches,
+                collator=self._collator,
+            )
             del batches
 
     def _locate(
@@ -205,40 +226,82 @@ class Fetcher:
             for (which, device), found in located.items()
         }
 
-    def _leaves(
+    def _requests(
         self,
         sources: list[EpochRows],
         located: dict[tuple[int, int], Tensor],
         served: list[range],
-        rows: list[slice],
-    ) -> list[list[Leaf]]:
-        """One leaf per field for each data device, on that device, its rows in order.
+        steps: list[tuple[int, int]],
+    ) -> Iterator[list["_Request"]]:
+        """What each source is asked for, step by step.
 
         Args:
             sources: From `epoch`.
             located: From `_locate`.
             served: The positions that each data device serves.
-            rows: Which of them the step has.
+            steps: The data device that has the first row of each step, and its rows.
         """
-        fetched: list[list[tuple[Integers | None, list[Leaf]]]] = [[] for _ in served]
-        for which, source in enumerate(sources):
-            users = [d for d, found in enumerate(self._sources_of) if which in found]
-            wanted = [located[which, device][rows[device]] for device in users]
-            order: list[Integers | None] = [None] * len(users)
-            if self._is_mixed:
-                for at, device in enumerate(users):
-                    positions = np.array(served[device][rows[device]])
-                    home = self._rows.source_of_shard[positions % self._rows.shards.num_shards]
-                    order[at] = mine = np.flatnonzero(home == which)
-                    wanted[at] = wanted[at][torch.from_numpy(mine)]
-            locations = wanted[0] if len(wanted) == 1 else torch.cat(wanted)
-            if not has_variable(source.fields):
-                locations = send(locations, source.device)
-            devices = [self._devices[device] for device in users]
-            leaves = self._fetch(source, locations, devices)
-            sizes = [len(each) for each in wanted]
+        count = len(served)
+        done = [0] * count
+        for first, length in steps:
+            rows = [
+                slice(begin, begin + len(range((d - first) % count, length, count)))
+                for d, begin in enumerate(done)
+            ]
+            done = [each.stop for each in rows]
+            yield [
+                self._request(which, source, located, served, rows)
+                for which, source in enumerate(sources)
+            ]
+
+    def _request(
+        self,
+        which: int,
+        source: EpochRows,
+        located: dict[tuple[int, int], Tensor],
+        served: list[range],
+        rows: list[slice],
+    ) -> "_Request":
+        """What one source is asked for in a step, of which each data device has some rows."""
+        users = [d for d, found in enumerate(self._sources_of) if which in found]
+        wanted = [located[which, device][rows[device]] for device in users]
+        places: list[Integers | None] = [None] * len(users)
+        if self._is_mixed:
+            for at, device in enumerate(users):
+                positions = np.array(served[device][rows[device]])
+                home = self._rows.source_of_shard[positions % self._rows.shards.num_shards]
+                places[at] = mine = np.flatnonzero(home == which)
+                wanted[at] = wanted[at][torch.from_numpy(mine)]
+        locations = wanted[0] if len(wanted) == 1 else torch.cat(wanted)
+        if not has_variable(source.fields):
+            locations = send(locations, source.device)
+        return _Request(locations, users, places, [len(each) for each in wanted])
+
+    def _leaves(
+        self,
+        sources: list[EpochRows],
+        requests: list["_Request"],
+        coming: list["_Request"] | None,
+    ) -> list[list[Leaf]]:
+        """One leaf per field for each data device, on that device, its rows in order.
+
+        Args:
+            sources: From `epoch`.
+            requests: What each of them is asked for.
+            coming: What they are asked for next, where it is known.
+        """
+        fetched: list[list[tuple[Integers | None, list[Leaf]]]] = [[] for _ in self._devices]
+        for which, (source, request) in enumerate(zip(sources, requests, strict=True)):
+            users, sizes = request.users, request.sizes
+            leaves = self._fetch(
+                source,
+                request.locations,
+                [self._devices[device] for device in users],
+                coming=None if coming is None else coming[which].locations,
+            )
             split = [leaf.split_with_sizes(sizes) if len(users) > 1 else (leaf,) for leaf in leaves]
-            for device, places, columns in zip(users, order, zip(*split, strict=True), strict=True):
+            parts = zip(users, request.places, zip(*split, strict=True), strict=True)
+            for device, places, columns in parts:
                 target = self._devices[device]
                 fetched[device].append((places, [send_rows(rows, target) for rows in columns]))
         leaves_of = [
@@ -260,6 +323,8 @@ class Fetcher:
         source: EpochRows,
         locations: Tensor,
         devices: Sequence[torch.device],
+        *,
+        coming: Tensor | None,
         usual_rows: int = 0,
     ) -> list[Leaf]:
         """Fetch rows.
@@ -268,6 +333,7 @@ class Fetcher:
             source: Where from.
             locations: Which rows, int64 of shape (B,); see `EpochRows.fetch`.
             devices: Where they go next.
+            coming: Which ones are fetched after them, where it is known.
             usual_rows: Rows of most fetches. Smaller ones use the same memory.
 
         Returns:
@@ -275,14 +341,14 @@ class Fetcher:
             `AbsentRows`.
         """
         if source.device.type != "cpu":
-            leaves = source.fetch(locations)
+            leaves = source.fetch(locations, coming=coming)
         elif any(device != source.device and has_streams(device) for device in devices):
             # Copies to a device may still be reading this memory when the next rows come: torch's
             # allocator does not hand it out again before they are done.
-            leaves = source.fetch(locations, pin_memory=True)
+            leaves = source.fetch(locations, pin_memory=True, coming=coming)
         else:
             pool = self._pool_for(max(len(locations), usual_rows), source)
-            leaves = source.fetch(locations, pool.get(len(locations)))
+            leaves = source.fetch(locations, pool.get(len(locations)), coming=coming)
         leaves = list(leaves)
         for index, field in self._rows.absent:
             rows = absent_rows(len(locations), field.item_shape, field.dtype)

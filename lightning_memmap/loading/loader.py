@@ -127,9 +127,7 @@ class SuperBatchLoader:
             TypeError: It is not an integer.
             ValueError: It is negative.
         """
-        check_integer("epoch", epoch)
-        if epoch < 0:
-            raise ValueError(f"epoch={epoch}: epochs are counted from 0")
+        check_integer("epoch", epoch, 0, "epochs are counted from 0")
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:

@@ -193,13 +193,20 @@ def _copied_items(
         if uploader is None or device.type == "cpu":
             target.copy_(source)
         else:
-            uploader.copy(target, partial(_read_items, source))
+            uploader.copy(target, partial(read_slice, source))
         place += count
     index = ends[:, None] if row_sizes.shape[1] == 1 else np.c_[ends, row_sizes]
     return ItemRows(stored.field, offsets.shards, items, index)
 
 
-def _read_items(source: Tensor, first: int, out: Tensor) -> None:
+def read_slice(source: Tensor, first: int, out: Tensor) -> None:
+    """Fill a tensor with consecutive rows.
+
+    Args:
+        source: The rows, on the CPU.
+        first: The first of them.
+        out: Where they go.
+    """
     out.copy_(source[first : first + len(out)])
 
 
@@ -207,11 +214,8 @@ def _shard_reader(
     mapped: Tensor, offsets: StoreOffsets, shard: int
 ) -> Callable[[int, Tensor], None]:
     """A function that fills a CPU tensor with the rows of a shard, from a given row on."""
-
-    def read(first: int, out: Tensor) -> None:
-        assert offsets.starts is not None
-        start = int(offsets.starts[shard]) + first
-        out.copy_(mapped[start : start + len(out)])
+    if offsets.starts is not None:
+        return partial(read_slice, mapped[int(offsets.starts[shard]) :])
 
     def read_apart(first: int, out: Tensor) -> None:
         # The rows of a re-striped shard and of an index view lie apart.
@@ -224,4 +228,4 @@ def _shard_reader(
             else:
                 piece.copy_(mapped.index_select(0, torch.from_numpy(found)))
 
-    return read_apart if offsets.starts is None else read
+    return read_apart

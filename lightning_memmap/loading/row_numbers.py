@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers
-from lightning_memmap.loading.row_source import EpochRows, FieldRows, Leaf, RowSource
+from lightning_memmap.loading.row_source import EpochRows, Leaf, RowSource
 from lightning_memmap.sampling import Integers, Sampler
 from lightning_memmap.schema import Schema
 
@@ -54,35 +54,29 @@ class NumberedRows:
         self.source.release()
 
 
-@dataclass(frozen=True)
 class _NumberedEpoch:
     """Rows and their numbers. Beside each location is the number of its row."""
 
-    rows: EpochRows
-    sampler: Sampler
-    number: int
-
-    @property
-    def device(self) -> torch.device:
-        return self.rows.device
-
-    @property
-    def fields(self) -> Sequence[FieldRows]:
-        return self.rows.fields
-
-    @property
-    def row_bytes(self) -> int:
-        return self.rows.row_bytes
+    def __init__(self, rows: EpochRows, sampler: Sampler, epoch: int) -> None:
+        self.device, self.fields, self.row_bytes = rows.device, rows.fields, rows.row_bytes
+        self._rows, self._sampler, self._epoch = rows, sampler, epoch
 
     def locate(self, positions: range) -> Integers:
-        numbers = self.sampler.dataset_rows(self.number, positions)
-        return np.column_stack([self.rows.locate(positions), numbers])
+        numbers = self._sampler.dataset_rows(self._epoch, positions)
+        return np.column_stack([self._rows.locate(positions), numbers])
 
     def fetch(
-        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+        self,
+        locations: Tensor,
+        out: Buffers | None = None,
+        *,
+        pin_memory: bool = False,
+        coming: Tensor | None = None,
     ) -> Sequence[Leaf]:
         places, numbers = (column.contiguous() for column in locations.unbind(1))
-        return [*self.rows.fetch(places, out, pin_memory=pin_memory), numbers.to(self.device)]
+        coming = None if coming is None else coming[:, 0].contiguous()
+        leaves = self._rows.fetch(places, out, pin_memory=pin_memory, coming=coming)
+        return [*leaves, numbers.to(self.device)]
 
 
 class NumberedCollate:

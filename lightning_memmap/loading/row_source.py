@@ -8,7 +8,6 @@ order of a sampler.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
@@ -69,7 +68,12 @@ class EpochRows(Protocol):
         """
 
     def fetch(
-        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+        self,
+        locations: Tensor,
+        out: Buffers | None = None,
+        *,
+        pin_memory: bool = False,
+        coming: Tensor | None = None,
     ) -> Sequence[Leaf]:
         """Copy rows into a batch.
 
@@ -81,6 +85,8 @@ class EpochRows(Protocol):
                 on a CPU. New ones are made where it is None.
             pin_memory: Whether new buffers are page-locked, for copies to a device. torch's host
                 allocator uses their memory again once they are freed and the copies are done.
+            coming: The locations of the next call, where they are known. What takes long may be
+                begun.
 
         Returns:
             One tensor of shape (B, *field shape) for each of these fields, on this device, or
@@ -209,35 +215,27 @@ class RandomAccessRows(ABC):
         """
 
 
-@dataclass(frozen=True)
 class _RandomAccessEpoch:
     """Rows in the order of one epoch."""
 
-    rows: RandomAccessRows
-    sampler: Sampler
-    number: int
-
-    @property
-    def device(self) -> torch.device:
-        return self.rows.device
-
-    @property
-    def fields(self) -> Sequence[FieldRows]:
-        return self.rows.fields
-
-    @property
-    def row_bytes(self) -> int:
-        return self.rows.row_bytes
+    def __init__(self, rows: RandomAccessRows, sampler: Sampler, epoch: int) -> None:
+        self.device, self.fields, self.row_bytes = rows.device, rows.fields, rows.row_bytes
+        self._rows, self._sampler, self._epoch = rows, sampler, epoch
 
     def locate(self, positions: range) -> Integers:
-        return self.rows.locate(self.sampler, self.number, positions)
+        return self._rows.locate(self._sampler, self._epoch, positions)
 
     def fetch(
-        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+        self,
+        locations: Tensor,
+        out: Buffers | None = None,
+        *,
+        pin_memory: bool = False,
+        coming: Tensor | None = None,
     ) -> Sequence[Leaf]:
-        if self.rows.is_released:
+        if self._rows.is_released:
             raise released_error()
-        return self.rows.fetch(locations, out, pin_memory=pin_memory)
+        return self._rows.fetch(locations, out, pin_memory=pin_memory)
 
 
 def released_error() -> RuntimeError:

@@ -1,7 +1,7 @@
 """The rows of a split: every source that this process fetches from, and how they are set up."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
 from lightning_memmap.loading.variable_batch import check_encoded
+from lightning_memmap.loading.window_items import largest_window
 from lightning_memmap.loading.window_layout import WindowLayout
 from lightning_memmap.loading.window_rows import window_rows
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
@@ -108,10 +109,10 @@ def load_split(
         if fields is None or pair[0].field.name in fields
     ]
     columns = [column for column, _ in needed]
-    opened = store.provide(fields, _stored_shards(store, placement))
+    held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
+    opened = store.provide(fields, _stored_shards(store, placement.shards, held))
     known = (FixedColumn, VariableColumn)
     others = [column for column in columns if type(column) not in known]
-    variable = [column for column in columns if isinstance(column, VariableColumn)]
     base = placement.shards.base
     cut, length = (base.fields, base.length) if isinstance(base, WindowShards) else ((), 0)
     offsets = StoreOffsets.into(store, placement.shards)
@@ -130,24 +131,18 @@ def load_split(
         if others and residency is not Residency.MMAP:
             raise StoreError(
                 f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
-                f" {store.path} can be read from the file mapping alone: use residency='mmap'"
+                f" {store.location} can be read from the file mapping alone: use residency='mmap'"
             )
         if cut and residency is Residency.STREAM:
             raise StoreError(
-                f"residency='stream': field {cut[0]!r} of the store at {store.path} is cut into"
+                f"residency='stream': field {cut[0]!r} of the store at {store.location} is cut into"
                 " windows, which overlap, and only whole rows are read one after the other: use"
-                " residency='mmap'"
-            )
-        if variable and residency is Residency.STREAM:
-            raise StoreError(
-                f"residency='stream': the rows of field {variable[0].field.name!r} at {store.path}"
-                " differ in length, and only rows of one size are read window by window: use"
                 " residency='mmap'"
             )
         if store.has_gaps and residency is Residency.STREAM:
             raise StoreError(
-                f"residency='stream': the rows of the stores in {store.path} are mixed, and only"
-                " those of one store are read one after the other: use residency='mmap'"
+                f"residency='stream': the rows of the stores in {store.location} are mixed, and"
+                " only those of one store are read one after the other: use residency='mmap'"
             )
         if cut and not others:
             fields_ = [(c.field, rows) for c, rows in zip(columns, opened, strict=True)]
@@ -156,7 +151,7 @@ def load_split(
         elif others or not columns:
             sources.append(ColumnRows(columns, opened))
         elif residency is Residency.STREAM:
-            sources.append(_streamed_rows(store, columns, offsets, placement, shards))
+            sources.append(_streamed_rows(store, columns, opened, offsets, placement, shards))
         elif residency is Residency.MMAP:
             sources.append(mapped_rows(opened, offsets))
         else:
@@ -169,7 +164,7 @@ def load_split(
                 " row of a batch, not for each step of a window: leave one of them out"
             )
         for index, source in enumerate(sources):
-            if isinstance(source, ResidentRows):
+            if isinstance(source, (ResidentRows, StreamedRows)):
                 is_held = source_of_shard == index
                 sources[index] = _decoded_rows(source, images, is_held, topology)
     absent = tuple(
@@ -180,12 +175,47 @@ def load_split(
     return SplitRows(topology, placement.shards, tuple(sources), source_of_shard, absent)
 
 
-def _stored_shards(store: Store, placement: SplitPlacement) -> list[int]:
-    """The shards of the store that have rows of the shards that this process holds."""
-    stored, shards = store.manifest.shards, placement.shards
-    held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
+def largest_window_bytes(
+    store: Store, shards: Shards, held: Sequence[int], rows: int, fields: Collection[str] | None
+) -> int:
+    """The memory that rows take which are read window by window. No row is read.
+
+    Of a store at a URL, the shards are fetched if it has fields whose rows differ in length.
+
+    Args:
+        store: The store.
+        shards: The rows of the split, and the shards that they are divided into.
+        held: The shards that this process holds.
+        rows: Rows of a shard in a window, at most those of the longest shard.
+        fields: Names of the fields that this process needs; None for all.
+
+    Returns:
+        Bytes of the largest window of ``rows`` consecutive rows of each of these shards.
+
+    Raises:
+        StoreError: The index of a field is damaged, or a shard cannot be fetched.
+    """
+    needed = [f for f in store.schema.fields if fields is None or f.name in fields]
+    variable = [field.name for field in needed if field.num_variable]
+    total = len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
+    if not variable or store.has_gaps or isinstance(shards.base, WindowShards):
+        return total
+    offsets = StoreOffsets.into(store, shards)
+    for column in store.provide(variable, _stored_shards(store, shards, held)):
+        if isinstance(column, ItemRows):
+            # An index entry for each row beside its items.
+            index_bytes = 8 * (1 + column.field.num_variable) * len(held) * rows
+            total += index_bytes + column.field.item_bytes * largest_window(
+                column, offsets, held, rows
+            )
+    return total
+
+
+def _stored_shards(store: Store, shards: Shards, held: Sequence[int]) -> list[int]:
+    """The shards of the store that have rows of some shards of a split."""
+    stored = store.manifest.shards
     if shards == stored:
-        return held
+        return [*held]
     if isinstance(shards.base, LineShards):
         return [*range(stored.num_shards)]
     found = np.zeros(stored.num_shards, bool)
@@ -226,7 +256,7 @@ def image_decoders(
 
 
 def _decoded_rows(
-    rows: ResidentRows,
+    rows: ResidentRows | StreamedRows,
     decoders: Mapping[int, ImageDecoder],
     is_held: NDArray[np.bool_],
     topology: DataTopology,
@@ -240,6 +270,7 @@ def _decoded_rows(
 def _streamed_rows(
     store: Store,
     columns: list[Column],
+    opened: list[OpenColumn],
     offsets: StoreOffsets,
     placement: SplitPlacement,
     shards: list[int],
@@ -249,15 +280,16 @@ def _streamed_rows(
     layout = WindowLayout(
         [column.field for column in columns],
         open_row_files(store, columns),
+        {index: found for index, found in enumerate(opened) if isinstance(found, ItemRows)},
         offsets,
         shards=shards,
         window=rows,
     )
     if (share := layout.share_used([range(rows)])) < _LEAST_SHARE:
         warnings.warn(
-            f"residency='stream': {1 / share:.0f} bytes of the store at {store.path} are read for"
-            " each one that is used, since the rows of this process lie apart in its files: build"
-            " a store of these rows alone, or one whose num_shards the data devices divide",
+            f"residency='stream': {1 / share:.0f} bytes of the store at {store.location} are read"
+            " for each one that is used, since the rows of this process lie apart in its files:"
+            " build a store of these rows alone, or one whose num_shards the data devices divide",
             stacklevel=2,
         )
     return StreamedRows(layout, window)

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import Buffers, copy_rows
-from lightning_memmap.loading.row_source import released_error
-from lightning_memmap.loading.window_layout import WindowLayout
+from lightning_memmap.loading.buffers import Buffers, GrowingPool, copy_rows
+from lightning_memmap.loading.row_source import Leaf, fixed_fields, released_error
+from lightning_memmap.loading.variable_rows import VariableRows, joined_rows
+from lightning_memmap.loading.window_layout import WindowLayout, WindowMemory
 from lightning_memmap.loading.window_reader import WindowReader
 from lightning_memmap.sampling import Integers, ReadWindows, Sampler
 
@@ -33,7 +34,7 @@ class StreamedRows:
     def __init__(self, layout: WindowLayout, window: int) -> None:
         self._layout = layout
         self._window = window
-        self._idle: list[Buffers] = []
+        self._idle: list[WindowMemory] = []
         self._epochs: weakref.WeakSet[StreamedEpoch] = weakref.WeakSet()
         #: Whether the memory was freed.
         self.is_released = False
@@ -96,16 +97,18 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         windows: ReadWindows,
         epoch: int,
         position: int,
-        idle: list[Buffers],
+        idle: list[WindowMemory],
     ) -> None:
-        self.fields = [(field.item_shape, field.dtype) for field in layout.fields]
-        self.row_bytes = sum(field.row_bytes for field in layout.fields)
+        self.fields = [(field.shape, field.dtype) for field in layout.fields]
+        self.row_bytes = layout.row_bytes
+        self._fixed = fixed_fields(self.fields)
+        self._pools = [GrowingPool() for _ in self.fields]
         self._layout = layout
         self._windows = windows
         self._epoch = epoch
         self._idle = idle
         self._number = windows.number_of(position) - 1
-        self._window: Buffers | None = None
+        self._window: WindowMemory | None = None
         self._is_closed = False
         self._start()
 
@@ -124,35 +127,60 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         )
 
     def fetch(
-        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> list[Tensor]:
+        self,
+        locations: Tensor,
+        out: Buffers | None = None,
+        *,
+        pin_memory: bool = False,
+        coming: Tensor | None = None,
+    ) -> list[Leaf]:
         """Copy rows into one batch, once they are read; see `EpochRows.fetch`.
 
         Args:
             locations: Where the rows are, int64 of shape (B,), on the CPU, at least one. None of
                 them is in a window before the last one of the previous call, whose memory is used
                 again.
-            out: Buffers to copy into. New ones are made where it is None.
+            out: Buffers to copy into, for the fields whose rows have one shape. New ones are made
+                where it is None.
             pin_memory: Whether new ones are page-locked.
+            coming: Not needed: windows are read ahead.
 
         Returns:
-            One tensor of shape (B, *field shape) for each field, on the CPU.
+            For each field one tensor of shape (B, *field shape), on the CPU, or `VariableRows` in
+            memory of their own.
         """
         size = self._layout.num_slots
         first, last = (int(edge) // size for edge in locations.aminmax())
         assert first >= self._number, "windows come in their order"
         if out is None:
-            out = Buffers.empty(self.fields, len(locations), pin_memory=pin_memory)
+            out = Buffers.empty(self._fixed, len(locations), pin_memory=pin_memory)
+        orders, parts = list[Integers](), list[list[VariableRows]]()
         for number in range(first, last + 1):
             window = self._window_of(number)
             slots = locations - number * size
             if first == last:
-                copy_rows(window, slots, out)
-                continue
-            here = np.flatnonzero((slots >= 0) & (slots < size))
-            for rows, fetched in zip(window.rows, out.rows, strict=True):
-                fetched[here] = rows[slots.numpy()[here]]
-        return out.tensors
+                copy_rows(window.rows, slots, out)
+                here = slots.numpy()
+            else:
+                orders.append(np.flatnonzero((slots >= 0) & (slots < size)))
+                here = slots.numpy()[orders[-1]]
+                for rows, fetched in zip(window.rows.rows, out.rows, strict=True):
+                    fetched[orders[-1]] = rows[here]
+            # Their memory will be read over.
+            parts.append(
+                [
+                    items.located(here).copied(pool.get)
+                    for items, pool in zip(window.items, self._pools, strict=False)
+                ]
+            )
+        leaves: list[Leaf] = [*out.tensors]
+        for index, pieces in zip(self._layout.variable, zip(*parts, strict=True), strict=True):
+            leaf: Leaf = pieces[0]
+            if first != last:
+                order = torch.from_numpy(np.argsort(np.concatenate(orders)))
+                leaf = joined_rows(pieces).index_select(0, order)
+            leaves.insert(index, leaf)
+        return leaves
 
     def close(self) -> None:
         """End the threads. No row can be fetched any more."""
@@ -162,7 +190,7 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         self._window = None
         if self._end():
             # Nobody writes there any more.
-            self._idle.extend(self._reader.buffers[: NUM_BUFFERS - len(self._idle)])
+            self._idle.extend(self._reader.memory[: NUM_BUFFERS - len(self._idle)])
 
     def __exit__(
         self,
@@ -181,7 +209,7 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         self._end: Any = weakref.finalize(self, self._reader.end)
         self._reader.start()
 
-    def _window_of(self, number: int) -> Buffers:
+    def _window_of(self, number: int) -> WindowMemory:
         """The memory of a window, once it is read. That of earlier windows is used again."""
         if self._is_closed:
             raise released_error()

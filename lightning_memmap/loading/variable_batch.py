@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import BufferPool
+from lightning_memmap.loading.buffers import GrowingPool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.image_decoder import ImageDecoder
 from lightning_memmap.loading.nested import named_leaves, rebuilt
@@ -29,9 +29,6 @@ from lightning_memmap.schema import (
 )
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.nesting import Build, Leaves
-
-#: Memory that is made has this much more than is asked for, since the next step may need more.
-_SLACK = 1.25
 
 
 class Padded(NamedTuple):
@@ -83,8 +80,7 @@ class Former:
                 )
         self._field = field
         self._form = form
-        self._pool: BufferPool | None = None
-        self._capacity = 0
+        self._memory = GrowingPool().get
 
     def form(self, rows: VariableRows) -> Any:
         """Copy rows into what the batch has for them.
@@ -120,13 +116,6 @@ class Former:
         ends = np.cumsum(rows.lengths).tolist()
         for begin, end in zip([0, *ends], ends, strict=False):
             yield self._field.decode(data[begin:end])
-
-    def _memory(self, num_bytes: int) -> Tensor:
-        """Memory that nobody else holds, on the CPU."""
-        if self._pool is None or num_bytes > self._capacity:
-            self._capacity = int(num_bytes * _SLACK)
-            self._pool = BufferPool([((), torch.uint8)], self._capacity)
-        return self._pool.get(num_bytes).tensors[0]
 
 
 #: Dtypes that round what they are padded with.

@@ -6,7 +6,7 @@ padded rows are written once, straight to where they stay, and only bare rows cr
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -96,6 +96,16 @@ class VariableRows:
             self.field, self.items, self.starts[rows], self.sizes[rows], self.widths
         )
 
+    def copied(self, allocate: Allocate = fresh_memory) -> "VariableRows":
+        """The rows in memory of their own, one after the other.
+
+        Args:
+            allocate: Gives the memory, where they are on a CPU.
+        """
+        lengths, items = self.lengths, self.packed(allocate)
+        starts = np.cumsum(lengths) - lengths
+        return VariableRows(self.field, items, starts, self.sizes, self.widths)
+
     def of_widths(self, widths: tuple[int, ...]) -> "VariableRows":
         """These rows, as some of a step.
 
@@ -148,11 +158,8 @@ class VariableRows:
         if self.device == device or self.field.is_text:
             return self
         pin = self.device.type == "cpu" and has_streams(device)
-        items = send(self.packed(_page_locked_memory if pin else fresh_memory), device)
-        lengths = self.lengths
-        return VariableRows(
-            self.field, items, np.cumsum(lengths) - lengths, self.sizes, self.widths
-        )
+        rows = self.copied(_page_locked_memory if pin else fresh_memory)
+        return replace(rows, items=send(rows.items, device))
 
     def packed(self, allocate: Allocate = fresh_memory) -> Tensor:
         """Copy the rows, one after the other.
@@ -362,10 +369,15 @@ def widths_of(parts: Sequence[VariableRows]) -> tuple[int, ...]:
     Returns:
         The largest size in each dimension that differs.
     """
-    return _largest(np.concatenate([part.sizes for part in parts]))
+    return largest(np.concatenate([part.sizes for part in parts]))
 
 
-def _largest(sizes: Integers) -> tuple[int, ...]:
+def largest(sizes: Integers) -> tuple[int, ...]:
+    """The largest sizes in the dimensions that differ.
+
+    Args:
+        sizes: Those of each row, int64 of shape (B, k).
+    """
     return tuple(sizes.max(axis=0, initial=0).tolist())
 
 
@@ -378,7 +390,7 @@ def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
     """
     items, sizes = pack_rows(field, rows)
     lengths = sizes.prod(axis=1)
-    return VariableRows(field, items, np.cumsum(lengths) - lengths, sizes, _largest(sizes))
+    return VariableRows(field, items, np.cumsum(lengths) - lengths, sizes, largest(sizes))
 
 
 def located_rows(rows: ItemRows, locations: Integers) -> VariableRows:
@@ -393,4 +405,4 @@ def located_rows(rows: ItemRows, locations: Integers) -> VariableRows:
         StoreError: The index of the store is damaged.
     """
     starts, sizes = rows.at(locations)
-    return VariableRows(rows.field, rows.items, starts, sizes, _largest(sizes))
+    return VariableRows(rows.field, rows.items, starts, sizes, largest(sizes))

@@ -1,10 +1,7 @@
 """The layout of a window in memory, and the reads that fill it from the files of a store."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import pairwise
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,16 +9,23 @@ from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading.window_items import ItemLayout, ItemMemory, largest_window
+from lightning_memmap.loading.window_reads import (
+    Pieces,
+    Read,
+    block_rows,
+    reads_in_place,
+    reads_of_pieces,
+    reads_to_copy,
+    scratch_memory,
+)
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
-from lightning_memmap.store.row_file import MAX_BLOCK_BYTES, RowFile, aligned_memory
+from lightning_memmap.store.columns import ItemRows
+from lightning_memmap.store.row_file import RowFile, aligned_memory
 
-#: Bytes of one read: enough for the full rate of a disk, and few compared with any window.
-_READ_BYTES = 4 * 2**20
 #: Re-striped rows are looked up together, some of each shard at a time.
 _LOOKUP_BYTES = 16 * 2**20
-#: Gaps of this size between wanted rows are read too: skipping them takes a disk as long.
-_GAP_BYTES = 128 * 2**10
 #: Rows of each shard that are looked at to estimate how many of the bytes read are not used.
 _SAMPLE_ROWS = 4096
 #: Runs of a shard in a window at most: a window may wrap around, and some shards have a row more.
@@ -29,8 +33,18 @@ _MAX_RUNS = 3
 #: The largest share of a shard's slots that may stay free so that a disk can write rows directly.
 _MAX_FREE = 1 / 64
 
-#: Reads rows to their slots; the argument is scratch memory.
-Read: TypeAlias = Callable[[memoryview], None]
+
+@dataclass(frozen=True, eq=False)
+class WindowMemory:
+    """The memory of a window.
+
+    Args:
+        rows: One tensor of shape (slots, *field shape) for each field whose rows have one shape.
+        items: The memory of each other field.
+    """
+
+    rows: Buffers
+    items: Sequence[ItemMemory]
 
 
 class WindowLayout:
@@ -44,7 +58,9 @@ class WindowLayout:
 
     Args:
         fields: The fields that this process needs.
-        files: The file of each field; None for a field without a byte.
+        files: The file of each field, where rows differ in length that of their items; None for a
+            field without a byte.
+        items: The rows of the fields whose rows differ in length, by their place among the fields.
         offsets: Where the rows of the split lie in the files.
         shards: The shards of the split that this process holds.
         window: Rows of a shard in a window.
@@ -54,13 +70,17 @@ class WindowLayout:
         self,
         fields: Sequence[Field],
         files: Sequence[RowFile | None],
+        items: Mapping[int, ItemRows],
         offsets: StoreOffsets,
         *,
         shards: Sequence[int],
         window: int,
     ) -> None:
         self.fields = fields
-        self._files = files
+        #: The places among the fields of those whose rows differ in length.
+        self.variable = sorted(items)
+        self._fixed = [field for index, field in enumerate(fields) if index not in items]
+        self._files = [file for index, file in enumerate(files) if index not in items]
         self._offsets = offsets
         self._shards = np.array(shards, np.int64)
         self._sizes = offsets.shards.sizes
@@ -68,7 +88,7 @@ class WindowLayout:
         #: A run's first slot is, modulo this, its first row's number in the file.
         self._multiple = 1
         if offsets.starts is not None:
-            multiples = [_multiple(file) for file in files if file is not None]
+            multiples = [block_rows(file) for file in self._files if file is not None]
             limit = max(1, window * _MAX_FREE / (2 * _MAX_RUNS))
             self._multiple = max((each for each in multiples if each <= limit), default=1)
         free = 2 * _MAX_RUNS * (self._multiple - 1)
@@ -77,6 +97,15 @@ class WindowLayout:
         #: By shard of the split, the first of its slots; -1 for shards of other processes.
         self._first_slots = np.full(num_shards, -1, np.int64)
         self._first_slots[self._shards] = np.arange(len(shards)) * self._slots_per_shard
+        most = {i: largest_window(items[i], offsets, shards, window) for i in self.variable}
+        max_runs = 0 if offsets.starts is None else _MAX_RUNS * len(shards)
+        self._items = [ItemLayout(items[i], files[i], most[i], max_runs) for i in self.variable]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all fields, on average over the store where rows differ."""
+        sizes = [field.row_bytes for field in self._fixed]
+        return sum(sizes + [layout.mean_row_bytes for layout in self._items])
 
     @property
     def num_slots(self) -> int:
@@ -99,14 +128,10 @@ class WindowLayout:
             slot = slot + _round_up(len(run) + self._multiple - 1, self._multiple)
         return starts
 
-    def allocate(self) -> Buffers:
-        """Memory for a window, on the CPU.
-
-        Returns:
-            One tensor of shape (num_slots, *field shape) per field, with undefined content.
-        """
+    def allocate(self) -> WindowMemory:
+        """Memory for a window, on the CPU, with undefined content."""
         buffers = []
-        for field in self.fields:
+        for field in self._fixed:
             shape = (self.num_slots, *field.item_shape)
             if not field.row_bytes:
                 buffers.append(torch.empty(shape, dtype=field.dtype))
@@ -114,18 +139,15 @@ class WindowLayout:
             memory = aligned_memory(self.num_slots * field.row_bytes)
             flat = torch.frombuffer(memory, dtype=torch.uint8)
             buffers.append(flat.view(field.dtype).view(shape))
-        return Buffers.of(buffers)
+        return WindowMemory(
+            Buffers.of(buffers), [layout.allocate(self.num_slots) for layout in self._items]
+        )
 
     def scratch(self) -> memoryview:
-        """Scratch memory for the reads of one thread, aligned for direct reads.
+        """Scratch memory for the reads of one thread; see `scratch_memory`."""
+        return scratch_memory(max(field.item_bytes for field in self.fields))
 
-        Returns:
-            The memory, larger than the longest row and than the longest read.
-        """
-        largest = max(_READ_BYTES, *(field.row_bytes for field in self.fields))
-        return aligned_memory(largest + 2 * MAX_BLOCK_BYTES)
-
-    def reads(self, runs: Sequence[range], buffers: Buffers) -> Iterator[Read]:
+    def reads(self, runs: Sequence[range], memory: WindowMemory) -> Iterator[Read]:
         """The reads that fill a window, which several threads may do at once.
 
         A read raises OSError where the disk cannot be read, and StoreError where a file is shorter
@@ -133,24 +155,31 @@ class WindowLayout:
 
         Args:
             runs: The offsets of each shard's rows in the window, in runs of consecutive ones.
-            buffers: Memory of `allocate`. The rows of each run go to consecutive slots, from that
+            memory: Memory of `allocate`. The rows of each run go to consecutive slots, from that
                 of `run_starts` on. Other slots are undefined.
 
         Returns:
             An iterator over functions, each of which does one read when it is called with memory of
             `scratch`.
+
+        Raises:
+            StoreError: The index of a field is damaged.
         """
-        for file, buffer in zip(self._files, buffers.tensors, strict=True):
+        for file, buffer in zip(self._files, memory.rows.tensors, strict=True):
             if file is None:
                 continue
             target = buffer.view(-1).view(torch.uint8).view(self.num_slots, file.row_bytes)
             if self._offsets.starts is None:
                 yield from self._scattered_reads(file, runs, target)
                 continue
-            in_place = self._multiple % _multiple(file) == 0
+            in_place = self._multiple % block_rows(file) == 0
             for rows in self._long_runs(runs):
-                cut = _reads_in_place if in_place else _reads_to_copy
+                cut = reads_in_place if in_place else reads_to_copy
                 yield from cut(file, *rows, target)
+        if self._items:
+            slots, locations = self._located(runs)
+            for layout, items in zip(self._items, memory.items, strict=True):
+                yield from layout.reads(locations, slots, items)
 
     def share_used(self, runs: Sequence[range]) -> float:
         """Estimate the share of the bytes read that is used, from the first rows of the shards.
@@ -164,13 +193,26 @@ class WindowLayout:
         if self._offsets.starts is not None:
             return 1.0
         offsets = np.concatenate([np.arange(run.start, run.stop) for run in runs])
-        read = used = 0
-        for file in filter(None, self._files):
-            _, rows = self._rows(offsets[:_SAMPLE_ROWS], 0)
-            for first, last in _spans(rows, file.row_bytes):
-                read += (int(rows[last - 1] - rows[first]) + 1) * file.row_bytes
-                used += (last - first) * file.row_bytes
-        return used / read if read else 1.0
+        _, rows = self._rows(offsets[:_SAMPLE_ROWS], 0)
+        found = [
+            (file.row_bytes, Pieces.of(rows, rows + 1, file.row_bytes))
+            for file in filter(None, self._files)
+        ]
+        found += [(layout.field.item_bytes, layout.pieces(rows)) for layout in self._items]
+        read = sum(size * pieces.num_read for size, pieces in found)
+        return sum(size * pieces.num_used for size, pieces in found) / read if read else 1.0
+
+    def _located(self, runs: Sequence[range]) -> tuple[Integers, Integers]:
+        """The slots of all rows of a window, and where these lie in the files."""
+        slots, locations = [], []
+        for run, starts in zip(runs, self.run_starts(runs), strict=True):
+            offsets = np.arange(run.start, run.stop)
+            wanted = offsets < self._sizes[self._shards, None]
+            shards = np.broadcast_to(self._shards[:, None], wanted.shape)[wanted]
+            offsets = np.broadcast_to(offsets, wanted.shape)[wanted]
+            slots.append(starts[shards] + offsets - run.start)
+            locations.append(self._offsets.of(shards, offsets))
+        return np.concatenate(slots), np.concatenate(locations)
 
     def _long_runs(self, runs: Sequence[range]) -> Iterator[tuple[range, int]]:
         """Where the shards are those of the store, a run of a shard is one of the file.
@@ -196,13 +238,7 @@ class WindowLayout:
         step = max(1, _LOOKUP_BYTES // (file.row_bytes * len(self._shards)))
         for begin in range(0, len(offsets), step):
             slots, rows = self._rows(offsets[begin : begin + step], begin)
-            for first, last in _spans(rows, file.row_bytes):
-                chosen = torch.from_numpy(rows[first:last] - rows[first])
-                there = torch.from_numpy(slots[first:last])
-                num_rows = int(rows[last - 1] - rows[first]) + 1
-                yield partial(
-                    _read_scattered, file, int(rows[first]), num_rows, target, chosen, there
-                )
+            yield from reads_of_pieces(file, rows, rows + 1, slots, target)
 
     def _rows(self, offsets: Integers, begin: int) -> tuple[Integers, Integers]:
         """The slots of the rows at offsets of all shards, and their rows of the file, ascending."""
@@ -215,74 +251,5 @@ class WindowLayout:
         return slots[order], rows[order]
 
 
-def _multiple(file: RowFile) -> int:
-    """The least number of rows that are whole blocks: a power of two."""
-    return file.block_bytes // math.gcd(file.block_bytes, file.row_bytes)
-
-
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def _reads_in_place(file: RowFile, rows: range, slot: int, target: Tensor) -> Iterator[Read]:
-    """Reads of whole blocks straight to the rows' slots.
-
-    Other rows in the first and the last block go to free slots.
-    """
-    begin, end = rows.start * file.row_bytes, rows.stop * file.row_bytes
-    skip = begin % file.block_bytes
-    memory = target.view(-1).numpy().data[slot * file.row_bytes - skip :]
-    begin -= skip
-    for first in range(begin, end, _READ_BYTES):
-        last = min(first + _READ_BYTES, end)
-        block = memory[first - begin : file.whole_blocks(last) - begin]
-        yield partial(_read_in_place, file, first, last, block)
-
-
-def _reads_to_copy(file: RowFile, rows: range, slot: int, target: Tensor) -> Iterator[Read]:
-    """Reads to scratch memory, from which rows are copied."""
-    step = max(1, _READ_BYTES // file.row_bytes)
-    for first in range(rows.start, rows.stop, step):
-        count = min(step, rows.stop - first)
-        yield partial(_read_and_copy, file, first, count, target[slot : slot + count])
-        slot += count
-
-
-def _read_in_place(
-    file: RowFile, begin: int, end: int, memory: memoryview, _scratch: memoryview
-) -> None:
-    file.read_bytes(begin, end, memory)
-
-
-def _read_and_copy(
-    file: RowFile, first: int, num_rows: int, target: Tensor, scratch: memoryview
-) -> None:
-    target.copy_(_read_rows(file, first, num_rows, scratch))
-
-
-def _read_scattered(
-    file: RowFile,
-    first: int,
-    num_rows: int,
-    target: Tensor,
-    chosen: Tensor,
-    slots: Tensor,
-    scratch: memoryview,
-) -> None:
-    rows = _read_rows(file, first, num_rows, scratch)
-    target.index_copy_(0, slots, rows.index_select(0, chosen))
-
-
-def _read_rows(file: RowFile, first: int, num_rows: int, scratch: memoryview) -> Tensor:
-    memory = file.read_rows(first, num_rows, scratch)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(num_rows, -1)
-
-
-def _spans(rows: Integers, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Divide ascending rows of a file into reads: the first and one past the last of each."""
-    if not len(rows):
-        return
-    is_far = (np.diff(rows) - 1) * row_bytes > _GAP_BYTES
-    is_long = np.diff(rows // max(1, _READ_BYTES // row_bytes)) > 0
-    edges = [0, *(np.flatnonzero(is_far | is_long) + 1).tolist(), len(rows)]
-    yield from pairwise(edges)

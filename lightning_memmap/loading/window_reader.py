@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from time import monotonic
 
-from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.row_source import released_error
-from lightning_memmap.loading.window_layout import Read, WindowLayout
+from lightning_memmap.loading.window_layout import WindowLayout, WindowMemory
+from lightning_memmap.loading.window_reads import Read
 from lightning_memmap.sampling import ReadWindows
 
 #: While one thread copies what it has read, or waits for a short read, others read on.
@@ -22,7 +22,7 @@ _PATIENCE_S = 10.0
 class _Unread:
     """A window with unfinished reads: ``left`` of them, and those that are yet to be planned."""
 
-    buffers: Buffers
+    memory: WindowMemory
     left: int = 0
     is_planned: bool = False
 
@@ -48,21 +48,21 @@ class WindowReader:
         windows: ReadWindows,
         epoch: int,
         numbers: Sequence[int],
-        idle: list[Buffers],
+        idle: list[WindowMemory],
         num_buffers: int,
     ) -> None:
         #: Memory for windows; None stands for memory yet to be allocated, and wakes a thread at
         #: the end.
-        self.free: SimpleQueue[Buffers | None] = SimpleQueue()
+        self.free: SimpleQueue[WindowMemory | None] = SimpleQueue()
         #: Windows in their order, or why a thread failed.
-        self.ready: SimpleQueue[Buffers | BaseException] = SimpleQueue()
+        self.ready: SimpleQueue[WindowMemory | BaseException] = SimpleQueue()
         #: All memory for windows.
-        self.buffers: list[Buffers] = []
+        self.memory: list[WindowMemory] = []
         for _ in numbers[:num_buffers]:
-            buffers = idle.pop() if idle else None
-            if buffers is not None:
-                self.buffers.append(buffers)
-            self.free.put(buffers)
+            memory = idle.pop() if idle else None
+            if memory is not None:
+                self.memory.append(memory)
+            self.free.put(memory)
         self._layout = layout
         self._runs = (windows.runs(epoch, number) for number in numbers)
         self._unread: deque[_Unread] = deque()
@@ -120,15 +120,15 @@ class WindowReader:
 
     def _plan_reads(self) -> Generator[tuple[_Unread, Read], None, None]:
         for runs in self._runs:
-            buffers = self.free.get()
+            memory = self.free.get()
             if self._is_over:
                 return
-            if buffers is None:
-                buffers = self._layout.allocate()
-                self.buffers.append(buffers)
-            window = _Unread(buffers)
+            if memory is None:
+                memory = self._layout.allocate()
+                self.memory.append(memory)
+            window = _Unread(memory)
             self._unread.append(window)
-            for read in self._layout.reads(runs, buffers):
+            for read in self._layout.reads(runs, memory):
                 self._count(window, 1)
                 yield window, read
             window.is_planned = True
@@ -139,4 +139,4 @@ class WindowReader:
         with self._done_lock:
             window.left += more
             while self._unread and self._unread[0].is_planned and not self._unread[0].left:
-                self.ready.put(self._unread.popleft().buffers)
+                self.ready.put(self._unread.popleft().memory)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers, copy_windows
 from lightning_memmap.loading.device_streams import has_streams, send
-from lightning_memmap.loading.resident import ResidentRows, mapped_tensor
+from lightning_memmap.loading.resident import ResidentRows, mapped_tensor, read_slice
 from lightning_memmap.loading.row_source import Leaf, RandomAccessRows, fixed_fields
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.upload import Uploader
@@ -235,13 +235,9 @@ def _copied_steps(
             if uploader is None:
                 piece.copy_(source)
             else:
-                uploader.copy(piece, partial(_read, source))
+                uploader.copy(piece, partial(read_slice, source))
             first, done = end, done + len(source)
     return target
-
-
-def _read(source: Tensor, first: int, out: Tensor) -> None:
-    out.copy_(source[first : first + len(out)])
 
 
 def _copied_others(

@@ -2,10 +2,10 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -37,6 +37,11 @@ class Residency(str, Enum):
 
 _CPU = torch.device("cpu")
 RESIDENCIES = ("auto", *(residency.value for residency in Residency))
+
+
+#: Bytes of the largest window of some shards: of the shards of a split, which of them are held, the
+#: rows of a shard in a window, and the names of the fields that are held.
+Measure: TypeAlias = Callable[[Shards, Sequence[int], int, frozenset[str] | None], int]
 
 
 class Sized(Protocol):
@@ -82,12 +87,15 @@ class SplitSize:
             shard.
         window: Rows of a shard in a window, if the split is read window by window.
         fields: Names of the fields that this process holds; None for all.
+        window_bytes: Bytes of the largest window of the rows that this process holds, if the split
+            is read window by window.
     """
 
     shards: Shards
     shard_bytes: tuple[int, ...]
     window: int
     fields: frozenset[str] | None = None
+    window_bytes: int = 0
 
     @classmethod
     def of(
@@ -99,6 +107,7 @@ class SplitSize:
         window: int | None = None,
         order: Callable[[Shards, int], Sampler] | None = None,
         divide: Callable[[Shards], Shards] | None = None,
+        measure: Measure | None = None,
     ) -> "SplitSize":
         """Divide a split into shards for a topology, and find its size.
 
@@ -113,6 +122,8 @@ class SplitSize:
                 come in dataset order. Where it has shards of its own, they are those that are held.
             divide: Makes the shards of what the sampler orders from those of rows, where that is
                 not rows but parts of them; None where it is rows.
+            measure: Finds the bytes of the largest window; by default they are those of rows of
+                mean size.
 
         Returns:
             The split. No row is read.
@@ -146,7 +157,13 @@ class SplitSize:
         shards = shards.ordered if order is None else order(shards, window).shards
         fields = topology.fields_of(split)
         shard_bytes = tuple(store.shard_bytes(shards, fields, total).tolist())
-        return cls(shards, shard_bytes, window, fields)
+        held = [shard for shard in range(num_shards) if topology.owner(shard) is not None]
+        rows = min(window, shards.longest)
+        mean = -(-sum(shard_bytes) // num_rows)
+        largest = (
+            len(held) * rows * mean if measure is None else measure(shards, held, rows, fields)
+        )
+        return cls(shards, shard_bytes, window, fields, largest)
 
     @property
     def num_rows(self) -> int:
@@ -187,16 +204,17 @@ class SplitPlacement:
         return len(self.residency) - self.residency.count(None)
 
     def window_bytes(self, num_shards: int) -> int:
-        """Host memory for a window of this number of shards, in bytes.
+        """Host memory for a window of some of the shards that this process holds, in bytes.
 
         Args:
-            num_shards: Shards whose rows are in the window.
+            num_shards: How many of them.
 
         Returns:
-            Bytes, from the mean size of a row; 0 where the split is not read window by window.
+            Bytes of the largest window; 0 where the split is not read window by window.
         """
-        rows = min(self.window or 0, self.shards.longest)
-        return num_shards * rows * self.size.row_bytes
+        if self.window is None:
+            return 0
+        return -(-self.size.window_bytes * num_shards // self.num_held)
 
 
 @dataclass(frozen=True)
@@ -340,7 +358,11 @@ def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int) -> N
     needed = sum(2 * split.window_bytes(split.num_held) for split in placed)
     if needed <= budget_bytes:
         return
-    most = budget_bytes // sum(2 * split.num_held * split.size.row_bytes for split in placed)
+    # Of one row of each shard, in a window as large as any.
+    per_row = [
+        split.size.window_bytes / min(split.size.window, split.shards.longest) for split in placed
+    ]
+    most = int(budget_bytes / max(1, 2 * sum(per_row)))
     windows = ", ".join(f"{split.window} rows ({name})" for name, split in splits.items())
     raise PlacementError(
         f"residency='stream': two windows of each split, of {windows} of each of the shards of this"

@@ -26,7 +26,7 @@ from lightning_memmap.sampling.block_shuffled import BlockShuffledSampler
 from lightning_memmap.sampling.bucketed import Bucketed, BucketedSampler
 from lightning_memmap.sampling.curriculum import Curriculum
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
-from lightning_memmap.sampling.joined_shards import JoinedShards
+from lightning_memmap.sampling.joined_shards import JoinedRows, JoinedShards
 from lightning_memmap.sampling.line_shards import LineShards
 from lightning_memmap.sampling.mixture import Mixture
 from lightning_memmap.sampling.sampler import Sampler, WindowedSampler, derive_seed
@@ -49,6 +49,7 @@ __all__ = [
     "Curriculum",
     "Fields",
     "Integers",
+    "JoinedRows",
     "JoinedShards",
     "KFold",
     "LineShards",

@@ -44,10 +44,8 @@ class Bucketed(SamplerFactory):
     """
 
     def __init__(self, lengths: Any, bucket_size: int, num_buckets: int = 100) -> None:
-        for name, count in (("bucket_size", bucket_size), ("num_buckets", num_buckets)):
-            check_integer(name, count)
-            if count < 1:
-                raise ValueError(f"{name}={count}: at least 1 is needed")
+        check_integer("bucket_size", bucket_size, 1)
+        check_integer("num_buckets", num_buckets, 1)
         self.lengths, self.bucket_size, self.num_buckets = lengths, bucket_size, num_buckets
 
     @override

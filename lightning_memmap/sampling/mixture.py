@@ -46,9 +46,7 @@ class Mixture(SamplerFactory):
         if not any(shares.values()):
             raise ValueError(f"Mixture: shares={shares}: no set has a share")
         if num_samples is not None:
-            check_integer("num_samples", num_samples)
-            if num_samples < 1:
-                raise ValueError(f"num_samples={num_samples}: at least 1 position of an epoch")
+            check_integer("num_samples", num_samples, 1, "at least 1 position of an epoch")
         self.shares, self.num_samples = dict(shares), num_samples
         self.stores = tuple(shares)
 

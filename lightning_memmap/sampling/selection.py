@@ -126,10 +126,8 @@ class Parts(Selection):
     """
 
     def __init__(self, num_parts: int) -> None:
-        check_integer("num_parts", num_parts)
-        if num_parts < 1:
-            raise ValueError(f"num_parts={num_parts}: at least 1 part")
-        self.num_members = num_parts
+        check_integer("num_parts", num_parts, 1, "at least 1 part")
+        self.num_members = self._num_parts = num_parts
 
     @override
     def __repr__(self) -> str:
@@ -137,8 +135,7 @@ class Parts(Selection):
 
     @override
     def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
-        assert self.num_members is not None
-        return StridedRows(member, self.num_members)
+        return StridedRows(member, self._num_parts)
 
 
 class _HoldingOut(Selection):
@@ -251,10 +248,8 @@ class KFold(_HoldingOut):
         self, num_folds: int, *, shuffle: bool = True, stratify: str | None = None, seed: int = 0
     ) -> None:
         super().__init__(stratify, seed)
-        check_integer("num_folds", num_folds)
-        if num_folds < 2:
-            raise ValueError(f"num_folds={num_folds}: at least 2, one of which is held out")
-        self.num_members = num_folds
+        check_integer("num_folds", num_folds, 2, "at least 2, one of which is held out")
+        self.num_members = self._num_folds = num_folds
         self._shuffle = shuffle
 
     @override
@@ -264,15 +259,14 @@ class KFold(_HoldingOut):
 
     @override
     def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
-        assert self.num_members is not None
         if self._shuffle or self._stratify is not None:
             return super().subset(split, member, fields)
-        return StridedRows(member, self.num_members, excluded=split == "train")
+        return StridedRows(member, self._num_folds, excluded=split == "train")
 
     @override
     def _held_out(self, member: int, fields: Fields) -> NDArray[np.bool_]:
         held_out = np.zeros(fields.num_rows, np.bool_)
-        held_out[self._dealt(fields, self._shuffle)[member :: self.num_members]] = True
+        held_out[self._dealt(fields, self._shuffle)[member :: self._num_folds]] = True
         return held_out
 
 

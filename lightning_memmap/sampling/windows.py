@@ -52,8 +52,9 @@ class ReadWindows:
         if not self.sampler.is_sequential and rows != self.rows:
             raise ValueError(
                 f"shuffle_window={rows}: the rows are read in windows of {self.rows} rows of a"
-                " shard, and must be shuffled within these. A sampler of your own says so as a"
-                " WindowedSampler; shuffle_window=... sets the windows that are read"
+                f" shard, and {type(self.sampler).__name__} takes those of a step from elsewhere"
+                " too: use residency='mmap'. A sampler of your own that shuffles within windows is"
+                " a WindowedSampler; shuffle_window=... sets the windows that are read"
             )
 
     def __len__(self) -> int:

@@ -36,16 +36,11 @@ class Form:
     nullable: bool = False
 
     def __post_init__(self) -> None:
-        check_integer("dims", self.dims)
-        if self.dims < self.min_dims:
-            raise ValueError(
-                f"{type(self).__name__}: dims={self.dims}: at least {self.min_dims} dimension"
-                " differs from row to row"
-            )
+        least, name = self.min_dims, type(self).__name__
+        reason = f"at least {least} dimension differs from row to row"
+        check_integer(f"{name}: dims", self.dims, least, reason)
         if not isinstance(self.nullable, bool):
-            raise TypeError(
-                f"{type(self).__name__}: nullable={self.nullable!r}: give True or False"
-            )
+            raise TypeError(f"{name}: nullable={self.nullable!r}: give True or False")
 
 
 @dataclass(frozen=True)
@@ -68,12 +63,8 @@ class Pad(Form):
         super().__post_init__()
         if not isinstance(self.value, (int, float)):
             raise TypeError(f"Pad: value={self.value!r}: give the number to pad with")
-        check_integer("multiple", self.multiple)
-        if self.multiple < 1:
-            raise ValueError(
-                f"{type(self).__name__}: multiple={self.multiple}: the padded length is a multiple"
-                " of this: give 1 or more"
-            )
+        reason = "the padded length is a multiple of this: give 1 or more"
+        check_integer("Pad: multiple", self.multiple, 1, reason)
 
 
 @dataclass(frozen=True)
@@ -116,9 +107,7 @@ class Windows(Form):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("length", "stride"):
-            check_integer(name, getattr(self, name))
-            if getattr(self, name) < 1:
-                raise ValueError(f"Windows: {name}={getattr(self, name)}: at least 1 step")
+            check_integer(f"Windows: {name}", getattr(self, name), 1, "at least 1 step")
         if self.dims != 1:
             raise ValueError(f"Windows: dims={self.dims}: only the first dimension is cut")
         if self.nullable:
@@ -160,9 +149,7 @@ class Decode(Form):
         check_mode(self.mode)
         object.__setattr__(self, "size", checked_size(self.size))
         if self.num_threads is not None:
-            check_integer("num_threads", self.num_threads)
-            if self.num_threads < 1:
-                raise ValueError(f"Decode: num_threads={self.num_threads}: at least 1 thread")
+            check_integer("Decode: num_threads", self.num_threads, 1, "at least 1 thread")
 
     @property
     def shape(self) -> tuple[int, int, int] | None:

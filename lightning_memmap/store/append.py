@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_memmap.errors import with_article
 from lightning_memmap.schema import Schema
 from lightning_memmap.sizes import format_bytes
+from lightning_memmap.store.build import Build, check_written, class_name, finish_files
 from lightning_memmap.store.columns.variable import pack_rows
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.fingerprint import Fingerprint
@@ -30,14 +31,7 @@ from lightning_memmap.store.reader import Store, open_directory
 from lightning_memmap.store.recovery import locked, make_room, recover, remove_tree
 from lightning_memmap.store.sources.stream import is_stream
 from lightning_memmap.store.workers import run_tasks
-from lightning_memmap.store.writer import (
-    Build,
-    check_build,
-    check_length,
-    check_written,
-    class_name,
-    finish_files,
-)
+from lightning_memmap.store.writer import check_build, check_length
 
 _COPY_BYTES = 32 * 2**20
 #: A first guess, until the first range was timed.

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
@@ -382,10 +382,19 @@ def _sources(kind: type) -> Iterator[tuple[type | types.FunctionType, str]]:
 def _source(kind: type | types.FunctionType) -> str | None:
     if kind.__module__.partition(".")[0] in _KNOWN_MODULES:
         return None
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    state = None if file is None else _file_state(file)
     try:
-        return inspect.getsource(kind)
+        return inspect.getsource(kind) if state is None else _source_in(kind, state)
     except (OSError, TypeError, SyntaxError):  # Defined at a prompt, or in a compiled module.
         return None
+
+
+@lru_cache(maxsize=1024)
+def _source_in(kind: type | types.FunctionType, state: str) -> str:
+    """A source text, kept while its file is in this state: to find a class parses the whole file,
+    and the classes of a large library are many."""
+    return inspect.getsource(kind)
 
 
 def _file_of(value: Any) -> list[Any] | None:

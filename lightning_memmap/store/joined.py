@@ -14,7 +14,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.sampling import Integers, JoinedShards, Shards, WindowShards
+from lightning_memmap.sampling import (
+    Integers,
+    JoinedRows,
+    JoinedShards,
+    Shards,
+    Subset,
+    WindowShards,
+)
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import ItemRows, OpenColumn
 from lightning_memmap.store.manifest import Manifest
@@ -68,10 +75,35 @@ class JoinedStore(Store):
 
     @override
     def shards_of(self, shards: Shards) -> Shards:
-        parts = tuple(Shards(part.num_rows, shards.num_shards) for part in self._parts)
+        chosen = shards.subset
+        assert chosen is None or isinstance(chosen, JoinedRows)
+        parts = [Shards(part.num_rows, shards.num_shards) for part in self._parts]
+        if chosen is not None:
+            pairs = zip(chosen.chosen_sizes, chosen.subsets, strict=True)
+            parts = [Shards(size, shards.num_shards, subset) for size, subset in pairs]
         return JoinedShards(
-            shards.num_rows, shards.num_shards, None, stores=self._names, parts=parts
+            shards.num_rows,
+            shards.num_shards,
+            subset=chosen,
+            stores=self._names,
+            parts=tuple(parts),
         )
+
+    def chosen(self, selections: Mapping[str, Subset]) -> JoinedRows:
+        """Some rows of the stores.
+
+        Args:
+            selections: What chooses those of a store, by its name; all rows of the others.
+
+        Raises:
+            ValueError: There are no such rows.
+        """
+        subsets = [
+            selections[name].subset(f"train/{name}", 0, part) if name in selections else None
+            for name, part in zip(self._names, self._parts, strict=True)
+        ]
+        sizes = tuple(part.num_rows for part in self._parts)
+        return JoinedRows(self._names, sizes, tuple(subsets))
 
     @property
     @override

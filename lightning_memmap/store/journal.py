@@ -82,8 +82,13 @@ class BuildPlan:
         if changed is not None:
             return f"since then, {changed}"
         for key, value in self.contents.items():
-            if found.get(key) != value:
-                return f"it has other {key}"
+            if (was := found.get(key)) == value:
+                continue
+            if key == "probes":
+                return "rows that are read for comparison have changed"
+            if type(was) is int:
+                return f"it has {key}={was}, and this one {key}={value}"
+            return f"it has other {key}"
         return None
 
 

@@ -13,7 +13,9 @@ def open_store(path: str | Path) -> Store:
     Of a store at a URL, the manifest is read now, and each shard when a row of it is needed, once:
     it is kept in a cache on this machine. The environment variable ``LIGHTNING_MEMMAP_CACHE`` names
     its directory, by default ``~/.cache/lightning_memmap``, and ``LIGHTNING_MEMMAP_CACHE_SIZE`` the
-    most bytes in it, such as ``500GiB``.
+    most bytes in it, such as ``500GiB``. Where nobody answers at the URL, or
+    ``LIGHTNING_MEMMAP_OFFLINE`` is ``1``, the store is opened in the version in the cache that its
+    server gave last.
 
     Args:
         path: Directory of the store, or its URL, such as ``s3://bucket/stores/train``.

@@ -18,6 +18,7 @@ import torch
 from lightning_memmap.errors import StoreError, check_integer
 from lightning_memmap.schema import Schema, read_forms
 from lightning_memmap.schema.narrowing import check_store_dtypes
+from lightning_memmap.store.build import Build, check_written, finish_files
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.journal import (
     PLAN,
@@ -35,6 +36,7 @@ from lightning_memmap.store.ranges import missing_ranges
 from lightning_memmap.store.reader import Store, open_directory
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.recovery import (
+    is_interrupted,
     is_store,
     locked,
     make_room,
@@ -46,14 +48,7 @@ from lightning_memmap.store.recovery import (
 )
 from lightning_memmap.store.sources.stream import is_stream
 from lightning_memmap.store.workers import check_num_workers
-from lightning_memmap.store.writer import (
-    Build,
-    check_build,
-    check_length,
-    check_written,
-    finish_files,
-    reopen,
-)
+from lightning_memmap.store.writer import check_build, check_length, reopen
 
 #: The most parts of a build.
 _MAX_PARTS = 2**16
@@ -191,19 +186,25 @@ def finish_store(
     check_integer("num_threads", num_threads)
     check_num_workers(num_threads)
     directory = store_directory(path)
-    make_parent(directory)
+    building = parts_path(directory)
     show = partial(show_progress, hidden=not progress)
+
+    def has_parts() -> bool:
+        if os.path.lexists(building):
+            return True
+        if is_store(directory) or is_interrupted(directory):
+            return False
+        raise StoreError(
+            f"no part of a store at {directory} was written: write each of n parts with"
+            " build_part(dataset, path, (i, n)), or with"
+            f" `lightning-memmap store build {directory} --dataset ... --part i/n`"
+        )
+
+    has_parts()  # Before a lock is made where there is nothing.
     with locked(directory):
         recover(directory)
-        building = parts_path(directory)
-        if not os.path.lexists(building):
-            if is_store(directory):
-                return open_directory(directory)
-            raise StoreError(
-                f"no part of a store at {directory} was written: write each of n parts with"
-                " build_part(dataset, path, (i, n)), or with"
-                f" `lightning-memmap store build {directory} --dataset ... --part i/n`"
-            )
+        if not has_parts():
+            return open_directory(directory)
         if os.path.lexists(directory):
             if not is_store(directory):
                 raise no_store_error(directory, "path")
@@ -250,7 +251,7 @@ def check_part(part: tuple[int, int]) -> tuple[int, int]:
     if not 0 <= index < num_parts:
         raise ValueError(
             f"part={index}/{num_parts}: parts are counted from 0, so that they are 0/{num_parts} to"
-            f" {num_parts - 1}/{num_parts}"
+            f" {num_parts - 1}/{num_parts} (of a Slurm array, --array=0-{num_parts - 1})"
         )
     return index, num_parts
 

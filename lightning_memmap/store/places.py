@@ -7,6 +7,8 @@ from pathlib import Path
 from lightning_memmap.errors import StoreError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S")
+#: What `Path` makes of one.
+_SHORTENED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
 
 
 class StoreUrl(str):
@@ -26,9 +28,17 @@ def place_of(given: str | Path) -> Path | StoreUrl:
 
     Returns:
         The path or the URL.
+
+    Raises:
+        ValueError: It is a URL that `Path` has shortened.
     """
     if isinstance(given, str) and _URL.match(given):
         return StoreUrl(given)
+    if _SHORTENED_URL.match(os.fspath(given)):
+        raise ValueError(
+            f"path {os.fspath(given)!r}: a URL has two slashes, and pathlib.Path leaves one: give"
+            f" it as text, or a directory of this name as ./{os.fspath(given)}"
+        )
     return Path(given)
 
 

@@ -1,4 +1,4 @@
-"""The files of fixed columns, read in long pieces, without mapping and without the page cache.
+"""The files of columns, read in long pieces, without mapping and without the page cache.
 
 An error of the disk, or a file that was cut short, is a Python error here. With a mapping, both are
 a SIGBUS, which ends the process.
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.store.columns import Column
+from lightning_memmap.store.columns import Column, VariableColumn
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.reader import Store
 
@@ -28,7 +28,8 @@ _MADV_WIPEONFORK = 18 if sys.platform == "linux" else None
 
 
 class RowFile:
-    """The file of a fixed column. It is closed when nothing refers to it any more.
+    """A file of rows of one size: those of a fixed column, or the items of one whose rows differ in
+    length. It is closed when nothing refers to it any more.
 
     It is read without the page cache where the file system can do that: filling pages and dropping
     them costs several times as much as copying out of them. Where it cannot, the pages that were
@@ -175,21 +176,25 @@ def open_row_files(store: Store, columns: Sequence[Column]) -> list[RowFile | No
 
     Returns:
         The files in the order of the columns; None for a field without bytes.
+        Where rows differ in length, it is that of their items.
 
     Raises:
         OSError: A file cannot be opened.
-        StoreError: Another store has replaced this one since it was opened, or a field is not kept
-            in a fixed column, so that its rows cannot be streamed.
+        StoreError: Another store has replaced this one since it was opened, or a field is kept
+            in a column of another kind, whose rows cannot be streamed.
     """
     files: list[RowFile | None] = []
     for column in columns:
-        if column.kind != FixedColumn.kind:
+        if isinstance(column, VariableColumn):
+            name = column.values_name
+        elif isinstance(column, FixedColumn):
+            name = next(iter(column.file_bytes), "")
+        else:
             raise StoreError(
                 f"field {column.field.name!r} is kept as {column.kind!r} columns, which cannot be"
                 " streamed: choose another residency"
             )
-        name = next(iter(column.file_bytes), None)
-        row_file = RowFile(store.path / name, column.field.row_bytes) if name else None
-        files.append(row_file)
+        has_bytes = name in column.file_bytes
+        files.append(RowFile(store.path / name, column.field.item_bytes) if has_bytes else None)
     store.check_in_place()
     return files

@@ -97,9 +97,7 @@ def check_num_workers(num_workers: int) -> None:
         TypeError: It is not an integer.
         ValueError: It is below 0.
     """
-    check_integer("num_workers", num_workers)
-    if num_workers < 0:
-        raise ValueError(f"num_workers={num_workers}: 0 or more processes")
+    check_integer("num_workers", num_workers, 0, "0 or more processes")
 
 
 def describe_error(error: Exception) -> str:

@@ -1,44 +1,24 @@
-"""Build a store: all of it or nothing, in parallel, and resumed where it was interrupted.
+"""Build a store: all of it or nothing, unless it was built before from the same dataset."""
 
-The rows are written into a sibling directory. The manifest is written last, after everything
-else is on the disk, and then one rename puts the store in place. A build that ends before that,
-for whatever reason, leaves no store, or the old one. Its journal lists the rows that it has
-written; the next build does not read them again.
-"""
-
-import logging
 import os
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
-from time import monotonic
 from typing import Any
 
 import torch
-from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, with_article
-from lightning_memmap.schema import Form, Nullable, read_forms
+from lightning_memmap.schema import read_forms
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.narrowing import check_store_dtypes
-from lightning_memmap.store.checksums import compute_checksums
-from lightning_memmap.store.columns import Column
+from lightning_memmap.store.build import Build
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
-from lightning_memmap.store.journal import BuildPlan, Journal
-from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
+from lightning_memmap.store.manifest import Manifest, check_num_shards
 from lightning_memmap.store.places import make_parent, store_directory
-from lightning_memmap.store.plan import StorePlan
-from lightning_memmap.store.probes import (
-    probe_rows,
-    random_dataset_error,
-    take_probes,
-)
-from lightning_memmap.store.progress import Advance, ShowProgress, show_progress
-from lightning_memmap.store.range_writer import RangeWriter
-from lightning_memmap.store.ranges import RowRanges, missing_ranges
+from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.reader import Store, open_directory
 from lightning_memmap.store.recognition import check_choice, recognise
 from lightning_memmap.store.recovery import (
@@ -50,17 +30,10 @@ from lightning_memmap.store.recovery import (
     make_room,
     no_store_error,
     recover,
-    remove_tree,
 )
-from lightning_memmap.store.sources import nullable_columns
 from lightning_memmap.store.sources.refusals import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
-from lightning_memmap.store.workers import check_num_workers, run_tasks
-
-#: By how much slices are faster than items, as a first guess.
-_SLICE_SPEED = 32
-_JOURNAL_INTERVAL_S = 5.0
-_log = logging.getLogger(__name__)
+from lightning_memmap.store.workers import check_num_workers
 
 
 def build_store(
@@ -259,256 +232,3 @@ def _record(store: Store, fingerprint: Fingerprint) -> None:
     with suppress(OSError):
         if Manifest.read(store.path) == store.manifest:
             replace(store.manifest, fingerprint=fingerprint).write(store.path)
-
-
-def class_name(dataset: Any) -> str:
-    """The class of a dataset, as people write it.
-
-    Args:
-        dataset: The dataset.
-    """
-    kind = type(dataset)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _class_names(dataset: Any) -> tuple[str, ...]:
-    """The names of a dataset's classes, by label: its attribute ``classes``, as torchvision's
-    datasets have it. None where it is no list of short texts."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    names = getattr(dataset, "classes", None)
-    return tuple(names) if isinstance(names, (list, tuple)) and are_class_names(names) else ()
-
-
-@dataclass(frozen=True)
-class Build:
-    """One build of one dataset, as planned before the first row is written.
-
-    Args:
-        dataset: The dataset, or the rows of a stream.
-        dataset_name: The class of what the user has given.
-        plan: What the build makes.
-        probes: Row and hash of the probe rows.
-        fingerprint: The identity of the dataset.
-        row_s: Seconds that a row takes, as a first guess.
-        row_bytes: Bytes of a row, of the largest one that was read.
-        first_row: The row of the store that row 0 of the dataset is.
-    """
-
-    dataset: Any
-    dataset_name: str
-    plan: StorePlan
-    probes: tuple[tuple[int, str], ...]
-    fingerprint: Fingerprint
-    row_s: float
-    row_bytes: int
-    first_row: int = 0
-
-    @classmethod
-    def prepare(
-        cls,
-        dataset: Any,
-        path: Path,
-        num_shards: int,
-        num_workers: int,
-        fingerprint: Fingerprint,
-        variable: Mapping[str, Form],
-        dtypes: Mapping[str, torch.dtype],
-        *,
-        in_parts: bool = False,
-    ) -> "Build":
-        """Read the probe rows, and check that a store can be made of the dataset.
-
-        Args:
-            dataset: The dataset.
-            path: Directory of the store.
-            num_shards: Shards that the rows are divided into.
-            num_workers: Processes that read the probe rows; with 0, this one.
-            fingerprint: The identity of the dataset.
-            variable: The forms of fields and lists, by name.
-            dtypes: Other dtypes in which fields are kept, by name.
-            in_parts: Whether several processes write the rows.
-        """
-        num_rows = len(dataset)
-        variable = {**{name: Nullable() for name in nullable_columns(dataset)}, **variable}
-        probes = take_probes(dataset, num_rows, num_workers, variable, dtypes)
-        classes = _class_names(dataset)
-        plan = StorePlan(path, num_rows, num_shards, probes[0].schema, classes, in_parts)
-        plan.check()
-        digests = tuple((probe.row, probe.digest) for probe in probes)
-        row_s = median(probe.duration_s for probe in probes)
-        row_bytes = max(probe.num_bytes for probe in probes)
-        return cls(dataset, class_name(dataset), plan, digests, fingerprint, row_s, row_bytes)
-
-    @classmethod
-    def of_stream(
-        cls,
-        stream: Any,
-        spool: Spool,
-        path: Path,
-        num_shards: int,
-        fingerprint: Fingerprint,
-    ) -> "Build":
-        """Plan to store the rows of a stream.
-
-        Args:
-            stream: The stream.
-            spool: Its rows.
-            path: Directory of the store.
-            num_shards: Shards that the rows are divided into.
-            fingerprint: The identity of the stream.
-        """
-        plan = StorePlan(path, len(spool), num_shards, spool.schema, _class_names(stream))
-        plan.check()
-        probes = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))
-        return cls(spool, class_name(stream), plan, probes, fingerprint, 0.0, spool.row_bytes)
-
-    def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
-        """Write all rows that are not yet written, then commit.
-
-        Args:
-            num_workers: Processes that read and write rows; with 0, this one.
-            progress: Shows the progress.
-            resume: Whether to go on from an interrupted build.
-        """
-        plan, journal = self.plan, self._open_journal(resume)
-        try:
-            self.write(journal, range(plan.num_rows), num_workers, progress)
-            columns, checksums = finish_files(plan, num_workers, progress)
-        except KeyboardInterrupt:
-            self._log_what_is_kept(journal, resume)
-            raise
-        finally:
-            journal.close()
-        check_written(plan, columns, self.probes)
-        source = {"dataset": self.dataset_name}
-        plan.commit(columns, self.probes, checksums, source, self.fingerprint)
-
-    @property
-    def contents(self) -> dict[str, Any]:
-        """What must be the same in a build that goes on with this one, as JSON values."""
-        return {**self.plan.to_json(), "probes": [list(probe) for probe in self.probes]}
-
-    def _log_what_is_kept(self, journal: Journal, resume: bool) -> None:
-        path = self.plan.path
-        if isinstance(self.dataset, Spool):
-            _log.warning("interrupted: nothing is kept of a stream; build the store again")
-            return
-        kept = f"{journal.num_done:,} of {self.plan.num_rows:,} rows are kept beside {path}"
-        then = "the same build goes on with them"
-        if not resume:
-            then = "a build without `overwrite` and `fresh` goes on with them"
-            if is_store(path):
-                kept, then = f"the store at {path} is as it was", "build it again"
-        _log.warning("interrupted: %s; %s", kept, then)
-
-    def _open_journal(self, resume: bool) -> Journal:
-        """Make the files, or find those of an interrupted build of the same dataset."""
-        plan = self.plan
-        build = BuildPlan(self.fingerprint, self.contents, plan.file_bytes)
-        journal = Journal.resume(plan.building, build) if resume else None
-        if journal is not None:
-            return journal
-        # In new files: a worker of the old build may still have the old ones open.
-        if os.path.lexists(plan.building):
-            remove_tree(plan.building)
-        plan.make_files()
-        return Journal.create(plan.building, build)
-
-    def write(
-        self, journal: Journal, rows: range, num_workers: int, progress: ShowProgress
-    ) -> None:
-        """Write those of some rows that are not yet written.
-
-        Args:
-            journal: Lists the rows that are.
-            rows: The rows, in a range of step 1.
-            num_workers: Processes that read and write; with 0, this one.
-            progress: Shows the progress.
-        """
-        todo = missing_ranges(journal.done, rows.stop, rows.start)
-        num_done = len(rows) - sum(map(len, todo))
-        with progress("storing", len(rows), self.row_bytes, num_done) as advance:
-            self._write_rows(journal, todo, num_workers, advance)
-        assert not missing_ranges(journal.done, rows.stop, rows.start)
-
-    def _write_rows(
-        self, journal: Journal, todo: list[range], num_workers: int, advance: Advance
-    ) -> None:
-        writer = RangeWriter(
-            self.dataset, self.plan, journal.descriptor, self.row_bytes, self.first_row
-        )
-        ranges = RowRanges(
-            todo,
-            max_rows=writer.max_rows,
-            num_workers=num_workers,
-            row_s=self.row_s / _SLICE_SPEED if writer.has_arrays else self.row_s,
-        )
-        written: list[range] = []
-        last_sync = monotonic()
-
-        def receive(outcome: tuple[range, float]) -> None:
-            nonlocal last_sync
-            rows, duration_s = outcome
-            ranges.note(len(rows), duration_s)
-            written.append(rows)
-            advance(len(rows))
-            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
-                self._note(journal, written)
-                last_sync = monotonic()
-
-        try:
-            run_tasks(writer, ranges, num_workers, receive)
-        finally:
-            writer.close()
-            self._note(journal, written)
-
-    def _note(self, journal: Journal, written: list[range]) -> None:
-        # Rows are listed only once they are on the disk. If that fails, they are never listed: when
-        # asked again, the file system may no longer report the failure.
-        rows = written.copy()
-        written.clear()
-        self.plan.sync()
-        journal.note(rows)
-
-
-def finish_files(
-    plan: StorePlan, num_workers: int, progress: ShowProgress
-) -> tuple[tuple[Column, ...], dict[str, tuple[str, ...]]]:
-    """Finish the files of a build once all rows are written, and hash them.
-
-    Args:
-        plan: What the build makes.
-        num_workers: Processes that may be used; threads hash.
-        progress: Shows the progress.
-
-    Returns:
-        The finished columns, and the checksum of each shard by field name.
-    """
-    columns = plan.finish_columns()
-    num_bytes = sum(size for column in columns for size in column.file_bytes.values())
-    with progress("checksums", num_bytes, 1) as advance:
-        checksums = compute_checksums(
-            plan.building, columns, num_threads=max(2, num_workers), advance=advance
-        )
-    return columns, checksums
-
-
-def check_written(
-    plan: StorePlan, columns: tuple[Column, ...], probes: tuple[tuple[int, str], ...]
-) -> None:
-    """Compare the probe rows with what was written of them. Where one differs, nothing is kept.
-
-    Args:
-        plan: What the build makes.
-        columns: The finished columns.
-        probes: Row and hash of the probe rows.
-
-    Raises:
-        DatasetError: One differs: the dataset is random.
-    """
-    for row, expected in probes:
-        if plan.hash_row(columns, row) != expected:
-            names = ", ".join(field.name for field in plan.schema.fields)
-            remove_tree(plan.building)
-            raise random_dataset_error(row, names)

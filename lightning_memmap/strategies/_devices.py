@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -15,7 +16,35 @@ from lightning_memmap.loading import SuperBatchLoader, loader_for
 from lightning_memmap.placement import DataTopology, check_device
 
 
-class LocalDevices(SingleDeviceStrategy):
+class OneNode:
+    """A strategy on one machine."""
+
+    strategy_name: str
+    #: What an error says of several machines; ``{}`` stands for the name of the strategy.
+    several_nodes: ClassVar[str]
+
+    @property
+    def num_nodes(self) -> int:
+        """One: the Trainer sets it, and more are refused."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        """Take over the Trainer's number of nodes.
+
+        Args:
+            num_nodes: Number of nodes.
+
+        Raises:
+            ValueError: There are several.
+        """
+        if num_nodes != 1:
+            raise ValueError(
+                f"num_nodes={num_nodes}: {self.several_nodes.format(self.strategy_name)}"
+            )
+
+
+class LocalDevices(OneNode, SingleDeviceStrategy):
     """One process on one machine, with the Trainer's devices as data devices, or devices given.
 
     Args:
@@ -29,6 +58,11 @@ class LocalDevices(SingleDeviceStrategy):
         ValueError: A device does not exist, none is given, the Trainer asks for more than one node,
             or the program was started in several processes.
     """
+
+    several_nodes = (
+        "{} is one process on one machine; use memmap_superbatch_ddp, or Lightning's ddp, for"
+        " several"
+    )
 
     def __init__(
         self,
@@ -110,27 +144,6 @@ class LocalDevices(SingleDeviceStrategy):
         if isinstance(dataloader, SuperBatchLoader):
             dataloader = loader_for(dataloader, self.data_topology)
         return super().process_dataloader(dataloader)
-
-    @property
-    def num_nodes(self) -> int:
-        """One: the Trainer sets it, and more are refused."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        """Take over the Trainer's number of nodes.
-
-        Args:
-            num_nodes: Number of nodes.
-
-        Raises:
-            ValueError: There are several.
-        """
-        if num_nodes != 1:
-            raise ValueError(
-                f"num_nodes={num_nodes}: {self.strategy_name} is one process on one machine; use"
-                " memmap_superbatch_ddp, or Lightning's ddp, for several"
-            )
 
 
 def was_started_in_several(environment: ClusterEnvironment) -> bool:

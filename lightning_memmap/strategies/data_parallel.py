@@ -222,15 +222,10 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
 
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """A replica on every device.
+        """A replica on every device; see `Priced.costs`.
 
         The root device receives the gradients of all others, and sends them the parameters, one
         after the other.
-
-        Args:
-            work: Model and data.
-            cluster: The devices, all of which are used.
-            num_rows: Rows of a step over all devices.
 
         Returns:
             The costs on each device; with an ``obstacle`` where the cluster has several nodes.

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -52,7 +52,12 @@ from lightning_memmap.strategies._unsupported import (
     named_terms,
 )
 from lightning_memmap.strategies.sharding import units as sharding
-from lightning_memmap.strategies.sharding.precision import ShardedPrecision
+from lightning_memmap.strategies.sharding.precision import (
+    ShardedPrecision,
+    cast_buffers,
+    restored,
+)
+from lightning_memmap.strategies.sharding.shards import distributed
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _BATCH_DTYPES = {
@@ -387,7 +392,7 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
                     calls[child] = partial(make, mp_policy=exact, reshard_after_forward=False)
         sharding.shard(module, self.root_device, calls)
         if self._policy_dtype is not None:
-            buffers = _cast_buffers(module, self._policy_dtype)
+            buffers = cast_buffers(module, self._policy_dtype)
         if module in calls:
             for name in _STEPS:
                 register_fsdp_forward_method(module, name)
@@ -497,7 +502,7 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
         state = super().lightning_module_state_dict()
         for name, before in _SHARDED[self.module].buffers.items():
             if name in state:
-                state[name] = _restored(state[name], before)
+                state[name] = restored(state[name], before)
         return state
 
     @override
@@ -555,19 +560,14 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
                 " weights into the module instead, or save with save_weights_only=False"
             )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(_distributed(state, optimizer))
+            optimizer.load_state_dict(distributed(state, optimizer))
 
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """Parameters, gradients and optimizer state sharded over all devices.
+        """Parameters, gradients and optimizer state sharded over all devices; see `Priced.costs`.
 
         As stage 3 of ZeRO (Rajbhandari et al., 2020): parameters are gathered for the forward and
         for the backward pass, and gradients reduced and scattered, while computing goes on.
-
-        Args:
-            work: Model and data.
-            cluster: The devices, all of which are used.
-            num_rows: Rows of a step over all devices.
 
         Returns:
             The costs on each device, all of which are alike.
@@ -593,64 +593,3 @@ def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
     if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"{name}={value!r}: give a floating-point dtype, such as 'bfloat16'")
     return dtype
-
-
-def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cast floating-point buffers, except running statistics.
-
-    Returns:
-        By name, their values before.
-    """
-    before = {}
-    for prefix, child in module.named_modules():
-        if isinstance(child, (*sharding.STATISTICS, torchmetrics.Metric)):
-            continue
-        for name, buffer in child.named_buffers(recurse=False):
-            if buffer.is_floating_point() and buffer.dtype != dtype:
-                before[f"{prefix}.{name}" if prefix else name] = buffer.cpu()
-                setattr(child, name, buffer.to(dtype))
-    return before
-
-
-def _restored(buffer: Tensor, before: Tensor) -> Tensor:
-    """A buffer that was cast, with its value from before where it has not changed since."""
-    if torch.equal(before.to(buffer.dtype), buffer.cpu()):
-        return before
-    return buffer.to(before.dtype)
-
-
-def _distributed(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The state of a plain optimizer, with tensors of a parameter's shape sharded like it."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-
-    def distribute(value: Any, parameter: Tensor) -> Any:
-        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
-            return value
-        if value.shape != parameter.shape:
-            return value
-        # Each rank reads its shard from the file, to where its shard of the parameter is.
-        sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        _copy_shard(sharded, value)
-        return sharded
-
-    values = {
-        number: {
-            name: distribute(value, parameter) for name, value in state["state"][number].items()
-        }
-        for number, parameter in zip(numbers, parameters, strict=False)
-        if number in state["state"]
-    }
-    return {**state, "state": values}
-
-
-def _copy_shard(target: DTensor, whole: Tensor) -> None:
-    """Copy the part of a tensor that this process holds of a sharded one."""
-    mesh = target.device_mesh
-    for dimension, placement in enumerate(target.placements):
-        if isinstance(placement, Shard):
-            # As torch shards: equal parts, but for the last ones, which may be empty.
-            parts = whole.chunk(mesh.size(dimension), placement.dim)
-            rank = mesh.get_local_rank(dimension)
-            whole = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)
-    target.to_local().copy_(whole)

@@ -15,14 +15,14 @@ from typing_extensions import override
 from lightning_memmap._compat.processes import LaunchedStrategy, is_interactive
 from lightning_memmap.costs import Cluster, Costs, Workload
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._devices import was_started_in_several
+from lightning_memmap.strategies._devices import OneNode, was_started_in_several
 from lightning_memmap.strategies.members.launcher import MEMBER_VARIABLE, member_of_this_process
 from lightning_memmap.strategies.members.processes import ProcessLauncher
 from lightning_memmap.strategies.members.results import MemberResults
 from lightning_memmap.strategies.members.sequential import InProcessLauncher, SequentialLauncher
 
 
-class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
+class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
     """Trains members that exchange nothing: the folds of a k-fold, an ensemble, a model per site.
 
     The program runs once for each member, in its own process on its own device. Each member has
@@ -64,6 +64,10 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
     strategy_name = "memmap_independent"
     #: Members have no common result that could be compared with that of another strategy.
     trains_one_model = False
+    several_nodes = (
+        "members exchange nothing, so each machine can run some of them by itself: start the"
+        f" program there with {MEMBER_VARIABLE}=<member> for each"
+    )
 
     def __init__(
         self,
@@ -194,27 +198,6 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
         for device in [self.root_device] if self._processes else devices:
             check_device(device)
 
-    @property
-    def num_nodes(self) -> int:
-        """One: the Trainer sets it, and more are refused."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        """Take over the Trainer's number of nodes.
-
-        Args:
-            num_nodes: Number of nodes.
-
-        Raises:
-            ValueError: There are several.
-        """
-        if num_nodes != 1:
-            raise ValueError(
-                f"num_nodes={num_nodes}: members exchange nothing, so each machine can run some of"
-                f" them by itself: start the program there with {MEMBER_VARIABLE}=<member> for each"
-            )
-
     @override
     def make_launcher(self) -> ProcessLauncher | SequentialLauncher:
         environment = self.cluster_environment
@@ -267,12 +250,7 @@ class IndependentStrategy(LaunchedStrategy, SingleDeviceStrategy):
 
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """A whole model on each device, and nothing moves.
-
-        Args:
-            work: Model and data.
-            cluster: The devices, all of which are used.
-            num_rows: Rows of a step over all devices.
+        """A whole model on each device, and nothing moves; see `Priced.costs`.
 
         Returns:
             The costs on each device; with an ``obstacle`` where the cluster has several nodes.

@@ -177,15 +177,10 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
 
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """Stages of equal size.
+        """Stages of equal size; see `Priced.costs`.
 
         As by default, the whole batch is one micro-batch, so that one device computes at a time.
         Super-batches are assembled on the first device.
-
-        Args:
-            work: Model and data.
-            cluster: The devices, all of which are used.
-            num_rows: Rows of a step over all devices.
 
         Returns:
             The costs on the fullest device; with an ``obstacle`` where the cluster has several

@@ -1,6 +1,6 @@
 """``memmap_pipeline``: stages of a module on several processes, and several such pipelines."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,7 +24,6 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import is_compiled
 from lightning_memmap._compat.processes import syncs_batch_norm
 from lightning_memmap.costs import Cluster, Costs, Workload
-from lightning_memmap.errors import with_article
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
@@ -45,6 +44,11 @@ from lightning_memmap.strategies.pipelining.groups import (
     send_tensor,
 )
 from lightning_memmap.strategies.pipelining.microbatches import MicroBatches, slice_rows
+from lightning_memmap.strategies.pipelining.pending import (
+    KnownGradients,
+    PendingOutput,
+    num_rows_of,
+)
 from lightning_memmap.strategies.pipelining.schedules import (
     Pipeline,
     PipelineOptions,
@@ -385,7 +389,7 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
                 " processes of its pipeline that may not call it: call it in training_step,"
                 " validation_step, test_step or predict_step"
             )
-        num_rows = _num_rows(args)
+        num_rows = num_rows_of(args)
         if self.layout.pipeline_rank == 0 and any(arg.is_meta for arg in args):
             raise ValueError(
                 f"memmap_pipeline: {type(self.module).__name__} was called with rows that the first"
@@ -422,7 +426,7 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         found = {p: grad for p, grad in zip(local, grads, strict=True) if grad is not None}
         self._unaveraged.update(dict.fromkeys(p for p in local if p.requires_grad))
         loss = total.requires_grad_()
-        loss.register_hook(_KnownGradients(found))  # type: ignore[no-untyped-call]
+        loss.register_hook(KnownGradients(found))  # type: ignore[no-untyped-call]
         # A copy, which the user may change in place, unlike a leaf.
         return loss.clone()
 
@@ -545,10 +549,7 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         (Huang et al., 2019), and 1F1B keeps the activations of at most as many micro-batches as
         there are stages (Narayanan et al., 2021).
 
-        Args:
-            work: Model and data.
-            cluster: The devices, all of which are used.
-            num_rows: Rows of a step over all devices.
+        See `Priced.costs`.
 
         Returns:
             The costs on the fullest device; with an ``obstacle`` where there are more than 16
@@ -582,80 +583,6 @@ class _Absent:
     @classmethod
     def of(cls, tensor: Tensor) -> "_Absent":
         return cls(tuple(tensor.shape), tensor.dtype)
-
-
-class PendingOutput:
-    """What ``self(inputs)`` returns in a ``training_step``: an output that is not computed yet.
-
-    ``self.loss(output, batch)`` runs the pipeline; until then no process has the output.
-
-    Args:
-        args: The inputs.
-        num_rows: Their number of rows.
-    """
-
-    def __init__(self, args: Sequence[Tensor], num_rows: int) -> None:
-        self.args = args
-        self.num_rows = num_rows
-
-    @classmethod
-    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(_PENDING)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name!r}: {_PENDING}")
-
-    def __getitem__(self, index: Any) -> Any:
-        raise TypeError(_PENDING)
-
-
-_PENDING = (
-    "under memmap_pipeline the output of the module in training_step can only be passed to"
-    " self.loss(output, batch), which runs on the last stage: compute there what the loss needs"
-)
-
-
-class _KnownGradients:
-    """Adds gradients that are already computed when ``backward`` reaches their loss.
-
-    Args:
-        grads: By parameter, the gradient of the loss.
-    """
-
-    def __init__(self, grads: dict[nn.Parameter, Tensor]) -> None:
-        self._grads: dict[nn.Parameter, Tensor] | None = grads
-
-    def __call__(self, scale: Tensor) -> None:
-        """Add the gradients, scaled by the gradient of the loss."""
-        if self._grads is None:
-            raise RuntimeError(
-                "backward was called twice for one loss of memmap_pipeline: compute the loss again"
-            )
-        for parameter, grad in self._grads.items():
-            if scale.device.type != "cpu" or scale != 1:
-                grad.mul_(scale.to(grad.dtype))
-            if parameter.grad is None:
-                parameter.grad = grad
-            else:
-                parameter.grad += grad
-        self._grads = None
-
-
-def _num_rows(args: Sequence[Any]) -> int:
-    for arg in args:
-        if not isinstance(arg, Tensor) or not arg.ndim:
-            raise TypeError(
-                f"memmap_pipeline: the module was called with {with_article(type(arg).__name__)};"
-                " call it with tensors whose first dimension is the rows, as its first stage takes"
-                " them"
-            )
-    rows = {len(arg) for arg in args}
-    if len(rows) != 1 or not all(rows):
-        raise ValueError(
-            f"memmap_pipeline: the module was called with tensors of {sorted(rows)} rows: give it"
-            " at least one tensor, all with the same rows"
-        )
-    return rows.pop()
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -121,10 +121,7 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
         """The model on the root device, to which the other devices send their rows.
 
-        Args:
-            work: Model and data.
-            cluster: The devices, all of which are used.
-            num_rows: Rows of a step over all devices.
+        See `Priced.costs`.
 
         Returns:
             The costs on the root device; with an ``obstacle`` where the cluster has several nodes.

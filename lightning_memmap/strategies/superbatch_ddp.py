@@ -96,14 +96,38 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
         return len(devices) // (self._devices_per_process or len(devices)) if devices else 0
 
     @property
+    def process_devices(self) -> tuple[torch.device, ...]:
+        """The devices of this process, the first of which trains.
+
+        They are a group of `parallel_devices`. A subclass returns all of those where whoever starts
+        the processes shows each of them its own devices only, as Ray Train does.
+
+        Raises:
+            ValueError: More processes were started on this node than there are groups.
+        """
+        devices = self.parallel_devices
+        assert devices is not None
+        size = self._devices_per_process or len(devices)
+        group = tuple(devices[self.local_rank * size : (self.local_rank + 1) * size])
+        if not group:
+            raise ValueError(
+                f"Trainer(devices={len(devices)}) with data_devices_per_process={size} has"
+                f" {self.num_processes} processes a node, and this one is number {self.local_rank},"
+                f" counted from 0: start {self.num_processes} on each node, or divide the devices"
+                " into more groups"
+            )
+        return group
+
+    @property
     @override
     def root_device(self) -> torch.device:
-        return self._group[0]
+        return self.process_devices[0]
 
     @property
     def data_devices(self) -> tuple[torch.device, ...]:
         """The devices of this process that hold shards and take batches."""
-        return self._group if self._root_holds_data else self._group[1:]
+        devices = self.process_devices
+        return devices if self._root_holds_data else devices[1:]
 
     @override
     def configure_ddp(self) -> None:
@@ -113,24 +137,12 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
             # that DDP broadcasts there.
             stream_module(self.root_device).synchronize(self.root_device)
 
-    @property
-    def _group(self) -> tuple[torch.device, ...]:
-        devices = self.parallel_devices
-        assert devices is not None
-        size = self._devices_per_process or len(devices)
-        return tuple(devices[self.local_rank * size : (self.local_rank + 1) * size])
-
     @classmethod
     def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """Super-batches within a node, gradients all-reduced between nodes.
+        """Super-batches within a node, gradients all-reduced between nodes; see `Priced.costs`.
 
         As by default, a node is one process. DDP keeps a second copy of the gradients in buckets,
         and reduces them during the backward pass.
-
-        Args:
-            work: Model and data.
-            cluster: The devices, all of which are used.
-            num_rows: Rows of a step over all devices.
 
         Returns:
             The costs on the root device of a node.

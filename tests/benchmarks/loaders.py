@@ -41,4 +41,5 @@ def make_loader(
     order: Sampler = ShuffledSampler(rows.shards)
     if window is not None or residency == "stream":
         order = BlockShuffledSampler(rows.shards, 0, size.window)
-    return SuperBatchLoader(rows, order, batch_size, collate=store.schema.builder(), **options)
+    options = {"collate": store.schema.builder(), **options}
+    return SuperBatchLoader(rows, order, batch_size, **options)

@@ -1,4 +1,4 @@
-"""Windows, mixtures, buckets and combined loaders: two processes train on what one has."""
+"""Windows, mixtures, records, images, buckets, combined loaders: two processes train as one."""
 
 from itertools import chain
 from pathlib import Path

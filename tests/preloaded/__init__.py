@@ -1,4 +1,4 @@
-"""A Python that has torch and Lightning imported already, for tests that start programs.
+"""A Python that has imported this project, and what it needs, for tests that start programs.
 
 Importing them takes seconds of a core, each time, in each of the hundreds of processes that the
 tests start. `python` gives the path of a command that is used like ``sys.executable``. It hands
@@ -8,8 +8,8 @@ signal. Signals are passed on to the program; it dies with the command. The prog
 ``sys.executable`` is the same command, so that a launcher's processes start as quickly.
 
 What differs from a new interpreter: the program is no child of the command and has a session of
-its own, and modules of other packages are imported before the environment is set. Nothing of this
-project is imported before the program does so itself.
+its own, modules are imported before the environment is set, and are not taken apart at the end,
+unless the variable `END_WHOLLY` is in the environment.
 """
 
 import atexit
@@ -22,6 +22,8 @@ import tempfile
 from pathlib import Path
 
 _HERE = Path(__file__).parent
+#: Has a program take its modules apart when it ends, as an interpreter does.
+END_WHOLLY = "PRELOADED_END_WHOLLY"
 
 
 @functools.cache

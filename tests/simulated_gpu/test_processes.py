@@ -23,18 +23,10 @@ from tests.strategies.contract import DEVICES, REFERENCE, contracts_in
 from tests.unit.compare.runs import BATCH_SIZE, PARAMETERS, result_of
 
 #: The others differ in what Lightning does in Python, or are of one process.
-CASES = (
-    "plain",
-    "accumulation",
-    "clip_norm",
-    "bfloat16",
-    "manual",
-    "two_optimizers",
-    "best_checkpoint",
-)
+CASES = ("plain", "accumulation", "clip_norm", "bfloat16", "two_optimizers")
 
-#: Inside an epoch, and at its end. After which others is no matter of devices.
-RESUMED = (3, 7)
+#: Inside an epoch. After which others is no matter of devices.
+RESUMED = (3,)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,14 +54,8 @@ def strategy(
     return Reports(out, ranks, Regression)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_fit_of_a_case_is_as_on_one_device(
-    strategy: Reports, reference: Reports, case: str
-) -> None:
-    contract.test_fit_of_a_case_is_as_on_one_device(strategy, reference, case)
-
-
 # With the fixtures of this file.
+test_fits_are_as_on_one_device = contract.test_fits_are_as_on_one_device
 test_evaluation_is_over_all_rows_once = contract.test_evaluation_is_over_all_rows_once
 test_predictions_are_of_each_row_once = contract.test_predictions_are_of_each_row_once
 test_checkpoint_of_one_process_resumes_in_several = (

@@ -97,7 +97,9 @@ class Case:
         options: Options of the Trainer.
         callbacks: Makes the callbacks, given a directory.
         atol: How far the weights of several processes may be from those of one device.
-        in_several: Whether strategies of several processes must support it.
+        in_several: Whether strategies of several processes must support it: ``each`` of them; or
+            ``one`` for all, since it differs in what the Trainer's loops do, which are the same
+            for all; or ``none``.
     """
 
     make: Callable[[], Regression] = Regression
@@ -105,33 +107,35 @@ class Case:
     callbacks: Callable[[Path], Sequence[L.Callback]] = lambda out: ()
     # float32 sums in another order, over at most 35 steps of Adam with a rate of 0.05.
     atol: float = 5e-6
-    in_several: bool = True
+    in_several: Literal["each", "one", "none"] = "each"
 
 
 CASES = {
     "plain": Case(options={"max_epochs": 2}),
     "accumulation": Case(options={"accumulate_grad_batches": 3, "max_epochs": 2}),
-    "accumulation_even": Case(options={"accumulate_grad_batches": 2}),
+    "accumulation_even": Case(options={"accumulate_grad_batches": 2}, in_several="one"),
     "clip_norm": Case(Sgd, {"gradient_clip_val": 0.05}),
     "clip_value": Case(
         Sgd, {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}, atol=1e-6
     ),
     "max_steps": Case(options={"max_steps": 9, "max_epochs": 3}),
-    "limit_batches": Case(options={"limit_train_batches": 3, "max_epochs": 2}),
-    "limit_fraction": Case(options={"limit_train_batches": 0.5, "max_epochs": 2}),
-    "overfit": Case(options={"overfit_batches": 2, "max_epochs": 2}),
-    "fast_dev_run": Case(options={"fast_dev_run": 3}),
-    "fast_dev_run_once": Case(options={"fast_dev_run": True}),
+    "limit_batches": Case(options={"limit_train_batches": 3, "max_epochs": 2}, in_several="one"),
+    "limit_fraction": Case(options={"limit_train_batches": 0.5, "max_epochs": 2}, in_several="one"),
+    "overfit": Case(options={"overfit_batches": 2, "max_epochs": 2}, in_several="one"),
+    "fast_dev_run": Case(options={"fast_dev_run": 3}, in_several="one"),
+    "fast_dev_run_once": Case(options={"fast_dev_run": True}, in_several="one"),
     "reload": Case(options={"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}),
-    "val_check_interval": Case(options={"val_check_interval": 2, "max_epochs": 2}),
-    "val_check_fraction": Case(options={"val_check_interval": 0.5}),
-    "no_sanity_check": Case(options={"num_sanity_val_steps": 0}),
-    "no_inference_mode": Case(options={"inference_mode": False}),
+    "val_check_interval": Case(
+        options={"val_check_interval": 2, "max_epochs": 2}, in_several="one"
+    ),
+    "val_check_fraction": Case(options={"val_check_interval": 0.5}, in_several="one"),
+    "no_sanity_check": Case(options={"num_sanity_val_steps": 0}, in_several="one"),
+    "no_inference_mode": Case(options={"inference_mode": False}, in_several="one"),
     "float64": Case(options={"precision": "64-true"}, atol=1e-12),
     # Each process rounds its own mean: 8 bits of a gradient that moves weights by about 0.1.
     "bfloat16": Case(Sgd, {"precision": "bf16-mixed"}, atol=2e-3),
     # Weights of 8 bits are rounded differently with each order of additions.
-    "bfloat16_weights": Case(options={"precision": "bf16-true"}, in_several=False),
+    "bfloat16_weights": Case(options={"precision": "bf16-true"}, in_several="none"),
     "manual": Case(Manual, {"max_epochs": 2}),
     "two_optimizers": Case(TwoOptimizers, {"max_epochs": 2}),
     "scheduler": Case(Scheduled, {"max_epochs": 2}),
@@ -139,6 +143,7 @@ CASES = {
     "early_stopping": Case(
         options={"max_epochs": 10},
         callbacks=lambda out: [EarlyStopping("val_loss", min_delta=1e9, patience=2)],
+        in_several="one",
     ),
     "best_checkpoint": Case(
         options={"max_epochs": 4, "enable_checkpointing": True},
@@ -147,6 +152,13 @@ CASES = {
         ],
     ),
 }
+
+
+def cases_in_several(key: str) -> list[str]:
+    """The cases that a strategy of several processes must support; for the reference, all that
+    any of them must."""
+    kinds = ["each"] if key in contracts_in("several")[1:] else ["each", "one"]
+    return [name for name, case in CASES.items() if case.in_several in kinds]
 
 
 def make_run(key: str, path: Path, **options: Any) -> tuple[L.Trainer, MemmapDataModule]:

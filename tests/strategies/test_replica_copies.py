@@ -5,7 +5,7 @@ from math import ceil, log2
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -13,7 +13,6 @@ from lightning_memmap.strategies.replicas import module as replicas
 
 
 @given(num_devices=st.integers(2, 17), shapes=st.lists(st.lists(st.integers(0, 3)), min_size=1))
-@settings(deadline=None, max_examples=50)
 def test_devices_pass_tensors_on_and_each_sends_them_log2_times(
     num_devices: int, shapes: list[list[int]]
 ) -> None:

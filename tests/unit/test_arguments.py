@@ -2,9 +2,11 @@
 
 import copy
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ pytestmark = [
     # LightningCLI uses names that jsonargparse has changed.
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
 ]
+DATA = ("data", "init_args")
 POINTS = {"class_path": "tests.models.Points", "init_args": {"num_rows": 40}}
 CONFIG: dict[str, Any] = {
     "seed_everything": False,
@@ -73,9 +76,6 @@ def command(
     return Command(capsys, tmp_path)
 
 
-DATA = ("data", "init_args")
-
-
 @pytest.mark.parametrize(
     ("path", "values", "words"),
     [
@@ -91,7 +91,20 @@ DATA = ("data", "init_args")
             {"callbacks": [{"class_path": "lightning.pytorch.callbacks.ModelChekpoint"}]},
             "'ModelCheckpoint'",
         ),
+        (("trainer",), {"callbacks": "ModelChekpoint"}, "'ModelCheckpoint'"),
+        (("trainer",), {"logger": "CSVLoger"}, "'CSVLogger'"),
         (("trainer",), {"strategy": "memmap_superbach"}, "'memmap_superbatch'"),
+        (
+            ("trainer",),
+            {"strategy": "SuperBatchStrategy"},
+            "'lightning_memmap.strategies.SuperBatchStrategy'",
+        ),
+        (DATA, {"train_dataset": "Pionts"}, "'Points'"),
+        (
+            DATA,
+            {"train_dataset": {"class_path": "tests.models.Points", "init_arg": {"num_rows": 2}}},
+            "'init_args'",
+        ),
     ],
 )
 def test_misspelt_name_in_a_config_suggests_the_nearest(
@@ -115,6 +128,10 @@ def test_misspelt_name_in_a_config_suggests_the_nearest(
         (["store", "plan", "x", "--memori", "3GB"], "'memory'"),
         (["compare", "--repeat_s", "3"], "'repeats'"),
         (["advise", "--node_bandwith", "3GB"], "'node_bandwidth'"),
+        (["fit", "--halp"], "'help'"),
+        (["fit", "--data", "MemmapDatamodul"], "'MemmapDataModule'"),
+        (["store", "build", "x", "--dataset", "ColumnDatase"], "'ColumnDataset'"),
+        (["store", "plan", "x", "--residency", "streem"], "'stream'"),
     ],
 )
 def test_misspelt_name_on_the_command_line_suggests_the_nearest(
@@ -125,10 +142,60 @@ def test_misspelt_name_on_the_command_line_suggests_the_nearest(
     assert command.err.count("\n") == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "first", "second"),
+    [
+        (["store"], "name a command: build, append, ", "lightning-memmap store"),
+        (["store", "build"], "path is missing", "lightning-memmap store build"),
+        (["store", "push", "x"], "url is missing", "lightning-memmap store push"),
+        (["fit"], "model is missing", "lightning-memmap fit"),
+        (["rows"], "config is missing", "lightning-memmap rows"),
+    ],
+)
+def test_missing_argument_is_named(
+    command: Command, arguments: list[str], first: str, second: str
+) -> None:
+    assert command(*arguments) == 2
+    lines = command.err.splitlines()
+    assert lines[0].startswith(f"error: {first}")
+    assert lines[1:] == [f"{second} --help lists the arguments"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fit", "--config", "confg.yaml"],
+        ["fit", "--config", "config.yaml", "--model", "confg.yaml"],
+        ["store", "build", "made", "--dataset", "confg.yaml"],
+        ["compare", "--config", "confg.yaml"],
+        ["advise", "--report", "confg.yaml"],
+        ["rows", "--config", "confg.yaml"],
+        ["store", "info", "confg.yaml"],
+    ],
+)
+def test_missing_file_suggests_the_nearest(command: Command, arguments: list[str]) -> None:
+    command.config()
+    assert command(*arguments) == 2
+    assert re.search(r"; did you mean '(\S+/)?config.yaml'\?\n", command.err)
+    assert command.err.count("\n") <= 2
+
+
+def test_unknown_variant_suggests_the_nearest(command: Command) -> None:
+    for variant, near in (("ddpp", "ddp"), ("memmap_dp+idael", "memmap_dp+ideal")):
+        assert command("compare", "--config", command.config(), "--variants", variant) == 2
+        assert f"{variant!r} is unknown; did you mean {near!r}? A variant" in command.err
+
+
+def test_command_alone_prints_the_help(command: Command) -> None:
+    assert command() == 2
+    assert "usage: lightning-memmap COMMAND" in command.err
+    assert command("--version") == 0
+    assert command.out == f"lightning-memmap {version('lightning_memmap')}\n"
+
+
 def test_value_of_another_type_is_refused(command: Command) -> None:
     assert command("fit", "--config", command.config("trainer", max_epochs="many")) == 2
-    assert "trainer.max_epochs" in command.err
-    assert "int" in command.err
+    assert command.err.startswith("error: trainer.max_epochs: must be int, not 'many'\n")
     assert command.err.count("\n") == 2
 
 
@@ -144,7 +211,7 @@ def test_value_of_another_type_within_a_class_is_refused(
     command: Command, path: tuple[str, ...], name: str, words: str
 ) -> None:
     assert command("fit", "--config", command.config(*path, **{name: "six"})) == 2
-    assert f"\"{name}\": Expected a <class '{words}'>. Got value: six\n" in command.err
+    assert f" {name}: must be {words}, not 'six'\n" in command.err
     # The type of the other member of the union is not a reason.
     assert "NoneType" not in command.err
 
@@ -154,7 +221,7 @@ def test_value_of_another_type_of_a_dataset_to_build_is_refused(
 ) -> None:
     dataset = ("--dataset", "tests.models.Points", "--dataset.num_rows", "ok")
     assert command("store", "build", tmp_path / "made", *dataset) == 2
-    assert "\"num_rows\": Expected a <class 'int'>. Got value: ok\n" in command.err
+    assert " num_rows: must be int, not 'ok'\n" in command.err
 
 
 @pytest.mark.parametrize(
@@ -179,7 +246,7 @@ def test_config_without_options_is_refused(
     [
         (("model",), {"class_path": "tests.models.Regresion"}, "did you mean 'Regression'?"),
         (DATA, {"batchsize": 2}, "did you mean 'batch_size'?"),
-        (DATA, {"batch_size": "six"}, "Got value: six"),
+        (DATA, {"batch_size": "six"}, "batch_size: must be int, not 'six'"),
     ],
 )
 def test_mistake_in_the_config_of_a_comparison_is_reported_before_anything_runs(
@@ -222,6 +289,22 @@ def test_config_of_an_earlier_run_is_not_overwritten(
     assert "--trainer.default_root_dir" in second
     assert "Traceback" not in command.err
     assert config.read_bytes() == before
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
+def test_config_that_an_earlier_run_saved_is_replaced(command: Command, tmp_path: Path) -> None:
+    # Without a dataset a run ends soon after its config was saved.
+    config = command.config(*DATA, train_dataset=None)
+    saved = tmp_path / "run" / "config.yaml"
+    for epochs in (2, 3):
+        assert command("fit", "--config", config, "--trainer.max_epochs", epochs) == 1
+        assert "exists already" not in command.err
+        assert f"max_epochs: {epochs}\n" in saved.read_text()
+    # A run does not replace the config that it was given, which holds less than the run.
+    before = saved.read_bytes()
+    assert command("fit", "--config", saved, "--trainer.max_epochs", 4) == 1
+    assert "exists already" in command.err
+    assert saved.read_bytes() == before
 
 
 def test_config_that_cannot_be_read_is_refused(command: Command, tmp_path: Path) -> None:

@@ -510,7 +510,7 @@ class TestProgram:
 
     def test_no_subcommand_is_refused(self, command: Command) -> None:
         assert command() == 2
-        assert "subcommand" in command.err
+        assert "name a command: build, append" in command.err
 
     def test_help_lists_the_subcommands(self, command: Command) -> None:
         assert command("--help") == 0

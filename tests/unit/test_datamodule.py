@@ -450,7 +450,7 @@ class Wide(torch.utils.data.Dataset[Any]):
     """A few rows of one MiB each."""
 
     #: What else a process takes and gives back meanwhile, such as for imports, is far less.
-    num_bytes = 256 * 2**20
+    num_bytes = 128 * 2**20
 
     def __init__(self) -> None:
         self.pad = torch.zeros(2**20, dtype=torch.uint8)

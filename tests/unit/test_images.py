@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -31,7 +31,6 @@ def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     return file.getvalue()
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     height=st.integers(1, 20),
     width=st.integers(1, 20),
@@ -113,7 +112,6 @@ def test_image_is_upright_whatever_its_orientation(orientation: int) -> None:
         assert (found > 127).tolist() == (upright.transpose(2, 0, 1) > 127).tolist()
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     height=st.integers(1, 40), width=st.integers(1, 40), size=st.tuples(*[st.integers(1, 20)] * 2)
 )
@@ -171,7 +169,6 @@ def test_file_that_claims_many_pixels_is_refused_before_it_is_decoded() -> None:
         decode_image(png_that_claims(5000, 4000), "RGB", None, (3, 4, 4))
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     kind=st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM"]),
     cut=st.integers(0, 400),

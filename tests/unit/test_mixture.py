@@ -13,11 +13,21 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Subset as TorchSubset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.cli import main
 from lightning_memmap.errors import MemmapError, SchemaError
-from lightning_memmap.sampling import Mixture, RandomSplit, Subset
+from lightning_memmap.sampling import (
+    JoinedRows,
+    JoinedShards,
+    Mixture,
+    RandomSplit,
+    SequentialSampler,
+    Shards,
+    StridedRows,
+    Subset,
+)
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import build_store, open_store
 from lightning_memmap.store.joined import JoinedStore
@@ -77,7 +87,7 @@ def test_rows_come_as_often_as_their_shares_say(tmp_path: Path, residency: str) 
     num_shards=st.integers(1, 7),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_joined_store_is_its_stores(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], num_shards: int, seed: int
 ) -> None:
@@ -236,8 +246,8 @@ def test_wrong_shares_are_refused(shares: Any, num_samples: Any, words: str) -> 
         ({"sampler": Mixture({"a": 1, "b": 1})}, "the sets a, b, c"),
         ({"train_dataset": NumberedSet(1, 9)}, "train_dataset is one"),
         ({"train_dataset": [*mixed_sets().values()]}, "give a dict of them by name"),
-        ({"subset": RandomSplit(0.1)}, "not selected from sets that are mixed"),
-        ({"subset": {"train/a": Subset([1])}}, "not selected from sets that are mixed"),
+        ({"subset": RandomSplit(0.1)}, r"none is held out: give subset=\{'train/a': Subset"),
+        ({"subset": {"train": Subset([1])}}, r"give subset=\{'train/a': Subset"),
     ],
 )
 def test_sets_that_are_not_mixed_are_refused(
@@ -245,6 +255,74 @@ def test_sets_that_are_not_mixed_are_refused(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         make_data(tmp_path, **options)
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_rows_are_selected_from_each_set(tmp_path: Path, residency: str) -> None:
+    chosen = {"a": [*range(40, 2, -3)], "b": [5, 20, 1]}
+    subset = {f"train/{name}": Subset(rows) for name, rows in chosen.items()}
+    data = set_up(make_data(tmp_path, subset=subset, residency=residency))
+    allowed = {"c": range(SIZES["c"]), **chosen}
+    for epoch in range(3):
+        counts = Counter(chain.from_iterable(epoch_of(data, epoch)))
+        for code, name in enumerate(SIZES, 1):
+            expected = SAMPLES * SHARES[name] / len(allowed[name])
+            found = {number - 100 * code for number in counts if number // 100 == code}
+            assert found == {*allowed[name]}
+            for row in found:
+                assert int(expected) <= counts[100 * code + row] <= int(expected) + 1
+    # The same rows as of datasets that have no others, but for their numbers.
+    sets = {name: TorchSubset(each, allowed[name]) for name, each in mixed_sets().items()}
+    apart = set_up(make_data(tmp_path / "apart", train_dataset=sets, residency=residency))
+    assert epoch_of(data) == epoch_of(apart)
+    assert data.order is not None
+    rows = data.order.dataset_rows(0, range(12))
+    names = data.order.shards.base.names(rows)
+    codes = dict(zip(SIZES, (100, 200, 300), strict=True))
+    assert [codes[name] + row for name, row in names] == epoch_of(data)[0]
+
+
+def test_selected_rows_come_in_the_order_of_the_sets_in_dataset_order() -> None:
+    rows = JoinedRows(("a", "b"), (5, 9), (StridedRows(1, 2), None))
+    parts = (Shards(2, 3, StridedRows(1, 2)), Shards(9, 3))
+    shards = JoinedShards(rows.num_rows(14), 3, subset=rows, stores=("a", "b"), parts=parts)
+    order = SequentialSampler(shards.ordered)
+    expected = [1, 3, *range(5, 14)]
+    assert order.dataset_rows(0, range(11)).tolist() == expected
+    assert sorted(shards.all_rows().tolist()) == expected
+    assert shards.names(np.array(expected))[:3] == [["a", 1], ["a", 3], ["b", 0]]
+
+
+def test_windows_over_rows_that_are_selected_from_a_set(tmp_path: Path) -> None:
+    def found(path: Path, sets: Any, **options: Any) -> list[Any]:
+        cut = {"steps": Windows(2, 1), "image": "list"}
+        made = make_data(path, train_dataset=sets, variable=cut, **options)
+        loader: Any = set_up(made).train_dataloader()
+        return [batch["steps"].tolist() for batch in loader]
+
+    allowed = {"a": [30, 7, 21], "b": range(21), "c": range(7)}
+    sets = mixed_sets(steps=2)
+    apart = {name: TorchSubset(each, allowed[name]) for name, each in sets.items()}
+    one = found(tmp_path / "one", sets, subset={"train/a": Subset([30, 7, 21])})
+    assert one == found(tmp_path / "other", apart)
+
+
+def test_epoch_of_selected_rows_is_resumed_and_that_of_others_refused(tmp_path: Path) -> None:
+    def make(rows: range) -> Any:
+        subset = {"train/a": Subset(rows)}
+        return set_up(make_data(tmp_path, subset=subset)).train_dataloader()
+
+    loader = make(range(9))
+    steps = [checked_numbers(batch) for batch in loader]
+    saved = make(range(9))
+    next(iter(saved))
+    again = make(range(9))
+    again.load_state_dict(saved.state_dict())
+    assert [checked_numbers(batch) for batch in again] == steps[1:]
+    other = make(range(1, 10))
+    other.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match="another row order"):
+        next(iter(other))
 
 
 def test_sets_of_other_fields_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.preloaded import python
+from tests.preloaded import END_WHOLLY, python
 
 PROGRAM = """
 import atexit, sys
@@ -25,7 +25,7 @@ def test_program_leaves_its_group_before_its_interpreter_ends(tmp_path: Path) ->
     for way in ("gloo", "cpu:gloo", "out"):
         done = subprocess.run(
             [python(), "-c", PROGRAM, way, str(tmp_path / way)],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, END_WHOLLY: "1", "PYTHONPATH": str(Path(__file__).parents[2])},
             capture_output=True,
             text=True,
             timeout=120,

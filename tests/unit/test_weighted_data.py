@@ -226,7 +226,7 @@ def test_factory_of_a_user_may_look_up_fields(tmp_path: Path) -> None:
         (Weighted("labels"), {}, r"field 'labels': the store at .* has \['row', 'x', 'y', 'label'"),
         (Weighted("x"), {}, r"field 'x': its rows are float32 \(8,\)"),
         (Weighted([1.0]), {}, r"weights of shape \(1,\), and the dataset has 90 rows"),
-        (Weighted("label"), {"residency": "stream"}, "must be shuffled within these"),
+        (Weighted("label"), {"residency": "stream"}, "takes those of a step from elsewhere"),
         (Weighted("label", num_samples=1), {}, "an epoch of 1 rows for 2 data devices"),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
@@ -67,7 +67,6 @@ def joined(steps: list[list[Any]]) -> list[Any]:
     stride=st.integers(1, 15),
     subset=st.booleans(),
 )
-@settings(deadline=None)
 def test_each_window_is_in_one_shard_and_found_again(
     lengths: list[int], num_shards: int, length: int, stride: int, subset: bool
 ) -> None:
@@ -278,7 +277,6 @@ def test_file_of_no_tokens_is_named(tmp_path: Path, content: bytes, dtype: str) 
     stride=st.integers(1, 25),
     row_tokens=st.integers(1, 90),
 )
-@settings(deadline=None)
 def test_each_window_of_a_stream_is_in_one_row(
     num_tokens: int, length: int, stride: int, row_tokens: int
 ) -> None:

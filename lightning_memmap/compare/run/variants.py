@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_memmap.arguments import nearest
 from lightning_memmap.strategies import STRATEGIES
 
 #: ``memmap``: the `MemmapDataModule` of the config. ``dataloader``: its plain dataset through
@@ -170,8 +171,10 @@ def _parse(name: str) -> Variant:
     strategy, plus, loader = name.partition("+")
     match = _LOADER.fullmatch(loader)
     if strategy not in _DESCRIPTIONS or (plus and match is None):
+        names = [start + end for start in _DESCRIPTIONS for end in ("", "+ideal", "+workers0")]
         raise ValueError(
-            f"variants: {name!r} is unknown. A variant is a strategy ({', '.join(_DESCRIPTIONS)}),"
+            f"variants: {name!r} is unknown{nearest(name, names) or '.'}"
+            f" A variant is a strategy ({', '.join(_DESCRIPTIONS)}),"
             " which may be followed by +workersN (its rows come from a DataLoader with N workers)"
             " or +ideal (one batch replayed)"
         )

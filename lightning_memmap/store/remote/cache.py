@@ -4,6 +4,9 @@ Each store has an entry, named after its URL and the bytes of its manifest: what
 gets another entry. A process that has a store open holds a shared lock on its entry. Entries that
 nobody holds are removed when there is no room, the one that was opened longest ago first. All
 bookkeeping is done under one lock.
+
+An entry keeps the manifest, and when the server last gave it: where nobody answers at the URL, the
+store is opened in the version of it that the server gave last.
 """
 
 import fcntl
@@ -15,23 +18,28 @@ import stat
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
 from filelock import FileLock
 
-from lightning_memmap.errors import MemmapError, StoreError
+from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sizes import format_bytes, parse_bytes
-from lightning_memmap.store.manifest import check_files
+from lightning_memmap.store.manifest import MANIFEST, check_files
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.fetcher import FETCHED, RESERVED, RemoteManifest, ShardFetcher
-from lightning_memmap.store.remote.files import RemoteFiles
+from lightning_memmap.store.remote.files import RemoteFiles, UnreachableError
 
 #: The directory of the cache, and the most bytes in it.
 DIRECTORY, LIMIT = "LIGHTNING_MEMMAP_CACHE", "LIGHTNING_MEMMAP_CACHE_SIZE"
 
 _FILES, _STATES, _IN_USE, _RESERVED, _LOCKS = "files", "states", "in_use", "reserved", "locks"
+#: The URL of an entry; and, after the digest of a URL, the name of the note that nothing is there.
+_URL, _ABSENT = "url", ".absent"
+#: Letters of the name of an entry.
+_NAME_LETTERS = 40
 #: Locks of an entry that keep processes from fetching the same shard at once.
 _NUM_LOCKS = 64
 #: What an entry needs on the disk beside its shards.
@@ -84,10 +92,30 @@ class Cache:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock for changes to the bookkeeping."""
+        if not os.access(self.directory, os.W_OK):
+            yield  # Whole stores in it are used as they are.
+            return
         with FileLock(self.directory / ".lock"):
             for left in self.directory.glob("*.gone"):  # Of a process that was killed.
                 shutil.rmtree(left, ignore_errors=True)
             yield
+
+    @contextmanager
+    def usable(self) -> Iterator[None]:
+        """Say what a user can do where the cache cannot be read or written.
+
+        Raises:
+            StoreError: A file of it cannot be used, or its file system has no locks.
+        """
+        try:
+            yield
+        except MemmapError:
+            raise
+        except OSError as error:
+            raise StoreError(
+                f"the cache at {self.directory} cannot be used: {error}: open the store again if it"
+                f" was removed meanwhile. {_SETTING}"
+            ) from error
 
     def enter(self, remote: RemoteManifest, url: StoreUrl) -> Path:
         """Find the entry of a store, or make it. The lock must be held.
@@ -99,13 +127,13 @@ class Cache:
         Returns:
             The directory of the entry, whose files have the sizes of those of the store.
         """
-        digest = hashlib.sha256(str(url).encode() + b"\0" + remote.data)
-        entry = self.directory / digest.hexdigest()[:40]
+        entry = self.directory / _entry_name(url, remote.data)
         columns = remote.manifest.columns
         try:
             check_files(entry / _FILES, remote.manifest)
             num_states = os.lstat(entry / _STATES).st_size
             if num_states == len(columns) * remote.manifest.num_shards:
+                os.lstat(entry / MANIFEST)
                 return entry
         except (MemmapError, OSError):
             pass  # It is not there, or was damaged.
@@ -120,9 +148,64 @@ class Cache:
                     file.truncate(num_bytes)
         (made / _STATES).write_bytes(bytes(len(columns) * remote.manifest.num_shards))
         (made / _IN_USE).touch()
-        (made / "url").write_text(f"{url}\n", encoding="utf-8")
+        (made / _URL).write_text(f"{url}\n", encoding="utf-8")
+        (made / MANIFEST).write_bytes(remote.data)
         os.rename(made, entry)
         return entry
+
+    def note(self, url: StoreUrl, entry: Path | None) -> None:
+        """Note what a server has just said of a URL.
+
+        Args:
+            url: The URL.
+            entry: The entry of the store there; None where there is none.
+        """
+        absent = self.directory / (_digest(str(url).encode()) + _ABSENT)
+        with suppress(OSError):  # A cache that cannot be written.
+            if entry is None:
+                absent.touch()
+            else:
+                os.utime(entry / MANIFEST)
+                absent.unlink(missing_ok=True)
+
+    def last(self, url: StoreUrl, reason: UnreachableError) -> RemoteManifest:
+        """Find the version of a store that its server gave last.
+
+        Args:
+            url: The URL.
+            reason: Why the server cannot be asked.
+
+        Returns:
+            The version, one of the entries.
+
+        Raises:
+            StoreNotFoundError: There was no store when the server was last asked.
+            UnreachableError: Nothing of the URL is in the cache.
+        """
+        if (self.directory / (_digest(str(url).encode()) + _ABSENT)).exists():
+            raise StoreNotFoundError(
+                f"there was no store at {url} when its server was last asked, and now {reason}"
+            )
+        versions = {}
+        for entry in self._entries():
+            with suppress(OSError, ValueError):
+                if (entry / _URL).read_text(encoding="utf-8") == f"{url}\n":
+                    data = (entry / MANIFEST).read_bytes()
+                    if entry.name == _entry_name(url, data):
+                        versions[os.lstat(entry / MANIFEST).st_mtime] = data
+        if not versions:
+            raise UnreachableError(
+                f"{reason}; and the cache at {self.directory} has nothing of this store"
+            ) from reason
+        given = datetime.fromtimestamp(max(versions), timezone.utc)
+        _log.warning(
+            "%s is opened from the cache, in the version that its server gave last, on %s: whether"
+            " there is another one by now cannot be checked: %s",
+            url,
+            given.isoformat(sep=" ", timespec="seconds"),
+            str(reason),  # Who keeps the error keeps the frames that it went through.
+        )
+        return RemoteManifest(versions[max(versions)], url)
 
     def reserve(self, fetcher: ShardFetcher, entry: Path, numbers: Collection[int]) -> None:
         """Make room for shards, and count them as there. The lock must be held.
@@ -163,7 +246,8 @@ class Cache:
         return None
 
     def _entries(self) -> list[Path]:
-        return [path for path in self.directory.iterdir() if len(path.name) == 40]
+        paths = self.directory.iterdir()
+        return [path for path in paths if len(path.name) == _NAME_LETTERS]
 
 
 _SETTING = f"{DIRECTORY} names another directory, and {LIMIT} the size that it may have"
@@ -190,18 +274,28 @@ class CachedShards:
 
     def __init__(self, url: StoreUrl) -> None:
         self.url, self._cache = url, Cache.of_user()
-        files = RemoteFiles(url)
-        remote = RemoteManifest(files)
-        with self._cache.locked():
+        self._files, self._is_checked = RemoteFiles(url), True
+        try:
+            remote = RemoteManifest.read(self._files)
+        except UnreachableError as error:
+            remote, self._is_checked = self._cache.last(url, error), False
+        except StoreNotFoundError:
+            self._cache.note(url, None)
+            raise
+        with self._cache.usable(), self._cache.locked():
             self._entry = self._cache.enter(remote, url)
             in_use = os.open(self._entry / _IN_USE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             weakref.finalize(self, os.close, in_use)
             fcntl.flock(in_use, fcntl.LOCK_SH)
-            os.utime(self._entry / _IN_USE)
+            with suppress(OSError):  # A cache that cannot be written.
+                os.utime(self._entry / _IN_USE)
+        if self._is_checked:
+            self._cache.note(url, self._entry)
+        self._remote = remote
         self.manifest, self.directory = remote.manifest, self._entry / _FILES
         lock = partial(_shard_lock, self._entry / _LOCKS)
         states = self._entry / _STATES
-        self._fetcher = ShardFetcher(remote, files, self.directory, states, lock)
+        self._fetcher = ShardFetcher(remote, self._files, self.directory, states, lock)
         self._known = self._fetcher.read_states()
 
     def require(self, fields: Collection[int], shards: Collection[int]) -> None:
@@ -213,25 +307,54 @@ class CachedShards:
 
         Raises:
             StoreNotFoundError: The store is gone.
-            StoreError: It cannot be reached, was replaced, or is damaged; or the cache has no room.
-            OSError: The cache cannot be written.
+            StoreError: It cannot be reached, was replaced, or is damaged; or the cache has no room,
+                was removed, or cannot be written.
         """
         fetcher = self._fetcher
         if all(self._known[field, shard] == FETCHED for field in fields for shard in shards):
             return
-        if missing := fetcher.absent(fields, shards):
-            with self._cache.locked():
-                if unreserved := fetcher.absent(fields, shards, RESERVED):
-                    self._cache.reserve(fetcher, self._entry, unreserved)
-            num_bytes = fetcher.num_bytes(missing)
-            hidden = num_bytes < _SHOWN_BYTES
-            with show_progress("fetching", num_bytes, 1, hidden=hidden) as advance:
-                fetcher.fetch(missing, advance)
-        self._known = fetcher.read_states()
+        with self._cache.usable():
+            if missing := fetcher.absent(fields, shards):
+                # Before stores are removed to make room for what cannot be fetched.
+                self._check(len(missing))
+                with self._cache.locked():
+                    if unreserved := fetcher.absent(fields, shards, RESERVED):
+                        self._cache.reserve(fetcher, self._entry, unreserved)
+                num_bytes = fetcher.num_bytes(missing)
+                hidden = num_bytes < _SHOWN_BYTES
+                with show_progress("fetching", num_bytes, 1, hidden=hidden) as advance:
+                    fetcher.fetch(missing, advance)
+            self._known = fetcher.read_states()
+
+    def _check(self, num_missing: int) -> None:
+        """Compare the manifest with the server's, if it is from the cache."""
+        if self._is_checked:
+            return
+        try:
+            found = RemoteManifest.read(self._files).data
+        except UnreachableError as error:
+            raise UnreachableError(
+                f"{num_missing} shards of fields that are needed are not in the cache at"
+                f" {self._cache.directory}, and {error}"
+            ) from error
+        if found != self._remote.data:
+            raise StoreError(
+                f"the store at {self.url} is another one by now than that in the cache, and shards"
+                " of that are missing: open it again"
+            )
+        self._is_checked = True
 
 
 def _shard_lock(directory: Path, number: int) -> FileLock:
     return FileLock(directory / str(number % _NUM_LOCKS))
+
+
+def _entry_name(url: StoreUrl, manifest: bytes) -> str:
+    return _digest(str(url).encode() + b"\0" + manifest)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_NAME_LETTERS]
 
 
 def _reserved(entry: Path) -> int:
@@ -251,11 +374,12 @@ def _used_last_ns(entry: Path) -> int:
 
 def _remove_unused(entry: Path) -> bool:
     """Remove an entry, unless a process has its store open. Returns whether it did."""
-    with suppress(OSError):
-        descriptor = os.open(entry / _IN_USE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with suppress(FileNotFoundError):
+        # For writing: NFS has exclusive locks for no other file.
+        descriptor = os.open(entry / _IN_USE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:  # It is in use, or nobody can say.
             return False
         finally:
             os.close(descriptor)

@@ -5,6 +5,7 @@ not be read. Beside them, a byte for each field and shard says whether it is the
 the bytes are on the disk, so that a fetch that was interrupted goes on with the next shard.
 """
 
+import logging
 import os
 import random
 from collections.abc import Callable, Collection, Iterable
@@ -23,7 +24,8 @@ from lightning_memmap.sampling import Integers
 from lightning_memmap.store.columns import FileRange
 from lightning_memmap.store.files import OpenFiles, write_all
 from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
-from lightning_memmap.store.remote.files import RemoteFiles
+from lightning_memmap.store.places import StoreUrl
+from lightning_memmap.store.remote.files import RemoteFiles, UnreachableError
 
 #: States of a shard of a field.
 ABSENT, RESERVED, FETCHED = 0, 1, 2
@@ -31,33 +33,55 @@ ABSENT, RESERVED, FETCHED = 0, 1, 2
 _NUM_THREADS = 8
 #: Bytes of one read. A connection that breaks costs one.
 _READ_BYTES = 8 * 2**20
+#: Times that a shard is fetched whose bytes are not those of its checksum: what lies between may
+#: have changed them.
+_NUM_COPIES = 2
+#: Some libraries try for as long to connect, and then everybody has waited enough.
+_PATIENCE_S = 5.0
+_log = logging.getLogger(__name__)
 
 
 class RemoteManifest:
     """The manifest of a store at a URL.
 
     Args:
-        files: The directory.
+        data: Its bytes.
+        url: The URL.
 
     Attributes:
         data: Its bytes.
         manifest: What it says.
 
     Raises:
-        StoreNotFoundError: There is no store.
-        StoreError: The directory cannot be reached, or the manifest is damaged.
+        StoreError: It is damaged.
     """
 
-    def __init__(self, files: RemoteFiles) -> None:
+    def __init__(self, data: bytes, url: StoreUrl) -> None:
+        self.data, self.manifest = data, Manifest.decode(data, str(url))
+
+    @classmethod
+    def read(cls, files: RemoteFiles) -> "RemoteManifest":
+        """Read it from its server.
+
+        Args:
+            files: The directory.
+
+        Returns:
+            The manifest.
+
+        Raises:
+            StoreNotFoundError: There is no store.
+            UnreachableError: The directory cannot be reached.
+            StoreError: Access is refused, or the manifest is damaged.
+        """
         try:
-            # The library of the protocol tries several times to connect.
-            self.data = files.read(MANIFEST, 0, MAX_MANIFEST_BYTES + 1, num_tries=1)
+            data = files.read(MANIFEST, 0, MAX_MANIFEST_BYTES + 1, patience_s=_PATIENCE_S)
         except StoreNotFoundError as error:
             raise StoreNotFoundError(
                 f"no store at {files.url}: {str(error).rstrip('.')}: build it in a directory, and"
                 f" push it with `lightning-memmap store push DIRECTORY {files.url}`"
             ) from error
-        self.manifest = Manifest.decode(self.data, str(files.url))
+        return cls(data, files.url)
 
 
 class ShardFetcher:
@@ -175,8 +199,20 @@ class ShardFetcher:
             with self._lock(number):
                 if self.read_states()[field, shard] == FETCHED:  # By another process.
                     return
-                if self._copy(number, files, advance, stop) is None:
-                    return
+                for left in reversed(range(_NUM_COPIES)):
+                    digest = self._copy(number, files, advance, stop)
+                    if digest is None:
+                        return
+                    if digest == self.manifest.checksums[column.field.name][shard]:
+                        break
+                    if (error := self._changed()) or not left:
+                        raise error or self._damaged(column.field.name, shard)
+                    _log.warning(
+                        "the bytes of field %r, shard %s are not those of its checksum: fetching"
+                        " them again",
+                        column.field.name,
+                        shard,
+                    )
                 for name, first, data in column.edge_bytes(shard):
                     write_all(files.open(name), memoryview(data), first)
                 files.sync()
@@ -186,15 +222,13 @@ class ShardFetcher:
 
     def _copy(
         self, number: int, files: OpenFiles, advance: Callable[[int], None], stop: Event
-    ) -> int | None:
-        """Copy the bytes of a shard of a field; None where it was told to stop before the end.
+    ) -> str | None:
+        """Copy the bytes of a shard of a field.
 
-        Raises:
-            StoreError: They are not those of its checksum.
+        Returns:
+            Their hash; None where it was told to stop before the end.
         """
-        field, shard = divmod(number, self.manifest.num_shards)
-        name_of_field = self.manifest.columns[field].field.name
-        digest, num_bytes = xxhash.xxh3_64(), 0
+        digest = xxhash.xxh3_64()
         try:
             for name, start, end in self._pieces(number):
                 for first in range(start, end, _READ_BYTES):
@@ -203,19 +237,20 @@ class ShardFetcher:
                     data = self._files.read(name, first, min(first + _READ_BYTES, end))
                     digest.update(data)
                     write_all(files.open(name), memoryview(data), first)
-                    num_bytes += len(data)
                     advance(len(data))
         except StoreNotFoundError as error:
-            raise self._changed(name_of_field, shard) from error
-        if digest.hexdigest() != self.manifest.checksums[name_of_field][shard]:
-            raise self._changed(name_of_field, shard)
-        return num_bytes
+            field, shard = divmod(number, self.manifest.num_shards)
+            damaged = self._damaged(self.manifest.columns[field].field.name, shard)
+            raise self._changed() or damaged from error
+        return digest.hexdigest()
 
-    def _changed(self, field: str, shard: int) -> MemmapError:
-        """What is wrong with a store whose bytes are not those that its manifest told."""
+    def _changed(self) -> MemmapError | None:
+        """What has become of the store since its manifest was read; None where it is the same."""
         url = self._files.url
         try:
-            is_same = RemoteManifest(self._files).data == self._remote.data
+            is_same = RemoteManifest.read(self._files).data == self._remote.data
+        except UnreachableError as error:
+            return error
         except StoreError:
             is_same = False
         except StoreNotFoundError:
@@ -224,7 +259,11 @@ class ShardFetcher:
             return StoreError(
                 f"the store at {url} was replaced while it was being fetched: open it again"
             )
+        return None
+
+    def _damaged(self, field: str, shard: int) -> StoreError:
         return StoreError(
-            f"the store at {url} is damaged: the bytes of field {field!r}, shard {shard} are not"
-            " those of its checksum: push it again, with overwrite=True"
+            f"the store at {self._files.url} is damaged: the bytes of field {field!r}, shard"
+            f" {shard} are not those of its checksum: check the store that was pushed"
+            " (`lightning-memmap store verify`), and push it again, with overwrite=True"
         )

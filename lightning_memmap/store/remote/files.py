@@ -1,10 +1,12 @@
 """The files of a remote directory, through fsspec, and what can go wrong with them."""
 
 import logging
+import math
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
@@ -16,10 +18,19 @@ from lightning_memmap.store.workers import describe_error
 
 T = TypeVar("T")
 
+#: Where this environment variable is set, no URL is read: stores are opened from the cache.
+OFFLINE = "LIGHTNING_MEMMAP_OFFLINE"
+
 #: Times that a read is tried, beside what the library of the protocol tries itself.
 _NUM_TRIES = 5
 _FIRST_PAUSE_S = 0.1
+#: What a server says that will not do otherwise when it is asked again.
+_REFUSED, _TRANSIENT, _UNABLE = (401, 403), (408, 425, 429), (501, 505)
 _log = logging.getLogger(__name__)
+
+
+class UnreachableError(StoreError):
+    """Nobody answers at a URL, or no URL is to be read."""
 
 
 class RemoteFiles:
@@ -29,7 +40,7 @@ class RemoteFiles:
         url: The directory.
 
     Raises:
-        StoreError: The library for its protocol is missing.
+        StoreError: The library for its protocol is missing, or cannot use the URL.
         ValueError: There is no such protocol.
     """
 
@@ -44,30 +55,40 @@ class RemoteFiles:
             ) from error
         except ValueError as error:
             raise ValueError(f"{url}: {error}") from error
+        except Exception as error:  # Each library has its own.
+            raise StoreError(f"{url} cannot be opened: {describe_error(error)}") from error
         self._path = path.rstrip("/")
 
-    def read(self, name: str, start: int, end: int, *, num_tries: int = _NUM_TRIES) -> bytes:
+    def read(self, name: str, start: int, end: int, *, patience_s: float = math.inf) -> bytes:
         """Read part of a file.
 
         Args:
             name: Name of the file.
             start: The first byte.
             end: One past the last byte.
-            num_tries: How often to try, where a connection breaks or gives too few bytes.
+            patience_s: Seconds after which a read that failed is not tried again.
 
         Returns:
-            The bytes; fewer than asked for only where the file ends.
+            The bytes; fewer than asked for where the file ends, or the server gives fewer.
 
         Raises:
             StoreNotFoundError: There is no such file, directory or bucket.
-            StoreError: The directory cannot be reached, or access is refused.
+            UnreachableError: The directory cannot be reached.
+            StoreError: Access is refused, or the server does not give parts of files.
         """
 
         def read() -> bytes:
             found: bytes = self._system.cat_file(self._at(name), start=start, end=end)
             return found
 
-        return self._tried(read, name, num_tries)
+        found = self._tried(read, name, patience_s)
+        if len(found) > end - start:
+            raise StoreError(
+                f"{self.url / name}: asked for {end - start} bytes, and got {len(found)}: the"
+                " server gives whole files, and a store needs one that gives parts of them (for"
+                " http:// one that answers range requests, which `python -m http.server` does not)"
+            )
+        return found
 
     def size(self, name: str) -> int | None:
         """The size of a file in bytes; None where there is no such file.
@@ -141,9 +162,12 @@ class RemoteFiles:
         if isinstance(self._system, LocalFileSystem):
             self._system.makedirs(self._path, exist_ok=True)
 
-    def _tried(self, work: Callable[[], T], name: str, num_tries: int = _NUM_TRIES) -> T:
+    def _tried(self, work: Callable[[], T], name: str, patience_s: float = math.inf) -> T:
         where, pause_s = self.url / name if name else self.url, _FIRST_PAUSE_S
-        for left in reversed(range(num_tries)):
+        if is_offline():
+            raise UnreachableError(f"{where} cannot be reached: {OFFLINE} is set")
+        deadline = monotonic() + patience_s
+        for left in reversed(range(_NUM_TRIES)):
             try:
                 return work()
             except FileNotFoundError as error:
@@ -155,8 +179,13 @@ class RemoteFiles:
                         " credentials (for s3:// in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
                         " in ~/.aws), and that they have the right to this"
                     ) from error
-                if not left:
+                if _is_final(error):
                     raise StoreError(
+                        f"{where}: {describe_error(error)}: see that the URL is right, and that"
+                        " what is there can do this (http:// and https:// can only be read)"
+                    ) from error
+                if not left or monotonic() > deadline:
+                    raise UnreachableError(
                         f"{where} cannot be reached: {describe_error(error)}: see that this machine"
                         " has a network, and that the address is right (for s3:// of another"
                         " provider it is in AWS_ENDPOINT_URL)"
@@ -167,6 +196,28 @@ class RemoteFiles:
         raise AssertionError
 
 
+def is_offline() -> bool:
+    """Whether no URL is to be read."""
+    return os.environ.get(OFFLINE, "").lower() not in ("", "0", "false", "no", "off")
+
+
 def _is_refusal(error: Exception) -> bool:
     """Whether a library says that credentials are missing, or do not suffice."""
-    return isinstance(error, PermissionError) or "Credentials" in type(error).__name__
+    named = "Credentials" in type(error).__name__
+    return named or isinstance(error, PermissionError) or _status(error) in _REFUSED
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether a library says that the same will happen when it is asked again."""
+    status = _status(error)
+    refused = 400 <= status < 500 and status not in _TRANSIENT
+    return refused or status in _UNABLE or isinstance(error, NotImplementedError)
+
+
+def _status(error: Exception) -> int:
+    """The status of the answer of an HTTP server that an error is about; 0 where there is none."""
+    answer = getattr(error, "response", None)
+    for each, name in ((error, "status"), (answer, "status_code"), (error, "code")):
+        if type(found := getattr(each, name, 0)) is int and found:
+            return found
+    return 0

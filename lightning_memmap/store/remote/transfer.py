@@ -1,6 +1,7 @@
 """Whole stores, pushed to a URL and pulled from one. Both go on where they were interrupted."""
 
 import os
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def push_store(
     Raises:
         ValueError: ``path`` is a URL, or ``url`` is none.
         StoreNotFoundError: There is no store at ``path``, or no such bucket.
-        StoreError: The store is damaged, another one is at the URL, or it cannot be reached.
+        StoreError: The store is damaged or replaced meanwhile, something else is at the URL or is
+            pushed there at the same time, or it cannot be reached.
     """
     directory = finish_interrupted(store_directory(path))
     manifest = Manifest.read(directory)
@@ -57,6 +59,7 @@ def push_store(
     there = RemoteFiles(_url(url))
     found = _read(there, MANIFEST)
     if found == data:
+        there.remove(_UNFINISHED)  # Of a push that was killed just before its end.
         return
     if found is not None and not overwrite:
         raise StoreError(
@@ -64,7 +67,10 @@ def push_store(
             " choose another URL"
         )
     sizes = {name: size for column in manifest.columns for name, size in column.file_bytes.items()}
-    if _read(there, _UNFINISHED) != data:
+    unfinished = _read(there, _UNFINISHED)
+    if unfinished != data:
+        if found is None and unfinished is None and not overwrite:
+            _check_free(there, sizes)
         # Files that are there from now on are of this store.
         for name in (MANIFEST, *sizes):
             there.remove(name)
@@ -74,6 +80,10 @@ def push_store(
             if there.size(name) != num_bytes:
                 there.put(directory / name, name)
             advance(num_bytes)
+    if Manifest.read(directory) != manifest:
+        raise StoreError(f"the store at {directory} was replaced meanwhile: push it again")
+    if data not in (_read(there, _UNFINISHED), _read(there, MANIFEST)):
+        raise StoreError(f"another process has pushed another store to {url} meanwhile")
     there.write(MANIFEST, data)
     there.remove(_UNFINISHED)
 
@@ -104,7 +114,7 @@ def pull_store(
     """
     directory = store_directory(path)
     files = RemoteFiles(_url(url))
-    remote = RemoteManifest(files)
+    remote = RemoteManifest.read(files)
     make_parent(directory)
     with locked(directory):
         recover(directory)
@@ -153,7 +163,14 @@ def stores_at(url: str) -> dict[str, str]:
     if _has_store(place):
         return {"": place}
     found = {}
-    for name in RemoteFiles(place).folders():
+    try:
+        names = RemoteFiles(place).folders()
+    except StoreNotFoundError as error:
+        raise StoreNotFoundError(
+            f"no store at {url}, and no directory that can be listed: give the URL of one store,"
+            f" such as {place / 'train'}: {error}"
+        ) from error
+    for name in names:
         if _has_store(place / name):
             found[name] = str(place / name)
             continue
@@ -180,6 +197,20 @@ def _read(files: RemoteFiles, name: str) -> bytes | None:
     """A manifest; None where there is none."""
     size = files.size(name)
     return None if size is None else files.read(name, 0, size)
+
+
+def _check_free(there: RemoteFiles, names: Iterable[str]) -> None:
+    """Check that no file of a store would replace one of somebody else.
+
+    Raises:
+        StoreError: One would.
+    """
+    for name in names:
+        if there.size(name) is not None:
+            raise StoreError(
+                f"{there.url / name} is there already, and is of no store: choose another URL, or"
+                " replace it with overwrite=True (--overwrite)"
+            )
 
 
 def _no_lock(number: int) -> "nullcontext[None]":

@@ -25,13 +25,8 @@ from lightning_memmap.store.sources.refusals import (
 )
 from lightning_memmap.store.workers import describe_error
 
-#: Columns of the tables of other libraries, and their rows as an array.
-_TABLES = {
-    "pandas": from_pandas.columns_of,
-    "polars": from_polars.columns_of,
-    "pyarrow": from_arrow.columns_of,
-}
-_SERIES = {
+#: What makes an array of a column, by the library that it is of.
+_TO_NUMPY = {
     "pandas": from_pandas.to_numpy,
     "polars": from_polars.to_numpy,
     "pyarrow": from_arrow.to_numpy,
@@ -113,7 +108,9 @@ def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
         return parquet_columns(Path(given), names)
     if is_frame(given):
         table = as_table(given)
-        return _TABLES[library_of(table)](table, names)
+        library = library_of(table)
+        found = table.column_names if library == "pyarrow" else list(table.columns)
+        return {name: _TO_NUMPY[library](table[name]) for name in chosen(names, found)}
     if is_dict_of_splits(given):
         raise TypeError(f"columns: {way_out(given)}")
     if isinstance(given, Mapping):
@@ -137,7 +134,7 @@ def _by_position(name: str, column: Any) -> Any:
             " and the columns of a table or dict each under a name of its own"
         )
     if library := library_of(column):
-        return _SERIES[library](column)
+        return _TO_NUMPY[library](column)
     # A Series of yet another library.
     return np.asarray(column) if hasattr(column, "iloc") else column
 

@@ -1,28 +1,10 @@
-"""Columns of a pyarrow Table."""
+"""Columns of a pyarrow Table as arrays."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from lightning_memmap.store.sources.field_array import NullableRows, object_array
-from lightning_memmap.store.sources.names import chosen
-
-
-def columns_of(table: Any, names: Sequence[str] | None) -> dict[str, Any]:
-    """Return the columns of a Table.
-
-    Args:
-        table: The Table.
-        names: The columns to use; None for all.
-
-    Returns:
-        One numpy array for each column, by name; see `to_numpy`.
-
-    Raises:
-        ValueError: A name is not among those of the table, or is there twice.
-    """
-    return {name: to_numpy(table.column(name)) for name in chosen(names, table.column_names)}
 
 
 def to_numpy(column: Any) -> np.ndarray | NullableRows:

@@ -1,28 +1,10 @@
-"""Columns of a polars DataFrame."""
+"""Columns of a polars DataFrame as arrays."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from lightning_memmap.store.sources.field_array import NullableRows, object_array
-from lightning_memmap.store.sources.names import chosen
-
-
-def columns_of(frame: Any, names: Sequence[str] | None) -> dict[str, Any]:
-    """Return the columns of a DataFrame.
-
-    Args:
-        frame: The DataFrame.
-        names: The columns to use; None for all.
-
-    Returns:
-        One numpy array for each column, by name; see `to_numpy`.
-
-    Raises:
-        ValueError: A name is not among those of the table, or is there twice.
-    """
-    return {name: to_numpy(frame.get_column(name)) for name in chosen(names, frame.columns)}
 
 
 def to_numpy(series: Any) -> np.ndarray | NullableRows:

@@ -14,8 +14,7 @@ from typing_extensions import override
 from lightning_memmap.images import (
     EXTENSIONS,
     ImageError,
-    check_mode,
-    checked_size,
+    checked_decoding,
     decode_image,
 )
 
@@ -52,16 +51,9 @@ class ImageFolder(Dataset[dict[str, Any]]):
         mode: str | None = "RGB",
         size: int | tuple[int, int] | None = None,
     ) -> None:
-        if mode is not None:
-            check_mode(mode)
-        elif size is not None:
-            raise ValueError(
-                f"size={size!r} with mode=None: the files are kept as they are; give the size to"
-                " Decode(size=...), which decodes them"
-            )
         self.root = Path(root)
         self.mode = mode
-        self.size = checked_size(size)
+        self.size = checked_decoding(mode, size)
         if not self.root.is_dir():
             raise FileNotFoundError(f"root={str(root)!r}: there is no such folder")
         self.classes = sorted(

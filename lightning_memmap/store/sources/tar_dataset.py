@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError
-from lightning_memmap.images import check_mode, checked_size, decode_image
+from lightning_memmap.images import checked_decoding, decode_image
 from lightning_memmap.store.workers import describe_error
 
 #: The key of a sample and the ending of a member: everything up to, and after, the first dot of
@@ -86,13 +86,6 @@ class TarDataset(IterableDataset[dict[str, Any]]):
         mode: str | None = None,
         size: int | tuple[int, int] | None = None,
     ) -> None:
-        if mode is not None:
-            check_mode(mode)
-        elif size is not None:
-            raise ValueError(
-                f"size={size!r} with mode=None: images stay encoded; give a mode, or the size to"
-                " Decode(size=...), which decodes them"
-            )
         given = [tars] if isinstance(tars, (str, Path)) else list(tars)
         self.tars = [str(path) for pattern in given for path in _paths(str(pattern))]
         if not self.tars:
@@ -100,7 +93,7 @@ class TarDataset(IterableDataset[dict[str, Any]]):
         self.sizes = [Path(path).stat().st_size for path in self.tars]
         self.fields = None if fields is None else dict(fields)
         self.mode = mode
-        self.size = checked_size(size)
+        self.size = checked_decoding(mode, size)
 
     @override
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -49,9 +49,7 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
     ) -> None:
         stride = length if stride is None else stride
         for name, number in (("length", length), ("stride", stride), ("row_tokens", row_tokens)):
-            check_integer(name, number)
-            if number < 1:
-                raise ValueError(f"TokenStream: {name}={number}: at least 1 token")
+            check_integer(f"TokenStream: {name}", number, 1, "at least 1 token")
         if not 0 <= start < stop <= 1:
             raise ValueError(f"TokenStream: start={start}, stop={stop}: shares from 0 to 1")
         found: Any = tokens

@@ -1,4 +1,4 @@
-"""The precision plugin of sharded modules."""
+"""The precision of sharded modules: their plugin, and the dtype of their buffers."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,7 +9,10 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torchmetrics import Metric
 from typing_extensions import override
+
+from lightning_memmap.strategies.sharding.units import STATISTICS
 
 
 class ShardedPrecision(Precision):
@@ -61,3 +64,36 @@ class ShardedPrecision(Precision):
     val_step_context = _evaluation_context
     test_step_context = _evaluation_context
     predict_step_context = _evaluation_context
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Cast floating-point buffers, except running statistics and metrics.
+
+    Args:
+        module: The module that has them.
+        dtype: A floating-point dtype.
+
+    Returns:
+        By name, their values before.
+    """
+    before = {}
+    for prefix, child in module.named_modules():
+        if isinstance(child, (*STATISTICS, Metric)):
+            continue
+        for name, buffer in child.named_buffers(recurse=False):
+            if buffer.is_floating_point() and buffer.dtype != dtype:
+                before[f"{prefix}.{name}" if prefix else name] = buffer.cpu()
+                setattr(child, name, buffer.to(dtype))
+    return before
+
+
+def restored(buffer: Tensor, before: Tensor) -> Tensor:
+    """A buffer that was cast, with its value from before where it has not changed since.
+
+    Args:
+        buffer: The buffer now.
+        before: Its value before it was cast.
+    """
+    if torch.equal(before.to(buffer.dtype), buffer.cpu()):
+        return before
+    return buffer.to(before.dtype)

@@ -11,10 +11,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memmap.callbacks import PredictionTable
 from tests.models import Regression, Scheduled
-from tests.strategies.contract import CASES, Case, make_run
-
-#: The cases that strategies of several processes must support.
-SEVERAL = {name: case for name, case in CASES.items() if case.in_several}
+from tests.strategies.contract import CASES, Case, cases_in_several, make_run
 
 #: Optimizer steps after which a run of two epochs is resumed: inside the first epoch, before the
 #: uneven step that ends it, at its end, and inside the second.
@@ -79,7 +76,7 @@ def run(
     out: Path,
     name: str,
     others: str | None = None,
-    cases: Sequence[str] = tuple(SEVERAL),
+    cases: Sequence[str] | None = None,
     resumed: Sequence[int] = RESUMED,
 ) -> dict[str, Any]:
     """Everything that a strategy must support.
@@ -88,11 +85,13 @@ def run(
         out: Directory of the stores and checkpoints.
         name: A key of `CONTRACTS`, or the reference.
         others: Directory of the reference, from whose checkpoint a run is resumed.
-        cases: Which fits; all by default.
+        cases: Which fits; all that the strategy must support by default.
         resumed: After which steps a run is resumed.
     """
     runs = Runs(out, name)
-    found: dict[str, Any] = {key: runs.fit(SEVERAL[key], key) for key in cases}
+    found: dict[str, Any] = {
+        case: runs.fit(CASES[case], case) for case in cases or cases_in_several(name)
+    }
     saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
     whole = Case(
         Scheduled, {"max_epochs": 2, "enable_checkpointing": True}, callbacks=lambda _: [saver]

@@ -1,4 +1,5 @@
-"""Trainings on sets whose rows come otherwise than each once, and what each rank was given."""
+"""Trainings on rows that come otherwise than each once, or have fields of other forms: what each
+rank was given."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import Bucketed, Mixture
 from lightning_memmap.schema import Windows
+from tests import images, records, variable
 from tests.combined import CombinedData
 from tests.distributed.scenarios.training import make_strategy
 from tests.mixed import SAMPLES, SHARES, checked_numbers, mixed_sets
 from tests.models import make_trainer, weights
 from tests.series import Series, windows_in
-from tests.variable import Ragged, assert_is_batch
+from tests.variable import Ragged
 
 EPOCHS = 2
 #: Rows of a step over all devices. The last step of an epoch can be halved as well, since stock ddp
@@ -25,6 +27,7 @@ GLOBAL_BATCH = 6
 LENGTH, STRIDE = 8, 3
 SERIES = [5 + row * 7 % 30 for row in range(41)]
 SOUNDS = Ragged(180)
+SCENES = records.Scenes(60)
 
 
 class Noting(L.LightningModule):
@@ -70,7 +73,7 @@ def read_mixture(batch: Any) -> tuple[list[Any], Tensor]:
 
 def read_bucketed(batch: Any) -> tuple[list[Any], Tensor]:
     rows = batch["row"].tolist()
-    assert_is_batch(batch, [SOUNDS[row] for row in rows])
+    variable.assert_is_batch(batch, [SOUNDS[row] for row in rows])
     lengths = batch["sound"].lengths[:, None] / 40
     return rows, lengths ** torch.arange(4)
 
@@ -79,6 +82,23 @@ def read_combined(batch: Any) -> tuple[list[Any], Tensor]:
     found = {name: part for name, part in batch.items() if part is not None}
     rows = [(name, row) for name, part in found.items() for row in part["row"].tolist()]
     return rows, torch.cat([part["x"][:, :4] for part in found.values()])
+
+
+def read_records(batch: Any) -> tuple[list[Any], Tensor]:
+    rows, objects = batch["row"].tolist(), batch["objects"]
+    assert batch["row_number"].tolist() == rows
+    records.assert_is_batch(batch, [SCENES[row] for row in rows])
+    if isinstance(objects, list):
+        return rows, torch.stack([each["box"].sum(0) for each in objects]).float()
+    # Padding is zeros.
+    return rows, objects["box"].values.sum(1).float()
+
+
+def read_images(batch: Any) -> tuple[list[Any], Tensor]:
+    rows = batch["row"].tolist()
+    images.assert_is_batch(batch, rows)
+    means = [batch[name].float().mean((2, 3)) / 255 for name in ("image", "mask")]
+    return rows, torch.cat(means, 1)
 
 
 #: By name, what makes the data from a directory and a batch size, and what reads batches.
@@ -101,6 +121,25 @@ CASES: dict[str, tuple[Callable[[Path, int], L.LightningDataModule], Any]] = {
             variable={"steps": "list", "image": "list"},
         ),
         read_mixture,
+    ),
+    **{
+        f"records as {form}": (
+            lambda path, size, form=form: MemmapDataModule(
+                SCENES,
+                store_dir=path,
+                batch_size=size,
+                variable={"objects": form},
+                with_row_numbers=True,
+            ),
+            read_records,
+        )
+        for form in ("list", "pad")
+    },
+    "encoded images": (
+        lambda path, size: MemmapDataModule(
+            images.EncodedImages(60), store_dir=path, batch_size=size, variable=images.FORMS
+        ),
+        read_images,
     ),
     "bucketed": (
         lambda path, size: MemmapDataModule(

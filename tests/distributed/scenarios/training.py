@@ -9,10 +9,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import STRATEGIES
-from tests.images import FORMS, Brightness, EncodedImages
 from tests.models import Points, Regression, make_trainer, weights
-from tests.records import Boxes, Scenes
-from tests.variable import Ragged, Sounds
 
 
 class Recorder(Regression):
@@ -74,78 +71,6 @@ def fit_and_test(
         "weights": weights(module),
         "test_mean": metrics["test_mean"],
     }
-
-
-def fit_variable(
-    out: Path,
-    strategy: str,
-    devices: int,
-    form: str,
-    strategy_options: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Train on rows that differ in length."""
-    data = MemmapDataModule(
-        Ragged(150),
-        store_dir=out / "stores",
-        batch_size=24 // devices,
-        variable={"sound": form, "image": "list"},
-    )
-    trainer = make_trainer(
-        out,
-        strategy=make_strategy(strategy, strategy_options),
-        devices=devices,
-        max_epochs=2,
-        limit_val_batches=0,
-    )
-    module = Sounds()
-    trainer.fit(module, data)
-    return {"seen": module.seen, "texts": module.texts, "weights": weights(module)}
-
-
-def fit_records(
-    out: Path,
-    strategy: str,
-    devices: int,
-    form: str,
-    strategy_options: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Train on lists of records."""
-    data = MemmapDataModule(
-        Scenes(150),
-        store_dir=out / "stores",
-        batch_size=24 // devices,
-        variable={"objects": form},
-        with_row_numbers=True,
-    )
-    trainer = make_trainer(
-        out,
-        strategy=make_strategy(strategy, strategy_options),
-        devices=devices,
-        max_epochs=2,
-        limit_val_batches=0,
-    )
-    module = Boxes()
-    trainer.fit(module, data)
-    return {"seen": module.seen, "names": module.names, "weights": weights(module)}
-
-
-def fit_encoded(
-    out: Path, strategy: str, devices: int, strategy_options: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Train on encoded images."""
-    data = MemmapDataModule(
-        EncodedImages(100), store_dir=out / "stores", batch_size=24 // devices, variable=FORMS
-    )
-    trainer = make_trainer(
-        out,
-        strategy=make_strategy(strategy, strategy_options),
-        devices=devices,
-        max_epochs=2,
-        limit_val_batches=0,
-    )
-    module = Brightness()
-    trainer.fit(module, data)
-    return {"seen": module.seen, "weights": weights(module)}
 
 
 def fit_in_children(out: Path, strategy: str, devices: int, rows: int) -> dict[str, Any]:

@@ -13,15 +13,21 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.errors import DatasetError, MemmapError
+from lightning_memmap.errors import DatasetError
 from lightning_memmap.loading import (
     FormedCollate,
     SplitRows,
     SuperBatchLoader,
     image_decoder,
 )
+from lightning_memmap.loading.decoded import DecodedRows
 from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows
+from lightning_memmap.sampling import (
+    BlockShuffledSampler,
+    SequentialSampler,
+    ShuffledSampler,
+    StridedRows,
+)
 from lightning_memmap.schema import Decode, Form, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import OnSuperBatch
@@ -260,14 +266,30 @@ def test_field_that_has_no_bytes_is_not_decoded(
         FormedCollate(store.schema, {"image": Decode()})
 
 
-def test_encoded_images_are_not_streamed(store: Store) -> None:
-    with pytest.raises(MemmapError, match="'stream'"):
-        make_split(store, residency="stream", forms=FORMS)
+@pytest.mark.parametrize("batch_size", [1, 7, 24])
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_images_are_streamed_window_by_window(
+    store: Store, num_devices: int, batch_size: int
+) -> None:
+    # A step reaches over several windows, and the last steps have fewer rows.
+    for window, transform in ((2, None), (3, lambda batch: batch)):
+        rows = make_split(store, num_devices, residency="stream", window=window, forms=FORMS)
+        assert isinstance(rows.sources[0], DecodedRows)
+        loader = SuperBatchLoader(
+            rows,
+            BlockShuffledSampler(rows.shards, 3, window),
+            batch_size,
+            collate=FormedCollate(store.schema, read_forms(FORMS)),
+            transform=transform,
+        )
+        assert_gives_all_rows(loader)
+        assert not [t.name for t in threading.enumerate() if "decode" in t.name]
 
 
-def test_process_that_was_forked_meanwhile_goes_on(store: Store) -> None:
-    rows = make_split(store, 1, forms=FORMS)
-    loader = loader_over(store, rows, 6, transform=lambda batch: batch)
+@pytest.mark.parametrize("residency", ["mmap", "stream"])
+def test_process_that_was_forked_meanwhile_goes_on(store: Store, residency: str) -> None:
+    rows = make_split(store, 1, residency=residency, window=1, forms=FORMS)
+    loader = loader_over(store, rows, 6, shuffled=False, transform=lambda batch: batch)
     order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
     steps = iter(loader)
     next(steps)

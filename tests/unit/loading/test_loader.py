@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -126,7 +126,6 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 class TestRows:
     @given(layout=layouts(), epoch=st.integers(0, 3))
-    @settings(deadline=None, max_examples=100)
     def test_epoch_over_all_processes_is_the_stream(
         self, numbered_store: Stores, layout: Layout, epoch: int
     ) -> None:
@@ -152,7 +151,6 @@ class TestRows:
             assert sorted(delivered) == list(range(layout.num_rows))
 
     @given(layout=layouts())
-    @settings(deadline=None, max_examples=50)
     def test_batches_of_devices_are_rows_of_their_own_shards(
         self, numbered_store: Stores, layout: Layout
     ) -> None:
@@ -177,7 +175,6 @@ class TestRows:
         residency=residencies,
         transform=st.sampled_from([None, untouched]),
     )
-    @settings(deadline=None, max_examples=25)
     def test_epoch_not_shuffled_is_dataset_order(
         self, numbered_store: Stores, num_rows: int, **layout: Any
     ) -> None:
@@ -291,9 +288,10 @@ class TestArguments:
 
 
 class TestResume:
-    @pytest.mark.parametrize("transform", [None, untouched])
-    @pytest.mark.parametrize("drop_last", [False, True])
-    @pytest.mark.parametrize("num_devices", [1, 4])
+    @pytest.mark.parametrize(
+        ("num_devices", "drop_last", "transform"),
+        [(1, False, untouched), (1, True, None), (4, False, None), (4, True, untouched)],
+    )
     def test_resume_after_any_step_goes_on_with_the_next_row(
         self, numbered_store: Stores, num_devices: int, drop_last: bool, transform: Any
     ) -> None:
@@ -410,7 +408,8 @@ class TestResume:
         for _ in take_steps(saved, 2):
             pass
         loader = make_loader(numbered_store(now, 24), 1, 10)
-        with pytest.raises(ValueError, match=f"resume with num_rows={before}"):
+        named = f"num_rows={before}, and this loader has num_rows={now}"
+        with pytest.raises(ValueError, match=named):
             epoch_rows(_with_state(loader, saved))
 
     @pytest.mark.parametrize("transform", [None, untouched])
@@ -669,7 +668,6 @@ class TestKeeping:
         transform=st.sampled_from([None, untouched]),
         inference=st.booleans(),
     )
-    @settings(deadline=None, max_examples=50)
     def test_anything_kept_for_a_while_is_never_overwritten(
         self,
         numbered_store: Stores,
@@ -772,12 +770,12 @@ class TestKeeping:
         assert len(addresses) <= 3
 
     def test_small_steps_share_memory_and_use_it_again(self, numbered_store: Stores) -> None:
-        loader = make_loader(numbered_store(40_000, 24), 2, 50)
+        loader = make_loader(numbered_store(9_000, 24), 2, 15)
         addresses: Counter[int] = Counter()
         for super_batch in loader:
             addresses[super_batch.to(CPU)["row"].untyped_storage().data_ptr()] += 1
             del super_batch
-        assert sum(addresses.values()) == 400
+        assert sum(addresses.values()) == 300
         assert len(addresses) <= 4
 
 

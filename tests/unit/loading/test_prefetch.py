@@ -54,7 +54,6 @@ class TestBatches:
         shuffle=st.booleans(),
         epoch=st.integers(0, 2),
     )
-    @settings(deadline=None, max_examples=60)
     def test_prefetched_batches_and_those_of_others_are_bitwise_the_same(
         self, numbered_store: Stores, num_rows: int, depth: int, epoch: int, **layout: Any
     ) -> None:
@@ -76,7 +75,7 @@ class TestBatches:
         depth=st.integers(1, 5),
         transform=st.sampled_from([None, noisy]),
     )
-    @settings(deadline=None, max_examples=15)
+    @settings(max_examples=15)
     def test_prefetched_epoch_resumes_after_each_step(
         self, numbered_store: Stores, depth: int, **layout: Any
     ) -> None:
@@ -331,7 +330,7 @@ class TestStreams:
 
 
 def test_rows_of_small_steps_that_are_taken_together_are_the_same(numbered_store: Stores) -> None:
-    store = numbered_store(40_000, 24)
+    store = numbered_store(9_000, 24)
     assert epoch_rows(assembled(make_loader(store, 4, 1, shuffle=True), prefetch=3)) == epoch_rows(
         make_loader(store, 4, 1, shuffle=True)
     )

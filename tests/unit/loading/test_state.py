@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
@@ -96,7 +96,6 @@ values = st.one_of(
 
 
 @given(name=st.sampled_from(list(STATE)), value=values)
-@settings(deadline=None, max_examples=200)
 def test_state_with_any_value_goes_on_or_is_refused_in_words(
     numbered_store: Stores, name: str, value: Any
 ) -> None:

@@ -14,18 +14,24 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap._compat.tensors import storage_key
 from lightning_memmap.errors import StoreError
-from lightning_memmap.loading import SuperBatch, SuperBatchLoader, load_split, window_layout
+from lightning_memmap.loading import (
+    SuperBatch,
+    SuperBatchLoader,
+    load_split,
+    window_layout,
+    window_reads,
+)
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import RowSubset, StridedRows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.row_file import RowFile
-from tests.preloaded import python
+from tests.preloaded import END_WHOLLY, python
 from tests.rows import (
     CPU,
     NumberedRows,
@@ -82,7 +88,6 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
 
 class TestRows:
     @given(setup=setups(), epoch=st.integers(0, 3))
-    @settings(deadline=None, max_examples=60)
     def test_rows_are_those_of_the_mapping_with_the_same_window(
         self, numbered_store: Stores, setup: dict[str, Any], epoch: int
     ) -> None:
@@ -167,8 +172,8 @@ class TestRows:
     ) -> None:
         # As much room as it takes, and several pieces a lane.
         monkeypatch.setattr(window_layout, "_MAX_FREE", math.inf)
-        monkeypatch.setattr(window_layout, "_READ_BYTES", 4 * 4096)
-        monkeypatch.setattr(window_layout, "_read_rows", not_called)
+        monkeypatch.setattr(window_reads, "_READ_BYTES", 4 * 4096)
+        monkeypatch.setattr(window_reads, "_read_and_copy", not_called)
         monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
         if block_bytes == 1:
             monkeypatch.delattr(os, "O_DIRECT")
@@ -189,9 +194,6 @@ class TestRows:
                 )
                 for residency in ("stream", "mmap")
             )
-            if num_devices * size not in (1, 7):
-                # Their rows lie apart in the files.
-                monkeypatch.setattr(window_layout, "_read_rows", READ_ROWS)
             for epoch in range(2):
                 streamed.set_epoch(epoch)
                 mapped.set_epoch(epoch)
@@ -199,12 +201,11 @@ class TestRows:
                     found, wanted = one.to(CPU), other.to(CPU)
                     assert torch.equal(found["row"], wanted["row"])
                     assert torch.equal(found["wide"], wanted["wide"])
-            monkeypatch.setattr(window_layout, "_read_rows", not_called)
 
     def test_disks_of_larger_blocks_are_read_in_these(
         self, numbered_store: Stores, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        read = os.preadv
+        store, read = numbered_store(400, 7), os.preadv
 
         def preadv(file: int, buffers: list[memoryview], place: int) -> int:
             if place % 4096 or len(buffers[0]) % 4096:
@@ -212,7 +213,7 @@ class TestRows:
             return read(file, buffers, place)
 
         monkeypatch.setattr(os, "preadv", preadv)
-        loader = make_loader(numbered_store(400, 7), residency="stream", window=5, shuffle=True)
+        loader = make_loader(store, residency="stream", window=5, shuffle=True)
         assert sorted(joined(epoch_rows(loader))) == list(range(400))
 
     def test_random_transforms_draw_as_over_the_mapping(self, numbered_store: Stores) -> None:
@@ -245,9 +246,6 @@ class TestRows:
         monkeypatch.delattr(os, "O_DIRECT")
         loader = make_loader(numbered_store(400, 7), residency="stream", window=5, shuffle=True)
         assert sorted(joined(epoch_rows(loader))) == list(range(400))
-
-
-READ_ROWS = window_layout._read_rows
 
 
 def not_called(*args: Any) -> Tensor:
@@ -571,7 +569,7 @@ def test_program_forks_and_ends_while_rows_are_read(tmp_path: Path) -> None:
     program = subprocess.run(
         [python(), "-W", "ignore", "-c", PROGRAM, str(store.path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, END_WHOLLY: "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -60,7 +60,6 @@ class TestStaging:
         ),
         buffer_bytes=st.integers(1, 300),
     )
-    @settings(deadline=None, max_examples=100)
     def test_fields_of_any_size_arrive_bit_by_bit(
         self, fields: list[tuple[int, tuple[int, ...], torch.dtype]], buffer_bytes: int
     ) -> None:

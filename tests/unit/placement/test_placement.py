@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from rich.console import Console
@@ -135,7 +135,6 @@ class TestAuto:
         budget=st.integers(0, 6000),
         host=st.integers(0, 6000),
     )
-    @settings(deadline=None, max_examples=50)
     def test_plan_within_any_budget_keeps_to_it(
         self, num_rows: int, num_shards: int, num_devices: int, budget: int, host: int
     ) -> None:
@@ -284,7 +283,6 @@ class TestTable:
 
 class TestBudgets:
     @given(free=st.integers(0, 2**40), fraction=st.floats(0.01, 1), processes=st.integers(1, 64))
-    @settings(deadline=None, max_examples=50)
     def test_processes_of_one_machine_share_its_memory(
         self, free: int, fraction: float, processes: int
     ) -> None:

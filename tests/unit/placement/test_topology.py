@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
@@ -27,7 +27,6 @@ class TestTopology:
         size=st.integers(1, 6),
         num_shards=st.integers(1, 60),
     )
-    @settings(deadline=None, max_examples=50)
     def test_owner_over_all_ranks_is_one(
         self, num_devices: int, size: int, num_shards: int
     ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.sampling import (
@@ -53,7 +53,6 @@ some_lengths = st.lists(st.sampled_from([0, 1, 2, 3, 5, 40, 300, 70_000]), min_s
 
 
 @given(some_lengths, st.integers(1, 9), st.integers(1, 20), st.integers(1, 5), st.integers(0, 3))
-@settings(deadline=None, max_examples=200)
 def test_each_row_comes_once_at_a_position_of_its_shard(
     lengths: list[int], num_shards: int, bucket_size: int, num_buckets: int, epoch: int
 ) -> None:
@@ -64,7 +63,6 @@ def test_each_row_comes_once_at_a_position_of_its_shard(
 
 
 @given(st.data(), some_lengths, st.integers(1, 12), st.integers(1, 20), st.integers(1, 5))
-@settings(deadline=None, max_examples=200)
 def test_positions_are_the_same_in_any_division(
     data: st.DataObject, lengths: list[int], num_shards: int, bucket_size: int, num_buckets: int
 ) -> None:
@@ -79,7 +77,6 @@ def test_positions_are_the_same_in_any_division(
 
 
 @given(some_lengths, st.integers(1, 20), st.integers(1, 5))
-@settings(deadline=None, max_examples=100)
 def test_buckets_of_one_shard_are_the_sorted_window_cut_into_pieces(
     lengths: list[int], bucket_size: int, num_buckets: int
 ) -> None:

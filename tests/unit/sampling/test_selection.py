@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.sampling import KFold, Parts, RandomSplit, RowSubset, Selection, Subset
@@ -23,7 +23,6 @@ LABELS = st.lists(st.integers(0, 4), min_size=4, max_size=120)
 
 
 @given(LABELS, st.integers(2, 4), st.booleans(), st.booleans(), st.integers(0, 2**63 - 1))
-@settings(deadline=None)
 def test_folds_hold_each_row_out_once_and_their_shares_of_each_value(
     labels: list[int], num_folds: int, shuffle: bool, stratify: bool, seed: int
 ) -> None:
@@ -46,7 +45,6 @@ def test_folds_hold_each_row_out_once_and_their_shares_of_each_value(
 
 
 @given(LABELS, st.floats(0.01, 0.7) | st.integers(1, 3), st.booleans(), st.integers(0, 99))
-@settings(deadline=None)
 def test_random_split_is_disjoint_complete_and_stratified(
     labels: list[int], validation: float, stratify: bool, seed: int
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.sampling import (
@@ -54,7 +54,6 @@ def weights(draw: st.DrawFn) -> list[float]:
 
 
 @given(weights(), st.integers(1, 9), st.integers(1, 150), st.integers(0, 3))
-@settings(deadline=None, max_examples=150)
 def test_each_row_comes_as_often_as_it_should_up_to_rounding(
     given_weights: list[float], num_shards: int, num_samples: int, epoch: int
 ) -> None:
@@ -71,7 +70,6 @@ def test_each_row_comes_as_often_as_it_should_up_to_rounding(
 
 
 @given(weights(), st.integers(1, 9), st.data())
-@settings(deadline=None, max_examples=150)
 def test_without_replacement_no_row_comes_twice(
     given_weights: list[float], num_shards: int, data: st.DataObject
 ) -> None:
@@ -85,7 +83,6 @@ def test_without_replacement_no_row_comes_twice(
 
 
 @given(weights(), st.integers(1, 9), st.integers(1, 150), st.booleans())
-@settings(deadline=None, max_examples=100)
 def test_lengths_fill_the_line_and_shards_cover_it(
     given_weights: list[float], num_shards: int, num_samples: int, replacement: bool
 ) -> None:
@@ -109,7 +106,6 @@ def test_lengths_fill_the_line_and_shards_cover_it(
 
 
 @given(st.data(), weights(), st.integers(1, 12), st.integers(1, 150))
-@settings(deadline=None, max_examples=100)
 def test_positions_are_served_by_their_shards_in_any_division(
     data: st.DataObject, given_weights: list[float], num_shards: int, num_samples: int
 ) -> None:

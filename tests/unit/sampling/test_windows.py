@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.sampling import ReadWindows, Sampler, default_window, shard_rows
@@ -42,7 +42,6 @@ def offsets_by_window(cut: ReadWindows, epoch: int) -> list[list[list[int]]]:
 
 
 @given(windows(), st.integers(0, 5))
-@settings(deadline=None, max_examples=150)
 def test_window_is_the_runs_of_each_shard(cut: ReadWindows, epoch: int) -> None:
     sizes = shard_rows(cut.sampler.num_positions, cut.sampler.num_shards)
     found = offsets_by_window(cut, epoch)
@@ -61,7 +60,6 @@ def test_window_is_the_runs_of_each_shard(cut: ReadWindows, epoch: int) -> None:
 
 
 @given(windows(), st.integers(0, 5), st.data())
-@settings(deadline=None, max_examples=150)
 def test_row_offsets_are_rows_of_runs_from_their_starts_on(
     cut: ReadWindows, epoch: int, data: st.DataObject
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
@@ -282,7 +282,6 @@ def test_field_name_any_key_is_one_safe_file_name(key: str | int, name: str) -> 
 
 
 @given(st.lists(st.text(max_size=6), min_size=1, max_size=6, unique_by=str.casefold))
-@settings(deadline=None)
 def test_field_name_different_keys_have_different_names_without_separators(
     keys: list[str],
 ) -> None:
@@ -581,7 +580,6 @@ SAMPLES = st.tuples(LEAVES, st.recursive(LEAVES, containers, max_leaves=8))
 
 
 @given(SAMPLES)
-@settings(deadline=None, max_examples=200)
 def test_json_any_schema_comes_back_equal(sample: Any) -> None:
     schema = Schema.from_sample(sample)
     text = json.dumps(schema.to_json())
@@ -591,7 +589,6 @@ def test_json_any_schema_comes_back_equal(sample: Any) -> None:
 
 
 @given(SAMPLES)
-@settings(deadline=None, max_examples=100)
 def test_builder_any_sample_gives_back_the_leaves_in_their_places(sample: Any) -> None:
     schema = Schema.from_sample(sample)
     leaves = [torch.full(field.shape or (1,), index) for index, field in enumerate(schema.fields)]
@@ -825,7 +822,6 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 @given(st.data(), JSON_VALUES)
-@settings(deadline=None, max_examples=300)
 def test_json_any_value_replaced_is_refused_or_a_sound_schema(
     data: st.DataObject, value: Any
 ) -> None:

@@ -19,15 +19,16 @@ from typing import Any
 
 from lightning_memmap.store import (
     append_store,
+    build,
     build_part,
     build_store,
     finish_store,
     open_store,
     pull_store,
+    push_store,
     range_writer,
     ranges,
     workers,
-    writer,
 )
 from lightning_memmap.store.remote import fetcher
 from lightning_memmap.store.remote.cache import DIRECTORY
@@ -52,6 +53,7 @@ class Build:
         finish: Commit the parts.
         append: Append the dataset to the store that is there.
         pull: The URL of a store that is pulled, in place of a build.
+        push: The URL that the store at ``path`` is pushed to, in place of a build.
         fetch: The URL of a store of this dataset that is read, in place of a build.
         cache: The directory of the cache for it.
         range_rows: Rows that are written at once.
@@ -80,6 +82,7 @@ class Build:
     finish: bool = False
     append: bool = False
     pull: str = ""
+    push: str = ""
     fetch: str = ""
     cache: str = ""
     range_rows: int = 64
@@ -215,6 +218,9 @@ def build_and_check(build: Build) -> None:
         fetcher._NUM_THREADS = 1
         pull_store(build.pull, build.path, overwrite=True, progress=False)
         return
+    if build.push:
+        push_store(build.path, build.push, overwrite=True, progress=False)
+        return
     if build.fetch:
         os.environ[DIRECTORY] = build.cache
         read_slowly(build.delay_s)
@@ -246,7 +252,7 @@ def write_ranges_of(num_rows: int) -> None:
     it is written, so that a short build has many of them."""
     range_writer._MAX_RANGE_ROWS = num_rows
     ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
-    writer._JOURNAL_INTERVAL_S = -1.0
+    build._JOURNAL_INTERVAL_S = -1.0
 
 
 def read_slowly(delay_s: float) -> None:

@@ -29,7 +29,7 @@ def write(path: str, index: int) -> int:
 
 
 def main(path: str) -> None:
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20)
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
     try:
         pids = ray.get([write.remote(path, index) for index in range(NUM_PARTS)])
     finally:

@@ -32,7 +32,7 @@ def sample(row: int) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     counts=st.tuples(st.integers(4, 20), st.integers(1, 9), st.integers(1, 20)),
     num_shards=st.integers(1, 7),

@@ -1,5 +1,6 @@
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -48,9 +49,13 @@ def assert_nothing_built(path: Path) -> None:
 # Rows
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 24])
-@pytest.mark.parametrize("num_rows", [1, 5, 24, 2500])
+@pytest.mark.parametrize(
+    ("num_rows", "num_shards", "num_workers"),
+    [
+        *itertools.product([1, 5, 24, 2500], [1, 2, 3, 7, 24], [0]),
+        *[(1, 1, 2), (5, 24, 2), (2500, 7, 2)],
+    ],
+)
 def test_build_any_counts_stores_each_row_in_its_place(
     tmp_path: Path, num_rows: int, num_shards: int, num_workers: int
 ) -> None:
@@ -524,18 +529,19 @@ MISFITS: dict[str, tuple[Any, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", MISFITS)
+@pytest.mark.parametrize(
+    ("kind", "num_workers"), [*((kind, 0) for kind in MISFITS), ("structure", 2)]
+)
 def test_build_sample_that_does_not_fit_names_row_field_found_and_expected(
     tmp_path: Path, kind: str, num_workers: int
 ) -> None:
     sample, messages = MISFITS[kind]
-    dataset = Replaced(Numbered(8000), {7301: sample})
-    with pytest.raises(SchemaError, match=".*".join(["row 7301, ", *messages])):
+    dataset = Replaced(Numbered(3000), {2301: sample})
+    with pytest.raises(SchemaError, match=".*".join(["row 2301, ", *messages])):
         build(dataset, tmp_path / "s", num_workers=num_workers)
     assert_nothing_built(tmp_path / "s")
     # The rows that were written before are still right once the dataset is mended.
-    assert holds(build(Numbered(8000), tmp_path / "s"), Numbered(8000))
+    assert holds(build(Numbered(3000), tmp_path / "s"), Numbered(3000))
 
 
 def test_build_first_sample_that_cannot_be_stored_names_row_and_field(tmp_path: Path) -> None:
@@ -665,7 +671,7 @@ def check_full_disk(outcomes: dict[str, Any]) -> None:
 def test_build_closes_every_file(tmp_path: Path, num_workers: int) -> None:
     build(Numbered(100), tmp_path / "warm", num_workers=num_workers)
     before = len(os.listdir("/proc/self/fd"))
-    for index in range(5):
+    for index in range(2):
         build(Numbered(100), tmp_path / str(index), num_workers=num_workers)
     assert len(os.listdir("/proc/self/fd")) <= before
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.errors import DatasetError, StoreError
 from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Schema
-from lightning_memmap.store import Store, build_store, open_store, verify_store
+from lightning_memmap.store import Store, build_store, open_store, range_writer, verify_store
 from lightning_memmap.store.columns import registered
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.plan import StorePlan
@@ -27,7 +27,8 @@ from tests.rows import make_loader
 from tests.unit.store.other_columns import Bits, Compressed
 from tests.unit.store.signing import sign_manifest
 
-NUM_ROWS = 3000
+#: Of several ranges; see `kinds`.
+NUM_ROWS = 300
 
 
 class Mixed:
@@ -52,13 +53,13 @@ class Mixed:
 
 
 @pytest.fixture(autouse=True)
-def kinds() -> Iterator[None]:
+def kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(range_writer, "_MAX_RANGE_ROWS", 100)
     with registered(Bits), registered(Compressed):
         yield
 
 
 @given(st.integers(1, 200), st.integers(1, 40))
-@settings(deadline=None)
 def test_shards_locate_each_row_in_its_shard_and_back(num_rows: int, num_shards: int) -> None:
     shards = Shards(num_rows, num_shards)
     expected = [row for shard in range(num_shards) for row in range(shard, num_rows, num_shards)]
@@ -108,8 +109,8 @@ def test_other_columns_hold_the_same_rows_as_the_usual_ones(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_other_columns_are_resumed(tmp_path: Path, num_workers: int) -> None:
-    broken = Replaced(Mixed(), {2900: ValueError("broken")})
-    with pytest.raises(DatasetError, match="row 2900"):
+    broken = Replaced(Mixed(), {290: ValueError("broken")})
+    with pytest.raises(DatasetError, match="row 290"):
         build(tmp_path / "s", broken, num_workers=num_workers, fingerprint="one")
     dataset = Counting(Mixed())
     store = build(tmp_path / "s", dataset, fingerprint="one")
@@ -150,7 +151,7 @@ def test_damage_of_other_columns_names_field_and_shard(tmp_path: Path) -> None:
         data[byte] ^= 1
         (store.path / name).write_bytes(data)
     os.truncate(store.path / "number.ends", 8)
-    with pytest.raises(StoreError, match=r"number\.ends has 8 bytes, expected 24000"):
+    with pytest.raises(StoreError, match=rf"number\.ends has 8 bytes, expected {8 * NUM_ROWS}"):
         open_store(store.path)
 
 
@@ -205,7 +206,7 @@ def test_store_of_an_unknown_kind_of_column_is_refused(tmp_path: Path) -> None:
     for kind in ("another", "", 3, None, [], "fixed"):
         sign_manifest(path, lambda body, kind=kind: body["columns"]["mask"].update(kind=kind))
         with pytest.raises(
-            StoreError, match=r"'mask' is kept in a way|mask\.memmap has 6000 bytes"
+            StoreError, match=rf"'mask' is kept in a way|mask\.memmap has {2 * NUM_ROWS} bytes"
         ):
             open_store(path)
 

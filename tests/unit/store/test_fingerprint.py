@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
@@ -244,7 +244,6 @@ texts = st.text(max_size=20)
 
 
 @given(st.dictionaries(texts, texts), st.none() | texts)
-@settings(max_examples=50)
 def test_fingerprint_comes_back_from_json(parts: dict[str, str], given: str | None) -> None:
     identity = Fingerprint(parts, given)
     again = Fingerprint.from_json(identity.to_json())

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError, StoreError
-from lightning_memmap.store import build_store, open_store, range_writer, verify_store, writer
+from lightning_memmap.store import build_store, open_store, range_writer, verify_store
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.recovery import building_path
 from lightning_memmap.store.workers import run_tasks
@@ -106,7 +106,7 @@ def test_build_notes_its_rows_every_few_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each look at the clock takes two seconds.
-    monkeypatch.setattr(writer, "monotonic", itertools.count(step=2).__next__)
+    monkeypatch.setattr("lightning_memmap.store.build.monotonic", itertools.count(step=2).__next__)
     journal, sizes = building_path(tmp_path / "s") / "journal", []
 
     class Watching(Labelled):

@@ -3,6 +3,7 @@
 import datetime
 import enum
 import os
+import shutil
 import signal
 import subprocess
 from importlib import import_module
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -48,6 +49,17 @@ NUM_ROWS = 200
 
 def build(path: Path, dataset: Any, **options: Any) -> Store:
     return build_store(dataset, path, **{"num_shards": 7, "progress": False, **options})
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("built") / "s", Scenes(60)).path
+
+
+@pytest.fixture
+def scenes(built: Path, tmp_path: Path) -> Path:
+    """A store that a test may damage."""
+    return Path(shutil.copytree(built, tmp_path / "s"))
 
 
 def assert_equal(found: Any, expected: Any) -> None:
@@ -122,7 +134,6 @@ counts = st.lists(st.integers(0, 5), min_size=1, max_size=30)
 
 
 @given(counts, st.integers(1, 9), st.booleans())
-@settings(deadline=None, max_examples=25)
 def test_lists_of_any_lengths_come_back(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], shards: int, is_text: bool
 ) -> None:
@@ -230,9 +241,9 @@ def test_lists_of_parts_that_are_not_alike_are_refused(
 ROOT = Path(__file__).parents[3]
 BUILD = """
 import os, sys, time
-from lightning_memmap.store import build_store, range_writer, writer
+from lightning_memmap.store import build, build_store, range_writer
 from tests.records import Scenes
-writer._JOURNAL_INTERVAL_S = 0.0
+build._JOURNAL_INTERVAL_S = 0.0
 range_writer._MAX_RANGE_ROWS = 20
 
 class Slow(Scenes):
@@ -241,16 +252,18 @@ class Slow(Scenes):
         return super().__getitem__(row)
 
 print(os.getpid(), flush=True)
-build_store(Slow(600), sys.argv[1], num_shards=7, progress=False, fingerprint="one")
+build_store(Slow(600), sys.argv[1], num_shards=7, progress=False, fingerprint="one",
+    num_workers=int(sys.argv[2]))
 """
 
 
-def test_build_killed_while_it_writes_is_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_build_killed_while_it_writes_is_resumed(tmp_path: Path, num_workers: int) -> None:
     path = tmp_path / "s"
-    command = [python(), "-c", BUILD, str(path)]
+    command = [python(), "-c", BUILD, str(path), str(num_workers)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
-    # That of the program, which the process only stands for.
+    # That of the program, which the process only stands for: its workers survive it.
     program = int(process.stdout.readline())
     journal = building_path(path) / "journal"
     deadline = monotonic() + 120
@@ -261,11 +274,13 @@ def test_build_killed_while_it_writes_is_resumed(tmp_path: Path) -> None:
     os.kill(program, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     process.stdout.close()
+    assert not path.exists()
     counting = Counting(Scenes(600))
     store = build(path, counting, fingerprint="one")
     assert 16 < len(counting.rows) < 600
     assert store.manifest.checksums == build(tmp_path / "t", Scenes(600)).manifest.checksums
     assert verify_store(path) == []
+    assert not [name for name in os.listdir(path) if name.endswith(".tmp")]
 
 
 @pytest.mark.parametrize(
@@ -350,15 +365,14 @@ LEAF = {"kind": "leaf"}
         edit_node("age", kind="records"),
     ],
 )
-def test_manifest_that_lies_is_refused(tmp_path: Path, edit: Any) -> None:
-    path = build(tmp_path / "s", Scenes(60)).path
-    sign_manifest(path, edit)
+def test_manifest_that_lies_is_refused(scenes: Path, edit: Any) -> None:
+    sign_manifest(scenes, edit)
     with pytest.raises(StoreError, match="cannot be trusted"):
-        open_store(path)
+        open_store(scenes)
 
 
-def test_texts_that_are_none_are_refused(tmp_path: Path) -> None:
-    store = build(tmp_path / "s", Scenes(60))
+def test_texts_that_are_none_are_refused(scenes: Path) -> None:
+    store = open_store(scenes)
     values = store.path / "captions.values"
     values.write_bytes(b"\xff" * values.stat().st_size)
     row = next(row for row in range(60) if Scenes(60)[row]["captions"])

@@ -18,7 +18,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import Dataset
@@ -159,7 +159,6 @@ def test_field_of_a_url_is_fetched_alone(tmp_path: Path, reads: list[tuple[str, 
     assert {name for name, _, _ in reads} == {"label.memmap"}
 
 
-@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_shards_that_were_fetched_give_their_rows_whatever_else_is_missing(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, TensorDataset
@@ -284,7 +284,6 @@ def test_store_by_slices_gives_the_samples_of_a_data_loader(
     assert row == len(store) - 1
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     num_shards=st.integers(1, 9),

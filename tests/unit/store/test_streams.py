@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
@@ -30,7 +30,6 @@ class Stream(IterableDataset[Any]):
         return (self.dataset[row] for row in range(self.num_rows))
 
 
-@settings(max_examples=40, deadline=None)
 @given(num_rows=st.integers(1, 70), num_shards=st.integers(1, 9), piece_rows=st.integers(1, 20))
 def test_stream_of_any_length_is_stored_as_its_rows_in_a_list_are(
     tmp_path_factory: pytest.TempPathFactory, num_rows: int, num_shards: int, piece_rows: int
@@ -57,7 +56,6 @@ def ragged(num_rows: int) -> list[Any]:
     return rows
 
 
-@settings(max_examples=30, deadline=None)
 @given(num_rows=st.integers(2, 70), num_shards=st.integers(1, 9), piece_rows=st.integers(1, 20))
 def test_stream_of_rows_that_differ_in_length_is_stored_as_its_rows_in_a_list_are(
     tmp_path_factory: pytest.TempPathFactory, num_rows: int, num_shards: int, piece_rows: int

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -121,7 +121,6 @@ names = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(names=names)
 def test_every_member_is_in_the_sample_of_its_key(
     tmp_path_factory: pytest.TempPathFactory, names: list[tuple[str, str]]
@@ -306,7 +305,6 @@ def test_member_that_cannot_be_read_is_named(
         list(TarDataset(path, fields, mode="RGB"))
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     changes=st.lists(st.tuples(st.integers(0, 2600), st.integers(0, 255)), max_size=5),
     cut=st.integers(0, 3000),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
@@ -194,27 +194,23 @@ def contents(store: Store) -> dict[str, bytes]:
     return {name: (store.path / name).read_bytes() for name in names}
 
 
-@pytest.mark.parametrize("num_rows", [37, 8192])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_store_by_slices_is_the_one_written_item_by_item(
-    tmp_path: Path,
-    kind: Callable[[Path], Any],
-    num_rows: int,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, kind: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = kind(tmp_path)
     forms = optional(dataset)
     by_items = build(tmp_path / "items", Wrapped(dataset), variable=forms)
     assert any(field.num_variable for field in by_items.schema.fields)
-    monkeypatch.setattr(range_writer, "_MAX_PACKED_ROWS", num_rows)
     monkeypatch.setattr(range_writer, "read_samples", not_called)
-    assert_same_store(build(tmp_path / "slices", dataset, variable=forms), by_items)
+    for num_rows in (37, 8192):
+        monkeypatch.setattr(range_writer, "_MAX_PACKED_ROWS", num_rows)
+        assert_same_store(build(tmp_path / str(num_rows), dataset, variable=forms), by_items)
 
 
 texts = st.none() | st.text(max_size=6) | st.text(st.characters(codec=None), max_size=3)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(texts, st.none() | st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4)),
@@ -321,7 +317,7 @@ def assert_refused(path: Path, dataset: Any, message: str) -> None:
         build(path / "items", Wrapped(dataset))
     # Missing values are found before the build; that is not what this is about.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_memmap.store.writer.nullable_columns", lambda dataset: set())
+        patch.setattr("lightning_memmap.store.build.nullable_columns", lambda dataset: set())
         with pytest.raises(SchemaError) as by_slices:
             build(path / "slices", dataset)
     assert str(by_slices.value) == str(by_items.value)

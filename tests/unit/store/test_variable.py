@@ -1,28 +1,25 @@
 """Fields whose rows differ in length: stored, found by themselves, resumed, verified, refused."""
 
 import os
-import signal
-import subprocess
+import shutil
 from pathlib import Path, PurePosixPath
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError
 from lightning_memmap.loading import FormedCollate
 from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Pad
-from lightning_memmap.store import Store, build_store, open_store, verify_store
+from lightning_memmap.store import Store, build_store, open_store, range_writer, verify_store
 from lightning_memmap.store.columns.segments import copy_segments, fill_segments, pack_segments
 from lightning_memmap.store.probes import probe_rows
-from lightning_memmap.store.recovery import building_path
 from tests.datasets import Counting, Replaced
-from tests.preloaded import python
 from tests.unit.store.signing import sign_manifest
 from tests.variable import Ragged
 
@@ -31,6 +28,17 @@ NUM_ROWS = 300
 
 def build(path: Path, dataset: Any, **options: Any) -> Store:
     return build_store(dataset, path, **{"num_shards": 7, "progress": False, **options})
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("built") / "s", Ragged(NUM_ROWS)).path
+
+
+@pytest.fixture
+def ragged(built: Path, tmp_path: Path) -> Path:
+    """A store that a test may damage."""
+    return Path(shutil.copytree(built, tmp_path / "s"))
 
 
 def assert_holds(store: Store, dataset: Any) -> None:
@@ -55,7 +63,6 @@ pieces = st.lists(
 
 
 @given(pieces, st.integers(0, 2**31))
-@settings(deadline=None, max_examples=50)
 def test_segments_are_copied_as_slices_are(found: list[tuple[int, int]], seed: int) -> None:
     source = np.random.default_rng(seed).integers(0, 256, 50_000, dtype=np.uint8)
     starts = np.array([start for start, _ in found], np.int64)
@@ -76,7 +83,6 @@ alike = st.lists(st.tuples(st.integers(0, 4900), st.integers(60, 100)), min_size
 
 
 @given(alike, st.integers(0, 2**31))
-@settings(deadline=None, max_examples=50)
 def test_segments_are_packed_as_slices_are(found: list[tuple[int, int]], seed: int) -> None:
     source = np.random.default_rng(seed).integers(0, 256, 5_000, dtype=np.uint8)
     starts = np.array([start for start, _ in found], np.int64)
@@ -88,7 +94,6 @@ def test_segments_are_packed_as_slices_are(found: list[tuple[int, int]], seed: i
 
 
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), max_size=20))
-@settings(deadline=None, max_examples=50)
 def test_segments_are_filled_between_others(found: list[tuple[int, int]]) -> None:
     item = np.array([1, 2, 3, 4], np.uint8)
     target, places, at = np.zeros(4 * sum(map(sum, found)), np.uint8), [], 0
@@ -156,7 +161,6 @@ rows = st.lists(st.integers(0, 9), min_size=1, max_size=40)
 
 
 @given(rows, rows, st.integers(1, 9))
-@settings(deadline=None, max_examples=25)
 def test_rows_of_any_lengths_come_back(
     tmp_path_factory: pytest.TempPathFactory, first: list[int], second: list[int], shards: int
 ) -> None:
@@ -241,17 +245,16 @@ class Lists:
         return {"row": row, "ids": self.later if row == NUM_ROWS - 1 else self.first}
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "num_workers"),
     [
-        {},
-        {"variable": {"ids": "pad"}},
-        {"variable": {"ids": "pad"}, "store_dtypes": {"ids": "int16"}},
+        ({}, 0),
+        ({"variable": {"ids": "pad"}}, 2),
+        ({"variable": {"ids": "pad"}, "store_dtypes": {"ids": "int16"}}, 0),
     ],
 )
 def test_empty_list_in_the_first_row_is_what_other_rows_show(
-    tmp_path: Path, num_workers: int, options: dict[str, Any]
+    tmp_path: Path, options: dict[str, Any], num_workers: int
 ) -> None:
     for first, later in (([1, 2], [3]), ([], [3, 4, 5])):
         path = tmp_path / str(len(first))
@@ -328,87 +331,43 @@ def test_text_among_bytes_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_build_that_failed_is_resumed(tmp_path: Path, num_workers: int) -> None:
-    dataset = Ragged(3000)
-    broken = Replaced(dataset, {2900: ValueError("broken")})
-    with pytest.raises(DatasetError, match="row 2900"):
+def test_build_that_failed_is_resumed(
+    tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(range_writer, "_MAX_RANGE_ROWS", 100)
+    dataset = Ragged(300)
+    broken = Replaced(dataset, {290: ValueError("broken")})
+    with pytest.raises(DatasetError, match="row 290"):
         build(tmp_path / "s", broken, num_workers=num_workers, fingerprint="one")
     counting = Counting(dataset)
     store = build(tmp_path / "s", counting, fingerprint="one")
-    assert len(counting.rows) < 3000
+    assert len(counting.rows) < 300
     assert_holds(store, dataset)
     assert verify_store(store.path) == []
 
 
-ROOT = Path(__file__).parents[3]
-BUILD = """
-import os, sys, time
-from tests.variable import Ragged
-from lightning_memmap.store import build_store
-from lightning_memmap.store import range_writer, writer
-writer._JOURNAL_INTERVAL_S = 0.0
-range_writer._MAX_RANGE_ROWS = 20
-
-class Slow(Ragged):
-    def __getitem__(self, row):
-        time.sleep(0.001)
-        return super().__getitem__(row)
-
-print(os.getpid(), flush=True)
-build_store(Slow(600), sys.argv[1], num_shards=7, progress=False, fingerprint="one",
-    num_workers=int(sys.argv[2]))
-"""
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_build_killed_while_it_writes_is_resumed(tmp_path: Path, num_workers: int) -> None:
-    path = tmp_path / "s"
-    command = [python(), "-c", BUILD, str(path), str(num_workers)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    # That of the program, which the process only stands for: its workers survive it.
-    program = int(process.stdout.readline())
-    journal = building_path(path) / "journal"
-    deadline = monotonic() + 120
-    while not (journal.exists() and journal.stat().st_size > 20):
-        assert process.poll() is None
-        assert monotonic() < deadline
-        sleep(0.005)
-    os.kill(program, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
-    assert not path.exists()
-    counting = Counting(Ragged(600))
-    store = build(path, counting, fingerprint="one")
-    assert 16 < len(counting.rows) < 600
-    assert_holds(store, Ragged(600))
-    assert verify_store(path) == []
-    assert not [name for name in os.listdir(path) if name.endswith(".tmp")]
-
-
 @pytest.mark.parametrize("name", ["sound", "image", "text"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_flipped_bit_is_found(tmp_path: Path, name: str, kind: str) -> None:
-    path = build(tmp_path / "s", Ragged(NUM_ROWS)).path
-    file = path / f"{name}.{kind}"
+def test_flipped_bit_is_found(ragged: Path, name: str, kind: str) -> None:
+    file = ragged / f"{name}.{kind}"
     data = bytearray(file.read_bytes())
     for byte, shard in ((0, 0), (len(data) - 1, 6)):
         data[byte] ^= 1
         file.write_bytes(data)
-        (damage,) = verify_store(path)
+        (damage,) = verify_store(ragged)
         assert (damage.field, damage.shard) == (name, shard)
         data[byte] ^= 1
     file.write_bytes(data[:-1])
     with pytest.raises(StoreError, match=rf"{name}\.{kind} has {len(data) - 1} bytes"):
-        open_store(path)
+        open_store(ragged)
 
 
 @pytest.mark.parametrize("place", [0, 40, NUM_ROWS - 1])
 @pytest.mark.parametrize("value", [-1, -(2**63), 2**62, 2**63 - 1, 10**9])
 def test_hostile_index_is_refused_before_a_row_is_copied(
-    tmp_path: Path, place: int, value: int
+    ragged: Path, place: int, value: int
 ) -> None:
-    store = build(tmp_path / "s", Ragged(NUM_ROWS))
+    store = open_store(ragged)
     index = np.memmap(store.path / "sound.index", np.int64, "r+")
     index[place] = value
     del index
@@ -420,8 +379,8 @@ def test_hostile_index_is_refused_before_a_row_is_copied(
 
 
 @pytest.mark.parametrize("sizes", [(2**32, 2**32), (-1, -1), (2**62, 0), (3, 1), (2**40, 0)])
-def test_hostile_sizes_are_refused(tmp_path: Path, sizes: tuple[int, int]) -> None:
-    store = build(tmp_path / "s", Ragged(NUM_ROWS))
+def test_hostile_sizes_are_refused(ragged: Path, sizes: tuple[int, int]) -> None:
+    store = open_store(ragged)
     index = np.memmap(store.path / "image.index", np.int64, "r+").reshape(-1, 3)
     lengths = np.diff(index[:, 0], prepend=0)
     place = int(np.flatnonzero(lengths == 0)[0])
@@ -446,21 +405,19 @@ def test_hostile_sizes_are_refused(tmp_path: Path, sizes: tuple[int, int]) -> No
         {"row": {"kind": "variable", "shard_items": [1] * 7}},
     ],
 )
-def test_manifest_whose_variable_columns_are_a_lie_is_refused(tmp_path: Path, columns: Any) -> None:
-    path = build(tmp_path / "s", Ragged(NUM_ROWS)).path
+def test_manifest_whose_variable_columns_are_a_lie_is_refused(ragged: Path, columns: Any) -> None:
     with_others = lambda body: {**body["columns"], **columns} if columns else {}  # noqa: E731
-    sign_manifest(path, lambda body: body.update(columns=with_others(body)))
+    sign_manifest(ragged, lambda body: body.update(columns=with_others(body)))
     with pytest.raises(StoreError, match="cannot be trusted"):
-        open_store(path)
+        open_store(ragged)
 
 
 @pytest.mark.parametrize("count", [1, 10**9])
-def test_manifest_with_other_sizes_than_its_files_is_refused(tmp_path: Path, count: int) -> None:
-    path = build(tmp_path / "s", Ragged(NUM_ROWS)).path
+def test_manifest_with_other_sizes_than_its_files_is_refused(ragged: Path, count: int) -> None:
     items = {"kind": "variable", "shard_items": [count] * 7}
-    sign_manifest(path, lambda body: body["columns"].update(sound=items))
+    sign_manifest(ragged, lambda body: body["columns"].update(sound=items))
     with pytest.raises(StoreError, match=r"sound\.values has .* bytes"):
-        open_store(path)
+        open_store(ragged)
 
 
 def test_text_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
@@ -66,7 +66,6 @@ def test_verify_flipped_bit_at_the_edge_of_a_shard_names_field_and_shard(
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
 def test_verify_any_flipped_bits_name_exactly_their_shards(
     shared: Path, data: st.DataObject
 ) -> None:

@@ -1,0 +1,412 @@
+"""``lightning-memmap store``: build, describe, check, plan for, show and copy stores."""
+
+import os
+import sys
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import Dataset
+
+from lightning_memmap._compat.parsers import commands_of
+from lightning_memmap.arguments import (
+    BriefParser,
+    imports_for_pages,
+    nearest_file,
+    print_error,
+    printable,
+)
+from lightning_memmap.errors import MemmapError, StoreNotFoundError
+from lightning_memmap.placement import format_bytes
+from lightning_memmap.schema import Field
+from lightning_memmap.store import (
+    Store,
+    append_store,
+    build_part,
+    build_store,
+    finish_store,
+    open_store,
+    pull_store,
+    push_store,
+    verify_store,
+)
+from lightning_memmap.store.places import StoreUrl, check_path, place_of
+from lightning_memmap.store.progress import show_progress
+from lightning_memmap.store.remote.transfer import stores_at
+from lightning_memmap.store.verify import unknown_files
+from lightning_memmap.store_plan import plan_devices, plan_images, plan_windows
+
+#: The most letters of the names of classes.
+_MAX_CLASSES_TEXT = 160
+#: What is switched on without a value, and what that means.
+_FLAGS = {
+    "_build": {
+        "overwrite": "replace a store of another dataset",
+        "fresh": "resume no earlier build",
+        "finish": "commit the store whose parts are all written",
+    },
+    "_push": {"overwrite": "replace stores that are there"},
+    "_pull": {"overwrite": "replace stores that are there"},
+}
+
+
+def store_parser() -> BriefParser:
+    """Make the parser of the command."""
+    parser = BriefParser(prog="lightning-memmap store", description="Work on stores.")
+    commands = parser.add_subcommands()
+    for name, function in _store_functions().items():
+        summary = str(function.__doc__).partition("\n")[0]
+        commands.add_subcommand(name, _make_parser(function), help=summary)
+    for command in commands_of(parser).values():
+        command.prog = command.prog.replace(" [options]", "")
+    return parser
+
+
+def _store_functions() -> dict[str, Callable[..., int]]:
+    return {
+        "build": _build,
+        "append": _append,
+        "info": _info,
+        "verify": _verify,
+        "plan": _plan,
+        "show": _show,
+        "push": _push,
+        "pull": _pull,
+    }
+
+
+def store_command(args: list[str]) -> int:
+    """Run the command with these arguments.
+
+    Args:
+        args: Arguments of the command line, after ``lightning-memmap store``.
+
+    Returns:
+        The exit code: 0, 1 for a damaged store, or 2 for a wrong argument.
+
+    Raises:
+        SystemExit: An argument is unknown or has the wrong type (code 2), or help was asked for
+            (0).
+    """
+    parser = store_parser()
+    config = parser.parse_args(args)
+    options = parser.instantiate(config)[config.subcommand]
+    try:
+        return _store_functions()[config.subcommand](**vars(options))
+    except (MemmapError, OSError, ValueError, TypeError) as error:
+        print_error(error)
+        return 2
+
+
+def _make_parser(function: Callable[..., int]) -> BriefParser:
+    """A parser for the arguments of a function, described by its docstring."""
+    parser, flags = BriefParser(), _FLAGS.get(function.__name__, {})
+    described = {"_build": build_store, "_append": append_store}.get(function.__name__, function)
+    is_build = described is not function
+    skip: set[str | int] = {*flags, *(("dataset", "check", "progress") if is_build else ())}
+    parser.add_function_arguments(described, as_group=False, as_positional=True, skip=skip)
+    if is_build:
+        text, required = "class path of the dataset", function is _append
+        parser.add_argument("--dataset", type=Dataset, required=required, help=text)
+    if function is _build:
+        part = "write part i of n, counted from 0, such as 0/8; --finish commits all"
+        parser.add_argument("--part", type=str, metavar="i/n", help=part)
+        checks, meaning = Literal["probes", "full", "off"], "rows to compare with an existing store"
+        parser.add_argument("--check", type=checks, default="probes", help=meaning)
+    for flag, meaning in flags.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=meaning)
+    return parser
+
+
+def _make_console() -> Console:
+    """A console without markup: the names of files and fields may look like it."""
+    return Console(markup=False)
+
+
+def _stores(path: str) -> dict[str, Store]:
+    """The store at a path or the stores below it, by name.
+
+    Raises:
+        MemmapError: There is no store, or one cannot be read.
+    """
+    stores = {}
+    for name, found in _stores_or_errors(path).items():
+        if isinstance(found, Exception):
+            raise found
+        stores[name] = found
+    return stores
+
+
+def _stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
+    """Like `_stores`, with an error in place of a store below the path that cannot be read."""
+    if isinstance(place_of(path), StoreUrl):
+        try:
+            return {path.rstrip("/").rpartition("/")[2]: open_store(path)}
+        except StoreNotFoundError:
+            return {name: open_store(url) for name, url in stores_at(path).items()}
+    # Resolved, so that "." has a name.
+    directory = Path(os.path.realpath(path))
+    try:
+        return {directory.name: open_store(directory)}
+    except StoreNotFoundError as error:
+        found: dict[str, Store | MemmapError | OSError] = {}
+        others = []
+        for child in _folders(directory):
+            # The stores of several datasets of a split lie one level further down.
+            opened = {path: _opened(path) for path in (child, *_folders(child))}
+            stores = {path: store for path, store in opened.items() if store is not None}
+            found |= {path.relative_to(directory).as_posix(): stores[path] for path in stores}
+            if not stores:
+                others.append(child)
+        if not found:
+            near = "" if directory.exists() else nearest_file(path)
+            raise StoreNotFoundError(f"{error}{near}") from None
+        for other in others:
+            print(f"skipped {printable(other)}: it is not a store", file=sys.stderr)
+        return found
+
+
+def _opened(path: Path) -> Store | MemmapError | OSError | None:
+    """The store at a path, why it cannot be opened, or None where there is none."""
+    try:
+        return open_store(path)
+    except StoreNotFoundError:
+        return None
+    except (MemmapError, OSError) as error:
+        return error
+
+
+def _folders(directory: Path) -> list[Path]:
+    """The folders in a directory, without hidden ones and what may not be looked into."""
+    try:
+        children = sorted(directory.iterdir()) if directory.is_dir() else []
+    except PermissionError:
+        return []
+    return [child for child in children if child.is_dir() and not child.name.startswith(".")]
+
+
+def _build(*, part: str | None, finish: bool, **options: Any) -> int:
+    """Store a dataset."""
+    defaults = {
+        name: parameter.default for name, parameter in signature(build_store).parameters.items()
+    }
+    given = [name for name, value in options.items() if value not in (None, defaults[name])]
+    if finish and (others := {*given, *["part"] * bool(part)} - {"path", "overwrite"}):
+        raise ValueError(f"--finish with --{min(others)}: it takes the path, and --overwrite")
+    if finish:
+        store = finish_store(options["path"], overwrite=options["overwrite"])
+    elif options["dataset"] is None:
+        raise ValueError("--dataset is missing: give the class path of the dataset")
+    elif part is None:
+        store = build_store(**options)
+    else:
+        if others := {"check", "fresh"} & {*given}:
+            raise ValueError(f"--part with --{min(others)}: a part goes on where it stopped")
+        options = {name: value for name, value in options.items() if name not in ("check", "fresh")}
+        build_part(part=_part(part), **options)
+        return 0
+    _print_info(store, _make_console())
+    return 0
+
+
+def _append(**options: Any) -> int:
+    """Add the rows of a dataset to a store."""
+    _print_info(append_store(**options), _make_console())
+    return 0
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    try:
+        return int(index), int(count)
+    except ValueError:
+        raise ValueError(f"part={text!r}: write its number and that of all, like 0/8") from None
+
+
+def _info(path: str) -> int:
+    """Print what a store holds.
+
+    Args:
+        path: Directory of a store, or of one store per split.
+    """
+    code = 0
+    for store in _stores_or_errors(path).values():
+        if isinstance(store, Exception):
+            print_error(store)
+            code = 2
+        else:
+            _print_info(store, _make_console())
+    return code
+
+
+def _print_info(store: Store, console: Console) -> None:
+    manifest = store.manifest
+    shard_bytes = manifest.shard_bytes()
+    console.print(printable(store.location), style="bold", soft_wrap=True)
+    console.print(
+        f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)},"
+        f" {store.num_shards} shards of {format_bytes(shard_bytes.min())} to"
+        f" {format_bytes(shard_bytes.max())}"
+    )
+    if store.classes:
+        names = shorten(", ".join(store.classes), _MAX_CLASSES_TEXT, placeholder=" ...")
+        console.print(f"{len(store.classes)} classes: {names}", soft_wrap=True)
+    source = ", ".join(f"{key} {value}" for key, value in manifest.source.items())
+    console.print(printable(f"from {source}"))
+    table = Table()
+    for name in ("field", "dtype", "shape", "given as"):
+        table.add_column(name)
+    for name in ("bytes per row", "bytes", "bytes per shard"):
+        table.add_column(name, justify="right")
+    for field, column in zip(store.schema.fields, manifest.columns, strict=True):
+        num_bytes = column.num_bytes(range(store.num_rows))
+        row_bytes = -(-num_bytes // store.num_rows)
+        table.add_row(
+            printable(field.name),
+            str(field.dtype).removeprefix("torch."),
+            str(field.shape),
+            _given_as(field),
+            str(row_bytes) if not field.num_variable else f"{row_bytes} on average",
+            format_bytes(num_bytes),
+            format_bytes(row_bytes * -(-store.num_rows // store.num_shards)),
+        )
+    console.print(table)
+
+
+def _given_as(field: Field) -> str:
+    """The kind of a field, with the members of an enum."""
+    names = ", ".join(f"{name}={number}" for name, number in field.names)
+    return (
+        shorten(f"{field.kind}: {names}", _MAX_CLASSES_TEXT, placeholder=" ...")
+        if names
+        else field.kind
+    )
+
+
+def _verify(path: str) -> int:
+    """Check every byte of a store.
+
+    Args:
+        path: Directory of a store, or of one store per split.
+    """
+    check_path(path)
+    console = _make_console()
+    damaged = False
+    for store in _stores_or_errors(path).values():
+        try:
+            if isinstance(store, Exception):
+                raise store
+            with show_progress("verifying", store.manifest.num_bytes, 1) as advance:
+                damages = verify_store(store.path, advance=advance)
+        except (MemmapError, OSError) as error:
+            print_error(error)
+            damaged = True
+            continue
+        for damage in damages:
+            console.print(printable(damage), style="red", soft_wrap=True)
+        where = printable(store.path)
+        for name in unknown_files(store.path, store.manifest):
+            line = f"{where}: {printable(name)} is not part of the store and is never read"
+            console.print(line, soft_wrap=True)
+        if not damages:
+            sums = store.num_shards * len(store.schema.fields)
+            console.print(f"{where}: all {sums} checksums match", soft_wrap=True)
+        damaged = damaged or bool(damages)
+    return int(damaged)
+
+
+def _plan(
+    path: str,
+    *,
+    devices: str = "1..8",
+    memory: str = "80GiB",
+    memory_fraction: float = 0.7,
+    residency: Literal["auto", "stream"] = "auto",
+    shuffle_window: int | None = None,
+    html: str | None = None,
+) -> int:
+    """Print which device would hold what.
+
+    Args:
+        path: Directory of a store, or of one store per split.
+        devices: Counts of devices, like 4 or 1..8.
+        memory: Memory of one device.
+        memory_fraction: Share of it that shards may take.
+        residency: auto, or stream for data larger than memory.
+        shuffle_window: Rows of a shard in a window of stream.
+        html: Where to write the table as a page, with bars.
+    """
+    opened = _stores(path)
+    stores = {name: store.manifest for name, store in opened.items()}
+    if residency == "stream":
+        plans = [plan_windows(opened, devices, shuffle_window)]
+    elif shuffle_window is not None:
+        raise ValueError(f"shuffle_window={shuffle_window}: give residency='stream' to plan for it")
+    else:
+        plans = [plan_devices(stores, devices, memory, memory_fraction)]
+        plans += plan_images(opened, memory, memory_fraction)
+    console = _make_console()
+    for plan in plans:
+        table = Table(title=printable(plan.title), title_justify="left")
+        for column in plan.columns:
+            table.add_column(column.label, justify="left" if column.is_text else "right")
+        for row in plan.rows:
+            table.add_row(*(printable(cell.text) for cell in row))
+        console.print(table)
+        for note in plan.notes:
+            console.print(note.text)
+    if html is not None:
+        with imports_for_pages():
+            from lightning_memmap.pages import write_tables
+        write_tables(Path(html), f"Where would {', '.join(stores)} be?", (), plans)
+        console.print(html, soft_wrap=True)
+    return 0
+
+
+def _show(path: str, *, out: str = "store.html") -> int:
+    """Write a page with samples, distributions and sizes.
+
+    Args:
+        path: Directory of a store, or of one store per split.
+        out: The HTML file.
+    """
+    with imports_for_pages():
+        from lightning_memmap.store_page import render_stores
+    Path(out).write_text(render_stores(_stores(path)), encoding="utf-8")
+    _make_console().print(out, soft_wrap=True)
+    return 0
+
+
+def _push(path: str, url: str, *, overwrite: bool = False) -> int:
+    """Copy a store to a URL, such as s3://bucket/stores.
+
+    Args:
+        path: Directory of a store, or of one store per split.
+        url: Where it goes.
+        overwrite: Replace stores that are there.
+    """
+    directory = Path(os.path.realpath(path))
+    for store in _stores(path).values():
+        name = store.path.relative_to(directory).as_posix()
+        there = url if name == "." else f"{url.rstrip('/')}/{name}"
+        push_store(store.path, there, overwrite=overwrite)
+        _make_console().print(printable(there), soft_wrap=True)
+    return 0
+
+
+def _pull(url: str, path: str, *, overwrite: bool = False) -> int:
+    """Copy a store from a URL, and check every byte.
+
+    Args:
+        url: URL of a store, or of one store per split.
+        path: The directory that it goes to.
+        overwrite: Replace stores that are there.
+    """
+    for name, there in stores_at(url).items():
+        store = pull_store(there, Path(path) / name, overwrite=overwrite)
+        _make_console().print(printable(store.path), soft_wrap=True)
+    return 0

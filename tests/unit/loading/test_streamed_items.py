@@ -1,0 +1,300 @@
+"""Rows that differ in length, read window by window: those of the mapping, in bounded memory."""
+
+import math
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_memmap.errors import PlacementError
+from lightning_memmap.loading import (
+    FormedCollate,
+    SuperBatchLoader,
+    largest_window_bytes,
+    window_items,
+    window_reads,
+)
+from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading.streamed import StreamedRows
+from lightning_memmap.loading.window_items import largest_window
+from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.sampling import BlockShuffledSampler, RowSubset, Shards, StridedRows
+from lightning_memmap.schema import Field, read_forms
+from lightning_memmap.store import Store, build_store
+from lightning_memmap.store.columns import ItemRows
+from lightning_memmap.store.row_file import RowFile
+from tests.rows import CPU, loader_over, make_split
+
+VARIABLE = {"grid": "pad", "boxes": "pad", "wide": "list", "empty": "pad"}
+
+
+def sample(row: int) -> dict[str, Any]:
+    """All that differs in length, with empty rows among it, and a number."""
+    sizes = np.random.default_rng(row)
+    length = int(sizes.integers(0, 40))
+    return {
+        "row": row,
+        "sound": torch.arange(length, dtype=torch.int16) + row,
+        "text": f"row {row} " + "é" * (row % 11),
+        "grid": torch.full((row % 3, 1 + row % 5, 3), row, dtype=torch.float64),
+        "boxes": [{"box": torch.full((4,), row + n), "label": n} for n in range(row % 4)],
+        "wide": torch.full((row % 4, 1001), row % 251, dtype=torch.uint8),
+        "empty": torch.zeros(0, dtype=torch.uint8),
+    }
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Store]:
+    directory = tmp_path_factory.mktemp("items")
+    return {
+        (rows, shards): build_store(
+            [sample(row) for row in range(rows)],
+            directory / f"{rows}-{shards}",
+            num_shards=shards,
+            variable=VARIABLE,
+            progress=False,
+        )
+        for rows, shards in ((5, 7), (97, 24), (181, 7), (400, 24))
+    }
+
+
+def plain(value: Any) -> Any:
+    """What can be compared of a batch."""
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            return [plain(each) for each in value.unbind()]
+        return value.dtype, value.shape, value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def batches(loader: SuperBatchLoader) -> Iterator[Any]:
+    for super_batch in loader:
+        yield plain(super_batch.to(CPU))
+
+
+def make(
+    store: Store,
+    residency: str,
+    batch_size: int = 6,
+    window: int = 5,
+    num_devices: int = 1,
+    forms: dict[str, Any] | None = None,
+    subset: RowSubset | None = None,
+    rank: int = 0,
+    size: int = 1,
+    **options: Any,
+) -> SuperBatchLoader:
+    split = make_split(
+        store,
+        num_devices,
+        residency=residency,
+        rank=rank,
+        size=size,
+        window=window,
+        subset=subset,
+        forms=forms,
+    )
+    collate = FormedCollate(store.schema, read_forms({**VARIABLE, **(forms or {})}))
+    options = {"shuffle": True, **options}
+    return loader_over(store, split, batch_size, shuffle_window=window, collate=collate, **options)
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "batch_size": draw(st.integers(3, 9)),
+        "window": draw(st.sampled_from([1, 2, 5, 1000])),
+        "num_devices": draw(st.sampled_from([1, 2, 3, 4])),
+        "subset": draw(st.sampled_from([None, StridedRows(0, 4, excluded=True)])),
+        "shuffle": draw(st.booleans()),
+        "transform": draw(st.sampled_from([None, lambda batch: batch])),
+        "forms": draw(st.sampled_from([None, {"sound": "jagged"}, {"sound": "list"}])),
+    }
+
+
+@pytest.mark.slow
+@given(setup=setups(), shape=st.sampled_from([(5, 7), (97, 24)]), size=st.integers(1, 2))
+@settings(deadline=None, max_examples=10)
+def test_rows_are_those_of_the_mapping(
+    stores: dict[tuple[int, int], Store],
+    setup: dict[str, Any],
+    shape: tuple[int, int],
+    size: int,
+) -> None:
+    store = stores[shape]
+    assume(shape[0] > setup["num_devices"] * size * 2)
+    for rank in range(size):
+        streamed, mapped = (
+            make(store, residency, rank=rank, size=size, **setup)
+            for residency in ("stream", "mmap")
+        )
+        for epoch in range(2):
+            streamed.set_epoch(epoch)
+            mapped.set_epoch(epoch)
+            assert list(batches(streamed)) == list(batches(mapped))
+
+
+def test_each_epoch_has_each_row_once_and_is_read_window_by_window(
+    stores: dict[tuple[int, int], Store],
+) -> None:
+    loader = make(stores[400, 24], "stream", num_devices=3)
+    assert isinstance(loader._rows.sources[0], StreamedRows)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        found = [batch.to(CPU) for batch in loader]
+        assert sorted(torch.cat([batch["row"] for batch in found]).tolist()) == list(range(400))
+        for batch in found:
+            for row, text in zip(batch["row"].tolist(), batch["text"], strict=True):
+                assert text == sample(row)["text"]
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+def test_resume_after_any_step_goes_on_with_the_next_row(
+    stores: dict[tuple[int, int], Store], transform: Any
+) -> None:
+    whole = list(batches(make(stores[97, 24], "stream", 7, 2, 2, transform=transform)))
+    for count in range(1, len(whole), 2):
+        saved = make(stores[97, 24], "stream", 7, 2, 2, transform=transform)
+        for _, _ in zip(range(count), saved, strict=False):
+            pass
+        for residency in ("stream", "mmap"):
+            resumed = make(stores[97, 24], residency, 7, 2, 2, transform=transform)
+            resumed.load_state_dict(saved.state_dict())
+            assert list(batches(resumed)) == whole[count:]
+
+
+def test_batches_that_are_kept_are_never_overwritten(
+    stores: dict[tuple[int, int], Store],
+) -> None:
+    # Raw super-batches too: their rows are not put together before they are asked for.
+    for transform in (None, lambda batch: batch):
+        kept = list(make(stores[181, 7], "stream", 3, 2, transform=transform))
+        expected = batches(make(stores[181, 7], "mmap", 3, 2, transform=transform))
+        assert [plain(each.to(CPU)) for each in kept] == list(expected)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 512, 4096])
+def test_items_are_read_to_their_places_wherever_their_blocks_begin(
+    stores: dict[tuple[int, int], Store], monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    # Several pieces a run, and room for whatever it takes.
+    monkeypatch.setattr(window_reads, "_READ_BYTES", 4 * 4096)
+    monkeypatch.setattr(window_items, "_MAX_FREE_BYTES", math.inf)
+    monkeypatch.setattr(window_reads, "_read_pieces", not_called)
+    monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
+    if block_bytes == 1:
+        monkeypatch.delattr(os, "O_DIRECT")
+    for window, size in ((20, 1), (3, 1), (1000, 7)):
+        options: dict[str, Any] = {"window": window, "rank": size - 1, "size": size}
+        streamed, mapped = (
+            make(stores[181, 7], residency, **options) for residency in ("stream", "mmap")
+        )
+        assert list(batches(streamed)) == list(batches(mapped))
+
+
+def not_called(*args: Any) -> None:
+    raise AssertionError("items are read elsewhere first")
+
+
+@pytest.mark.parametrize("read_bytes", [1, 50, 3000])
+def test_items_that_lie_apart_are_read_in_pieces(
+    stores: dict[tuple[int, int], Store], monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
+    monkeypatch.setattr(window_reads, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(window_reads, "_GAP_BYTES", read_bytes // 2)
+    subset = StridedRows(1, 3)
+    for num_devices in (1, 5):
+        streamed, mapped = (
+            make(stores[97, 24], residency, subset=subset, num_devices=num_devices)
+            for residency in ("stream", "mmap")
+        )
+        assert list(batches(streamed)) == list(batches(mapped))
+
+
+class TestMemory:
+    @given(
+        num_rows=st.integers(1, 60),
+        num_shards=st.integers(1, 5),
+        window=st.integers(1, 70),
+        seed=st.integers(0, 99),
+        is_subset=st.booleans(),
+    )
+    @settings(deadline=None, max_examples=25)
+    def test_no_window_has_more_items_than_the_largest_one(
+        self, num_rows: int, num_shards: int, window: int, seed: int, is_subset: bool
+    ) -> None:
+        lengths = np.random.default_rng(seed).pareto(0.8, num_rows).astype(np.int64) % 5000
+        stored = Shards(num_rows, num_shards)
+        ends = np.cumsum(lengths[stored.all_rows()])
+        items = torch.empty(int(ends[-1]), dtype=torch.uint8)
+        rows = ItemRows(Field("x", torch.uint8, (None,), "array"), stored, items, ends[:, None])
+        shards = stored
+        if is_subset and num_rows > 1:
+            subset = StridedRows(0, 2)
+            shards = Shards(subset.num_rows(num_rows), num_shards, subset)
+        held = list(range(0, num_shards, 2))
+        offsets = StoreOffsets(stored, shards)
+        most = largest_window(rows, offsets, held, min(window, shards.longest))
+        sampler, found = BlockShuffledSampler(shards, seed, window), [0]
+        for epoch in range(4):
+            for number in range(-(-shards.longest // window)):
+                runs = sampler.window_runs(epoch, number)
+                here = [
+                    lengths[np.asarray(shards.rows_of(shard), np.int64)[run.start : run.stop]]
+                    for run in runs
+                    for shard in held
+                ]
+                found.append(int(np.concatenate(here).sum()))
+        assert max(found) <= most <= int(lengths.sum())
+
+    def test_memory_of_windows_is_bounded_by_what_their_rows_take(self, tmp_path: Path) -> None:
+        # A few long rows among many short ones: one window is far larger than the mean.
+        rows = [
+            {"x": torch.zeros(2**16 if 500 < row < 520 else 10, dtype=torch.uint8)}
+            for row in range(4000)
+        ]
+        store = build_store(
+            rows, tmp_path / "s", num_shards=4, variable={"x": "pad"}, progress=False
+        )
+        shards = make_split(store).shards
+        column = store.columns[0]
+        assert isinstance(column, ItemRows)
+        largest = largest_window(column, StoreOffsets.into(store, shards), range(4), 100)
+        assert 19 * 2**16 < largest < 20 * 2**16
+        split = make_split(store, residency="stream", window=100)
+        (source,) = split.sources
+        assert isinstance(source, StreamedRows)
+        memory = source._layout.allocate().items[0].items.nbytes
+        # Blocks at both ends of each run come on top.
+        assert largest <= memory < largest + 3 * 4 * 3 * 4096
+
+    def test_plan_counts_the_largest_window(self, tmp_path: Path) -> None:
+        rows = [
+            {"x": torch.zeros(2**16 if 500 < row < 520 else 10, dtype=torch.uint8)}
+            for row in range(4000)
+        ]
+        store = build_store(
+            rows, tmp_path / "s", num_shards=4, variable={"x": "pad"}, progress=False
+        )
+        topology = DataTopology((CPU,) * 2)
+
+        def plan(window: int) -> int:
+            measure = partial(largest_window_bytes, store)
+            size = SplitSize.of("train", store.manifest, topology, window=window, measure=measure)
+            plan_placement({"train": size}, topology, "stream", budget_bytes={CPU: 2_600_000})
+            return size.window_bytes
+
+        # All long rows are in one window, however short it is, and twice they fit.
+        assert 19 * 2**16 < plan(20) < 1_300_000
+        with pytest.raises(PlacementError, match=r"two windows .* Use shuffle_window=(\d+) or"):
+            plan(900)

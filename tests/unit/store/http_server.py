@@ -1,0 +1,93 @@
+"""An HTTP server of files on this machine, whose answers can be spoilt."""
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+#: What an answer can be made: a status, or one of these words.
+Fault = int | str | None
+DROPPED, CUT, SHORT, GARBLED, WHOLE = "dropped", "cut", "short", "garbled", "whole"
+
+
+class FileServer(ThreadingHTTPServer):
+    """Serves the files of a directory, in parts where it is asked for parts.
+
+    Args:
+        directory: The directory.
+
+    Attributes:
+        fault: Says what is wrong with the answer to a request for a path; nothing by default.
+        asked: The paths that were asked for.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.directory = directory
+        self.fault: Callable[[str], Fault] = lambda path: None
+        self.asked: list[str] = []
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def stop(self) -> None:
+        """Answer no more. A second call does nothing."""
+        if self._thread.is_alive():
+            self.shutdown()
+            self._thread.join()
+            self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FileServer
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is printed."""
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        fault = self.server.fault(self.path)
+        path = self.server.directory / self.path.lstrip("/")
+        if fault == DROPPED:
+            self._hang_up()
+        elif isinstance(fault, int):
+            self._head(fault, 0)
+        elif not path.is_file():
+            self._head(404, 0)
+        else:
+            self._give(path.read_bytes(), fault)
+
+    def _give(self, data: bytes, fault: Fault) -> None:
+        status = 200
+        if fault != WHOLE and (asked := self.headers["Range"]):
+            first, last = map(int, asked.removeprefix("bytes=").split("-"))
+            data, status = data[first : last + 1], 206
+        if fault == SHORT:
+            data = data[: len(data) // 2]
+        if fault == GARBLED:
+            data = bytes(byte ^ 1 for byte in data)
+        self._head(status, len(data))
+        self.wfile.write(data[: len(data) // 2] if fault == CUT else data)
+        if fault == CUT:
+            self._hang_up()
+
+    def do_HEAD(self) -> None:
+        self._head(200 if (self.server.directory / self.path.lstrip("/")).is_file() else 404, 0)
+
+    def _head(self, status: int, num_bytes: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(num_bytes))
+        self.end_headers()
+
+    def _hang_up(self) -> None:
+        self.close_connection = True
+        with suppress(OSError):
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)

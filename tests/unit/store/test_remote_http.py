@@ -1,0 +1,376 @@
+"""Stores at a URL whose server fails, lies or is gone, and the cache that is left."""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.cli import main
+from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.store import (
+    Store,
+    build_store,
+    open_store,
+    pull_store,
+    push_store,
+    verify_store,
+)
+from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.remote import files
+from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
+from lightning_memmap.store.remote.files import OFFLINE
+from lightning_memmap.strategies import SuperBatchStrategy
+from tests.datasets import Numbered, holds
+from tests.models import Points, Regression, make_trainer
+from tests.unit.store.build_server import Build, BuildServer, killed
+from tests.unit.store.http_server import CUT, DROPPED, GARBLED, SHORT, WHOLE, Fault, FileServer
+
+NUM_ROWS, NUM_SHARDS = 60, 3
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(DIRECTORY, str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "_FIRST_PAUSE_S", 0.001)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[FileServer]:
+    store(tmp_path / "far" / "train")
+    found = FileServer(tmp_path / "far")
+    yield found
+    found.stop()
+    fsspec.get_filesystem_class("http").clear_instance_cache()
+
+
+def store(path: Path, version: int = 0) -> Store:
+    dataset = Numbered(NUM_ROWS, version)
+    return build_store(dataset, path, num_shards=NUM_SHARDS, overwrite=True, progress=False)
+
+
+def only(fault: Fault, name: str, times: int = 10**6) -> Callable[[str], Fault]:
+    """Spoils answers with a file, so many times."""
+    left = [times]
+
+    def found(path: str) -> Fault:
+        if not path.endswith(name) or not left[0]:
+            return None
+        left[0] -= 1
+        return fault
+
+    return found
+
+
+# Servers that fail
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("manifest.json", fault) for fault in (DROPPED, CUT, 500)]
+    + [("x.memmap", fault) for fault in (DROPPED, CUT, SHORT, GARBLED, 503, 429)],
+)
+def test_answer_that_is_spoilt_once_is_asked_for_again(
+    web: FileServer, name: str, fault: Fault
+) -> None:
+    web.fault = only(fault, name, times=1)
+    assert holds(open_store(f"{web.url}/train"), Numbered(NUM_ROWS))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "num_asked"),
+    [
+        (CUT, "x.memmap cannot be reached: ", None),
+        (SHORT, "is damaged: the bytes of field 'x', shard 0 are not those of its checksum", 2),
+        (GARBLED, r"shard 0 are not .*: check the store that was pushed \(`.* store verify", 2),
+        (403, "x.memmap: access was refused: ", 1),
+        (410, "x.memmap: ClientResponseError: 410, .* see that the URL is right", 1),
+        (WHOLE, "asked for 640 bytes, and got 1920: the server gives whole files", 1),
+    ],
+)
+def test_answer_that_is_always_spoilt_says_so(
+    web: FileServer, fault: Fault, message: str, num_asked: int | None
+) -> None:
+    web.fault = only(fault, "x.memmap")
+    opened = open_store(f"{web.url}/train")
+    with pytest.raises(StoreError, match=message):
+        opened.provide(["x"], [0])
+    if num_asked is not None:
+        assert web.asked.count("/train/x.memmap") == num_asked
+    web.fault = lambda path: None
+    assert holds(opened, Numbered(NUM_ROWS))
+
+
+def test_push_to_a_server_that_can_only_be_read_says_so(web: FileServer, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"501.* can only be read"):
+        push_store(tmp_path / "far" / "train", f"{web.url}/other", progress=False)
+
+
+def test_server_that_lists_nothing_is_told_which_url_to_give(
+    web: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["store", "pull", web.url, str(tmp_path / "near")])
+    assert f"give the URL of one store, such as {web.url}/train" in capsys.readouterr().err
+    assert holds(
+        pull_store(f"{web.url}/train", tmp_path / "near", progress=False), Numbered(NUM_ROWS)
+    )
+
+
+def test_library_that_cannot_use_a_url_says_so() -> None:
+    with pytest.raises(StoreError, match="dir:///nowhere cannot be opened"):
+        open_store("dir:///nowhere")
+
+
+def test_url_that_path_has_shortened_is_refused(tmp_path: Path) -> None:
+    url = Path("s3://bucket/s")
+    for action in (open_store, lambda path: build_store(Numbered(5), path, progress=False)):
+        with pytest.raises(ValueError, match=r"path 's3:/bucket/s': a URL has two slashes"):
+            action(url)
+    with pytest.raises(ValueError, match="two slashes"):
+        MemmapDataModule(store_dir=url, batch_size=8)
+
+
+# Servers that are gone
+
+
+def test_store_is_opened_from_the_cache_where_its_server_is_gone(
+    web: FileServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"{web.url}/train"
+    assert holds(open_store(url), Numbered(NUM_ROWS))
+    assert "from the cache" not in caplog.text
+    web.stop()
+    assert holds(open_store(url), Numbered(NUM_ROWS))
+    assert f"{url} is opened from the cache, in the version that its server gave" in caplog.text
+    assert "cannot be checked" in caplog.text
+
+
+def test_version_that_is_opened_offline_is_that_which_the_server_gave_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = (tmp_path / "far").as_uri()
+    for version in (1, 2, 1, 3, 2):
+        store(tmp_path / "far", version)
+        assert holds(open_store(url), Numbered(NUM_ROWS, version))
+        with monkeypatch.context() as patch:
+            patch.setenv(OFFLINE, "1")
+            for _ in range(2):
+                assert holds(open_store(url), Numbered(NUM_ROWS, version))
+
+
+def test_offline_nothing_is_asked_for_and_missing_shards_are_an_error(
+    web: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
+) -> None:
+    other = store(tmp_path / "other", 1)
+    assert holds(open_store(other.path.as_uri()), Numbered(NUM_ROWS, 1))
+    monkeypatch.setenv(LIMIT, f"{int(1.5 * other.manifest.num_bytes)}B")
+    url = f"{web.url}/train"
+    assert open_store(url)[1]["x"][0] == 4
+    web.asked.clear()
+    monkeypatch.setenv(OFFLINE, "1")
+    opened = open_store(url)
+    assert opened[1]["x"][0] == 4
+    with pytest.raises(StoreError, match=rf"^1 shards .* not in the cache at .*{OFFLINE} is set"):
+        opened[0]
+    assert web.asked == []
+    # Nothing was removed to make room for what could not be fetched.
+    assert holds(open_store(other.path.as_uri()), Numbered(NUM_ROWS, 1))
+    with pytest.raises(StoreError, match=r"the cache at .* has nothing of this store"):
+        open_store(f"{web.url}/val")
+    # Once the server answers again, the rest is fetched.
+    monkeypatch.delenv(OFFLINE)
+    monkeypatch.delenv(LIMIT)
+    assert holds(opened, Numbered(NUM_ROWS))
+
+
+def test_shards_of_a_version_that_its_server_no_longer_has_are_an_error(
+    web: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url = f"{web.url}/train"
+    assert open_store(url)[1]["x"][0] == 4
+    monkeypatch.setenv(OFFLINE, "true")
+    opened = open_store(url)
+    store(tmp_path / "far" / "train", 1)
+    monkeypatch.setenv(OFFLINE, "0")
+    with pytest.raises(StoreError, match=r"is another one by now .* open it again"):
+        opened[0]
+    assert opened[1]["x"][0] == 4
+    assert holds(open_store(url), Numbered(NUM_ROWS, 1))
+
+
+@pytest.mark.filterwarnings("ignore:Total length of")  # There is nothing to validate on.
+def test_training_goes_on_offline_with_the_splits_that_were_there(
+    tmp_path: Path, web: FileServer
+) -> None:
+    build_store(Points(48), tmp_path / "far" / "points" / "train", num_shards=2, progress=False)
+
+    def train(seed: int) -> int:
+        trainer = make_trainer(
+            tmp_path, strategy=SuperBatchStrategy(data_devices=["cpu"]), max_epochs=1
+        )
+        url = f"{web.url}/points"
+        trainer.fit(Regression(), MemmapDataModule(store_dir=url, batch_size=4, seed=seed))
+        return trainer.global_step
+
+    assert train(0) == 12
+    web.stop()
+    assert train(1) == 12
+
+
+def test_split_that_was_not_there_may_be_there_later(
+    web: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{web.url}/val"
+    with pytest.raises(StoreNotFoundError, match="no store at"):
+        open_store(url)
+    with monkeypatch.context() as patch:
+        patch.setenv(OFFLINE, "1")
+        with pytest.raises(StoreNotFoundError, match=r"no store at .* when its server was last"):
+            open_store(url)
+    store(tmp_path / "far" / "val", 1)
+    assert holds(open_store(url), Numbered(NUM_ROWS, 1))
+    monkeypatch.setenv(OFFLINE, "1")
+    assert holds(open_store(url), Numbered(NUM_ROWS, 1))
+
+
+# The cache
+
+
+def test_cache_that_cannot_be_written_gives_what_it_has(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = [store(tmp_path / str(number), number).path.as_uri() for number in range(2)]
+    assert holds(open_store(urls[0]), Numbered(NUM_ROWS))
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if str(path).startswith(str(cache)) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return opened(path, flags, *rest, **options)
+
+    def refuse_any(path: Any, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    with monkeypatch.context() as patch:
+        # As root, whom no permission stops, and without a mount.
+        patch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+        patch.setattr(os, "open", refuse)
+        for name in ("mkdir", "rename", "utime"):
+            patch.setattr(os, name, refuse_any)
+        assert holds(open_store(urls[0]), Numbered(NUM_ROWS))
+        with pytest.raises(StoreError, match=rf"cannot be used: .*Read-only.* {DIRECTORY} names"):
+            open_store(urls[1])
+
+
+def test_cache_that_was_removed_meanwhile_says_so(
+    tmp_path: Path, cache: Path, web: FileServer
+) -> None:
+    opened = open_store(f"{web.url}/train")
+    assert opened[1]["x"][0] == 4
+    shutil.rmtree(cache)
+    assert opened[1]["x"][0] == 4
+    with pytest.raises(StoreError, match=r"cannot be used: .* open the store again if it was remo"):
+        opened[0]
+    assert holds(open_store(f"{web.url}/train"), Numbered(NUM_ROWS))
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EACCES])
+def test_store_of_which_nobody_can_say_whether_it_is_in_use_stays_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    one, other = (store(tmp_path / str(each), each) for each in range(2))
+    monkeypatch.setenv(LIMIT, f"{one.manifest.num_bytes}B")
+    kept = open_store(one.path.as_uri())
+    kept.provide(None, range(NUM_SHARDS))
+    flock = fcntl.flock
+
+    def refuse(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX | fcntl.LOCK_NB and is_entry(descriptor):
+            raise OSError(number, os.strerror(number))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StoreError, match="no room in the cache"):
+        open_store(other.path.as_uri())[0]
+    assert holds(kept, Numbered(NUM_ROWS))
+
+
+def is_entry(descriptor: int) -> bool:
+    return os.readlink(f"/proc/self/fd/{descriptor}").endswith("in_use")
+
+
+# Push
+
+
+def test_push_leaves_the_files_of_others_alone(tmp_path: Path) -> None:
+    built = store(tmp_path / "s")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "x.memmap").write_text("mine")
+    url = (tmp_path / "far").as_uri()
+    with pytest.raises(StoreError, match=r"x\.memmap is there already, and is of no store"):
+        push_store(built.path, url, progress=False)
+    assert (tmp_path / "far" / "x.memmap").read_text() == "mine"
+    push_store(built.path, url, overwrite=True, progress=False)
+    assert holds(open_store(url), Numbered(NUM_ROWS))
+
+
+def test_push_killed_before_any_change_of_the_file_system_is_run_again(
+    server: BuildServer, tmp_path: Path
+) -> None:
+    for version in (1, 2):
+        store(tmp_path / str(version), version)
+    for event in range(1000):
+        url = (tmp_path / f"far{event}").as_uri()
+        push_store(tmp_path / "1", url, progress=False)
+        push = Build(str(tmp_path / "2"), NUM_ROWS, push=url)
+        status = server.run(replace(push, kill_at_event=event))
+        with suppress(StoreNotFoundError):
+            # One of the two or none, and never some of both.
+            found = Manifest.read(tmp_path / f"far{event}")
+            version = 1 if found.content == Manifest.read(tmp_path / "1").content else 2
+            assert holds(open_store(url), Numbered(NUM_ROWS, version))
+        assert server.run(push) == 0
+        assert sorted(os.listdir(tmp_path / f"far{event}")) == sorted(os.listdir(tmp_path / "2"))
+        assert verify_store(tmp_path / f"far{event}") == []
+        assert holds(open_store(url), Numbered(NUM_ROWS, 2))
+        if status == 0:
+            break
+        assert killed(status)
+    assert event > 5
+
+
+@pytest.mark.parametrize("what", ["pushed by others", "replaced"])
+def test_push_that_something_comes_between_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    one, other = store(tmp_path / "1", 1), store(tmp_path / "2", 2)
+    url, put = (tmp_path / "far").as_uri(), files.RemoteFiles.put
+
+    def interrupted(self: files.RemoteFiles, path: Path, name: str) -> None:
+        put(self, path, name)
+        if name == "x.memmap":
+            monkeypatch.setattr(files.RemoteFiles, "put", put)
+            if what == "replaced":
+                store(one.path, 2)
+            else:
+                push_store(other.path, url, progress=False)
+
+    monkeypatch.setattr(files.RemoteFiles, "put", interrupted)
+    message = "was replaced meanwhile" if what == "replaced" else "has pushed another store"
+    with pytest.raises(StoreError, match=message):
+        push_store(one.path, url, progress=False)
+    if what == "replaced":
+        with pytest.raises(StoreNotFoundError):
+            open_store(url)
+    push_store(one.path, url, overwrite=True, progress=False)
+    assert holds(open_store(url), Numbered(NUM_ROWS, 2 if what == "replaced" else 1))
