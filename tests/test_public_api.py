@@ -104,6 +104,7 @@ NAMES = {
         "Node",
         "Nullable",
         "Pad",
+        "RowList",
         "Rows",
         "Schema",
         "Windows",
