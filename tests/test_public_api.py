@@ -54,6 +54,7 @@ NAMES = {
         "SuperBatch",
         "SuperBatchLoader",
         "has_streams",
+        "largest_window_bytes",
         "load_split",
         "loader_for",
     ],
