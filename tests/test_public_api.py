@@ -54,7 +54,6 @@ NAMES = {
         "SuperBatch",
         "SuperBatchLoader",
         "has_streams",
-        "largest_window_bytes",
         "load_split",
         "loader_for",
     ],
