@@ -9,7 +9,6 @@ default text, 750 KB about the Python language, comes with Python itself (PSF li
 """
 
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import lightning as L
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from jsonargparse import auto_cli
 
+from examples.data.text import python_help
 from examples.gpt import GPT
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.schema import Windows
@@ -39,8 +39,7 @@ def text_stream(
     """
     text: Any = file
     if file is None:
-        joined = "\n".join(topics[name] for name in sorted(topics))
-        text = np.frombuffer(joined.encode(), np.uint8)
+        text = np.frombuffer(python_help(), np.uint8)
     return TokenStream(text, LENGTH + 1, stride, start=start, stop=stop)
 
 

@@ -28,6 +28,7 @@ from examples.data.fashion_mnist import FashionMNIST, read_idx
 from examples.data.photographs import Photos
 from examples.data.shapes import Shapes
 from examples.data.small_images import SmallImages
+from examples.data.text import Text
 from examples.digits import Normalize, ShiftAndNormalize
 from examples.folders import made_at_once
 from examples.photos import CropAndNormalize, RandomCropAndFlip, normalize
@@ -262,13 +263,13 @@ def test_gpt_learns_the_same_when_it_is_divided(
 def test_gpt_windows_cover_the_text(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_bytes(bytes(range(200)))
-    splits = {name: gpt.Text(name, length=4, file=file) for name in ("train", "val", "test")}
+    splits = {name: Text(name, length=4, file=file) for name in ("train", "val", "test")}
     assert [len(split) for split in splits.values()] == [44, 2, 2]
     assert splits["train"][1]["tokens"].tolist() == [4, 5, 6, 7, 8]
     assert splits["val"][0]["tokens"].tolist() == [180, 181, 182, 183, 184]
     assert splits["train"][0]["tokens"].dtype == torch.uint8
     with pytest.raises(ValueError, match="length=10: the 10 bytes of the val split"):
-        gpt.Text("val", length=10, file=file)
+        Text("val", length=10, file=file)
 
 
 # Digits and Fashion-MNIST
@@ -359,7 +360,7 @@ def test_digits_splits_are_disjoint_and_repeat() -> None:
     assert Digits("train")[0]["image"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize("dataset", [Digits, FashionMNIST, Photos, Shapes, gpt.Text])
+@pytest.mark.parametrize("dataset", [Digits, FashionMNIST, Photos, Shapes, Text])
 def test_datasets_unknown_split_is_refused(dataset: Any) -> None:
     with pytest.raises(ValueError, match="split='dev': choose one of train, val, test"):
         dataset("dev")
