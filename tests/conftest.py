@@ -203,6 +203,9 @@ def guard_threads() -> Iterator[None]:
     """A test leaves no thread running."""
     before = _threads()
     yield
+    if _threads() - before:
+        # An error's traceback may hold a DataLoader's iterator, in a cycle, and it its threads.
+        gc.collect()
     deadline = monotonic() + _SETTLE_S
     while (leaked := _threads() - before) and monotonic() < deadline:
         sleep(0.01)

@@ -297,13 +297,18 @@ def test_fetch_that_was_interrupted_goes_on_with_the_next_shard(
         patch.setattr(RemoteFiles, "read", breaking)
         with pytest.raises(StoreError, match="the network is gone"):
             store.provide(None, range(NUM_SHARDS))
-    first = set(reads[1:])
+    first = set(_reads_of_rows(reads))
     reads.clear()
     store = open_store(url)
     store.provide(None, range(NUM_SHARDS))
-    # Of what was there, at most the last shard is read again: it was begun.
-    assert len(set(reads) & first) <= 2
+    # Of what was there, at most the last shard of a field is read again: it was begun.
+    assert len(first.intersection(_reads_of_rows(reads))) <= 1
     assert all(is_row(store[row], row) for row in range(NUM_ROWS))
+
+
+def _reads_of_rows(reads: list[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
+    # Fields of a record share an index, which each of them reads.
+    return (read for read in reads if not read[0].endswith((".index", "manifest.json")))
 
 
 def test_processes_killed_while_they_fetch_leave_a_cache_of_right_rows(
