@@ -6,13 +6,21 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
-from lightning_memmap.store import build_store
+from lightning_memmap.store import (
+    append_store,
+    build_part,
+    build_store,
+    finish_store,
+    pull_store,
+)
+from tests.reliability.dataset import VARIABLE
 from tests.reliability.forks import call
 from tests.reliability.outcome import Fault, Outcome, Subject
 
@@ -49,6 +57,10 @@ class _Rows(Dataset[Any]):
         return self.make(row)
 
 
+def _beside_its_number(make: Callable[[int], Any], row: int) -> dict[str, Any]:
+    return {"row": row, "value": make(row)}
+
+
 #: A sample of each row, by the name of the schema.
 SCHEMAS: dict[str, Callable[[int], Any]] = {
     "dict": lambda row: {"x": torch.arange(row, row + 4), "label": row},
@@ -59,13 +71,50 @@ SCHEMAS: dict[str, Callable[[int], Any]] = {
     ),
     "one number": lambda row: row * 3,
     "empty field": lambda row: {"none": torch.empty(0, 2), "one": torch.tensor([row])},
+    **{name: partial(_beside_its_number, make) for name, make in VARIABLE.items()},
+}
+
+
+def _build(dataset: Dataset[Any], path: Path) -> None:
+    build_store(dataset, path, num_shards=_NUM_SHARDS, progress=False)
+
+
+def _build_in_parts(dataset: Dataset[Any], path: Path) -> None:
+    for part in ((1, 2), (0, 2)):
+        build_part(dataset, path, part, num_shards=_NUM_SHARDS, progress=False)
+    finish_store(path, progress=False)
+
+
+def _append(dataset: Dataset[Any], path: Path) -> None:
+    _build(Subset(dataset, range(_NUM_ROWS // 2)), path)
+    append_store(Subset(dataset, range(_NUM_ROWS // 2, _NUM_ROWS)), path, progress=False)
+
+
+def _pull(dataset: Dataset[Any], path: Path) -> None:
+    far = path.with_name("far")
+    _build(dataset, far)
+    pull_store(far.as_uri(), path, progress=False)
+    shutil.rmtree(far)
+
+
+def _all_variable(row: int) -> dict[str, Any]:
+    return {name: make(row) for name, make in VARIABLE.items()}
+
+
+#: How each store is made, and of which rows, by its name.
+STORES: dict[str, tuple[Callable[[Dataset[Any], Path], None], Callable[[int], Any]]] = {
+    **{name: (_build, make) for name, make in SCHEMAS.items()},
+    "built in parts": (_build_in_parts, _all_variable),
+    "appended": (_append, _all_variable),
+    "pulled": (_pull, _all_variable),
 }
 
 
 def prepare(directory: Path) -> None:
-    """Build a store of each schema."""
-    for name, make in SCHEMAS.items():
-        build_store(_Rows(make), stores(directory) / name, num_shards=_NUM_SHARDS, progress=False)
+    """Make each store."""
+    stores(directory).mkdir(parents=True)
+    for name, (build, make) in STORES.items():
+        build(_Rows(make), stores(directory) / name)
 
 
 def stores(beginnings: Path) -> Path:
@@ -107,7 +156,7 @@ def resize_a_file(subject: Subject, beginnings: Path, scratch: Path, rng: random
 
 
 def _copy(stores: Path, scratch: Path, rng: random.Random) -> tuple[Path, Path]:
-    name = rng.choice(sorted(SCHEMAS))
+    name = rng.choice(sorted(STORES))
     path = scratch / name
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(stores / name, path)

@@ -1,14 +1,40 @@
 """A dataset whose editions differ where no probe looks, and what its rows must be."""
 
+import io
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_memmap.store import Store
 from lightning_memmap.store.probes import probe_rows
 from tests.datasets import Numbered
+
+
+def _png(row: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("L", (3 + row % 3, 2), row % 256).save(file, "PNG")
+    return file.getvalue()
+
+
+def _records(row: int) -> list[dict[str, Any]]:
+    return [{"box": torch.arange(4) + row, "name": f"é{item}"} for item in range(row % 4)]
+
+
+#: Fields whose rows differ in length, have None, or are bytes.
+VARIABLE: dict[str, Callable[[int], Any]] = {
+    "records": _records,
+    "masked": lambda row: None if row % 3 == 1 else row / 7,
+    "masked text": lambda row: None if row % 3 == 1 else "ü" * (row % 5),
+    "lengths": lambda row: torch.full((row % 5, 2, 1 + row % 3), row).half(),
+    "text": lambda row: f"row {row}" * (row % 3),
+    "image": _png,
+}
 
 
 @dataclass
@@ -33,8 +59,9 @@ files = Files()
 
 
 class Edited(Dataset[dict[str, Any]]):
-    """Rows like those of `Numbered`. All but the probe rows tell the edition: that of the
-    arguments, plus that of `files`.
+    """Rows like those of `Numbered`, with records and masked text: each kind of file that a store
+    has, and no more, since a build is killed at each of its calls. All but the probe rows tell the
+    edition: that of the arguments, plus that of `files`.
 
     Args:
         num_rows: Rows of the dataset.
@@ -55,14 +82,32 @@ class Edited(Dataset[dict[str, Any]]):
         is_probe = row in probe_rows(self.num_rows)
         if pause_s and not is_probe:
             time.sleep(pause_s)
-        edition = 0 if is_probe else self.edition + files.edition
-        return Numbered(self.num_rows, edition)[row]
+        return sample_of(self.num_rows, row, self.edition + files.edition)
 
 
-def expected_rows(num_rows: int, edition: int) -> dict[str, Tensor]:
-    """All rows of an edition in dataset order, by field."""
-    rows = Numbered(num_rows, edition).expected()
-    probes = probe_rows(num_rows)
-    for name, unedited in Numbered(num_rows, 0).expected().items():
-        rows[name][probes] = unedited[probes]
-    return rows
+def sample_of(num_rows: int, row: int, edition: int) -> dict[str, Any]:
+    """A row of an edition."""
+    if row in probe_rows(num_rows):
+        edition = 0
+    # By a step after which all remainders that the fields are made of are others.
+    fields = {name: VARIABLE[name](row + 1009 * edition) for name in ("records", "masked text")}
+    return {**Numbered(num_rows, edition)[row], **fields}
+
+
+def expected_rows(num_rows: int, edition: int) -> list[Any]:
+    """All rows of an edition in dataset order, as `plain` gives them."""
+    return [plain(sample_of(num_rows, row, edition)) for row in range(num_rows)]
+
+
+def rows_of(store: Store) -> list[Any]:
+    """All rows of a store in dataset order, as `plain` gives them."""
+    return [plain(store[row]) for row in range(store.num_rows)]
+
+
+def plain(value: Any) -> Any:
+    """A sample that can be compared: numbers for tensors, beside the shapes that these have."""
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.tolist()) if value.ndim else value.item()
+    if isinstance(value, dict):
+        return {key: plain(child) for key, child in value.items()}
+    return [plain(child) for child in value] if isinstance(value, list) else value

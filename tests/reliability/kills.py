@@ -1,5 +1,6 @@
 """Builds that are killed, or whose file system fails, and what the next build makes of it."""
 
+import operator
 import os
 import random
 import shutil
@@ -8,14 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
-from typing import Literal
-
-import torch
+from typing import Any, Literal
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from tests.datasets import in_dataset_order
 from tests.reliability.calls import Calls, Mode
-from tests.reliability.dataset import Edited, Files, expected_rows, files
+from tests.reliability.dataset import Edited, Files, expected_rows, files, rows_of
 from tests.reliability.forks import Forked, Raised, call, orphans, wait_for_orphans
 from tests.reliability.outcome import Fault, Outcome, Subject
 from tests.unit.store.build_server import write_ranges_of
@@ -35,6 +33,8 @@ OLD, NEW, CHANGED = 1, 2, 3
 #: The build that a resumed one goes on with was killed at this row, which is no probe.
 _KILLED_AT_ROW = 430
 _ORPHAN_LIMIT_S = 5.0
+#: How the names of the files of rows end.
+_ROWS = (".memmap", ".index", ".values")
 #: Tries to hit a build at a random moment: it may end before the blow falls.
 _MAX_TRIES = 20
 
@@ -314,15 +314,12 @@ def _edition_of(
         return None, None
     except StoreError as error:
         return None, (Fault.HALF_STORE, f"the store is refused: {error}")
-    found = in_dataset_order(store)
+    found = rows_of(store)
     for edition in editions:
-        expected = expected_rows(NUM_ROWS, edition)
-        if found.keys() == expected.keys() and all(
-            torch.equal(found[name], expected[name]) for name in expected
-        ):
+        if found == expected_rows(NUM_ROWS, edition):
             break
     else:
-        counts = _rows_of_editions(found["x"])
+        counts = _rows_of_editions(found)
         return None, (Fault.WRONG_ROWS, f"rows of editions {list(editions)} expected: {counts}")
     damage = subject.verify(path)
     if damage:
@@ -330,9 +327,9 @@ def _edition_of(
     return edition, None
 
 
-def _rows_of_editions(found: torch.Tensor) -> str:
+def _rows_of_editions(found: list[Any]) -> str:
     counts = [
-        f"{int((found == expected_rows(NUM_ROWS, edition)['x']).all(1).sum())} of edition {edition}"
+        f"{sum(map(operator.eq, found, expected_rows(NUM_ROWS, edition)))} of edition {edition}"
         for edition in range(CHANGED + 1)
     ]
     return f"{len(found)} rows found, {', '.join(counts)} (probes are of all editions)"
@@ -341,7 +338,7 @@ def _rows_of_editions(found: torch.Tensor) -> str:
 def look_for_leftovers(outcome: Outcome, path: Path) -> None:
     """Look for what a finished build should have cleared away."""
     beside = {entry.name for entry in path.parent.iterdir() if entry.suffix != ".lock"}
-    inside = {entry.name for entry in path.iterdir() if entry.suffix != ".memmap"}
+    inside = {entry.name for entry in path.iterdir() if entry.suffix not in _ROWS}
     left = sorted(beside - {_STORE}) + sorted(inside - {"manifest.json", "meta.json"})
     if left:
         outcome.add(Fault.LEFTOVER, f"the finished build left {', '.join(left)}")

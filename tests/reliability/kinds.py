@@ -38,7 +38,7 @@ class Scale:
     every_plant: int = 1
 
 
-QUICK = Scale(kills=2, every_call=31, flips=50, resizes=20, manifests=300, every_plant=67)
+QUICK = Scale(kills=2, every_call=61, flips=50, resizes=20, manifests=300, every_plant=67)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from lightning_memmap.store.manifest import MANIFEST, Manifest
-from tests.reliability.damage import SCHEMAS, stores
+from tests.reliability.damage import STORES, stores
 from tests.reliability.forks import call
 from tests.reliability.outcome import Fault, Outcome, Subject
 from tests.unit.store import manifest_fuzz
@@ -50,7 +50,7 @@ class _Findings:
 def open_fuzzed(subject: Subject, beginnings: Path, scratch: Path, rng: random.Random) -> Outcome:
     """Open a store with some manifests of a stranger."""
     outcome = Outcome(runs=BATCH)
-    name = rng.choice(sorted(SCHEMAS))
+    name = rng.choice(sorted(STORES))
     pristine, path = stores(beginnings) / name, scratch / "s"
     shutil.copytree(pristine, path)
     seed = rng.getrandbits(32)

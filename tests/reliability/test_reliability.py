@@ -13,14 +13,15 @@ import pytest
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store import build_store, open_store
-from tests.datasets import Numbered, Replaced
+from tests.datasets import Replaced
+from tests.reliability.dataset import sample_of
 from tests.reliability.kills import NEW
 from tests.reliability.kinds import KINDS, Case, Scale, cases, prepare, run_case
 from tests.reliability.outcome import Fault, Outcome, Subject
 from tests.reliability.report import BEGIN, END, Log, Report
 from tests.reliability.runner import runners
 
-SCALE = Scale(kills=1, every_call=197, flips=50, resizes=8, manifests=300, every_plant=113)
+SCALE = Scale(kills=1, every_call=397, flips=50, resizes=8, manifests=300, every_plant=113)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ class _Remembered:
         self.memory.touch()
         known = {int(line) for line in self.memory.read_text().split()}
         if row in known:
-            return Numbered(len(self), NEW)[row]
+            return sample_of(len(self), row, NEW)
         if row % 50 == 7:
             with open(self.memory, "a") as file:
                 file.write(f"{row}\n")

@@ -5,10 +5,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import Any, Literal
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.store import (
@@ -19,9 +16,8 @@ from lightning_memmap.store import (
     pull_store,
 )
 from lightning_memmap.store.remote import fetcher
-from tests.datasets import in_dataset_order
 from tests.reliability.calls import Calls, Mode
-from tests.reliability.dataset import Edited, expected_rows
+from tests.reliability.dataset import Edited, expected_rows, rows_of
 from tests.reliability.forks import Raised, call
 from tests.reliability.kills import NEW, OLD, look_for_leftovers
 from tests.reliability.outcome import Fault, Outcome, Subject
@@ -67,18 +63,17 @@ class Change:
             finish_store(self.path, progress=False)
 
     @property
-    def before(self) -> dict[str, Tensor] | None:
+    def before(self) -> list[Any] | None:
         """The rows of the store before the change; None where there is none."""
         return None if self.way == "parts" else expected_rows(NUM_ROWS, OLD)
 
     @property
-    def after(self) -> dict[str, Tensor]:
+    def after(self) -> list[Any]:
         """The rows of the store after it."""
         added = expected_rows(NUM_ROWS, NEW)
         if self.way != "append":
             return added
-        kept = expected_rows(NUM_ROWS, OLD)
-        return {name: torch.cat([kept[name], added[name]]) for name in kept}
+        return expected_rows(NUM_ROWS, OLD) + added
 
 
 def prepare(directory: Path) -> None:
@@ -157,7 +152,7 @@ def _look(
 
 
 def _version_of(
-    subject: Subject, path: Path, versions: Sequence[dict[str, Tensor] | None]
+    subject: Subject, path: Path, versions: Sequence[list[Any] | None]
 ) -> tuple[int | None, tuple[Fault, str] | None]:
     """Which of some versions a store holds, where None is no store, or what is wrong with it."""
     try:
@@ -168,16 +163,8 @@ def _version_of(
         return None, (Fault.HALF_STORE, "there is no store")
     except StoreError as error:
         return None, (Fault.HALF_STORE, f"the store is refused: {error}")
-    found = in_dataset_order(store)
-    number = next(
-        (
-            number
-            for number, expected in enumerate(versions)
-            if expected is not None
-            and all(torch.equal(found[name], expected[name]) for name in expected)
-        ),
-        None,
-    )
+    found = rows_of(store)
+    number = versions.index(found) if found in versions else None
     if number is None:
         return None, (Fault.WRONG_ROWS, f"{store.num_rows} rows, of neither version")
     if damage := subject.verify(path):
