@@ -129,6 +129,8 @@ class SuperBatchLoader:
         """
         check_integer("epoch", epoch, 0, "epochs are counted from 0")
         self._epoch = epoch
+        if self._resume is None and epoch != self._began.epoch:
+            self._began, self._delivered = self._state_at_start(), (0, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, the same on every rank.

@@ -151,7 +151,7 @@ class ItemLayout:
             )
         memory.starts[slots] = found.starts + (places - begins)[of_rows]
         memory.sizes[slots] = found.sizes
-        if self._file is None:
+        if self._file is None or not self._num_items:
             return
         target = memory.items.view(-1).view(torch.uint8).view(self._num_items, -1)
         if not is_in_place:

@@ -374,6 +374,21 @@ class TestResume:
         assert len(loader) == len(plain)
         assert epoch_rows(loader) == epoch_rows(plain)
 
+    @pytest.mark.parametrize("steps", [0, 3, 10])
+    def test_state_after_set_epoch_is_the_start_of_that_epoch(
+        self, numbered_store: Stores, steps: int
+    ) -> None:
+        make = functools.partial(make_loader, numbered_store(97, 24), 1, 10, shuffle=True)
+        saved, loader, plain = make(), make(), make()
+        for _ in take_steps(saved, steps):
+            pass
+        for other in (saved, loader, plain):
+            other.set_epoch(3)
+        state = saved.state_dict()
+        assert (state["epoch"], state["position"], state["steps"]) == (3, 0, 0)
+        loader.load_state_dict(state)
+        assert epoch_rows(loader) == epoch_rows(plain)
+
     def test_state_loaded_again_is_the_one_saved(self, numbered_store: Stores) -> None:
         saved, loader = (make_loader(numbered_store(97, 24), shuffle=True) for _ in range(2))
         for _ in take_steps(saved, 3):

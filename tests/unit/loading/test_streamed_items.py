@@ -122,6 +122,19 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+def test_fields_without_any_item_in_the_used_rows_are_streamed(
+    stores: dict[tuple[int, int], Store],
+) -> None:
+    # Each fourth row has no box.
+    streamed, mapped = (
+        make(stores[97, 24], residency, subset=StridedRows(0, 4))
+        for residency in ("stream", "mmap")
+    )
+    rows = list(batches(streamed))
+    assert rows == list(batches(mapped))
+    assert len(rows) > 1
+
+
 @pytest.mark.slow
 @given(setup=setups(), shape=st.sampled_from([(5, 7), (97, 24)]), size=st.integers(1, 2))
 @settings(deadline=None, max_examples=10)
