@@ -83,6 +83,11 @@ def describe_rows(name: str, leaf: Any) -> Field:
         SchemaError: The leaf is no such tensor, or its dtype cannot be stored. The message names
             the field.
     """
+    if isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout is not torch.jagged:
+        raise SchemaError(
+            f"field {name!r}: found a nested tensor of layout {leaf.layout}: make it with"
+            " torch.nested.nested_tensor(..., layout=torch.jagged)"
+        )
     if (rows := rows_apart(leaf)) is not None:
         if not rows:
             raise SchemaError(f"field {name!r}: found no rows: give one for each row of the batch")

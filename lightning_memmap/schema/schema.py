@@ -370,7 +370,8 @@ class Schema:
             if len(leaf) != len(leaves[0]):
                 raise SchemaError(
                     f"field {field.name!r}: found {len(leaf)} rows, and {len(leaves[0])} of field"
-                    f" {self.fields[0].name!r}"
+                    f" {self.fields[0].name!r}; a list is a field for each of its items: give rows"
+                    " that differ in length as a lightning_memmap.loading.RowList"
                 )
             if (rows := rows_apart(leaf)) is None:
                 found_leaves.append(leaf.detach().resolve_conj().resolve_neg())

@@ -602,6 +602,14 @@ def test_builder_any_sample_gives_back_the_leaves_in_their_places(sample: Any) -
 # Batches of rows
 
 
+def test_from_batch_names_the_layout_of_a_nested_tensor() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        strided = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(SchemaError, match=r"field 'b': .* layout=torch.jagged"):
+        Schema.from_batch({"b": strided})
+
+
 def test_from_batch_describes_one_row() -> None:
     batch = {"a": torch.zeros(5, 3, 2, dtype=torch.bfloat16), "b": (torch.zeros(5) > 0, [])}
     schema = Schema.from_batch(batch)
