@@ -143,6 +143,7 @@ def make_loader(
     size: int = 1,
     window: int | None = None,
     subset: RowSubset | None = None,
+    forms: dict[str, Any] | None = None,
     **options: Any,
 ) -> SuperBatchLoader:
     """A loader of one process over logical CPU devices."""
@@ -154,6 +155,7 @@ def make_loader(
         size=size,
         window=window,
         subset=subset,
+        forms=forms,
     )
     if residency == "stream" and window is None:
         window = default_window(split.shards.num_shards, store.manifest.row_bytes)

@@ -211,7 +211,9 @@ def _is_final(error: Exception) -> bool:
     """Whether a library says that the same will happen when it is asked again."""
     status = _status(error)
     refused = 400 <= status < 500 and status not in _TRANSIENT
-    return refused or status in _UNABLE or isinstance(error, NotImplementedError)
+    # That is how file systems of fsspec say what they can never do: http:// cannot be written to.
+    unable = status in _UNABLE or isinstance(error, NotImplementedError)
+    return refused or unable
 
 
 def _status(error: Exception) -> int:

@@ -26,12 +26,12 @@ from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
 from lightning_memmap.loading.window_items import largest_window
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.sampling import BlockShuffledSampler, RowSubset, Shards, StridedRows
+from lightning_memmap.sampling import BlockShuffledSampler, Shards, StridedRows
 from lightning_memmap.schema import Field, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.columns import ItemRows
 from lightning_memmap.store.row_file import RowFile
-from tests.rows import CPU, loader_over, make_split
+from tests.rows import CPU, make_loader, make_split
 
 VARIABLE = {"grid": "pad", "boxes": "pad", "wide": "list", "empty": "pad"}
 
@@ -89,24 +89,11 @@ def make(
     window: int = 5,
     num_devices: int = 1,
     forms: dict[str, Any] | None = None,
-    subset: RowSubset | None = None,
-    rank: int = 0,
-    size: int = 1,
     **options: Any,
 ) -> SuperBatchLoader:
-    split = make_split(
-        store,
-        num_devices,
-        residency=residency,
-        rank=rank,
-        size=size,
-        window=window,
-        subset=subset,
-        forms=forms,
-    )
     collate = FormedCollate(store.schema, read_forms({**VARIABLE, **(forms or {})}))
-    options = {"shuffle": True, **options}
-    return loader_over(store, split, batch_size, shuffle_window=window, collate=collate, **options)
+    options = {"shuffle": True, "residency": residency, "window": window, **options}
+    return make_loader(store, num_devices, batch_size, forms=forms, collate=collate, **options)
 
 
 @st.composite
