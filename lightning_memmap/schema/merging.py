@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import PLAIN_KINDS, Field, dtype_name, field_name
+from lightning_memmap.schema.fields import PLAIN_KINDS, Field, dtype_name
+from lightning_memmap.schema.names import field_name
 from lightning_memmap.schema.structure import LEAF, MASK, NONE, SEQUENCE, Node, Path
 
 

@@ -18,7 +18,7 @@ import xxhash
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
 from lightning_memmap.sampling import Integers, Shards, WindowShards, spans_of
-from lightning_memmap.schema import Schema
+from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.store.columns import Column, columns_from_json, columns_to_json
 from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
 from lightning_memmap.store.fingerprint import Fingerprint
@@ -260,7 +260,7 @@ class Manifest:
 
     @classmethod
     def _from_json(cls, body: dict[str, Any]) -> "Manifest":
-        schema = Schema.from_json(body)
+        schema = read_schema(body)
         num_rows = _count(body, "num_rows", _MAX_ROWS)
         num_shards = _count(body, "num_shards", MAX_SHARDS)
         if len(schema.fields) * num_shards > _MAX_CHECKSUMS:
