@@ -19,16 +19,9 @@ from lightning_memmap.errors import StoreError, check_integer
 from lightning_memmap.schema import read_forms, read_schema
 from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.store.build import Build, check_written, finish_files
+from lightning_memmap.store.build_plan import PLAN, BuildPlan, read_plan, write_plan
 from lightning_memmap.store.fingerprint import Fingerprint
-from lightning_memmap.store.journal import (
-    PLAN,
-    BuildPlan,
-    Journal,
-    PartInUseError,
-    read_part,
-    read_plan,
-    write_plan,
-)
+from lightning_memmap.store.journal import Journal, PartInUseError, read_part
 from lightning_memmap.store.places import make_parent, store_directory
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.progress import show_progress

@@ -388,12 +388,15 @@ class ItemRows:
         Raises:
             StoreError: The index is damaged.
         """
-        lengths = np.empty(len(self.index), np.int64)
+        lengths = np.empty(self.shards.num_rows, np.int64)
         for first in range(0, len(lengths), _LOCATED_ROWS):
-            rows = range(first, min(first + _LOCATED_ROWS, len(lengths)))
-            found = self.at(self.shards.locate(rows))
-            lengths[rows.start : rows.stop] = found.sizes.prod(axis=1)
+            rows = np.arange(first, min(first + _LOCATED_ROWS, len(lengths)), dtype=np.int64)
+            lengths[rows] = self._at_rows(rows).sizes.prod(axis=1)
         return lengths
+
+    def _at_rows(self, rows: Integers) -> Located:
+        """Find rows, given in dataset order."""
+        return self.at(self.shards.locate(rows))
 
     def row(self, row: int) -> Tensor:
         """Copy one row, given in dataset order."""
@@ -401,7 +404,7 @@ class ItemRows:
 
     def fetch(self, rows: Integers) -> list[Tensor]:
         """Copy rows, given in dataset order: one tensor for each."""
-        starts, sizes = self.at(self.shards.locate(rows))
+        starts, sizes = self._at_rows(rows)
         return [
             self.items[start : start + int(np.prod(shape))]
             .clone()
