@@ -41,7 +41,7 @@ _COUNTS: dict[str, tuple[int | None, str]] = {
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """The arguments of a `MemmapDataModule`, which describes them, except its datasets.
 
