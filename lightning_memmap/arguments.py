@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_memmap._compat.parsers import commands_of, known_classes, options_of
+from lightning_memmap.tables import printable
 
 #: Messages of jsonargparse and Python about a wrong name; the groups give the name.
 _WRONG_OPTION = re.compile(r"unrecognized arguments: -*([^\s=]+)|[Oo]ption '([^']+)'")
@@ -140,11 +141,6 @@ def print_error(error: BaseException) -> None:
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         text = f"there is no file {str(error.filename)!r}{nearest_file(error.filename)}"
     print("error: " + "\n".join(map(printable, text.splitlines())), file=sys.stderr)
-
-
-def printable(value: object) -> str:
-    """A text that is safe to print: control codes of the terminal are replaced."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
 def nearest_file(path: str | Path) -> str:

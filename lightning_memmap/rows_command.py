@@ -33,6 +33,7 @@ from lightning_memmap.schema import Decode, Field, Form, read_forms
 from lightning_memmap.splits import SPLITS
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import OpenColumn
+from lightning_memmap.tables import printable
 
 _DESCRIPTION = """List the rows of a global batch, device by device: of any step of any epoch, or of
 the last and the next step of a checkpoint. The order of rows is computed: no data is loaded."""
@@ -407,8 +408,7 @@ def _text(field: Field, row: Tensor) -> str:
         text = str(field.value(row))
     else:
         text = " ".join(map(field.words, row.flatten().tolist()))
-    text = shorten(text, _MAX_TEXT)
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return printable(shorten(text, _MAX_TEXT))
 
 
 def _write_sheet(store: Store, rows: Sequence[int], path: Path, forms: Mapping[str, Form]) -> bool:
