@@ -37,7 +37,6 @@ from lightning_memmap.placement import (
     Placement,
     Residency,
     SplitPlacement,
-    format_bytes,
     free_bytes,
     placement_table,
     topology_of,
@@ -55,6 +54,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import read_forms
 from lightning_memmap.set_up import Planner, SetUp
+from lightning_memmap.sizes import format_bytes
 from lightning_memmap.split_stores import SplitStores
 from lightning_memmap.splits import (
     SPLITS,

@@ -20,8 +20,8 @@ from lightning_memmap.arguments import (
     print_error,
 )
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
-from lightning_memmap.placement import format_bytes
 from lightning_memmap.schema import Field
+from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import (
     Store,
     append_store,
