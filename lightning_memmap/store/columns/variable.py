@@ -193,8 +193,8 @@ class VariableColumn(Column):
         shape = (self.shards.num_rows, 2 + self.field.num_variable)
         places = np.memmap(directory / self._places_name, np.int64, "r", shape=shape)
         sizes = places[:, 2:]
-        ends = np.cumsum(sizes.prod(axis=1))
-        index = ends[:, None] if self.field.num_variable == 1 else np.c_[ends, sizes]
+        index = packed_index(sizes)
+        ends = index[:, 0]
         np.ascontiguousarray(index).tofile(directory / self._index_name)
         sync_path(directory / self._index_name)
         with open(directory / self.values_name, "wb") as values:
@@ -295,6 +295,21 @@ class _VariableBlock(Block):
         sizes = np.concatenate([piece.sizes for piece in pieces])
         self._column.write(files, range(first, first + num_rows), PackedRows(items, sizes))
         self._pieces.clear()
+
+
+def packed_index(sizes: Integers) -> Integers:
+    """The index of rows whose items lie one after the other.
+
+    Args:
+        sizes: The sizes of each row in the dimensions that differ, int64 of shape (B, number of
+            these).
+
+    Returns:
+        What `ItemRows` has: int64 of shape (B, 1 or 1 + number of these).
+    """
+    ends = np.cumsum(sizes.prod(axis=1))
+    index: Integers = ends[:, None] if sizes.shape[1] == 1 else np.c_[ends, sizes]
+    return index
 
 
 def pack_rows(field: Field, rows: Sequence[Tensor]) -> PackedRows:
