@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
@@ -112,6 +113,26 @@ def refuse_several_configs(args: Iterable[str]) -> None:
             f"--config is given {count} times, and only one file is read: merge them with"
             " lightning-memmap fit --config ONE --config OTHER --print_config > merged.yaml"
         )
+
+
+def read_config(path: str) -> Any:
+    """Read a config that is given with ``--config``.
+
+    Args:
+        path: The file.
+
+    Returns:
+        What it holds, which has not been checked.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no yaml file.
+    """
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        where = " ".join(str(error).split())
+        raise ValueError(f"config={path!r} is no yaml file: {where}") from error
 
 
 @contextmanager

@@ -7,12 +7,11 @@ from typing import Any
 
 import lightning as L
 import torch
-import yaml
 from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
-from lightning_memmap.arguments import BriefParser, print_error, refuse_several_configs
+from lightning_memmap.arguments import BriefParser, print_error, read_config, refuse_several_configs
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.placement import DataTopology, topology_of
@@ -104,7 +103,7 @@ def rows(args: list[str]) -> int:
     try:
         refuse_several_configs(args)
         question = Question(**given)
-        data, topology = _read_config(question)
+        data, topology = _data_of(question)
         store = data.open_train_store()
         order = data.train_sampler(store, topology)
         if question.ckpt_path is None:
@@ -139,13 +138,9 @@ def rows(args: list[str]) -> int:
     return 0
 
 
-def _read_config(question: Question) -> tuple[MemmapDataModule, DataTopology]:
+def _data_of(question: Question) -> tuple[MemmapDataModule, DataTopology]:
     """The data module of the config, without its datasets, and where its rows are."""
-    text = Path(question.config).read_text(encoding="utf-8")
-    try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"config={question.config!r} is no yaml file: {error}") from error
+    config = read_config(question.config)
     if isinstance(config, dict) and "data" not in config and isinstance(config.get("fit"), dict):
         config = config["fit"]
     if not isinstance(config, dict) or not isinstance(config.get("data"), dict):
