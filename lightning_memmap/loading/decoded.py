@@ -5,10 +5,9 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -79,7 +78,7 @@ class DecodedRows(WrappedRows):
         """The rows. At the end of the context, the threads that decode have ended."""
         with (
             self.rows.epoch(sampler, epoch, position) as rows,
-            DecodedEpoch(self, rows, sampler, epoch) as found,
+            closing(DecodedEpoch(self, rows, sampler, epoch)) as found,
         ):
             self._epochs.add(found)
             yield found
@@ -111,7 +110,7 @@ class DecodedRows(WrappedRows):
         return self._pools[num_rows].get(num_rows)
 
 
-class DecodedEpoch(AbstractContextManager["DecodedEpoch"]):
+class DecodedEpoch:
     """Rows in the order of one epoch, with decoded images.
 
     The threads end with the epoch and with `close`. A process that was forked meanwhile has its
@@ -257,14 +256,6 @@ class DecodedEpoch(AbstractContextManager["DecodedEpoch"]):
             self._ahead = None
         if os.getpid() == self._process:
             self._threads.shutdown(cancel_futures=True)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _FieldImages:
