@@ -23,6 +23,7 @@ from torch.utils.data import default_collate
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import DTYPES, Field, Node, Schema, read_schema
 from tests.same import assert_same
+from tests.texts import texts
 
 
 class Colour(str, enum.Enum):
@@ -281,7 +282,7 @@ def test_field_name_any_key_is_one_safe_file_name(key: str | int, name: str) -> 
     assert read_schema(json.loads(json.dumps(schema.to_json()))) == schema
 
 
-@given(st.lists(st.text(max_size=6), min_size=1, max_size=6, unique_by=str.casefold))
+@given(st.lists(texts(6), min_size=1, max_size=6, unique_by=str.casefold))
 def test_field_name_different_keys_have_different_names_without_separators(
     keys: list[str],
 ) -> None:
@@ -811,9 +812,9 @@ def test_json_hostile_class_name_is_text_alone(tmp_path: Path) -> None:
 
 
 JSON_VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), texts(8)),
     lambda children: st.one_of(
-        st.lists(children, max_size=3), st.dictionaries(st.text(max_size=8), children, max_size=3)
+        st.lists(children, max_size=3), st.dictionaries(texts(8), children, max_size=3)
     ),
     max_leaves=6,
 )
