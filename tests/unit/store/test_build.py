@@ -311,7 +311,8 @@ class Processes(Wrapped):
 
 
 @pytest.mark.parametrize(
-    "method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)]  # It imports torch twice.
+    "method",
+    ["fork", pytest.param("spawn", marks=pytest.mark.slow)],  # It imports torch twice.
 )
 def test_build_starts_its_workers_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
