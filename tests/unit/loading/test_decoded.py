@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 import threading
 from pathlib import Path
 from time import monotonic, sleep
@@ -32,6 +33,7 @@ from lightning_memmap.schema import Decode, Form, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import OnSuperBatch
 from tests.images import FORMS, HEIGHT, WIDTH, EncodedImages, assert_is_batch, encoded, icons, plain
+from tests.preloaded import END_WHOLLY, python
 from tests.rows import CPU, make_split, split_with
 
 NUM_ROWS = 90
@@ -175,6 +177,32 @@ def test_number_of_threads_is_that_of_the_form(
         assert_gives_all_rows(loader_over(store, rows, 30))
         assert 1 <= len(counter.threads) <= num_threads
         assert not [name for name in counter.threads if not name.startswith("decode")]
+
+
+PROGRAM = """
+import sys
+from lightning_memmap import MemmapDataModule
+data = MemmapDataModule(store_dir=sys.argv[1], batch_size=8, variable={"image": "decode"})
+data.setup("fit")
+steps = iter(data.train_dataloader())
+print(len(next(steps)["image"]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_program_ends_quietly_while_images_are_decoded(tmp_path: Path) -> None:
+    build_store(EncodedImages(NUM_ROWS), tmp_path / "s" / "train", progress=False)
+    program = subprocess.run(
+        [python(), "-c", PROGRAM, str(tmp_path / "s")],
+        env={**os.environ, END_WHOLLY: "1", "PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert program.returncode == 0, program.stderr
+    assert program.stdout.endswith("8\n")
+    assert "Traceback" not in program.stderr
+    assert "ignored" not in program.stderr
 
 
 @pytest.mark.parametrize("end", ["exhausted", "closed", "dropped", "released"])
