@@ -30,13 +30,9 @@ class PipelinedCalls:
     def __init__(
         self, module: L.LightningModule, pipeline: Pipeline, num_microbatches: int, is_first: bool
     ) -> None:
-        self._module = module
+        self._module, self._pipeline = module, pipeline
+        self._num_microbatches, self._is_first = num_microbatches, is_first
         self._own_loss: Any = module.loss
-        self._pipeline, self._num_microbatches, self._is_first = (
-            pipeline,
-            num_microbatches,
-            is_first,
-        )
         self._is_in_step = False
         self._trained: dict[nn.Parameter, None] = {}
 
