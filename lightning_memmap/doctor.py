@@ -23,14 +23,14 @@ from rich.table import Table
 from lightning_memmap.arguments import BriefParser
 from lightning_memmap.compare.run.variants import LIGHTNING_STRATEGIES, Machine, Variant
 from lightning_memmap.host_memory import available_bytes
-from lightning_memmap.placement import format_bytes
+from lightning_memmap.sizes import format_bytes
 from lightning_memmap.strategies import STRATEGIES
 
 #: ``bad``: something that is needed is missing. ``limited``: some things will not work.
 State = Literal["ok", "limited", "bad"]
 _STYLES = {"ok": "green", "limited": "yellow", "bad": "bold red"}
 _PACKAGE = "lightning_memmap"
-#: What the extras of this package are for. The others are for its developers, or depend on the data.
+#: What the extras are for. The others are for developers, or for data of certain libraries.
 _EXTRAS = {
     "compare": "the pages of lightning-memmap compare and of lightning-memmap store show",
     "images": "image folders, and encoded images",
