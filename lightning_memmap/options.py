@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 
-from lightning_memmap.errors import check_integer
+from lightning_memmap.errors import check_integer, check_number
 from lightning_memmap.loading.transform import check_callable
 from lightning_memmap.placement import RESIDENCIES
 from lightning_memmap.sampling import (
@@ -80,15 +80,15 @@ class DataOptions:
         for name, least in _COUNTS.items():
             value = getattr(self, name)
             if value is not None or name in ("batch_size", "seed"):
-                check_integer(name, value, *least)
+                object.__setattr__(self, name, check_integer(name, value, *least))
         for name in ("shuffle", "drop_last", "overwrite", "with_row_numbers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: give True or False")
-        if not isinstance(self.memory_fraction, (int, float)):
-            raise TypeError(f"memory_fraction={self.memory_fraction!r}: give a number")
+        share = check_number("memory_fraction", self.memory_fraction)
+        object.__setattr__(self, "memory_fraction", share)
         check_seed(self.seed)
-        check_num_shards(self.num_shards)
-        check_num_workers(self.num_workers)
+        object.__setattr__(self, "num_shards", check_num_shards(self.num_shards))
+        object.__setattr__(self, "num_workers", check_num_workers(self.num_workers))
         if self.residency not in RESIDENCIES:
             raise ValueError(
                 f"residency={self.residency!r}: choose one of {', '.join(RESIDENCIES)}"
@@ -106,7 +106,7 @@ class DataOptions:
         read_forms(self.variable)
         given = self.fingerprint
         for split, each in (given if isinstance(given, Mapping) else {"train": given}).items():
-            if split.partition("/")[0] not in SPLITS:
+            if str(split).partition("/")[0] not in SPLITS:
                 raise _no_split("fingerprint", split, SPLITS)
             check_given(each)
 
@@ -147,7 +147,7 @@ class DataOptions:
             raise ValueError(f"{texts}: leave one of them out")
         if isinstance(self.subset, Mapping):
             for split, subset in self.subset.items():
-                if split.partition("/")[0] not in SPLITS:
+                if str(split).partition("/")[0] not in SPLITS:
                     raise _no_split("subset", split, SPLITS)
                 if not isinstance(subset, Subset):
                     raise TypeError(f"subset[{split!r}]={subset!r}: give a Subset")

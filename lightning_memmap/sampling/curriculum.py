@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import call_text
-from lightning_memmap.sampling.factory import Fields, SamplerFactory
+from lightning_memmap.sampling.factory import Fields, SamplerFactory, made_sampler
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.shards import Integers, Shards
 from lightning_memmap.sampling.shuffled import ShuffledSampler
@@ -70,12 +70,10 @@ class Curriculum(SamplerFactory):
         Raises:
             ValueError: The orders differ in their positions of an epoch.
         """
-        made = []
-        for stage in self.stages.values():
-            if isinstance(stage, SamplerFactory):
-                made.append(stage.make(shards, seed, fields))
-            else:
-                made.append(ShuffledSampler(shards, seed) if stage is None else stage(shards, seed))
+        made = [
+            made_sampler(ShuffledSampler if stage is None else stage, shards, seed, fields)
+            for stage in self.stages.values()
+        ]
         counts = [sampler.num_positions for sampler in made]
         if len({*counts}) > 1:
             raise ValueError(
