@@ -10,11 +10,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_memmap._compat.parsers import commands_of, known_classes, options_of
+from lightning_memmap.tables import printable
 
 #: Messages of jsonargparse and Python about a wrong name; the groups give the name.
 _WRONG_OPTION = re.compile(r"unrecognized arguments: -*([^\s=]+)|[Oo]ption '([^']+)'")
@@ -123,6 +125,26 @@ def refuse_several_configs(args: Iterable[str]) -> None:
         )
 
 
+def read_config(path: str) -> Any:
+    """Read a config that is given with ``--config``.
+
+    Args:
+        path: The file.
+
+    Returns:
+        What it holds, which has not been checked.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no yaml file.
+    """
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        where = " ".join(str(error).split())
+        raise ValueError(f"config={path!r} is no yaml file: {where}") from error
+
+
 @contextmanager
 def imports_for_pages() -> Iterator[None]:
     """Import in this block what makes pages of HTML.
@@ -150,11 +172,6 @@ def print_error(error: BaseException) -> None:
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         text = f"there is no file {str(error.filename)!r}{nearest_file(error.filename)}"
     print("error: " + "\n".join(map(printable, text.splitlines())), file=sys.stderr)
-
-
-def printable(value: object) -> str:
-    """A text that is safe to print: control codes of the terminal are replaced."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
 def nearest_file(path: str | Path) -> str:
@@ -284,8 +301,10 @@ def _in_words(line: str) -> str:
     """A line of jsonargparse, without the names of its types."""
     if _NO_CALLABLE.match(line):
         line = _NO_CALLABLE.sub("", line).partition(". Got value:")[0].rstrip(".")
-    line = _NO_SUBCLASS.sub(r"no \1;", line)
-    return _NO_CLASS_OF.sub(r"\1 is no \2 \3", _KEY.sub(r"\1:", line))
+    line = _NO_SUBCLASS.sub(r"no \1;", line).replace(
+        "function that ret", "function annotated to ret"
+    )
+    return _NO_CLASS_OF.sub(r"\1 is no \2 a \3", _KEY.sub(r"\1:", line))
 
 
 def _without_other_members(message: str) -> list[str]:

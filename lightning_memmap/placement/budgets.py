@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_memmap.errors import check_number
 from lightning_memmap.host_memory import available_bytes
 
 
@@ -25,14 +26,32 @@ def device_budgets(
         ValueError: ``fraction`` is out of range, a device does not exist, or its free memory is not
             known; see `free_bytes`.
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"memory_fraction={fraction}: choose more than 0 and at most 1")
+    check_memory_fraction(fraction)
     cpu = torch.device("cpu")
     budgets = {device: int(free_bytes(device) * fraction) for device in (*devices, cpu)}
     return {
         device: budget // num_local_processes if device.type == "cpu" else budget
         for device, budget in budgets.items()
     }
+
+
+def check_memory_fraction(fraction: float) -> float:
+    """Check the share of free memory that shards may take.
+
+    Args:
+        fraction: The share.
+
+    Returns:
+        The share as a float of Python.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is out of range.
+    """
+    share = check_number("memory_fraction", fraction)
+    if not 0 < share <= 1:
+        raise ValueError(f"memory_fraction={share}: choose more than 0 and at most 1")
+    return share
 
 
 def free_bytes(device: torch.device) -> int:

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,9 @@ from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.shards import Integers, Shards
 from lightning_memmap.sampling.shuffled import ShuffledSampler
 
-#: What makes a sampler; None for rows that are shuffled.
-Stage: TypeAlias = SamplerFactory | Callable[[Shards, int], Sampler] | None
+#: What makes a sampler; None for rows that are shuffled. In this form and at this place, jsonargparse
+#: writes it as null into a config that it prints.
+Stage: TypeAlias = Literal[None] | SamplerFactory | Callable[[Shards, int], Sampler]
 
 
 class Curriculum(SamplerFactory):
@@ -155,11 +156,6 @@ class SharedShards(Shards):
     def sizes(self) -> Integers:
         """Rows of each shard, int64 of shape (C,)."""
         return np.array([len(places) for places in self._places], np.int64)
-
-    @cached_property
-    def starts(self) -> Integers:
-        """Rows of the shards before each, int64 of shape (C,)."""
-        return np.cumsum(self.sizes) - self.sizes
 
     def offsets_of(self, number: int) -> NDArray[Any]:
         """Where the rows of an order are.

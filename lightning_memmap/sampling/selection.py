@@ -195,7 +195,7 @@ class RandomSplit(_HoldingOut):
     """
 
     def __init__(
-        self, validation: float = 0.1, *, stratify: str | None = None, seed: int = 0
+        self, validation: int | float = 0.1, *, stratify: str | None = None, seed: int = 0
     ) -> None:
         super().__init__(stratify, seed)
         if isinstance(validation, bool) or not isinstance(validation, Real):
