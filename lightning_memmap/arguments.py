@@ -301,10 +301,9 @@ def _in_words(line: str) -> str:
     """A line of jsonargparse, without the names of its types."""
     if _NO_CALLABLE.match(line):
         line = _NO_CALLABLE.sub("", line).partition(". Got value:")[0].rstrip(".")
-    line = _NO_SUBCLASS.sub(r"no \1;", line).replace(
-        "function that ret", "function annotated to ret"
-    )
-    return _NO_CLASS_OF.sub(r"\1 is no \2 a \3", _KEY.sub(r"\1:", line))
+    line = _KEY.sub(r"\1:", _NO_SUBCLASS.sub(r"no \1;", line))
+    line = _NO_CLASS_OF.sub(r"\1 is no \2 \3", line)
+    return line.replace("is no function that returns", "has no annotation that it returns a")
 
 
 def _without_other_members(message: str) -> list[str]:

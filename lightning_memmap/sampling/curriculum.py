@@ -16,8 +16,8 @@ from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.shards import Integers, Shards
 from lightning_memmap.sampling.shuffled import ShuffledSampler
 
-#: What makes a sampler; None for rows that are shuffled. In this form and at this place, jsonargparse
-#: writes it as null into a config that it prints.
+#: What makes a sampler; None for rows that are shuffled. In this form and at this place,
+#: jsonargparse writes it as null into a config that it prints.
 Stage: TypeAlias = Literal[None] | SamplerFactory | Callable[[Shards, int], Sampler]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 
 from lightning_memmap import MemmapDataModule, open_store
 from lightning_memmap.errors import StoreNotFoundError
@@ -18,6 +19,8 @@ from lightning_memmap.sampling import (
     Mixture,
     Parts,
     RandomSplit,
+    SamplerFactory,
+    Selection,
     Subset,
     Weighted,
 )
@@ -95,3 +98,33 @@ def test_home_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert MemmapDataModule(store_dir="~/stores").store_dir == tmp_path / "stores"
     with pytest.raises(StoreNotFoundError, match=str(tmp_path / "nowhere")):
         open_store("~/nowhere")
+
+
+def arguments(kind: str, **values: Any) -> dict[str, Any]:
+    return {"class_path": f"lightning_memmap.sampling.{kind}", "init_args": values}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        arguments("Weighted", weights=[1.0, 2.5], num_samples=7, replacement=True),
+        arguments("Bucketed", lengths=[3, 1, 2], bucket_size=2),
+        arguments("Mixture", shares={"a": 0.5, "b": 2}),
+        arguments("Curriculum", stages={0: arguments("Weighted", weights="y"), 3: None}),
+        arguments("Subset", rows=[True, False]),
+        arguments("Subset", field="label", values=[1, None]),
+        arguments("RandomSplit", validation=5, stratify="label"),
+        arguments("RandomSplit", validation=0.25),
+        arguments("KFold", num_folds=3, shuffle=False),
+        arguments("Parts", num_parts=3),
+    ],
+    ids=lambda given: given["class_path"].rpartition(".")[2],
+)
+def test_printed_config_of_a_sampler_or_selection_is_read_again(given: dict[str, Any]) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--made", type=SamplerFactory | Selection)
+    read = parser.parse_object({"made": given})
+    again = parser.parse_string(parser.dump(read))
+    made = [parser.instantiate(config).made for config in (read, again)]
+    assert type(made[0]).__name__ == given["class_path"].rpartition(".")[2]
+    assert repr(made[0]) == repr(made[1])
