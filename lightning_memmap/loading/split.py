@@ -22,7 +22,7 @@ from lightning_memmap.loading.window_items import largest_window
 from lightning_memmap.loading.window_layout import WindowLayout
 from lightning_memmap.loading.window_rows import window_rows
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
-from lightning_memmap.sampling import Integers, LineShards, Shards, WindowShards
+from lightning_memmap.sampling import Integers, LineShards, Sampler, Shards, WindowShards
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column, ItemRows, OpenColumn, VariableColumn
@@ -61,6 +61,18 @@ class SplitRows:
     def numbered(self) -> "SplitRows":
         """The same rows, each with its number."""
         return replace(self, sources=tuple(map(NumberedRows, self.sources)))
+
+    def check_order(self, sampler: Sampler) -> None:
+        """Check that the rows can be fetched in an order.
+
+        Args:
+            sampler: The order.
+
+        Raises:
+            ValueError: They cannot; see `RowSource.check_sampler`.
+        """
+        for source in self.sources:
+            source.check_sampler(sampler)
 
     @property
     def is_released(self) -> bool:
