@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from lightning_memmap.store import fingerprint as module
+from lightning_memmap.store import dataset_parts as module
 from lightning_memmap.store.fingerprint import Fingerprint
 from tests.datasets import Numbered, Wrapped
 from tests.texts import texts
