@@ -16,7 +16,7 @@ from lightning_memmap.sampling.shards import Integers
 DEFAULT_WINDOW_BYTES = 512 * 2**20
 
 
-def default_window(num_shards: int, row_bytes: int) -> int:
+def default_window(num_shards: int, row_bytes: float) -> int:
     """Rows of a shard in a window. Depends on the store alone: the same on every machine.
 
     Args:
@@ -26,7 +26,7 @@ def default_window(num_shards: int, row_bytes: int) -> int:
     Returns:
         As many as fit into `DEFAULT_WINDOW_BYTES` over all shards, at least 1.
     """
-    return max(1, DEFAULT_WINDOW_BYTES // max(1, num_shards * row_bytes))
+    return max(1, int(DEFAULT_WINDOW_BYTES // max(1, num_shards * row_bytes)))
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,18 @@ class ReadWindows:
             Its number in the epoch, counted from 0.
         """
         return position // (self.sampler.num_shards * self.rows)
+
+    def numbers_of(self, positions: range) -> Integers:
+        """The window of each of some positions.
+
+        Args:
+            positions: Positions of any epoch.
+
+        Returns:
+            Their numbers in the epoch, int64 of shape (len(positions),).
+        """
+        every = np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
+        return every // (self.sampler.num_shards * self.rows)
 
     def runs(self, epoch: int, number: int) -> list[range]:
         """The offsets of a window, the same in each shard, in runs of consecutive ones.
