@@ -89,6 +89,9 @@ class SeriesLayout:
         shards: The windows, divided into shards.
         held: The shards that this process holds.
         window: Rows of a shard in a window of the epoch.
+
+    Raises:
+        ValueError: There are too many such windows to be numbered together with all steps.
     """
 
     def __init__(
@@ -112,8 +115,14 @@ class SeriesLayout:
         begins = (shards.ends - shards.counts) * shards.stride + mapped.shifts
         #: A window is told by the first of its steps in the files: one more than there are.
         self.num_slots = int((begins + shards.steps.array).max()) + 1
+        num_windows = -(-shards.longest // window)
+        if num_windows * self.num_slots >= 2**63:
+            raise ValueError(
+                f"shuffle_window={window}: an epoch over {self.num_slots - 1} steps would be read in"
+                f" {num_windows} windows: choose a larger one"
+            )
         # In dataset order, series that follow one another are in all shards of the store.
-        max_runs = _MAX_RUNS * max(len(held), shards.num_shards)
+        max_runs = _MAX_RUNS * (shards.num_shards if shards.is_ordered else len(held))
         most = largest_window_steps(shards, held, window)
         self.places = RunPlaces(shards.fields[0], [f for f in files if f], most, max_runs)
 
