@@ -118,8 +118,8 @@ class SeriesLayout:
         num_windows = -(-shards.longest // window)
         if num_windows * self.num_slots >= 2**63:
             raise ValueError(
-                f"shuffle_window={window}: an epoch over {self.num_slots - 1} steps would be read in"
-                f" {num_windows} windows: choose a larger one"
+                f"shuffle_window={window}: an epoch would be read in {num_windows} windows, of"
+                f" {self.num_slots - 1} steps: choose a larger one"
             )
         # In dataset order, series that follow one another are in all shards of the store.
         max_runs = _MAX_RUNS * (shards.num_shards if shards.is_ordered else len(held))
@@ -135,7 +135,9 @@ class SeriesLayout:
             positions: As for `lightning_memmap.sampling.Sampler.at`.
         """
         found = self.mapped.locate(windows.sampler, epoch, positions)
-        return found + windows.numbers_of(positions) * self.num_slots
+        for number, here in windows.parts(positions):
+            found[here] += number * self.num_slots
+        return found
 
     def allocate(self) -> SeriesMemory:
         """Memory for a window of the epoch, on the CPU, with undefined content."""

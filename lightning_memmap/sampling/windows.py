@@ -4,7 +4,7 @@ A window is the positions of some consecutive rows of every shard. The rows of o
 long runs of a file, which a disk reads fast. Integers only: no file, no tensor.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,17 +71,23 @@ class ReadWindows:
         """
         return position // (self.sampler.num_shards * self.rows)
 
-    def numbers_of(self, positions: range) -> Integers:
-        """The window of each of some positions.
+    def parts(self, positions: range) -> Iterator[tuple[int, slice]]:
+        """Divide positions by windows.
 
         Args:
-            positions: Positions of any epoch.
+            positions: Positions of any epoch, ascending.
 
-        Returns:
-            Their numbers in the epoch, int64 of shape (len(positions),).
+        Yields:
+            The number of each window in the epoch, and which of the positions are in it.
         """
-        every = np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
-        return every // (self.sampler.num_shards * self.rows)
+        size = self.rows * self.sampler.num_shards
+        edges = (positions[0], positions[-1]) if positions else (0, -1)
+        for number in range(edges[0] // size, edges[1] // size + 1):
+            first, last = (
+                max(0, -(-(edge - positions.start) // positions.step))
+                for edge in (number * size, (number + 1) * size)
+            )
+            yield number, slice(first, last)
 
     def runs(self, epoch: int, number: int) -> list[range]:
         """The offsets of a window, the same in each shard, in runs of consecutive ones.
@@ -125,15 +131,7 @@ class ReadWindows:
             ValueError: As for `Sampler.at`.
         """
         shards, offsets = self.sampler.at(epoch, positions)
-        if not positions:
-            return offsets
-        size = self.rows * self.sampler.num_shards
-        for number in range(self.number_of(positions[0]), self.number_of(positions[-1]) + 1):
-            first, last = (
-                max(0, -(-(edge - positions.start) // positions.step))
-                for edge in (number * size, (number + 1) * size)
-            )
-            here = slice(first, last)
+        for number, here in self.parts(positions):
             runs = self.runs(epoch, number)
             starts = [start + number * window_slots for start in run_starts(runs)]
             offsets[here] = _slots(shards[here], offsets[here], runs, starts)

@@ -3,6 +3,7 @@
 import os
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -330,3 +331,10 @@ def test_rows_of_processes_that_have_few_windows_each_are_warned_of(
     options: dict[str, Any] = {"residency": "stream", "shuffle": False, "window": 3, "size": 12}
     with pytest.warns(UserWarning, match=r"4 bytes of the store .* for each one that is used"):
         make_loader(stores["few"], Windows(3, 1), **options)
+
+
+def test_more_windows_than_can_be_numbered_with_all_steps_are_refused() -> None:
+    line = WindowShards.of(Shards(1, 1), ("x",), np.array([2**40]), 1, 1)
+    mapped: Any = SimpleNamespace(shifts=np.zeros(1, np.int64), row_bytes=1)
+    with pytest.raises(ValueError, match=r"shuffle_window=1: .* choose a larger one"):
+        SeriesLayout([], [], mapped, line, held=[0], window=1)
