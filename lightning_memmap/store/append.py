@@ -19,10 +19,11 @@ from lightning_memmap.errors import with_article
 from lightning_memmap.schema import Schema
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.build import Build, check_written, class_name, finish_files
+from lightning_memmap.store.build_plan import BuildPlan
 from lightning_memmap.store.columns.variable import pack_rows
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.fingerprint import Fingerprint
-from lightning_memmap.store.journal import BuildPlan, Journal
+from lightning_memmap.store.journal import Journal
 from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_error, read_row

@@ -19,10 +19,11 @@ import torch
 from torch.utils.data import Subset
 
 from lightning_memmap.schema import Form, Nullable
+from lightning_memmap.store.build_plan import BuildPlan
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.fingerprint import Fingerprint
-from lightning_memmap.store.journal import BuildPlan, Journal
+from lightning_memmap.store.journal import Journal
 from lightning_memmap.store.manifest import are_class_names
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import probe_rows, random_dataset_error, take_probes

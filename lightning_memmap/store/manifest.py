@@ -17,11 +17,12 @@ import numpy as np
 import xxhash
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
-from lightning_memmap.sampling import Integers, Shards, WindowShards, spans_of
-from lightning_memmap.schema import Schema
+from lightning_memmap.sampling import Integers, Shards, WindowShards
+from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.store.columns import Column, columns_from_json, columns_to_json
 from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
 from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.row_bytes import rows_bytes, window_bytes
 from lightning_memmap.store.strict_json import parse_json
 
 MANIFEST = "manifest.json"
@@ -111,7 +112,7 @@ class Manifest:
         shards = shards or self.shards
         columns = [c for c in self.columns if fields is None or c.field.name in fields]
         if isinstance(shards.base, WindowShards):
-            return _window_bytes(columns, shards, shards.base, num_data_devices)
+            return window_bytes(columns, shards, shards.base, num_data_devices)
         sizes = [rows_bytes(columns, shards.rows_of(c)) for c in range(shards.num_shards)]
         return np.array(sizes, np.int64)
 
@@ -260,7 +261,7 @@ class Manifest:
 
     @classmethod
     def _from_json(cls, body: dict[str, Any]) -> "Manifest":
-        schema = Schema.from_json(body)
+        schema = read_schema(body)
         num_rows = _count(body, "num_rows", _MAX_ROWS)
         num_shards = _count(body, "num_shards", MAX_SHARDS)
         if len(schema.fields) * num_shards > _MAX_CHECKSUMS:
@@ -309,45 +310,6 @@ class Manifest:
             None if identity is None else Fingerprint.from_json(identity),
             tuple(classes),
         )
-
-
-def rows_bytes(columns: Sequence[Column], rows: range | Integers) -> int:
-    """Return the bytes of rows over all columns of a store.
-
-    Args:
-        columns: The columns.
-        rows: Rows in dataset order.
-
-    Returns:
-        Bytes of all these rows together.
-    """
-    return sum(column.num_bytes(rows) for column in columns)
-
-
-def _window_bytes(
-    columns: Sequence[Column], shards: Shards, line: WindowShards, num_data_devices: int
-) -> Integers:
-    """The bytes that each shard takes of series that are cut into windows, int64 of shape (C,)."""
-    step_bytes = series_bytes = 0
-    for column in columns:
-        if column.field.name in line.fields:
-            step_bytes += column.field.step_bytes
-        else:
-            num_rows = column.shards.num_rows
-            series_bytes += -(-rows_bytes([column], range(num_rows)) // num_rows)
-
-    def held_bytes(chosen: Sequence[int]) -> int:
-        counts = spans_of(shards, chosen).counts
-        counts = counts[counts > 0]
-        num_steps = int((counts - 1).sum()) * line.stride + len(counts) * line.length
-        return num_steps * step_bytes + len(counts) * series_bytes
-
-    count = shards.num_shards
-    if shards == line.ordered:
-        # In dataset order all shards have windows of all series, and those of a device share them.
-        total = held_bytes(range(count)) * num_data_devices
-        return np.full(count, -(-total // count), np.int64)
-    return np.array([held_bytes([shard]) for shard in range(count)], np.int64)
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:

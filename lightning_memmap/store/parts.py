@@ -16,19 +16,12 @@ from typing import Any
 import torch
 
 from lightning_memmap.errors import StoreError, check_integer
-from lightning_memmap.schema import Schema, read_forms
+from lightning_memmap.schema import read_forms, read_schema
 from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.store.build import Build, check_written, finish_files
+from lightning_memmap.store.build_plan import PLAN, BuildPlan, read_plan, write_plan
 from lightning_memmap.store.fingerprint import Fingerprint
-from lightning_memmap.store.journal import (
-    PLAN,
-    BuildPlan,
-    Journal,
-    PartInUseError,
-    read_part,
-    read_plan,
-    write_plan,
-)
+from lightning_memmap.store.journal import Journal, PartInUseError, read_part
 from lightning_memmap.store.places import make_parent, store_directory
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.progress import show_progress
@@ -298,7 +291,7 @@ def _read_plan(directory: Path) -> tuple[StorePlan, dict[str, Any]]:
     building = parts_path(directory)
     try:
         found = read_plan(building)
-        schema, classes = Schema.from_json(found), tuple(found["classes"])
+        schema, classes = read_schema(found), tuple(found["classes"])
         num_rows, num_shards = found["num_rows"], found["num_shards"]
         plan = StorePlan(directory, num_rows, num_shards, schema, classes, in_parts=True)
         if any(found.get(key) != value for key, value in plan.to_json().items()):

@@ -61,8 +61,9 @@ class RangeWriter:
         self._arrays: Sequence[FieldArray | SpooledItems] = field_arrays(dataset, plan.schema) or ()
         self._fields: Sequence[Field] = plan.schema.fields
         if isinstance(dataset, Spool):  # Its rows have been checked and converted.
-            plain = {"given": None, "kind": "tensor", "names": ()}
-            self._fields = [replace(field, **plain) for field in self._fields]  # type: ignore[arg-type]
+            self._fields = [
+                replace(field, given=None, kind="tensor", names=()) for field in self._fields
+            ]
         self._blocks: list[Block] = []
         self.has_arrays = bool(self._arrays)
         self.max_rows = self._rows_of(_RANGE_BYTES)

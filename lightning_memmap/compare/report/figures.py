@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from lightning_memmap.compare.report.footprint import Footprint
 from lightning_memmap.compare.report.records import PARTS, TimedRank, by_data_rank
-from lightning_memmap.placement import format_bytes
+from lightning_memmap.sizes import format_bytes
 
 #: The records of all processes of one timed run.
 Run: TypeAlias = Sequence[TimedRank]
