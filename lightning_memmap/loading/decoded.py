@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -254,7 +255,8 @@ class DecodedEpoch:
         if self._ahead is not None:
             self._ahead.cancel()
             self._ahead = None
-        if os.getpid() == self._process:
+        # When the interpreter ends, it has ended the threads, and much of the library is gone.
+        if os.getpid() == self._process and not sys.is_finalizing():
             self._threads.shutdown(cancel_futures=True)
 
 

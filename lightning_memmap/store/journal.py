@@ -1,8 +1,8 @@
 """The journal of a build: which rows are on the disk, so that the next build can go on from there.
 
 ``plan.json`` says what is built, ``journal`` which rows are on the disk. The building process and
-all workers that it forks hold a lock on the journal: while one of them lives, no other process
-writes into the same files.
+all workers that write share a lock on the journal: while one of them lives, no other process writes
+into the same files.
 """
 
 import fcntl
@@ -32,6 +32,7 @@ from lightning_memmap.store.own_files import (
     read_at_most,
 )
 from lightning_memmap.store.ranges import merge_ranges
+from lightning_memmap.store.workers import exit_if_orphaned
 
 JOURNAL = "journal"
 
@@ -48,11 +49,13 @@ class Journal:
     """The rows of a build that are on the disk.
 
     Args:
-        descriptor: The open file, locked. Workers inherit it; `close` closes it.
+        name: The name of its file; see `share`.
+        descriptor: The open file, locked. `close` closes it.
         done: The rows that it lists.
     """
 
-    def __init__(self, descriptor: int, done: Iterable[range] = ()) -> None:
+    def __init__(self, name: str, descriptor: int, done: Iterable[range] = ()) -> None:
+        self.name = name
         self.descriptor = descriptor
         self.done = merge_ranges(done)
 
@@ -78,9 +81,9 @@ class Journal:
         with open(building / PLAN, "x", encoding="utf-8") as file:
             json.dump(plan.to_json(), file)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | SAFE_FLAGS
-        journal = cls(os.open(building / JOURNAL, flags, 0o666))
+        journal = cls(JOURNAL, os.open(building / JOURNAL, flags, 0o666))
         with suppress(OSError):  # Without locks on this file system, the build is not resumed.
-            fcntl.flock(journal.descriptor, fcntl.LOCK_EX)
+            fcntl.flock(journal.descriptor, fcntl.LOCK_SH)
         return journal
 
     @classmethod
@@ -131,8 +134,9 @@ class Journal:
             OSError: It cannot be opened, or the file system has no locks.
         """
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        name = part_journal(part)
         with own_directory(building) as directory:
-            descriptor = open_own(part_journal(part), directory, flags)
+            descriptor = open_own(name, directory, flags)
         try:
             try:
                 _lock(descriptor)
@@ -141,7 +145,7 @@ class Journal:
             done = _read_ranges(descriptor, num_rows)
             # No line of rows: it is for the message of another process that wants this part.
             os.write(descriptor, f"{_WRITER}{this_process()}\n".encode())
-            return cls(descriptor, done)
+            return cls(name, descriptor, done)
         except BaseException:
             os.close(descriptor)
             raise
@@ -160,9 +164,8 @@ class Journal:
             descriptor = open_own(JOURNAL, directory, os.O_RDWR | os.O_APPEND)
         try:
             _lock(descriptor)
-            return cls(descriptor, _read_ranges(descriptor, plan.num_rows)), builder_text(
-                found.get("builder")
-            )
+            done = _read_ranges(descriptor, plan.num_rows)
+            return cls(JOURNAL, descriptor, done), builder_text(found.get("builder"))
         except BaseException:
             os.close(descriptor)
             raise
@@ -190,8 +193,28 @@ class Journal:
         self.done = merge_ranges((*self.done, *ranges))
 
     def close(self) -> None:
-        """Close the file. The lock is released once no worker has the file open either."""
+        """Close the file. Its lock is free once no worker shares it either."""
         os.close(self.descriptor)
+
+
+def share(name: str, directory: int) -> int:
+    """Share the lock of a journal, so that the next build knows that this process is alive.
+
+    Args:
+        name: The name of the journal.
+        directory: A descriptor of the directory in which the store is being built.
+
+    Returns:
+        The open file; the lock is held until it is closed.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    descriptor = os.open(name, os.O_RDWR | SAFE_FLAGS, dir_fd=directory)
+    with suppress(OSError):  # As in `Journal.create`; or else the build is another one's by now.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    exit_if_orphaned()
+    return descriptor
 
 
 class PartInUseError(StoreError):
@@ -246,10 +269,15 @@ def _last_writer(descriptor: int) -> str:
 
 
 def _lock(descriptor: int) -> None:
+    """Find that no process has a journal, then share its lock with the workers to come.
+
+    Between the two it is free for a moment: the lock beside the store must be held.
+    """
     deadline = monotonic() + _PATIENCE_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if monotonic() > deadline:

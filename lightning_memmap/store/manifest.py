@@ -273,43 +273,56 @@ class Manifest:
         columns = columns_from_json(schema, shards, body.get("columns", {}))
         if not any(column.file_bytes for column in columns):
             _count(body, "num_rows", _MAX_EMPTY_ROWS)
-        sums = body.get("checksums")
-        names = [field.name for field in schema.fields]
-        if not isinstance(sums, dict) or list(sums) != names:
-            raise ValueError("its checksums are not those of its fields")
-        for name in names:
-            if not _is_hex_list(sums[name]) or len(sums[name]) != num_shards:
-                raise ValueError(f"the checksums of {name!r} are not one for each shard")
-        probes = body.get("probes")
-        if not isinstance(probes, list) or len(probes) > _MAX_PROBES:
-            raise ValueError(f"its probes are not a list of at most {_MAX_PROBES}")
-        if not all(
-            isinstance(probe, list)
-            and len(probe) == 2
-            and type(probe[0]) is int
-            and 0 <= probe[0] < num_rows
-            and _is_hex_list(probe[1:])
-            for probe in probes
-        ):
-            raise ValueError("its probes are not rows with a hash each")
-        source = body.get("source")
-        if not isinstance(source, dict) or len(source) > _MAX_SOURCE:
-            raise ValueError(f"its source is not a table of at most {_MAX_SOURCE} texts")
-        if not all(_is_text(text) for entry in source.items() for text in entry):
-            raise ValueError(f"its source holds more than printable texts of {_MAX_TEXT} letters")
-        identity, classes = body.get("fingerprint"), body.get("classes", [])
-        if not isinstance(classes, list) or not are_class_names(classes):
-            raise ValueError("its classes are not a list of short texts")
+        identity = body.get("fingerprint")
         return cls(
             shards,
             schema,
             columns,
-            tuple((row, digest) for row, digest in probes),
-            {name: tuple(sums[name]) for name in names},
-            source,
+            _probes(body.get("probes"), num_rows),
+            _checksums(body.get("checksums"), shards, schema),
+            _source(body.get("source")),
             None if identity is None else Fingerprint.from_json(identity),
-            tuple(classes),
+            _classes(body.get("classes", [])),
         )
+
+
+def _probes(found: Any, num_rows: int) -> tuple[tuple[int, str], ...]:
+    if not isinstance(found, list) or len(found) > _MAX_PROBES:
+        raise ValueError(f"its probes are not a list of at most {_MAX_PROBES}")
+    if not all(
+        isinstance(probe, list)
+        and len(probe) == 2
+        and type(probe[0]) is int
+        and 0 <= probe[0] < num_rows
+        and _is_hex_list(probe[1:])
+        for probe in found
+    ):
+        raise ValueError("its probes are not rows with a hash each")
+    return tuple((row, digest) for row, digest in found)
+
+
+def _checksums(found: Any, shards: Shards, schema: Schema) -> dict[str, tuple[str, ...]]:
+    names = [field.name for field in schema.fields]
+    if not isinstance(found, dict) or list(found) != names:
+        raise ValueError("its checksums are not those of its fields")
+    for name, sums in found.items():
+        if not _is_hex_list(sums) or len(sums) != shards.num_shards:
+            raise ValueError(f"the checksums of {name!r} are not one for each shard")
+    return {name: tuple(sums) for name, sums in found.items()}
+
+
+def _source(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict) or len(found) > _MAX_SOURCE:
+        raise ValueError(f"its source is not a table of at most {_MAX_SOURCE} texts")
+    if not all(_is_text(text) for entry in found.items() for text in entry):
+        raise ValueError(f"its source holds more than printable texts of {_MAX_TEXT} letters")
+    return found
+
+
+def _classes(found: Any) -> tuple[str, ...]:
+    if not isinstance(found, list) or not are_class_names(found):
+        raise ValueError("its classes are not a list of short texts")
+    return tuple(found)
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:

@@ -7,6 +7,7 @@ and the line in ``compare/run/measure.py`` that fills it.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
 from typing import Literal, TypeAlias
 
@@ -243,7 +244,7 @@ FIGURES = {
         *(
             Figure(
                 f"{part}_s", part, MILLISECONDS, meaning,
-                each_run(lambda run, part=part: _part_s(run, part)),  # type: ignore[misc]
+                each_run(partial(_part_s, part=part)),
                 table="parts",
             )
             for part, meaning in _PART_MEANINGS.items()
