@@ -231,9 +231,11 @@ def largest_window_bytes(
     if isinstance(shards, WindowShards):
         num_bytes = sum(field.step_bytes for field in needed if field.name in shards.fields)
         return num_bytes * largest_window_steps(shards, held, rows)
+    if store.has_gaps or isinstance(shards.base, WindowShards):
+        return 0  # They are refused once they are to be loaded.
     variable = [field.name for field in needed if field.num_variable]
     total = len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
-    if not variable or store.has_gaps or isinstance(shards.base, WindowShards):
+    if not variable:
         return total
     offsets = StoreOffsets.into(store, shards)
     for column in store.provide(variable, _stored_shards(store, shards, held)):
