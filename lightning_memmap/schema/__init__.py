@@ -12,6 +12,7 @@ length. What is None in some rows has a field beside it that says in which.
 from lightning_memmap.schema.fields import DTYPES, Field
 from lightning_memmap.schema.forms import (
     Decode,
+    FetchedRows,
     Form,
     Jagged,
     Nullable,
@@ -28,6 +29,7 @@ from lightning_memmap.schema.structure import Node
 __all__ = [
     "DTYPES",
     "Decode",
+    "FetchedRows",
     "Field",
     "Form",
     "Jagged",
