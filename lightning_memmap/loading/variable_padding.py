@@ -38,12 +38,12 @@ def padded_step(rows: VariableRows, multiple: int, value: float, allocate: Alloc
     widths = tuple(-(-width // multiple) * multiple for width in rows.widths)
     fetch = rows.fetch
     # Those of several data devices may have the widths of all of them.
-    if fetch is None or (*fetch.widths[rows.step],) != rows.widths or rows.device.type != "cpu":
+    if fetch is None or fetch.widths[rows.step] != rows.widths or rows.device.type != "cpu":
         return padded(rows, widths, value, allocate)
 
     def together() -> Together:
         whole, edges = fetch.rows, fetch.edges
-        of_steps = -(-fetch.widths // multiple) * multiple
+        of_steps = -(-np.array(fetch.widths) // multiple) * multiple
         counts = np.diff(edges)
 
         def make(first: int, end: int) -> Tensor:

@@ -134,15 +134,15 @@ class VariableRows:
         rows = np.append(self.sizes, np.zeros((1, self.sizes.shape[1]), np.int64), axis=0)
         widths = np.maximum.reduceat(rows, edges[:-1], axis=0)
         widths[counts == 0] = 0
-        fetch = Fetch(self, edges, widths)
-        pieces = zip(pairwise(edges.tolist()), widths.tolist(), strict=True)
+        fetch = Fetch(self, edges, [*map(tuple, widths.tolist())])
+        pieces = zip(pairwise(edges.tolist()), fetch.widths, strict=True)
         return [
             VariableRows(
                 self.field,
                 self.items,
                 self.starts[begin:end],
                 self.sizes[begin:end],
-                tuple(width),
+                width,
                 fetch,
                 step,
             )
@@ -223,12 +223,12 @@ class Fetch:
         rows: The rows.
         edges: Where the rows of each step begin and those of the last end, int64 of shape
             (steps + 1,).
-        widths: The largest sizes in each step, int64 of shape (steps, k).
+        widths: The largest sizes in each step.
     """
 
     rows: VariableRows
     edges: Integers
-    widths: Integers
+    widths: list[tuple[int, ...]]
     _made: tuple[Hashable, Together] | None = field(default=None, init=False)
 
     def made(self, how: Hashable, make: Callable[[], Together]) -> Together:

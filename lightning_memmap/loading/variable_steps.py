@@ -1,5 +1,6 @@
 """What is made of the rows of several small steps at once."""
 
+from bisect import bisect_right
 from collections.abc import Callable
 
 import numpy as np
@@ -25,7 +26,7 @@ class Together:
     def __init__(
         self, items: Integers, item_bytes: int, make: Callable[[int, int], Tensor]
     ) -> None:
-        self._edges = np.append(0, np.cumsum(items))
+        self._edges: list[int] = [0, *np.cumsum(items).tolist()]
         self._most_items = _TOGETHER_BYTES // item_bytes
         self._make = make
         self._first = self._end = 0
@@ -40,10 +41,10 @@ class Together:
         edges = self._edges
         if not self._first <= step < self._end:
             limit = edges[step] + self._most_items
-            end = max(step + 1, int(np.searchsorted(edges, limit, side="right")) - 1)
+            end = max(step + 1, bisect_right(edges, limit) - 1)
             # Ordinary tensors in inference mode too: it may be over before the last of the steps.
             with torch.inference_mode(False):
                 self._made = self._make(step, end)
             self._first, self._end = step, end
-        begin, stop = (edges[[step, step + 1]] - edges[self._first]).tolist()
-        return self._made[begin:stop]
+        first = edges[self._first]
+        return self._made[edges[step] - first : edges[step + 1] - first]
