@@ -9,11 +9,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_memmap._compat.parsers import commands_of, known_classes, options_of
+from lightning_memmap.tables import printable
 
 #: Messages of jsonargparse and Python about a wrong name; the groups give the name.
 _WRONG_OPTION = re.compile(r"unrecognized arguments: -*([^\s=]+)|[Oo]ption '([^']+)'")
@@ -113,6 +115,26 @@ def refuse_several_configs(args: Iterable[str]) -> None:
         )
 
 
+def read_config(path: str) -> Any:
+    """Read a config that is given with ``--config``.
+
+    Args:
+        path: The file.
+
+    Returns:
+        What it holds, which has not been checked.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no yaml file.
+    """
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        where = " ".join(str(error).split())
+        raise ValueError(f"config={path!r} is no yaml file: {where}") from error
+
+
 @contextmanager
 def imports_for_pages() -> Iterator[None]:
     """Import in this block what makes pages of HTML.
@@ -140,11 +162,6 @@ def print_error(error: BaseException) -> None:
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         text = f"there is no file {str(error.filename)!r}{nearest_file(error.filename)}"
     print("error: " + "\n".join(map(printable, text.splitlines())), file=sys.stderr)
-
-
-def printable(value: object) -> str:
-    """A text that is safe to print: control codes of the terminal are replaced."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
 def nearest_file(path: str | Path) -> str:

@@ -17,13 +17,10 @@ from typing_extensions import override
 
 from lightning_memmap._compat.loops import (
     TrainerProgress,
-    go_on_after,
-    renew_train_loader_after_epoch,
     validate_anew,
 )
 from lightning_memmap._compat.tensors import empty_caches
 from lightning_memmap.arguments import nearest
-from lightning_memmap.errors import with_article
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
@@ -34,31 +31,30 @@ from lightning_memmap.loading import (
 )
 from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.row_numbers import NumberedCollate
-from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.options import DataOptions, Option
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
     Residency,
     SplitPlacement,
-    format_bytes,
     free_bytes,
     placement_table,
     topology_of,
 )
 from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
+from lightning_memmap.resume import Resume
 from lightning_memmap.sampling import (
     Sampler,
     SamplerFactory,
     Selection,
     SequentialSampler,
     Shards,
-    StridedRows,
     Subset,
 )
 from lightning_memmap.schema import read_forms
 from lightning_memmap.set_up import Planner, SetUp
+from lightning_memmap.sizes import format_bytes
 from lightning_memmap.split_stores import SplitStores
 from lightning_memmap.splits import (
     SPLITS,
@@ -257,29 +253,29 @@ class MemmapDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.options = DataOptions(
-            store_dir,  # type: ignore[arg-type]  # made a Path there
-            batch_size,
-            transform,
-            eval_transform,
-            shuffle,
-            drop_last,
-            seed,
-            num_shards,
-            residency,
-            memory_fraction,
-            num_workers,
-            overwrite,
-            fingerprint,
-            check,
-            store_dtypes,
-            num_folds,
-            num_parts,
-            subset,
-            member,
-            shuffle_window,
-            sampler,
-            variable,
-            with_row_numbers,
+            store_dir=store_dir,  # type: ignore[arg-type]  # made a Path there
+            batch_size=batch_size,
+            transform=transform,
+            eval_transform=eval_transform,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+            num_shards=num_shards,
+            residency=residency,
+            memory_fraction=memory_fraction,
+            num_workers=num_workers,
+            overwrite=overwrite,
+            fingerprint=fingerprint,
+            check=check,
+            store_dtypes=store_dtypes,
+            num_folds=num_folds,
+            num_parts=num_parts,
+            subset=subset,
+            member=member,
+            shuffle_window=shuffle_window,
+            sampler=sampler,
+            variable=variable,
+            with_row_numbers=with_row_numbers,
         )
         self.datasets: dict[str, Any] = dict(
             zip(SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
@@ -292,8 +288,7 @@ class MemmapDataModule(L.LightningDataModule):
         self._built: dict[str, tuple[Any, ...]] = {}
         self._has_warned = False
         self._train_loader: SuperBatchLoader | DeviceLoader | None = None
-        self._train_state: dict[str, Any] | None = None
-        self._num_trained: int | None = None
+        self._resume: Resume | None = None
         stores = SplitStores(self.options, self.datasets, None, self._built)
         stores.check_held_out()
         stores.check_mixture()
@@ -592,21 +587,9 @@ class MemmapDataModule(L.LightningDataModule):
             progress=None if self.trainer is None else TrainerProgress(self.trainer),
         )
         self._train_loader = loader
-        if self._train_state is not None and self.trainer is not None:
-            # Before the Trainer asks for the length: if the number of data devices has changed,
-            # the epoch that is resumed differs from the next ones in its number of steps.
-            loader.set_epoch(self.trainer.current_epoch)
-            loader.load_state_dict(self._train_state)
-            if len(loader) != loader.num_steps:
-                renew_train_loader_after_epoch(
-                    self.trainer, self.trainer.current_epoch, loader.num_steps
-                )
-            if (
-                self._num_trained is not None
-                and self._train_state["epoch"] == self.trainer.current_epoch
-            ):
-                go_on_after(self.trainer, self._num_trained)
-            self._train_state = self._num_trained = None
+        if self._resume is not None and self.trainer is not None:
+            self._resume.apply(loader, self.trainer)
+            self._resume = None
         return loader
 
     def state_dict(self) -> dict[str, Any]:
@@ -636,17 +619,11 @@ class MemmapDataModule(L.LightningDataModule):
             ValueError: The checkpoint is of another fold or part: its weights have learned from
                 rows that this one holds out. Or it is not what `state_dict` has returned.
         """
-        train = _check_state(state_dict)
+        found = Resume.read(state_dict)
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
-            now = self._rows_of("train").shards.identity["subset"]
-            if train is not None and train.subset != now:
-                raise ValueError(
-                    f"the checkpoint was trained on {_subset_text(train.subset)}, and this data"
-                    f" module trains on {_subset_text(now)}: resume with the member, num_folds,"
-                    " num_parts and subset of the checkpoint"
-                )
-            self._train_state = state_dict.get("train")
-            self._num_trained = state_dict.get("num_trained")
+            if found is not None:
+                found.check_rows(self._rows_of("train").shards.identity["subset"])
+            self._resume = found
 
     def val_dataloader(self) -> Loaders:
         """The validation rows in dataset order.
@@ -810,42 +787,6 @@ class MemmapDataModule(L.LightningDataModule):
         collate = FormedCollate(schema, read_forms(self.variable), sample)
         # As the rows were set up.
         return NumberedCollate(collate, schema) if self._rows[split].are_numbered else collate
-
-
-def _check_state(state: object) -> LoaderState | None:
-    """Check what is loaded for a data module. Subclasses may have added to it.
-
-    Returns:
-        Where the training loader stood; None where there was none.
-
-    Raises:
-        ValueError: It is not what a data module has saved.
-    """
-    if not isinstance(state, Mapping):
-        raise ValueError(
-            f"the state of the data module is {with_article(type(state).__name__)}: give"
-            " load_state_dict the dict that state_dict has returned"
-        )
-    num_trained = state.get("num_trained")
-    if num_trained is not None and not (type(num_trained) is int and num_trained >= 0):
-        raise ValueError(
-            f"the state of the data module has num_trained={num_trained!r}, which is no number of"
-            " batches: resume from a checkpoint that this version has written"
-        )
-    return LoaderState.read(state["train"]) if "train" in state else None
-
-
-def _subset_text(saved: Mapping[str, Any] | None) -> str:
-    if saved is None:
-        return "all rows"
-    if isinstance(rows := saved.get("rows"), Mapping):
-        return f"{rows.get('length')} rows of digest {rows.get('digest')}"
-    try:
-        subset = StridedRows(**saved)
-    except (TypeError, ValueError):
-        return f"rows={dict(saved)!r}, which names no fold and no part"
-    option = "num_folds" if subset.excluded else "num_parts"
-    return f"{option}={subset.count}, member={subset.index}"
 
 
 @rank_zero_only

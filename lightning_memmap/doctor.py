@@ -23,7 +23,7 @@ from rich.table import Table
 from lightning_memmap.arguments import BriefParser
 from lightning_memmap.compare.run.variants import LIGHTNING_STRATEGIES, Machine, Variant
 from lightning_memmap.host_memory import available_bytes
-from lightning_memmap.placement import format_bytes
+from lightning_memmap.sizes import format_bytes
 from lightning_memmap.strategies import STRATEGIES
 
 #: ``bad``: something that is needed is missing. ``limited``: some things will not work.

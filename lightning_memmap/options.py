@@ -9,7 +9,7 @@ import torch
 
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.transform import check_callable
-from lightning_memmap.placement import RESIDENCIES
+from lightning_memmap.placement import check_memory_fraction, check_residency
 from lightning_memmap.sampling import (
     KFold,
     Parts,
@@ -41,7 +41,7 @@ _COUNTS: dict[str, tuple[int | None, str]] = {
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """The arguments of a `MemmapDataModule`, which describes them, except its datasets.
 
@@ -84,17 +84,11 @@ class DataOptions:
         for name in ("shuffle", "drop_last", "overwrite", "with_row_numbers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: give True or False")
-        if not isinstance(self.memory_fraction, (int, float)):
-            raise TypeError(f"memory_fraction={self.memory_fraction!r}: give a number")
         check_seed(self.seed)
         check_num_shards(self.num_shards)
         check_num_workers(self.num_workers)
-        if self.residency not in RESIDENCIES:
-            raise ValueError(
-                f"residency={self.residency!r}: choose one of {', '.join(RESIDENCIES)}"
-            )
-        if not 0 < self.memory_fraction <= 1:
-            raise ValueError(f"memory_fraction={self.memory_fraction}: more than 0 and at most 1")
+        check_residency(self.residency)
+        check_memory_fraction(self.memory_fraction)
         self._check_subset()
         for name in ("transform", "eval_transform"):
             if (given := getattr(self, name)) is not None:

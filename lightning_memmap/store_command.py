@@ -18,11 +18,10 @@ from lightning_memmap.arguments import (
     imports_for_pages,
     nearest_file,
     print_error,
-    printable,
 )
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
-from lightning_memmap.placement import format_bytes
 from lightning_memmap.schema import Field
+from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import (
     Store,
     append_store,
@@ -39,6 +38,7 @@ from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.transfer import stores_at
 from lightning_memmap.store.verify import unknown_files
 from lightning_memmap.store_plan import plan_devices, plan_images, plan_windows
+from lightning_memmap.tables import printable
 
 #: The most letters of the names of classes.
 _MAX_CLASSES_TEXT = 160

@@ -13,10 +13,10 @@ from lightning_memmap.placement import (
     Placement,
     Residency,
     SplitSize,
-    format_bytes,
-    parse_bytes,
+    check_memory_fraction,
     plan_placement,
 )
+from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store import Store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.tables import Cell, Column, Table
@@ -43,8 +43,7 @@ def plan_devices(
         ValueError: An argument is out of range, or there are more devices than rows.
     """
     counts = _counts(devices)
-    if not 0 < memory_fraction <= 1:
-        raise ValueError(f"memory_fraction={memory_fraction}: more than 0 and at most 1")
+    check_memory_fraction(memory_fraction)
     total = sum(manifest.num_bytes for manifest in stores.values())
     device_bytes = _device_bytes(memory)
     budget = int(device_bytes * memory_fraction)

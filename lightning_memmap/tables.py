@@ -63,6 +63,15 @@ class Table:
     notes: Sequence[Cell] = ()
 
 
+def printable(value: object) -> str:
+    """A text that is safe to print: codes that control the terminal are replaced.
+
+    Args:
+        value: What is to be printed, which may come from anyone.
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
+
+
 def print_table(table: Table, console: Console) -> None:
     """Print a table and its notes, after an empty line. Eighty columns are enough for most tables.
 
@@ -93,6 +102,5 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def _text(cell: Cell) -> Text:
-    # A baseline may come from anyone: codes that control the terminal are left out.
-    text = "".join(letter if letter.isprintable() else "?" for letter in cell.text)
-    return Text(text, style=_STYLES[cell.mood])
+    # A baseline may come from anyone.
+    return Text(printable(cell.text), style=_STYLES[cell.mood])

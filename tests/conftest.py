@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from time import monotonic, sleep
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,11 +20,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 import hypothesis
-import torch
 
-from lightning_memmap.store import Store, build_store
-from tests.installed import remember_entry_points
-from tests.rows import NumberedRows
+if TYPE_CHECKING:
+    from lightning_memmap.store import Store
+
+# torch and the package are imported where they are used: what hands out the tests to processes
+# needs neither, and they start after it.
 
 #: Warnings of other packages that say nothing about this one. All others are errors.
 _FOREIGN_WARNINGS = (
@@ -42,6 +45,7 @@ _FOREIGN_WARNINGS = (
     "ignore:.*isinstance\\(treespec, LeafSpec\\).* is deprecated",
 )
 _SETTLE_S = 5.0
+_TESTS = Path(__file__).parent
 
 
 #: Modules that take long come first: none of them is then what all other processes wait for.
@@ -134,10 +138,20 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest-xdist would begin with the modules that have the most tests: the longest test, alone in
     # its module, would come last, and all other processes would wait for it. See `_LONGEST`.
     config.option.loadscopereorder = False
-    remember_entry_points()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The fast tier imports no module whose tests are all slow."""
+    if config.option.markexpr != "not slow":
+        return None
+    name = collection_path.relative_to(_TESTS).as_posix()
+    return name in _SLOW or f"{name}/" in _SLOW or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests.installed import remember_entry_points
+
+    remember_entry_points()
     items.sort(key=_rank)
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(_SLOW):
@@ -192,6 +206,8 @@ def restore_interrupts() -> Iterator[None]:
 def guard_process_group() -> Iterator[None]:
     """A test leaves no process group behind."""
     yield
+    import torch
+
     leaked = torch.distributed.is_available() and torch.distributed.is_initialized()
     if leaked:
         torch.distributed.destroy_process_group()
@@ -231,12 +247,15 @@ def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def numbered_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Store]:
+def numbered_store(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Store]":
     """Builds stores of numbered rows, by rows, shards and extra bytes per row, each one once."""
+    from lightning_memmap.store import build_store
+    from tests.rows import NumberedRows
+
     directory = tmp_path_factory.mktemp("numbered")
 
     @functools.cache
-    def build(num_rows: int, num_shards: int, pad_bytes: int = 0) -> Store:
+    def build(num_rows: int, num_shards: int, pad_bytes: int = 0) -> "Store":
         path = directory / f"{num_rows}-{num_shards}-{pad_bytes}"
         dataset = NumberedRows(num_rows, pad_bytes)
         return build_store(dataset, path, num_shards=num_shards, progress=False)

@@ -1,5 +1,6 @@
 """Encoded images that are known row by row, and plain Python that decodes them."""
 
+import functools
 import io
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,21 @@ def plain(data: bytes, mode: str = "RGB") -> Tensor:
     return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).movedim(-1, 0)
 
 
+@functools.cache
+def files_of(row: int) -> tuple[bytes, bytes]:
+    """The image of a row, a PNG or JPEG file, and its mask, a PNG file."""
+    random = np.random.default_rng(row)
+    pixels = random.integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
+    image = encoded(pixels, "PNG" if row % 3 else "JPEG")
+    return image, encoded((pixels[..., 0] > 99).astype(np.uint8))
+
+
+@functools.cache
+def decoded_files_of(row: int) -> tuple[Tensor, Tensor]:
+    image, mask = files_of(row)
+    return plain(image), plain(mask, "L")
+
+
 class EncodedImages:
     """Row ``i`` has its number, an image as the bytes of a PNG or JPEG file, and a mask as PNG.
 
@@ -48,12 +64,10 @@ class EncodedImages:
     def __getitem__(self, row: int) -> dict[str, Any]:
         if not 0 <= row < self.num_rows:
             raise IndexError(row)
-        random = np.random.default_rng(row)
-        pixels = random.integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
-        image = encoded(pixels, "PNG" if row % 3 else "JPEG")
-        mask = encoded((pixels[..., 0] > 99).astype(np.uint8))
         if self.decoded:
-            return {"row": row, "image": plain(image), "mask": plain(mask, "L")}
+            pixels, opaque = decoded_files_of(row)
+            return {"row": row, "image": pixels.clone(), "mask": opaque.clone()}
+        image, mask = files_of(row)
         return {"row": row, "image": self.broken.get(row, image), "mask": mask}
 
 

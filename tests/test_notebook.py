@@ -1,11 +1,14 @@
 """The notebook of the examples runs from top to bottom, and is kept without outputs."""
 
+import json
 import os
 from pathlib import Path
 
 import nbclient
 import nbformat
 import pytest
+
+from tests.preloaded import python
 
 ROOT = Path(__file__).resolve().parents[1]
 PATH = ROOT / "examples" / "first_hour.ipynb"
@@ -23,7 +26,11 @@ def test_notebook_is_kept_without_outputs() -> None:
 def test_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     # The kernel of this environment, not one that a user has installed under the same name.
-    monkeypatch.setenv("JUPYTER_PATH", os.devnull)
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    spec = tmp_path / "jupyter" / "kernels" / "python3" / "kernel.json"
+    spec.parent.mkdir(parents=True)
+    command = [python(), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec.write_text(json.dumps({"argv": command, "display_name": "Preloaded"}))
     notebook = nbformat.read(PATH, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=200, resources=resources).execute()

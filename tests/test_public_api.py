@@ -110,6 +110,7 @@ NAMES = {
         "Schema",
         "Windows",
         "read_forms",
+        "read_schema",
     ],
     "lightning_memmap.store": [
         "ColumnDataset",

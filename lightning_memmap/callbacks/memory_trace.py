@@ -46,6 +46,21 @@ def live_parameters() -> list[nn.Parameter]:
     ]
 
 
+def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """The tensors of the state of optimizers.
+
+    Args:
+        optimizers: The optimizers.
+    """
+    return [
+        value
+        for optimizer in optimizers
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor)
+    ]
+
+
 def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors of a batch, in the order of its containers.
 
@@ -210,7 +225,7 @@ class MemoryTrace(L.Callback):
             if trainer.strategy.root_device.type == "cuda":
                 record_cuda_memory_history(True)
             self._tracer = AllocationTracer()
-            state = _optimizer_state(trainer.optimizers)
+            state = optimizer_tensors(trainer.optimizers)
             self._tracer.add(live_parameters(), "parameters", from_start=True)
             self._tracer.add(pl_module.buffers(), "parameters", from_start=True)
             self._tracer.add(state, "optimizer", from_start=True)
@@ -242,7 +257,7 @@ class MemoryTrace(L.Callback):
         # Between two steps a dataset may use tensor subclasses that no dispatch mode can trace.
         self._open.close()
         if self._tracer is not None:
-            self._tracer.add(_optimizer_state(trainer.optimizers), "optimizer")
+            self._tracer.add(optimizer_tensors(trainer.optimizers), "optimizer")
             if self._step == self._steps.stop:
                 self._write(trainer)
 
@@ -269,13 +284,3 @@ class MemoryTrace(L.Callback):
             record_cuda_memory_history(False)
         path = self._directory / f"memory_trace_rank{rank}.json"
         path.write_text(json.dumps(tracer.series()), encoding="utf-8")
-
-
-def _optimizer_state(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    return [
-        value
-        for optimizer in optimizers
-        for values in optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, Tensor)
-    ]

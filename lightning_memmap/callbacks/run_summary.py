@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.errors import with_article
-from lightning_memmap.placement import DataTopology, HeldShards, Residency, format_bytes
+from lightning_memmap.placement import DataTopology, HeldShards, Residency
+from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.manifest import Manifest
 
 

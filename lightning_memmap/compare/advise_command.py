@@ -5,6 +5,7 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -174,16 +175,18 @@ def advise(args: list[str]) -> int:
         lines = [verdict, *map(Cell, measured), *(Cell(line, "soft") for line in described)]
         write_tables(Path(question.html), "Which strategy is right?", lines, tables)
     if question.json is not None:
-        answer = {
-            "workload": asdict(work),
-            # JSON has no infinity: null says that any number of devices compute at full speed.
-            "cluster": asdict(cluster),
-            "predictions": [asdict(p) | {"samples_per_s": p.samples_per_s} for p in predictions],
-            "recommended": name,
-            "reason": reason,
-        }
+        answer = _answer(work, cluster, predictions) | {"recommended": name, "reason": reason}
         Path(question.json).write_bytes(msgspec.json.format(msgspec.json.encode(answer), indent=1))
     return 0 if chosen is not None else 1
+
+
+def _answer(work: Workload, cluster: Cluster, predictions: list[Prediction]) -> dict[str, Any]:
+    """What was predicted, as JSON values.
+
+    JSON has no infinity: null says that any number of devices compute at full speed.
+    """
+    found = [asdict(each) | {"samples_per_s": each.samples_per_s} for each in predictions]
+    return {"workload": asdict(work), "cluster": asdict(cluster), "predictions": found}
 
 
 def _check_writable(option: str, path: Path) -> None:

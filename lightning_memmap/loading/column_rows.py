@@ -12,7 +12,7 @@ from lightning_memmap.loading.row_source import Leaf, RandomAccessRows
 from lightning_memmap.loading.variable_rows import located_rows
 from lightning_memmap.sampling import Integers, Sampler
 from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
-from lightning_memmap.store.manifest import rows_bytes
+from lightning_memmap.store.row_bytes import rows_bytes
 
 
 class ColumnRows(RandomAccessRows):

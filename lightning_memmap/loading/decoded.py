@@ -2,18 +2,19 @@
 
 import math
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
-from types import TracebackType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_memmap.images import ImageError
 from lightning_memmap.loading.buffers import BufferPool, Buffers, Fields
@@ -23,6 +24,7 @@ from lightning_memmap.loading.row_source import (
     EpochRows,
     Leaf,
     RowSource,
+    WrappedRows,
     fixed_fields,
     released_error,
 )
@@ -47,7 +49,7 @@ def default_threads(num_local_processes: int) -> int:
     return min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // num_local_processes))
 
 
-class DecodedRows:
+class DecodedRows(WrappedRows):
     """Rows of another source, with some fields decoded.
 
     Args:
@@ -64,53 +66,27 @@ class DecodedRows:
         is_held: NDArray[np.bool_],
         num_threads: int,
     ) -> None:
-        self.rows = rows
+        super().__init__(rows)
         self.decoders = decoders
         self.is_held = is_held
         self.num_threads = num_threads
         self._epochs: weakref.WeakSet[DecodedEpoch] = weakref.WeakSet()
         self._pools: dict[int, BufferPool] = {}
 
-    @property
-    def device(self) -> torch.device:
-        """Where rows are fetched."""
-        return self.rows.device
-
-    @property
-    def is_released(self) -> bool:
-        """Whether the rows were freed."""
-        return self.rows.is_released
-
-    def check_sampler(self, sampler: Sampler) -> None:
-        """Check that rows can be fetched in the order of a sampler; see `RowSource.check_sampler`.
-
-        Args:
-            sampler: The order.
-        """
-        self.rows.check_sampler(sampler)
-
     @contextmanager
+    @override
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> Iterator["DecodedEpoch"]:
-        """The rows in the order of an epoch; see `RowSource.epoch`.
-
-        Args:
-            sampler: The order.
-            epoch: Epoch, counted from 0.
-            position: The first position that will be fetched.
-
-        Yields:
-            The rows. At the end of the context, the threads that decode have ended.
-        """
+        """The rows. At the end of the context, the threads that decode have ended."""
         with (
             self.rows.epoch(sampler, epoch, position) as rows,
-            DecodedEpoch(self, rows, sampler, epoch) as found,
+            closing(DecodedEpoch(self, rows, sampler, epoch)) as found,
         ):
             self._epochs.add(found)
             yield found
 
+    @override
     def release(self) -> None:
-        """End all threads, and free the memory; see `RowSource.release`."""
-        self.rows.release()
+        super().release()
         for epoch in list(self._epochs):
             epoch.close()
         self._pools.clear()
@@ -135,7 +111,7 @@ class DecodedRows:
         return self._pools[num_rows].get(num_rows)
 
 
-class DecodedEpoch(AbstractContextManager["DecodedEpoch"]):
+class DecodedEpoch:
     """Rows in the order of one epoch, with decoded images.
 
     The threads end with the epoch and with `close`. A process that was forked meanwhile has its
@@ -279,16 +255,9 @@ class DecodedEpoch(AbstractContextManager["DecodedEpoch"]):
         if self._ahead is not None:
             self._ahead.cancel()
             self._ahead = None
-        if os.getpid() == self._process:
+        # When the interpreter ends, it has ended the threads, and much of the library is gone.
+        if os.getpid() == self._process and not sys.is_finalizing():
             self._threads.shutdown(cancel_futures=True)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _FieldImages:

@@ -17,6 +17,7 @@ from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.loading.variable_rows import located_rows
 from lightning_memmap.sampling import Integers, Sampler
 from lightning_memmap.store.columns import ItemRows, OpenColumn
+from lightning_memmap.store.columns.variable import packed_index
 
 #: Rows that lie apart whose offsets are computed at once.
 _READ_ROWS = 2**16
@@ -179,11 +180,9 @@ def _copied_items(
         for first in range(0, int(sizes[shard]), _READ_ROWS)
         for count in [min(_READ_ROWS, int(sizes[shard]) - first)]
     ]
-    row_sizes = np.concatenate([piece.sizes for piece in pieces])
-    ends = np.cumsum(row_sizes.prod(axis=1))
-    items = torch.empty(
-        (int(ends[-1]), *stored.field.item_shape), dtype=stored.field.dtype, device=device
-    )
+    index = packed_index(np.concatenate([piece.sizes for piece in pieces]))
+    shape = (int(index[-1, 0]), *stored.field.item_shape)
+    items = torch.empty(shape, dtype=stored.field.dtype, device=device)
     place = 0
     for piece in pieces:
         count, begin = int(piece.lengths.sum()), int(piece.starts[0])
@@ -195,7 +194,6 @@ def _copied_items(
         else:
             uploader.copy(target, partial(read_slice, source))
         place += count
-    index = ends[:, None] if row_sizes.shape[1] == 1 else np.c_[ends, row_sizes]
     return ItemRows(stored.field, offsets.shards, items, index)
 
 

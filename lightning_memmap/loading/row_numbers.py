@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers
-from lightning_memmap.loading.row_source import EpochRows, Leaf, RowSource
+from lightning_memmap.loading.row_source import EpochRows, Leaf, WrappedRows
 from lightning_memmap.sampling import Integers, Sampler
 from lightning_memmap.schema import Schema
 
@@ -19,39 +18,14 @@ from lightning_memmap.schema import Schema
 ROW_NUMBER = "row_number"
 
 
-@dataclass(frozen=True)
-class NumberedRows:
-    """A row source whose rows have one leaf more, the last one: their numbers.
-
-    Args:
-        source: Where the rows are.
-    """
-
-    source: RowSource
-
-    @property
-    def device(self) -> torch.device:
-        """Where rows are fetched."""
-        return self.source.device
-
-    @property
-    def is_released(self) -> bool:
-        """Whether the rows were freed."""
-        return self.source.is_released
-
-    def check_sampler(self, sampler: Sampler) -> None:
-        """Check that rows can be fetched in the order of a sampler; see `RowSource`."""
-        self.source.check_sampler(sampler)
+class NumberedRows(WrappedRows):
+    """A row source whose rows have one leaf more, the last one: their numbers."""
 
     @contextmanager
+    @override
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> Iterator[EpochRows]:
-        """The rows in the order of an epoch; see `RowSource.epoch`."""
-        with self.source.epoch(sampler, epoch, position) as rows:
+        with self.rows.epoch(sampler, epoch, position) as rows:
             yield _NumberedEpoch(rows, sampler, epoch)
-
-    def release(self) -> None:
-        """Free the rows; see `RowSource.release`."""
-        self.source.release()
 
 
 class _NumberedEpoch:

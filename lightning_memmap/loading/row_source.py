@@ -215,6 +215,51 @@ class RandomAccessRows(ABC):
         """
 
 
+class WrappedRows(ABC):
+    """A row source whose rows are those of another one, with something more or something else.
+
+    Args:
+        rows: The other source.
+    """
+
+    def __init__(self, rows: RowSource) -> None:
+        self.rows = rows
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are fetched."""
+        return self.rows.device
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the rows were freed."""
+        return self.rows.is_released
+
+    def check_sampler(self, sampler: Sampler) -> None:
+        """Check that rows can be fetched in the order of a sampler; see `RowSource.check_sampler`.
+
+        Args:
+            sampler: The order.
+        """
+        self.rows.check_sampler(sampler)
+
+    @abstractmethod
+    def epoch(
+        self, sampler: Sampler, epoch: int, position: int
+    ) -> AbstractContextManager[EpochRows]:
+        """The rows in the order of an epoch; see `RowSource.epoch`.
+
+        Args:
+            sampler: The order.
+            epoch: Epoch, counted from 0.
+            position: The first position that will be fetched.
+        """
+
+    def release(self) -> None:
+        """Free the rows; see `RowSource.release`."""
+        self.rows.release()
+
+
 class _RandomAccessEpoch:
     """Rows in the order of one epoch."""
 

@@ -85,12 +85,10 @@ class DeviceTransform:
         self._device = device
         if isinstance(transform, OnSuperBatch):
             transform = transform.transform
-        self._transform = transform
-        signature_of: Any = transform
+        self._takes_generator = takes_generator(transform)
         if isinstance(transform, nn.Module):
-            self._transform = copy.deepcopy(transform).to(device)
-            signature_of = transform.forward
-        self._takes_generator = _takes_generator(signature_of)
+            transform = copy.deepcopy(transform).to(device)
+        self._transform = transform
 
     def __call__(self, batch: Any, seed: int) -> Any:
         """Transform one batch, with all randomness drawn from the seed."""
@@ -102,10 +100,16 @@ class DeviceTransform:
                 return self._transform(batch)
 
 
-def _takes_generator(function: Any) -> bool:
+def takes_generator(transform: BatchTransform) -> bool:
+    """Whether a transform has a parameter named ``generator``.
+
+    Args:
+        transform: A callable or module that maps a batch to a batch.
+    """
+    function: Any = transform.forward if isinstance(transform, nn.Module) else transform
     try:
         return "generator" in inspect.signature(function).parameters
-    except ValueError:  # Some builtins have no signature.
+    except (TypeError, ValueError):  # Some builtins have no signature.
         return False
 
 

@@ -6,15 +6,20 @@ plan      which shard lives where
 table     the plan for people
 """
 
-from lightning_memmap.placement.budgets import check_device, device_budgets, free_bytes
+from lightning_memmap.placement.budgets import (
+    check_device,
+    check_memory_fraction,
+    device_budgets,
+    free_bytes,
+)
 from lightning_memmap.placement.plan import (
-    RESIDENCIES,
     HeldShards,
     Placement,
     Residency,
     Sized,
     SplitPlacement,
     SplitSize,
+    check_residency,
     plan_placement,
 )
 from lightning_memmap.placement.table import placement_table
@@ -24,10 +29,8 @@ from lightning_memmap.placement.topology import (
     local_processes,
     topology_of,
 )
-from lightning_memmap.sizes import format_bytes, parse_bytes
 
 __all__ = [
-    "RESIDENCIES",
     "DataTopology",
     "HeldShards",
     "Placement",
@@ -36,12 +39,12 @@ __all__ = [
     "SplitPlacement",
     "SplitSize",
     "check_device",
+    "check_memory_fraction",
+    "check_residency",
     "data_parallel_rank",
     "device_budgets",
-    "format_bytes",
     "free_bytes",
     "local_processes",
-    "parse_bytes",
     "placement_table",
     "plan_placement",
     "topology_of",

@@ -25,14 +25,29 @@ def device_budgets(
         ValueError: ``fraction`` is out of range, a device does not exist, or its free memory is not
             known; see `free_bytes`.
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"memory_fraction={fraction}: choose more than 0 and at most 1")
+    check_memory_fraction(fraction)
     cpu = torch.device("cpu")
     budgets = {device: int(free_bytes(device) * fraction) for device in (*devices, cpu)}
     return {
         device: budget // num_local_processes if device.type == "cpu" else budget
         for device, budget in budgets.items()
     }
+
+
+def check_memory_fraction(fraction: float) -> None:
+    """Check the share of free memory that shards may take.
+
+    Args:
+        fraction: The share.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is out of range.
+    """
+    if not isinstance(fraction, (int, float)):
+        raise TypeError(f"memory_fraction={fraction!r}: give a number")
+    if not 0 < fraction <= 1:
+        raise ValueError(f"memory_fraction={fraction}: choose more than 0 and at most 1")
 
 
 def free_bytes(device: torch.device) -> int:

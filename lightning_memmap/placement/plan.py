@@ -36,7 +36,7 @@ class Residency(str, Enum):
 
 
 _CPU = torch.device("cpu")
-RESIDENCIES = ("auto", *(residency.value for residency in Residency))
+_RESIDENCIES = ("auto", *(residency.value for residency in Residency))
 
 
 #: Bytes of the largest window of some shards: of the shards of a split, which of them are held, the
@@ -280,6 +280,19 @@ class Placement:
                     )
 
 
+def check_residency(residency: str) -> None:
+    """Check the residency that a user asks for.
+
+    Args:
+        residency: Its name, or ``auto``.
+
+    Raises:
+        ValueError: It is unknown.
+    """
+    if residency not in _RESIDENCIES:
+        raise ValueError(f"residency={residency!r}: choose one of {', '.join(_RESIDENCIES)}")
+
+
 def plan_placement(
     splits: Mapping[str, SplitSize],
     topology: DataTopology,
@@ -308,8 +321,7 @@ def plan_placement(
         ValueError: An unknown residency.
         PlacementError: The data does not fit, and the message gives both numbers and the ways out.
     """
-    if residency not in RESIDENCIES:
-        raise ValueError(f"residency={residency!r}: choose one of {', '.join(RESIDENCIES)}")
+    check_residency(residency)
     used: dict[torch.device, int] = defaultdict(int)
     placed = {}
     for name, split in splits.items():

@@ -158,11 +158,6 @@ class SharedShards(Shards):
         """Rows of each shard, int64 of shape (C,)."""
         return np.array([len(places) for places in self._places], np.int64)
 
-    @cached_property
-    def starts(self) -> Integers:
-        """Rows of the shards before each, int64 of shape (C,)."""
-        return np.cumsum(self.sizes) - self.sizes
-
     def offsets_of(self, number: int) -> NDArray[Any]:
         """Where the rows of an order are.
 

@@ -126,7 +126,7 @@ class Shards:
     @cached_property
     def starts(self) -> Integers:
         """The location of each shard's first row, int64 of shape (C,)."""
-        return shard_starts(self.num_rows, self.num_shards)
+        return np.cumsum(self.sizes) - self.sizes
 
     @property
     def longest(self) -> int:
@@ -148,8 +148,16 @@ class Shards:
 
     def all_rows(self) -> Integers:
         """The dataset rows of all shards, shard after shard, int64 of shape (num_rows,)."""
+        return self.dataset_rows(*self.all_offsets())
+
+    def all_offsets(self) -> tuple[Integers, Integers]:
+        """The shard of each row, and its offset within it, shard after shard.
+
+        Returns:
+            Both int64 of shape (num_rows,).
+        """
         homes = np.repeat(np.arange(self.num_shards), self.sizes)
-        return self.dataset_rows(homes, np.arange(self.num_rows) - self.starts[homes])
+        return homes, np.arange(self.num_rows) - self.starts[homes]
 
     def rows_of(self, shard: int) -> range | Integers:
         """The dataset rows of one shard, in its order.

@@ -88,11 +88,6 @@ class WeightedShards(Shards):
         """Rows of each shard, int64 of shape (C,)."""
         return self.line.sizes
 
-    @cached_property
-    def starts(self) -> Integers:
-        """Rows of the shards before each, int64 of shape (C,)."""
-        return np.cumsum(self.sizes) - self.sizes
-
     @override
     def dataset_rows(self, shards: Integers, offsets: Integers) -> Integers:
         return self.weighed.dataset_rows_at(self._places(shards, offsets))

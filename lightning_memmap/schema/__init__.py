@@ -25,6 +25,7 @@ from lightning_memmap.schema.leaves import RowList
 from lightning_memmap.schema.nesting import Masked, Nesting
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import Node
+from lightning_memmap.schema.unchecked import read_schema
 
 __all__ = [
     "DTYPES",
@@ -43,4 +44,5 @@ __all__ = [
     "Schema",
     "Windows",
     "read_forms",
+    "read_schema",
 ]

@@ -1,19 +1,15 @@
 """Fields: the name, dtype and shape of each leaf of a sample."""
 
 import math
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from reprlib import repr as short_repr
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.errors import SchemaError, StoreError
+from lightning_memmap.errors import StoreError
 from lightning_memmap.schema.texts import split_texts
 
 #: The dtypes that a store can hold. Others (float8 and sub-byte types, complex32) do not survive a
@@ -27,9 +23,6 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }  # fmt: skip
 
-#: The longest name of a field: what file systems allow, less the longest suffix of its files.
-MAX_NAME_LENGTH = 255 - len(".memmap")
-_MAX_DIMENSIONS = 64
 #: Kinds of fields whose rows are given back as Python objects and not as tensors. A row may be a
 #: list of texts.
 TEXT_KINDS = ("text", "bytes", "text:list", "bytes:list")
@@ -37,10 +30,7 @@ TEXT_KINDS = ("text", "bytes", "text:list", "bytes:list")
 PLAIN_KINDS = ("tensor", "array", "number", "mask")
 #: Units of times, as numpy names them.
 TIME_UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as")
-_TIME_KINDS = ("datetime", "timedelta")
-#: The most members of an enum, and the most characters of the name of one.
-_MAX_NAMES, _MAX_NAME = 2**12, 256
-_KIND = re.compile(r"[a-z]+(:[A-Za-z0-9;]{1,32})?")
+TIME_KINDS = ("datetime", "timedelta")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -240,7 +230,7 @@ class Field:
         kind, _, unit = self.kind.partition(":")
         if kind == "enum":
             return next((name for name, each in self.names if each == number), str(number))
-        if kind in _TIME_KINDS and isinstance(number, int):
+        if kind in TIME_KINDS and isinstance(number, int):
             return str(np.array(number).astype(f"{kind}64[{unit.removesuffix(';UTC')}]"))
         return f"{number:.4g}" if isinstance(number, float) else str(number)
 
@@ -248,8 +238,8 @@ class Field:
         """Convert this field to JSON values.
 
         Returns:
-            A dict with the keys ``name``, ``dtype``, ``shape`` and ``kind``, as `from_json` reads
-            it.
+            A dict with the keys ``name``, ``dtype``, ``shape`` and ``kind``, as
+            `lightning_memmap.schema.read_schema` reads it.
         """
         return {
             "name": self.name,
@@ -260,138 +250,5 @@ class Field:
             **({"names": dict(self.names)} if self.names else {}),
         }
 
-    @classmethod
-    def from_json(cls, value: Any) -> "Field":
-        """Read a field from JSON values that have not been checked.
-
-        Args:
-            value: A dict with the keys ``name``, ``dtype``, ``shape`` and ``kind``.
-
-        Returns:
-            The field. Its name is a string, but otherwise not checked: see `check_names`.
-
-        Raises:
-            SchemaError: The values describe no field.
-        """
-        dtype = DTYPES.get(entry(value, "dtype", str))
-        if dtype is None:
-            known = ", ".join(DTYPES)
-            raise SchemaError(f"unknown dtype {short_repr(value['dtype'])}; known: {known}")
-        shape = entry(value, "shape", list)
-        fixed = shape[sum(size is None for size in shape) :]
-        if any(type(size) is not int or not 0 <= size < 2**40 for size in fixed):
-            raise SchemaError(f"shape {short_repr(shape)} is not a list of sizes")
-        if len(shape) > _MAX_DIMENSIONS:
-            raise SchemaError(f"{len(shape)} dimensions: a field has at most {_MAX_DIMENSIONS}")
-        kind = entry(value, "kind", str)
-        if not _KIND.fullmatch(kind):
-            raise SchemaError(f"unknown kind {short_repr(kind)}")
-        given = value.get("given")
-        if given is not None and (not isinstance(given, str) or given not in DTYPES):
-            raise SchemaError(f"unknown dtype {short_repr(given)} of the dataset")
-        name, given_dtype = entry(value, "name", str), None if given is None else DTYPES[given]
-        names = value.get("names", {})
-        _check_members(names, kind)
-        found = cls(name, dtype, tuple(shape), kind, given_dtype, tuple(names.items()))
-        if found.is_text and (dtype, found.shape) != (torch.uint8, (None,)):
-            raise SchemaError(f"a field of {found} is no {kind}")
-        meaning, _, unit = kind.partition(":")
-        if meaning in (*_TIME_KINDS, "enum") and found.sample_dtype != torch.int64:
-            raise SchemaError(f"a field of {dtype_name(found.sample_dtype)} is no {kind}")
-        if meaning in _TIME_KINDS and unit.removesuffix(";UTC") not in TIME_UNITS:
-            raise SchemaError(f"{kind}: unknown unit of time")
-        return found
-
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {tuple(self.shape)}"
-
-
-def _check_members(names: Any, kind: str) -> None:
-    """Check the members of an enum, which have not been checked."""
-    if not isinstance(names, dict) or bool(names) != (kind == "enum"):
-        raise SchemaError(f"the members {short_repr(names)} of a field of the kind {kind!r}")
-    numbers = list(names.values())
-    if len(names) > _MAX_NAMES or len(set(numbers)) != len(numbers):
-        raise SchemaError(f"an enum has at most {_MAX_NAMES} members, each with its own number")
-    if not all(type(number) is int and -(2**63) <= number < 2**63 for number in numbers):
-        raise SchemaError(f"the numbers {short_repr(numbers)} of an enum are not int64")
-    if not all(0 < len(name) <= _MAX_NAME and name.isprintable() for name in names):
-        raise SchemaError(f"the members of an enum have no names: {short_repr(list(names))}")
-
-
-def entry(value: Any, key: str, kind: type) -> Any:
-    """Look up a key in JSON values that have not been checked.
-
-    Args:
-        value: A dict, or any other value, which has no keys.
-        key: The key.
-        kind: The exact type that the entry must have. A bool does not pass as an int.
-
-    Returns:
-        The entry.
-
-    Raises:
-        SchemaError: The key is missing, or its value has another type.
-    """
-    if not isinstance(value, dict) or type(value.get(key)) is not kind:
-        raise SchemaError(f"{key!r} is missing or is not a {kind.__name__}")
-    return value[key]
-
-
-def field_name(path: Iterable[str | int]) -> str:
-    """Return the name of the field at a path of keys, which is safe as the name of a file.
-
-    Args:
-        path: Keys, names and positions from the outermost container to the leaf. It is empty for a
-            sample that is a leaf itself.
-
-    Returns:
-        The parts in percent-encoding with ``~`` in place of ``%``, joined by dots; ``value`` for an
-        empty path.
-    """
-    return ".".join(map(_encode, path)) or "value"
-
-
-def _encode(key: str | int) -> str:
-    # Percent-encoding, with "~" for "%", keeps names unique and safe as file names; tensordict
-    # encodes a "%" once more. A dot separates levels.
-    encoded = quote(str(key), safe="", errors="surrogatepass")
-    return encoded.replace(".", "%2E").replace("~", "%7E").replace("%", "~") or "~"
-
-
-def check_name_length(name: str) -> None:
-    """Check that a field's name fits into a file name.
-
-    Args:
-        name: The name, as `field_name` makes it.
-
-    Raises:
-        SchemaError: It has more than `MAX_NAME_LENGTH` characters.
-    """
-    if len(name) > MAX_NAME_LENGTH:
-        raise SchemaError(
-            f"field {short_repr(name)}: the name is longer than the {MAX_NAME_LENGTH} characters"
-            " that fit into a file name: use shorter keys in the dataset"
-        )
-
-
-def check_names(names: Iterable[str]) -> None:
-    """Check that each field's name leads to a file of its own.
-
-    Args:
-        names: The names of all fields of a schema.
-
-    Raises:
-        SchemaError: A name is too long, or two names differ at most in upper and lower case.
-    """
-    seen: dict[str, str] = {}
-    for name in names:
-        check_name_length(name)
-        # Compared without case, for file systems that do the same.
-        folded = name.casefold()
-        if folded in seen:
-            raise SchemaError(
-                f"the fields {seen[folded]!r} and {name!r} would share one file name: rename one"
-                " of them in the dataset"
-            )
-        seen[folded] = name

@@ -3,7 +3,6 @@
 import datetime
 import enum
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import PurePath
@@ -14,28 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, with_article
-from lightning_memmap.schema.fields import DTYPES, TEXT_KINDS, TIME_UNITS, Field, dtype_name
+from lightning_memmap.schema.fields import TEXT_KINDS, TIME_UNITS, Field, dtype_name
 from lightning_memmap.schema.narrowing import narrowed
+from lightning_memmap.schema.numbers import array_dtype, number_array, python_dtype
 from lightning_memmap.schema.texts import join_texts
-
-#: A list or tuple of at least this many numbers of one dtype is one field. In a shorter one, such
-#: as ``(image, label)``, each is a field of its own.
-MIN_NUMBERS = 16
-#: A longer list would cost seconds a batch, since each of its numbers becomes a tensor.
-MAX_NUMBERS = 2**20
 
 #: The leaf of a list without numbers, of a list without records, and of a field that is None.
 EMPTY = object()
-
-_FROM_PYTHON: dict[type, np.dtype[Any]] = {
-    bool: np.dtype(np.bool_),
-    int: np.dtype(np.int64),
-    float: np.dtype(np.float64),
-    complex: np.dtype(np.complex128),
-}
-#: numpy has no bfloat16.
-_FROM_NUMPY = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name != "bfloat16"}
-_TO_NUMPY = {dtype: name for name, dtype in _FROM_NUMPY.items()}
 
 
 class Records(list[Any]):
@@ -247,9 +231,9 @@ def to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
     if isinstance(leaf, (np.ndarray, np.generic)):
         array = np.asarray(leaf)
         return _time_array(name, array) if array.dtype.kind in "mM" else (array, "array")
-    number = _python_dtype(type(leaf))
+    number = python_dtype(type(leaf))
     if number is not None:
-        return _number_array(name, leaf, number), "number"
+        return number_array(name, leaf, number), "number"
     image = sys.modules.get("PIL.Image")
     if image is not None and isinstance(leaf, image.Image):
         return _image_array(name, leaf), f"image:{leaf.mode}"
@@ -329,113 +313,7 @@ def _number_of_member(name: str, member: enum.Enum) -> np.ndarray:
         raise SchemaError(
             f"field {name!r}: found {member!r}, which is no single member of its enum"
         )
-    return _number_array(name, number, np.dtype(np.int64))
-
-
-def array_dtype(name: str, array: Tensor | np.ndarray) -> torch.dtype:
-    """Return the dtype in which an array or tensor is stored.
-
-    Args:
-        name: Name of the field, for messages.
-        array: A dense tensor or numpy array, the latter in either byte order.
-
-    Returns:
-        The dtype, one of those in `DTYPES`.
-
-    Raises:
-        SchemaError: A store has no such dtype. The message names the field.
-    """
-    if isinstance(array, Tensor):
-        if array.dtype in DTYPES.values():
-            return array.dtype
-        raise SchemaError(
-            f"field {name!r}: found dtype {dtype_name(array.dtype)}, which does not survive in a"
-            f" memory-mapped file; convert it in the dataset to one of {', '.join(DTYPES)}"
-        )
-    dtype = _FROM_NUMPY.get(array.dtype.newbyteorder("="))
-    if dtype is None:
-        raise SchemaError(
-            f"field {name!r}: found a numpy array of dtype {array.dtype}; convert it in the"
-            f" dataset to one of {', '.join(DTYPES)}"
-        )
-    return dtype
-
-
-def number_dtype(values: Sequence[Any], ndim: int) -> torch.dtype | None:
-    """Find the dtype that numbers share.
-
-    Args:
-        values: Python or numpy numbers, or tensors.
-        ndim: Dimensions of a tensor that counts as one number: 0 in a sample, 1 in a batch.
-
-    Returns:
-        The dtype; None if a value is not a number, if dtypes differ, or if a store has no such
-        dtype.
-    """
-    dtypes: set[torch.dtype | None] = set()
-    for kind in set(map(type, values)):
-        if kind is Tensor:
-            dtypes |= {
-                value.dtype if value.ndim == ndim and value.layout is torch.strided else None
-                for value in values
-                if isinstance(value, Tensor)
-            }
-        else:
-            dtype = np.dtype(kind) if issubclass(kind, np.generic) else _python_dtype(kind)
-            dtypes.add(None if dtype is None else _FROM_NUMPY.get(dtype))
-    found = dtypes.pop() if len(dtypes) == 1 else None
-    return found if found in DTYPES.values() else None
-
-
-def stack_numbers(name: str, values: Sequence[Any], ndim: int) -> Tensor | np.ndarray:
-    """Stack numbers along a new last dimension.
-
-    Args:
-        name: Name of their field, for messages.
-        values: Python or numpy numbers, or tensors.
-        ndim: Dimensions of a tensor that counts as one number: 0 in a sample, 1 in a batch.
-
-    Returns:
-        A tensor where some values are tensors, else a numpy array, of shape (..., number of
-        values).
-
-    Raises:
-        SchemaError: The values are not all numbers of one dtype and shape, or there are more than
-            `MAX_NUMBERS`.
-    """
-    dtype = number_dtype(values, ndim)
-    if dtype is None:
-        kinds = ", ".join(sorted({type(value).__name__ for value in values})) or "nothing"
-        raise SchemaError(f"field {name!r}: found a list of {kinds}, expected numbers of one dtype")
-    if len(values) > MAX_NUMBERS:
-        raise SchemaError(
-            f"field {name!r}: found a list of {len(values)} numbers, more than {MAX_NUMBERS}:"
-            " make it one array or tensor in the dataset"
-        )
-    if not any(isinstance(value, Tensor) for value in values):
-        return _number_array(name, values, _TO_NUMPY[dtype])
-    try:
-        tensors = [torch.as_tensor(value, dtype=dtype) for value in values]
-    except (ValueError, RuntimeError, OverflowError) as error:
-        raise SchemaError(f"field {name!r}: a number does not fit into {dtype}: {error}") from error
-    if len({tensor.shape for tensor in tensors}) != 1:
-        raise SchemaError(f"field {name!r}: found a list of tensors of different lengths")
-    return torch.stack(tensors, ndim)
-
-
-def _python_dtype(kind: type) -> np.dtype[Any] | None:
-    """The dtype of Python's own numbers of a type, or None where it is not of numbers."""
-    return next((dtype for base, dtype in _FROM_PYTHON.items() if issubclass(kind, base)), None)
-
-
-def _number_array(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    try:
-        return np.asarray(value, dtype)
-    except OverflowError:
-        raise SchemaError(
-            f"field {name!r}: found an integer that does not fit into {dtype}: give it as a float,"
-            " or split it into several"
-        ) from None
+    return number_array(name, number, np.dtype(np.int64))
 
 
 def _image_array(name: str, image: Any) -> np.ndarray:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import PLAIN_KINDS, Field, dtype_name, field_name
+from lightning_memmap.schema.fields import PLAIN_KINDS, Field, dtype_name
+from lightning_memmap.schema.names import field_name
 from lightning_memmap.schema.structure import LEAF, MASK, NONE, SEQUENCE, Node, Path
 
 
@@ -54,7 +55,11 @@ def merge(one: Part, other: Part, path: Path = ()) -> Part | None:
         return Part(SEQUENCE if node != LEAF and field.num_variable else node, {path: field})
     has_fields = node.is_field or other_node.is_field
     is_of_other_length = has_fields or len(node.keys) != len(other_node.keys)
-    if _is_list(node) and _is_list(other_node) and ("records" in kinds or is_of_other_length):
+    if (
+        _is_any_list(node)
+        and _is_any_list(other_node)
+        and ("records" in kinds or is_of_other_length)
+    ):
         numbers = _numbers(one, path) | _numbers(other, path)
         if None in numbers or "records" in kinds:
             return _merge_records(one, other, path)
@@ -198,7 +203,7 @@ def _as_record(part: Part, path: Path, new: Path) -> Part:
     if node.is_field:
         field = dataclasses.replace(fields[path], name=field_name(new))
         return Part(LEAF if node == LEAF else SEQUENCE, {new: field})
-    numbers = _numbers(part, path) if _is_list(node) else set()
+    numbers = _numbers(part, path) if _is_any_list(node) else set()
     if len(numbers) == 1 and (number := numbers.pop()) is not None:
         field = dataclasses.replace(number, name=field_name(new), shape=(len(node.keys),))
         return Part(SEQUENCE, {new: field})
@@ -216,7 +221,8 @@ def field_paths(node: Node, path: Path = ()) -> list[Path]:
     return [found for found, part in node.walk(path) if part.is_field]
 
 
-def _is_list(node: Node) -> bool:
+def _is_any_list(node: Node) -> bool:
+    """Whether this is a list or tuple, one that is a field included."""
     return node.is_list or node.kind in ("numbers", "sequence", "records")
 
 

@@ -19,21 +19,18 @@ from torch import Tensor
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema.fields import Field
-from lightning_memmap.schema.leaves import (
-    EMPTY,
-    MAX_NUMBERS,
-    array_dtype,
-    is_missing,
-    native_tensor,
-    to_array,
-)
+from lightning_memmap.schema.leaves import EMPTY, is_missing, native_tensor, to_array
 from lightning_memmap.schema.narrowing import narrowed
+from lightning_memmap.schema.numbers import (
+    FROM_NUMPY,
+    FROM_PYTHON,
+    MAX_NUMBERS,
+    TO_NUMPY,
+    array_dtype,
+)
 from lightning_memmap.schema.structure import Node
 
-_NUMBERS: dict[type, torch.dtype] = {
-    bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128
-}  # fmt: skip
-
+_NUMBERS = {kind: FROM_NUMPY[dtype] for kind, dtype in FROM_PYTHON.items()}
 #: Types of the rows of a field of text, by its kind.
 _TEXTS: dict[str, set[type]] = {"text": {str, np.str_}, "bytes": {bytes, bytearray, np.bytes_}}
 
@@ -337,6 +334,6 @@ def _stack_images(field: Field, images: Sequence[Any]) -> Tensor | np.ndarray | 
 
 def _numbers(dtype: torch.dtype, values: Sequence[Any]) -> np.ndarray | None:
     try:
-        return np.array(values, torch.empty(0, dtype=dtype).numpy().dtype)
+        return np.array(values, TO_NUMPY[dtype])
     except OverflowError:
         return None

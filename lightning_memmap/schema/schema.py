@@ -11,18 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import (
-    PLAIN_KINDS,
-    Field,
-    check_names,
-    dtype_name,
-    entry,
-    field_name,
-)
+from lightning_memmap.schema.building import builder
+from lightning_memmap.schema.fields import PLAIN_KINDS, Field, dtype_name
 from lightning_memmap.schema.forms import Form
 from lightning_memmap.schema.leaves import (
-    MAX_NUMBERS,
-    MIN_NUMBERS,
     RowList,
     describe_leaf,
     describe_rows,
@@ -31,11 +23,9 @@ from lightning_memmap.schema.leaves import (
     rows_apart,
 )
 from lightning_memmap.schema.merging import Part, declared, field_paths, merge
+from lightning_memmap.schema.names import check_names, field_name
 from lightning_memmap.schema.nesting import BATCH, Nesting
-from lightning_memmap.schema.structure import Node, Path, builder, describe, flatten
-
-#: Each field is a file and a mapping, of which a process has at most some ten thousand.
-_MAX_FIELDS = 4096
+from lightning_memmap.schema.structure import Node, Path, describe, flatten
 
 
 @dataclass(frozen=True)
@@ -403,84 +393,9 @@ class Schema:
         """Convert this schema to JSON values.
 
         Returns:
-            A dict with the keys ``fields`` and ``structure``, as `from_json` reads it.
+            A dict with the keys ``fields`` and ``structure``, as `read_schema` reads it.
         """
         return {
             "fields": [field.to_json() for field in self.fields],
             "structure": self.structure.to_json(),
         }
-
-    @classmethod
-    def from_json(cls, value: Any) -> "Schema":
-        """Read a schema from JSON values that have not been checked.
-
-        Args:
-            value: A dict with the keys ``fields`` and ``structure``. Other keys are ignored.
-
-        Returns:
-            The schema.
-
-        Raises:
-            SchemaError: The values describe no schema that `from_sample` could have made.
-        """
-        items = entry(value, "fields", list)
-        if not 1 <= len(items) <= _MAX_FIELDS:
-            raise SchemaError(f"{len(items)} fields: a store has 1 to {_MAX_FIELDS}")
-        structure = Node.from_json(entry(value, "structure", dict))
-        leaves = structure.fields()
-        schema = cls._checked(structure, [Field.from_json(item) for item in items])
-        if [field.name for field in schema.fields] != [name for name, _ in leaves]:
-            raise SchemaError("the fields are not the leaves of the structure")
-        in_lists = schema._check_kinds()
-        for field, (name, node) in zip(schema.fields, leaves, strict=True):
-            shape = field.of_record.shape if name in in_lists else field.shape
-            is_numbers = len(shape) == 1 and not field.is_text
-            if node.kind == "numbers":
-                size = field.shape[0] if is_numbers else None
-                is_numbers = size is not None and MIN_NUMBERS <= size <= MAX_NUMBERS
-            elif node.kind == "sequence":
-                is_numbers = is_numbers and (field.num_variable == 1 or name in in_lists)
-            if node.kind != "leaf" and not is_numbers:
-                raise SchemaError(f"field {name!r}: {field} is not a list of numbers")
-        _check_batch_sizes(schema)
-        return schema
-
-    def _check_kinds(self) -> set[str]:
-        """Check that fields are in lists, and say what is None, where their kinds mean that.
-
-        Returns:
-            The names of the fields in lists.
-
-        Raises:
-            SchemaError: They do not.
-        """
-        in_lists = {name for names in self.lists.values() for name in names}
-        masks = {names[-1] for names in self.optional.values()}
-        for field in self.fields:
-            is_in_list = field.kind.endswith(":list") if field.is_text else field.num_variable > 0
-            if field.name in in_lists and not is_in_list:
-                raise SchemaError(f"field {field.name!r}: {field} has no records of a list")
-            if field.kind.endswith(":list") and field.name not in in_lists:
-                raise SchemaError(f"field {field.name!r}: {field.kind} is in no list of records")
-            if field.name in in_lists and not field.is_text:
-                field = field.of_record
-            is_mask = (field.kind, field.dtype, field.shape) == ("mask", torch.bool, ())
-            if is_mask != (field.name in masks) or (field.kind == "mask" and not is_mask):
-                raise SchemaError(
-                    f"field {field.name!r}: {field} ({field.kind}) does not say what is None"
-                )
-        return in_lists
-
-
-def _check_batch_sizes(schema: Schema) -> None:
-    """Check that the fields of each TensorDict share its batch size."""
-    if any(node.kind in ("tensordict", "tensorclass") for _, node in schema.structure.walk()):
-        try:
-            schema.builder()(
-                [
-                    torch.empty([size or 0 for size in f.shape], dtype=f.dtype, device="meta")
-                    for f in schema.fields
-                ]
-            )
-        except (RuntimeError, ValueError) as error:
-            raise SchemaError(f"the fields do not fit into a TensorDict: {error}") from error

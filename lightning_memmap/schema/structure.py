@@ -1,43 +1,26 @@
 """Structures: the containers of a sample around its leaves."""
 
 import dataclasses
-from collections import namedtuple
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import chain, islice
-from keyword import iskeyword
+from functools import cached_property
 from reprlib import repr as short_repr
 from typing import Any
-from unicodedata import normalize
 
 import numpy as np
-from tensordict import TensorDict, TensorDictBase, is_tensorclass
+from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import (
-    MAX_NAME_LENGTH,
-    check_name_length,
-    entry,
-    field_name,
-)
-from lightning_memmap.schema.leaves import (
-    EMPTY,
-    MIN_NUMBERS,
-    Records,
-    RowList,
-    is_missing,
-    number_dtype,
-    stack_numbers,
-)
-from lightning_memmap.schema.nesting import BATCH, Build, Leaves, Nesting
+from lightning_memmap.schema.leaves import EMPTY, Records, RowList, is_missing
+from lightning_memmap.schema.names import check_name_length, field_name
+from lightning_memmap.schema.numbers import MIN_NUMBERS, number_dtype, stack_numbers
 
-_MAX_DEPTH = 32
+MAX_DEPTH = 32
 #: An untrusted schema may name many classes, and making one takes a millisecond.
-_MAX_CLASSES = 256
-_TENSOR_KINDS = ("tensordict", "tensorclass")
-_CLASS_KINDS = ("namedtuple", "dataclass", "tensorclass")
+MAX_CLASSES = 256
+TENSOR_KINDS = ("tensordict", "tensorclass")
+CLASS_KINDS = ("namedtuple", "dataclass", "tensorclass")
 
 Path = tuple[str | int, ...]
 
@@ -69,7 +52,7 @@ class Node:
     @property
     def is_field(self) -> bool:
         """Whether this is a field and not a container."""
-        return self.kind in _FIELDS
+        return self.kind in FIELD_NODES
 
     @property
     def is_list(self) -> bool:
@@ -127,7 +110,7 @@ class Node:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Convert this structure to JSON values, as `from_json` reads them.
+        """Convert this structure to JSON values, of which a schema has some.
 
         Returns:
             A dict of texts and lists, nested as the structure is.
@@ -136,30 +119,11 @@ class Node:
             return {"kind": self.kind}
         return {
             "kind": self.kind,
-            **({} if self.kind in _WRAPPERS else {"keys": list(self.keys)}),
+            **({} if self.kind in WRAPPERS else {"keys": list(self.keys)}),
             **({"name": self.name} if self.name else {}),
-            **({"feature_dims": self.feature_dims} if self.kind in _TENSOR_KINDS else {}),
+            **({"feature_dims": self.feature_dims} if self.kind in TENSOR_KINDS else {}),
             "children": [child.to_json() for child in self.children],
         }
-
-    @classmethod
-    def from_json(cls, value: Any) -> "Node":
-        """Read a structure from JSON values that have not been checked.
-
-        Args:
-            value: A dict as of `to_json`.
-
-        Returns:
-            The structure.
-
-        Raises:
-            SchemaError: The values describe no structure that a sample could have.
-        """
-        structure = _node_from_json(value, 0)
-        classes = {(node.kind, node.name, node.keys) for _, node in structure.walk() if node.name}
-        if len(classes) > _MAX_CLASSES:
-            raise SchemaError(f"the structure has more than {_MAX_CLASSES} classes")
-        return structure
 
 
 LEAF = Node("leaf")
@@ -168,9 +132,9 @@ NONE = Node("none")
 #: The last part of the name of the field that says which rows of another one are not None.
 MASK = "mask"
 _NUMBERS = Node("numbers")
-_FIELDS = {node.kind: node for node in (LEAF, _NUMBERS, SEQUENCE)}
+FIELD_NODES = {node.kind: node for node in (LEAF, _NUMBERS, SEQUENCE)}
 #: The number of children of the kinds that have no keys.
-_WRAPPERS = {"records": 1, "optional": 2}
+WRAPPERS = {"records": 1, "optional": 2}
 
 
 def describe(
@@ -196,14 +160,14 @@ def describe(
         SchemaError: The sample is nested too deeply, a dict has keys that cannot be stored, or a
             list has too many numbers. The message names the field where there is one.
     """
-    if len(path) > _MAX_DEPTH:
-        raise SchemaError(f"the sample is nested deeper than {_MAX_DEPTH} levels")
+    if len(path) > MAX_DEPTH:
+        raise SchemaError(f"the sample is nested deeper than {MAX_DEPTH} levels")
     # A batch has no rows that are missing.
     if not number_ndim and is_missing(value):
         if not path:
             raise SchemaError("the sample is None: leave the row out of the dataset")
         return NONE
-    found = _children(value, path)
+    found = children_of(value, path)
     if found is None:
         leaves.append((field_name(path), value))
         return LEAF
@@ -222,8 +186,8 @@ def describe(
         describe(child, leaves, number_ndim, (*path, key), variable)
         for key, child in zip(keys, values, strict=True)
     )
-    name = type(value).__name__ if kind in _CLASS_KINDS else ""
-    if kind not in _TENSOR_KINDS:
+    name = type(value).__name__ if kind in CLASS_KINDS else ""
+    if kind not in TENSOR_KINDS:
         return Node(kind, tuple(keys), children, name)
     if len(leaves) == first:
         raise SchemaError(
@@ -268,7 +232,7 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: P
                 f"field {field_name(path)!r}: found {short_repr(value)}, expected None"
             )
         return
-    found = _children(value, ())
+    found = children_of(value, ())
     if node.kind == "records":
         _flatten_records(value, found, node.children[0], leaves, path)
         return
@@ -323,81 +287,7 @@ def _flatten_records(value: Any, found: Any, record: Node, leaves: list[Any], pa
     leaves += map(Records, zip(*rows, strict=True)) if rows else [EMPTY] * record.num_fields
 
 
-def builder(node: Node, sample: Any, indices: Iterator[int], nesting: Nesting = BATCH) -> Build:
-    """Make a function that puts leaves back into a structure; see `Schema.builder`.
-
-    Args:
-        node: The structure.
-        sample: A sample of the dataset, for its classes, or None.
-        indices: The indices that the leaves from here on have; as many as needed are taken.
-        nesting: How lists of records, and what may be None, are put together.
-
-    Returns:
-        A function from the tensors of all fields to the nested value.
-    """
-    if node.kind == "records":
-        within = list(islice(indices, node.num_fields))
-        first = next(iter(sample), None) if isinstance(sample, (list, tuple)) else None
-        record = builder(node.children[0], first, iter(within), nesting)
-        return lambda leaves: nesting.records(record, {at: leaves[at] for at in within})
-    if node.kind == "optional":
-        part = builder(node.children[0], sample, indices, nesting)
-        mask = next(indices)
-        return lambda leaves: nesting.optional(part, leaves, leaves[mask])
-    if node.is_field:
-        index = next(indices)
-        if node.kind != "numbers":
-            return lambda leaves: leaves[index]
-        # Each contiguous, as default_collate makes them.
-        return lambda leaves: list(leaves[index].movedim(-1, 0).contiguous().unbind())
-    if node.kind in _TENSOR_KINDS:
-        return _tensordict_builder(node, sample, indices, nesting)
-    found = _children(sample, ()) if sample is not None else None
-    if found is not None and (found[0] != node.kind or set(found[1]) != set(node.keys)):
-        found = None
-    samples = dict(zip(found[1], found[2], strict=True)) if found is not None else {}
-    pairs = zip(node.keys, node.children, strict=True)
-    children = [(key, builder(child, samples.get(key), indices, nesting)) for key, child in pairs]
-    if node.kind in ("tuple", "list"):
-        return lambda leaves: [child(leaves) for _, child in children]
-    if node.kind == "dict":
-        return lambda leaves: {key: child(leaves) for key, child in children}
-    class_type: Any = type(sample) if found else _look_alike(node.kind, node.name, node.keys)
-    if node.kind == "namedtuple":
-        return lambda leaves: class_type._make(child(leaves) for _, child in children)
-
-    def build_dataclass(leaves: Leaves) -> Any:
-        # Not through __init__: what a class checks of one sample need not hold for a batch.
-        batch = object.__new__(class_type)
-        for key, child in children:
-            object.__setattr__(batch, str(key), child(leaves))
-        return batch
-
-    return build_dataclass
-
-
-def _tensordict_builder(node: Node, sample: Any, indices: Iterator[int], nesting: Nesting) -> Build:
-    """A function that makes a TensorDict, or the tensorclass of a sample that is given."""
-    first = next(indices)
-    within = chain([first], indices)
-    is_sample = node.kind == "tensordict" or type(sample).__name__ == node.name
-    samples = dict(zip(*found[1:], strict=True)) if (found := _children(sample, ())) else {}
-    children = [
-        (str(key), builder(child, samples.get(key), within, nesting))
-        for key, child in zip(node.keys, node.children, strict=True)
-    ]
-    class_type: Any = type(sample) if is_sample and is_tensorclass(sample) else None
-
-    def build(leaves: Leaves) -> Any:
-        shape = leaves[first].shape
-        batch_size = shape[: max(0, len(shape) - node.feature_dims)]
-        made = TensorDict({key: child(leaves) for key, child in children}, batch_size)
-        return made if class_type is None else class_type.from_tensordict(made)
-
-    return build
-
-
-def _children(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | None:
+def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | None:
     """Kind, keys and values of a container; None for a leaf."""
     if isinstance(value, (Tensor, RowList)):
         return None
@@ -422,75 +312,3 @@ def _children(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | None
         kind = "tensorclass" if is_tensorclass(value) else "dataclass"
         return kind, names, [getattr(value, name) for name in names]
     return None
-
-
-@lru_cache(_MAX_CLASSES)
-def _look_alike(kind: str, name: str, keys: Path) -> type:
-    names = [str(key) for key in keys]
-    if kind == "namedtuple":
-        made: type = namedtuple(name, names)  # type: ignore[misc]
-        return made
-    return dataclasses.make_dataclass(name, names)
-
-
-def _node_from_json(value: Any, depth: int) -> Node:
-    if depth > _MAX_DEPTH:
-        raise SchemaError(f"the structure is nested deeper than {_MAX_DEPTH} levels")
-    kind = entry(value, "kind", str)
-    if kind in _FIELDS:
-        return _FIELDS[kind]
-    if kind in _WRAPPERS:
-        return _wrapper_from_json(kind, entry(value, "children", list), depth)
-    if kind not in ("tuple", "list", "dict", *_CLASS_KINDS, "tensordict"):
-        raise SchemaError(f"unknown container {short_repr(kind)}")
-    keys, children = entry(value, "keys", list), entry(value, "children", list)
-    name = entry(value, "name", str) if kind in _CLASS_KINDS else ""
-    feature_dims = entry(value, "feature_dims", int) if kind in _TENSOR_KINDS else 0
-    plain = all(type(key) in (str, int) for key in keys)
-    if not plain or len(set(keys)) != len(keys) or len(keys) != len(children):
-        raise SchemaError(f"the keys {short_repr(keys)} do not fit {len(children)} children")
-    if any(len(str(key)) > MAX_NAME_LENGTH for key in keys):
-        raise SchemaError(f"a key is longer than {MAX_NAME_LENGTH} characters")
-    if kind in ("tuple", "list") and keys != list(range(len(keys))):
-        raise SchemaError(f"the keys of a {kind} are {short_repr(keys)}")
-    if kind in _CLASS_KINDS:
-        _check_class(kind, name, keys)
-    if kind in _TENSOR_KINDS and not (keys and feature_dims >= 0):
-        raise SchemaError(f"a {kind} of {feature_dims} dimensions and the keys {short_repr(keys)}")
-    nodes = tuple(_node_from_json(child, depth + 1) for child in children)
-    return Node(kind, tuple(keys), nodes, name, feature_dims)
-
-
-def _wrapper_from_json(kind: str, children: list[Any], depth: int) -> Node:
-    if len(children) != _WRAPPERS[kind]:
-        raise SchemaError(f"{len(children)} children: {kind} has {_WRAPPERS[kind]}")
-    node = Node(kind, (), tuple(_node_from_json(child, depth + 1) for child in children))
-    if kind == "optional" and (node.children[0].kind == kind or node.children[1] != LEAF):
-        raise SchemaError("what may be None has no field that says in which rows it is")
-    if kind == "records" and any(
-        part.kind in (kind, "numbers") for _, part in node.children[0].walk()
-    ):
-        raise SchemaError("a list of records has lists in its records")
-    return node
-
-
-def _check_class(kind: str, name: str, keys: list[str | int]) -> None:
-    """Check that `_look_alike` can make a class: it writes source code with these names."""
-    if not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
-        raise SchemaError(f"{short_repr(name)} is not a name of a class")
-    if kind == "namedtuple" and not _is_identifier(name):
-        raise SchemaError(f"{short_repr(name)} is not a name of a named tuple")
-    for key in keys:
-        if not _is_identifier(key) or (kind == "namedtuple" and str(key).startswith("_")):
-            raise SchemaError(f"{kind} {short_repr(name)}: {short_repr(key)} names no field")
-
-
-def _is_identifier(name: str | int) -> bool:
-    """Whether a class can have a field of this name, and the same name once Python has read it."""
-    return (
-        isinstance(name, str)
-        and name.isidentifier()
-        and not iskeyword(name)
-        and not name.startswith("__")
-        and normalize("NFKC", name) == name
-    )

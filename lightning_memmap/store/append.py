@@ -19,10 +19,11 @@ from lightning_memmap.errors import with_article
 from lightning_memmap.schema import Schema
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.build import Build, check_written, class_name, finish_files
+from lightning_memmap.store.build_plan import BuildPlan
 from lightning_memmap.store.columns.variable import pack_rows
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.fingerprint import Fingerprint
-from lightning_memmap.store.journal import BuildPlan, Journal
+from lightning_memmap.store.journal import Journal
 from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_error, read_row
@@ -30,7 +31,7 @@ from lightning_memmap.store.progress import Advance, show_progress
 from lightning_memmap.store.reader import Store, open_directory
 from lightning_memmap.store.recovery import locked, make_room, recover, remove_tree
 from lightning_memmap.store.sources.stream import is_stream
-from lightning_memmap.store.workers import run_tasks
+from lightning_memmap.store.workers import Workers
 from lightning_memmap.store.writer import check_build, check_length
 
 _COPY_BYTES = 32 * 2**20
@@ -99,25 +100,31 @@ def append_store(
             directory,
             format_bytes(store.manifest.num_bytes),
         )
-        added: list[tuple[int, str]] = []
-        run_tasks(
-            _Prober(dataset, store.schema), probe_rows(len(dataset)), num_workers, added.append
-        )
-        probes = (
-            *store.manifest.probes,
-            *((store.num_rows + row, digest) for row, digest in sorted(added)),
-        )
         name = f"{store.manifest.source.get('dataset', 'a table')} + {class_name(dataset)}"
         identity = Fingerprint({}, fingerprint)
-        row_bytes = store.manifest.row_bytes
-        build = Build(
-            dataset, name[-_MAX_SOURCE:], plan, probes, identity, _ROW_S, row_bytes, store.num_rows
-        )
-        _write(build, store, num_workers, show)
+        row_bytes, added = store.manifest.row_bytes, list[tuple[int, str]]()
+        with Workers(dataset, num_workers) as workers:
+            prober = partial(_Prober, schema=store.schema)
+            workers.run(prober, probe_rows(len(dataset)), added.append)
+            probes = (
+                *store.manifest.probes,
+                *((store.num_rows + row, digest) for row, digest in sorted(added)),
+            )
+            build = Build(
+                workers,
+                name[-_MAX_SOURCE:],
+                plan,
+                probes,
+                identity,
+                _ROW_S,
+                row_bytes,
+                store.num_rows,
+            )
+            _write(build, store, show)
     return open_directory(directory)
 
 
-def _write(build: Build, store: Store, num_workers: int, show: Any) -> None:
+def _write(build: Build, store: Store, show: Any) -> None:
     plan = build.plan
     if os.path.lexists(plan.building):
         remove_tree(plan.building)
@@ -128,8 +135,8 @@ def _write(build: Build, store: Store, num_workers: int, show: Any) -> None:
     try:
         with show("copying", store.num_rows, store.manifest.row_bytes) as advance:
             _copy_rows(store, plan, advance)
-        build.write(journal, range(store.num_rows, plan.num_rows), num_workers, show)
-        columns, checksums = finish_files(plan, num_workers, show)
+        build.write(journal, range(store.num_rows, plan.num_rows), show)
+        columns, checksums = finish_files(plan, build.workers.num_workers, show)
     except BaseException:
         remove_tree(plan.building)
         raise

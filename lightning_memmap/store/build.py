@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -19,10 +20,11 @@ import torch
 from torch.utils.data import Subset
 
 from lightning_memmap.schema import Form, Nullable
+from lightning_memmap.store.build_plan import BuildPlan
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.fingerprint import Fingerprint
-from lightning_memmap.store.journal import BuildPlan, Journal
+from lightning_memmap.store.journal import Journal
 from lightning_memmap.store.manifest import are_class_names
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import probe_rows, random_dataset_error, take_probes
@@ -32,7 +34,7 @@ from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.recovery import is_store, remove_tree
 from lightning_memmap.store.sources import nullable_columns
 from lightning_memmap.store.sources.stream import Spool
-from lightning_memmap.store.workers import run_tasks
+from lightning_memmap.store.workers import Workers
 
 #: By how much slices are faster than items, as a first guess.
 _SLICE_SPEED = 32
@@ -64,7 +66,7 @@ class Build:
     """One build of one dataset, as planned before the first row is written.
 
     Args:
-        dataset: The dataset, or the rows of a stream.
+        workers: Read the dataset, or the rows of a stream.
         dataset_name: The class of what the user has given.
         plan: What the build makes.
         probes: Row and hash of the probe rows.
@@ -74,7 +76,7 @@ class Build:
         first_row: The row of the store that row 0 of the dataset is.
     """
 
-    dataset: Any
+    workers: Workers
     dataset_name: str
     plan: StorePlan
     probes: tuple[tuple[int, str], ...]
@@ -86,10 +88,9 @@ class Build:
     @classmethod
     def prepare(
         cls,
-        dataset: Any,
+        workers: Workers,
         path: Path,
         num_shards: int,
-        num_workers: int,
         fingerprint: Fingerprint,
         variable: Mapping[str, Form],
         dtypes: Mapping[str, torch.dtype],
@@ -99,25 +100,25 @@ class Build:
         """Read the probe rows, and check that a store can be made of the dataset.
 
         Args:
-            dataset: The dataset.
+            workers: Read the dataset.
             path: Directory of the store.
             num_shards: Shards that the rows are divided into.
-            num_workers: Processes that read the probe rows; with 0, this one.
             fingerprint: The identity of the dataset.
             variable: The forms of fields and lists, by name.
             dtypes: Other dtypes in which fields are kept, by name.
             in_parts: Whether several processes write the rows.
         """
+        dataset = workers.dataset
         num_rows = len(dataset)
         variable = {**{name: Nullable() for name in nullable_columns(dataset)}, **variable}
-        probes = take_probes(dataset, num_rows, num_workers, variable, dtypes)
+        probes = take_probes(workers, num_rows, variable, dtypes)
         classes = _class_names(dataset)
         plan = StorePlan(path, num_rows, num_shards, probes[0].schema, classes, in_parts)
         plan.check()
         digests = tuple((probe.row, probe.digest) for probe in probes)
         row_s = median(probe.duration_s for probe in probes)
         row_bytes = max(probe.num_bytes for probe in probes)
-        return cls(dataset, class_name(dataset), plan, digests, fingerprint, row_s, row_bytes)
+        return cls(workers, class_name(dataset), plan, digests, fingerprint, row_s, row_bytes)
 
     @classmethod
     def of_stream(
@@ -140,20 +141,20 @@ class Build:
         plan = StorePlan(path, len(spool), num_shards, spool.schema, _class_names(stream))
         plan.check()
         probes = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))
-        return cls(spool, class_name(stream), plan, probes, fingerprint, 0.0, spool.row_bytes)
+        workers = Workers(spool, 0)
+        return cls(workers, class_name(stream), plan, probes, fingerprint, 0.0, spool.row_bytes)
 
-    def run(self, num_workers: int, progress: ShowProgress, *, resume: bool) -> None:
+    def run(self, progress: ShowProgress, *, resume: bool) -> None:
         """Write all rows that are not yet written, then commit.
 
         Args:
-            num_workers: Processes that read and write rows; with 0, this one.
             progress: Shows the progress.
             resume: Whether to go on from an interrupted build.
         """
         plan, journal = self.plan, self._open_journal(resume)
         try:
-            self.write(journal, range(plan.num_rows), num_workers, progress)
-            columns, checksums = finish_files(plan, num_workers, progress)
+            self.write(journal, range(plan.num_rows), progress)
+            columns, checksums = finish_files(plan, self.workers.num_workers, progress)
         except KeyboardInterrupt:
             self._log_what_is_kept(journal, resume)
             raise
@@ -170,7 +171,7 @@ class Build:
 
     def _log_what_is_kept(self, journal: Journal, resume: bool) -> None:
         path = self.plan.path
-        if isinstance(self.dataset, Spool):
+        if isinstance(self.workers.dataset, Spool):
             _log.warning("interrupted: nothing is kept of a stream; build the store again")
             return
         kept = f"{journal.num_done:,} of {self.plan.num_rows:,} rows are kept beside {path}"
@@ -194,33 +195,37 @@ class Build:
         plan.make_files()
         return Journal.create(plan.building, build)
 
-    def write(
-        self, journal: Journal, rows: range, num_workers: int, progress: ShowProgress
-    ) -> None:
-        """Write those of some rows that are not yet written.
+    def write(self, journal: Journal, rows: range, progress: ShowProgress) -> None:
+        """Write those of some rows that are not yet written. The workers end with that.
 
         Args:
             journal: Lists the rows that are.
             rows: The rows, in a range of step 1.
-            num_workers: Processes that read and write; with 0, this one.
             progress: Shows the progress.
         """
         todo = missing_ranges(journal.done, rows.stop, rows.start)
         num_done = len(rows) - sum(map(len, todo))
-        with progress("storing", len(rows), self.row_bytes, num_done) as advance:
-            self._write_rows(journal, todo, num_workers, advance)
+        try:
+            with progress("storing", len(rows), self.row_bytes, num_done) as advance:
+                self._write_rows(journal, todo, advance)
+        finally:
+            self.workers.close()
         assert not missing_ranges(journal.done, rows.stop, rows.start)
 
-    def _write_rows(
-        self, journal: Journal, todo: list[range], num_workers: int, advance: Advance
-    ) -> None:
-        writer = RangeWriter(
-            self.dataset, self.plan, journal.descriptor, self.row_bytes, self.first_row
+    def _write_rows(self, journal: Journal, todo: list[range], advance: Advance) -> None:
+        workers = self.workers
+        make = partial(
+            RangeWriter,
+            plan=self.plan,
+            journal=journal.name,
+            row_bytes=self.row_bytes,
+            first_row=self.first_row,
         )
+        writer: RangeWriter = make(workers.dataset)
         ranges = RowRanges(
             todo,
             max_rows=writer.max_rows,
-            num_workers=num_workers,
+            num_workers=workers.num_workers,
             row_s=self.row_s / _SLICE_SPEED if writer.has_arrays else self.row_s,
         )
         written: list[range] = []
@@ -237,7 +242,8 @@ class Build:
                 last_sync = monotonic()
 
         try:
-            run_tasks(writer, ranges, num_workers, receive)
+            # A worker process makes its own.
+            workers.run(make if workers.num_workers else lambda _: writer, ranges, receive)
         finally:
             writer.close()
             self._note(journal, written)

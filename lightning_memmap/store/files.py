@@ -5,9 +5,7 @@ import os
 import stat
 import sys
 from itertools import pairwise
-from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,7 +143,7 @@ class OpenFiles:
 
     The directory stays open, and files are opened relative to it and not by its name: a process
     that outlives its build must not write into the files that the next build makes in the same
-    place. The object can be sent to a process that is being started.
+    place.
 
     Args:
         directory: The directory. A link is not followed.
@@ -197,9 +195,3 @@ class OpenFiles:
         if self.directory >= 0:
             os.close(self.directory)
             self.directory = -1
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "directory": DupFd(self.directory), "_files": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, directory=state["directory"].detach())

@@ -24,6 +24,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import ItemRows, OpenColumn
+from lightning_memmap.store.columns.variable import Located
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.reader import Store
 
@@ -61,17 +62,11 @@ class JoinedStore(Store):
         self._shards = shards
         # Of a store at a URL, all shards are fetched.
         opened = [part.provide(None, range(part.num_shards)) for part in parts]
-        self.path = path
-        self.manifest = JoinedManifest(
-            **{**vars(first), "shards": shards, "parts": tuple(part.manifest for part in parts)}
-        )
-        self.columns = [
-            self._joined(field, columns, index)
-            for index, (field, *columns) in enumerate(
-                zip(first.schema.fields, *opened, strict=True)
-            )
-        ]
-        self._build = self.schema.builder()
+        manifests = tuple(part.manifest for part in parts)
+        manifest = JoinedManifest(**{**vars(first), "shards": shards, "parts": manifests})
+        columns = zip(first.schema.fields, *opened, strict=True)
+        joined = [self._joined(field, each, index) for index, (field, *each) in enumerate(columns)]
+        super().__init__(path, manifest, joined)
 
     @override
     def shards_of(self, shards: Shards) -> Shards:
@@ -131,7 +126,7 @@ class JoinedStore(Store):
         # The same once more, for the items: fields of as many items have them at the same places.
         unit = replace(field, shape=field.item_shape)
         sizes = [len(column.items) for column in variable]
-        begins = np.cumsum(sizes) - sizes + _shifts(self.schema.fields, sizes)
+        begins = np.cumsum(sizes) - sizes + _shifts(self._parts[0].schema.fields, sizes)
         files = [
             (part.path / f"{field.name}.values", int(begin) * field.item_bytes, size)
             for part, begin in zip(self._parts, begins, strict=True)
@@ -213,20 +208,8 @@ class _JoinedItems(ItemRows):
     locate: Callable[[Integers], Integers]
 
     @override
-    def lengths(self) -> Integers:
-        every = np.arange(self.shards.num_rows, dtype=np.int64)
-        lengths: Integers = self.at(self.locate(every)).sizes.prod(axis=1)
-        return lengths
-
-    @override
-    def fetch(self, rows: Integers) -> list[Tensor]:
-        starts, sizes = self.at(self.locate(rows))
-        return [
-            self.items[start : start + int(np.prod(shape))]
-            .clone()
-            .view(*shape, *self.field.item_shape)
-            for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)
-        ]
+    def _at_rows(self, rows: Integers) -> Located:
+        return self.at(self.locate(rows))
 
 
 def _shifts(fields: Sequence[Field], sizes: Sequence[int]) -> Integers:

@@ -1,8 +1,8 @@
 """The journal of a build: which rows are on the disk, so that the next build can go on from there.
 
 ``plan.json`` says what is built, ``journal`` which rows are on the disk. The building process and
-all workers that it forks hold a lock on the journal: while one of them lives, no other process
-writes into the same files.
+all workers that write share a lock on the journal: while one of them lives, no other process writes
+into the same files.
 """
 
 import fcntl
@@ -10,97 +10,52 @@ import json
 import logging
 import os
 import re
-import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from platform import node
 from time import monotonic, sleep
-from typing import Any
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.store.build_plan import (
+    PLAN,
+    BuildPlan,
+    builder_text,
+    read_plan_in,
+    this_process,
+)
 from lightning_memmap.store.files import TEMPORARY
-from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.own_files import (
+    SAFE_FLAGS,
+    check_own,
+    open_own,
+    own_directory,
+    read_at_most,
+)
 from lightning_memmap.store.ranges import merge_ranges
+from lightning_memmap.store.workers import exit_if_orphaned
 
-PLAN = "plan.json"
 JOURNAL = "journal"
 
-_MAX_PLAN_BYTES = 64 * 2**20
 _MAX_JOURNAL_BYTES = 256 * 2**20
 #: How long the workers of a killed build may take to end.
 _PATIENCE_S = 2.0
 #: What begins the line in the journal of a part that says which process has it.
 _WRITER = "by "
 _LINE = re.compile(rb"([0-9]{1,15}) ([0-9]{1,15})\n")
-_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class BuildPlan:
-    """What a build makes. An interrupted build is resumed only by one that makes the same.
-
-    Args:
-        fingerprint: The identity of the dataset.
-        contents: Rows, shards, schema, columns and probes as JSON values.
-        file_bytes: The size of each file that grows, by its name.
-    """
-
-    fingerprint: Fingerprint
-    contents: Mapping[str, Any]
-    file_bytes: Mapping[str, int]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the dataset."""
-        return int(self.contents["num_rows"])
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values, as `difference` reads them, with the process that builds."""
-        return {
-            "builder": _this_process(),
-            "fingerprint": self.fingerprint.to_json(),
-            **self.contents,
-        }
-
-    def difference(self, found: Mapping[str, Any]) -> str | None:
-        """Say in words how the plan of an interrupted build differs from this one.
-
-        Args:
-            found: The plan that was found, as JSON values that have not been checked.
-
-        Returns:
-            The first difference; None if there is none.
-
-        Raises:
-            ValueError: What was found is not a plan.
-        """
-        changed = Fingerprint.from_json(found.get("fingerprint")).difference(self.fingerprint)
-        if changed is not None:
-            return f"since then, {changed}"
-        for key, value in self.contents.items():
-            if (was := found.get(key)) == value:
-                continue
-            if key == "probes":
-                return "rows that are read for comparison have changed"
-            if type(was) is int:
-                return f"it has {key}={was}, and this one {key}={value}"
-            return f"it has other {key}"
-        return None
 
 
 class Journal:
     """The rows of a build that are on the disk.
 
     Args:
-        descriptor: The open file, locked. Workers inherit it; `close` closes it.
+        name: The name of its file; see `share`.
+        descriptor: The open file, locked. `close` closes it.
         done: The rows that it lists.
     """
 
-    def __init__(self, descriptor: int, done: Iterable[range] = ()) -> None:
+    def __init__(self, name: str, descriptor: int, done: Iterable[range] = ()) -> None:
+        self.name = name
         self.descriptor = descriptor
         self.done = merge_ranges(done)
 
@@ -125,10 +80,10 @@ class Journal:
         """
         with open(building / PLAN, "x", encoding="utf-8") as file:
             json.dump(plan.to_json(), file)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | _FLAGS
-        journal = cls(os.open(building / JOURNAL, flags, 0o666))
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | SAFE_FLAGS
+        journal = cls(JOURNAL, os.open(building / JOURNAL, flags, 0o666))
         with suppress(OSError):  # Without locks on this file system, the build is not resumed.
-            fcntl.flock(journal.descriptor, fcntl.LOCK_EX)
+            fcntl.flock(journal.descriptor, fcntl.LOCK_SH)
         return journal
 
     @classmethod
@@ -179,8 +134,9 @@ class Journal:
             OSError: It cannot be opened, or the file system has no locks.
         """
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
-        with _own_directory(building) as directory:
-            descriptor = _open_own(part_journal(part), directory, flags)
+        name = part_journal(part)
+        with own_directory(building) as directory:
+            descriptor = open_own(name, directory, flags)
         try:
             try:
                 _lock(descriptor)
@@ -188,27 +144,28 @@ class Journal:
                 raise PartInUseError(_last_writer(descriptor)) from None
             done = _read_ranges(descriptor, num_rows)
             # No line of rows: it is for the message of another process that wants this part.
-            os.write(descriptor, f"{_WRITER}{_this_process()}\n".encode())
-            return cls(descriptor, done)
+            os.write(descriptor, f"{_WRITER}{this_process()}\n".encode())
+            return cls(name, descriptor, done)
         except BaseException:
             os.close(descriptor)
             raise
 
     @classmethod
     def _resume(cls, building: Path, plan: BuildPlan) -> "tuple[Journal, str]":
-        with _own_directory(building) as directory:
-            found = _read_plan(directory)
+        with own_directory(building) as directory:
+            found = read_plan_in(directory)
             if (changed := plan.difference(found)) is not None:
                 raise StoreError(changed)
             for name, num_bytes in plan.file_bytes.items():
                 state = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                _check_own(name, state)
+                check_own(name, state)
                 if state.st_size != num_bytes:
                     raise StoreError(f"{name} has {state.st_size} bytes, expected {num_bytes}")
-            descriptor = _open_own(JOURNAL, directory, os.O_RDWR | os.O_APPEND)
+            descriptor = open_own(JOURNAL, directory, os.O_RDWR | os.O_APPEND)
         try:
             _lock(descriptor)
-            return cls(descriptor, _read_ranges(descriptor, plan.num_rows)), _builder(found)
+            done = _read_ranges(descriptor, plan.num_rows)
+            return cls(JOURNAL, descriptor, done), builder_text(found.get("builder"))
         except BaseException:
             os.close(descriptor)
             raise
@@ -236,8 +193,28 @@ class Journal:
         self.done = merge_ranges((*self.done, *ranges))
 
     def close(self) -> None:
-        """Close the file. The lock is released once no worker has the file open either."""
+        """Close the file. Its lock is free once no worker shares it either."""
         os.close(self.descriptor)
+
+
+def share(name: str, directory: int) -> int:
+    """Share the lock of a journal, so that the next build knows that this process is alive.
+
+    Args:
+        name: The name of the journal.
+        directory: A descriptor of the directory in which the store is being built.
+
+    Returns:
+        The open file; the lock is held until it is closed.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    descriptor = os.open(name, os.O_RDWR | SAFE_FLAGS, dir_fd=directory)
+    with suppress(OSError):  # As in `Journal.create`; or else the build is another one's by now.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    exit_if_orphaned()
+    return descriptor
 
 
 class PartInUseError(StoreError):
@@ -251,44 +228,6 @@ def part_journal(part: int) -> str:
         part: Number of the part.
     """
     return f"{JOURNAL}-{part}{TEMPORARY}"
-
-
-def write_plan(building: Path, plan: BuildPlan, **more: Any) -> None:
-    """Write the plan of a build in parts: all of it or nothing.
-
-    Args:
-        building: The directory in which the store is being built, and where no plan is.
-        plan: What the build makes.
-        **more: JSON values that are kept with it, and are not compared with those of other parts.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    temporary = building / (PLAN + TEMPORARY)
-    with open(temporary, "x", encoding="utf-8") as file:
-        json.dump({**more, **plan.to_json()}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, building / PLAN)
-
-
-def read_plan(building: Path) -> dict[str, Any]:
-    """Read the plan of a build.
-
-    Args:
-        building: The directory in which the store is being built.
-
-    Returns:
-        The plan as JSON values, which have not been checked. All belongs to this user.
-
-    Raises:
-        FileNotFoundError: There is none.
-        StoreError: Something there belongs to another user, or is too large.
-        ValueError: It is not JSON.
-        OSError: It cannot be read.
-    """
-    with _own_directory(building) as directory:
-        return _read_plan(directory)
 
 
 def read_part(building: Path, part: int, num_rows: int) -> list[range] | None:
@@ -308,8 +247,8 @@ def read_part(building: Path, part: int, num_rows: int) -> list[range] | None:
         OSError: It cannot be read.
     """
     try:
-        with _own_directory(building) as directory:
-            descriptor = _open_own(part_journal(part), directory, os.O_RDWR)
+        with own_directory(building) as directory:
+            descriptor = open_own(part_journal(part), directory, os.O_RDWR)
     except FileNotFoundError:
         return None
     try:
@@ -322,23 +261,23 @@ def read_part(building: Path, part: int, num_rows: int) -> list[range] | None:
         os.close(descriptor)
 
 
-def _this_process() -> str:
-    now = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
-    return f"process {os.getpid()} on {node()} at {now}"
-
-
 def _last_writer(descriptor: int) -> str:
     """What the process that has the journal of a part has written of itself there."""
     lines = os.pread(descriptor, _MAX_JOURNAL_BYTES, 0).decode(errors="replace").splitlines()
     found = [line.removeprefix(_WRITER) for line in lines if line.startswith(_WRITER)]
-    return _builder({"builder": found[-1] if found else None})
+    return builder_text(found[-1] if found else None)
 
 
 def _lock(descriptor: int) -> None:
+    """Find that no process has a journal, then share its lock with the workers to come.
+
+    Between the two it is free for a moment: the lock beside the store must be held.
+    """
     deadline = monotonic() + _PATIENCE_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if monotonic() > deadline:
@@ -346,56 +285,9 @@ def _lock(descriptor: int) -> None:
         sleep(0.02)
 
 
-def _check_own(name: str, state: os.stat_result) -> None:
-    if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1 or state.st_uid != os.geteuid():
-        raise StoreError(f"{name} is not a plain file that belongs to this user")
-
-
-@contextmanager
-def _own_directory(building: Path) -> Iterator[int]:
-    """The descriptor of a directory, if it belongs to this user."""
-    directory = os.open(building, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
-    try:
-        if os.fstat(directory).st_uid != os.geteuid():
-            raise StoreError("it belongs to another user")
-        yield directory
-    finally:
-        os.close(directory)
-
-
-def _open_own(name: str, directory: int, flags: int) -> int:
-    descriptor = os.open(name, flags | _FLAGS, 0o666, dir_fd=directory)
-    try:
-        _check_own(name, os.fstat(descriptor))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _read_plan(directory: int) -> dict[str, Any]:
-    found = json.loads(_read_own(PLAN, directory, _MAX_PLAN_BYTES))
-    if not isinstance(found, dict):
-        raise ValueError(f"{PLAN} holds no JSON object")
-    return found
-
-
-def _read_own(name: str, directory: int, max_bytes: int) -> bytes:
-    descriptor = _open_own(name, directory, os.O_RDONLY)
-    with open(descriptor, "rb") as file:
-        return _read_at_most(file.read, name, max_bytes)
-
-
-def _read_at_most(read: Callable[[int], bytes], name: str, max_bytes: int) -> bytes:
-    data = read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise StoreError(f"{name} is larger than {max_bytes} bytes")
-    return data
-
-
 def _read_ranges(descriptor: int, num_rows: int) -> list[range]:
     with open(os.dup(descriptor), "rb") as file:
-        data = _read_at_most(file.read, JOURNAL, _MAX_JOURNAL_BYTES)
+        data = read_at_most(file, JOURNAL, _MAX_JOURNAL_BYTES)
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         # A kill has cut the last line short: the next one must not be joined to it.
@@ -408,9 +300,3 @@ def _read_ranges(descriptor: int, num_rows: int) -> list[range]:
             if count and first + count <= num_rows:
                 ranges.append(range(first, first + count))
     return ranges
-
-
-def _builder(found: Mapping[str, Any]) -> str:
-    builder = found.get("builder")
-    is_line = isinstance(builder, str) and len(builder) < 200 and builder.isprintable()
-    return str(builder) if is_line else "another process"

@@ -17,11 +17,12 @@ import numpy as np
 import xxhash
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
-from lightning_memmap.sampling import Integers, Shards, WindowShards, spans_of
-from lightning_memmap.schema import Schema
+from lightning_memmap.sampling import Integers, Shards, WindowShards
+from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.store.columns import Column, columns_from_json, columns_to_json
 from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
 from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.row_bytes import rows_bytes, window_bytes
 from lightning_memmap.store.strict_json import parse_json
 
 MANIFEST = "manifest.json"
@@ -111,7 +112,7 @@ class Manifest:
         shards = shards or self.shards
         columns = [c for c in self.columns if fields is None or c.field.name in fields]
         if isinstance(shards.base, WindowShards):
-            return _window_bytes(columns, shards, shards.base, num_data_devices)
+            return window_bytes(columns, shards, shards.base, num_data_devices)
         sizes = [rows_bytes(columns, shards.rows_of(c)) for c in range(shards.num_shards)]
         return np.array(sizes, np.int64)
 
@@ -260,7 +261,7 @@ class Manifest:
 
     @classmethod
     def _from_json(cls, body: dict[str, Any]) -> "Manifest":
-        schema = Schema.from_json(body)
+        schema = read_schema(body)
         num_rows = _count(body, "num_rows", _MAX_ROWS)
         num_shards = _count(body, "num_shards", MAX_SHARDS)
         if len(schema.fields) * num_shards > _MAX_CHECKSUMS:
@@ -272,82 +273,56 @@ class Manifest:
         columns = columns_from_json(schema, shards, body.get("columns", {}))
         if not any(column.file_bytes for column in columns):
             _count(body, "num_rows", _MAX_EMPTY_ROWS)
-        sums = body.get("checksums")
-        names = [field.name for field in schema.fields]
-        if not isinstance(sums, dict) or list(sums) != names:
-            raise ValueError("its checksums are not those of its fields")
-        for name in names:
-            if not _is_hex_list(sums[name]) or len(sums[name]) != num_shards:
-                raise ValueError(f"the checksums of {name!r} are not one for each shard")
-        probes = body.get("probes")
-        if not isinstance(probes, list) or len(probes) > _MAX_PROBES:
-            raise ValueError(f"its probes are not a list of at most {_MAX_PROBES}")
-        if not all(
-            isinstance(probe, list)
-            and len(probe) == 2
-            and type(probe[0]) is int
-            and 0 <= probe[0] < num_rows
-            and _is_hex_list(probe[1:])
-            for probe in probes
-        ):
-            raise ValueError("its probes are not rows with a hash each")
-        source = body.get("source")
-        if not isinstance(source, dict) or len(source) > _MAX_SOURCE:
-            raise ValueError(f"its source is not a table of at most {_MAX_SOURCE} texts")
-        if not all(_is_text(text) for entry in source.items() for text in entry):
-            raise ValueError(f"its source holds more than printable texts of {_MAX_TEXT} letters")
-        identity, classes = body.get("fingerprint"), body.get("classes", [])
-        if not isinstance(classes, list) or not are_class_names(classes):
-            raise ValueError("its classes are not a list of short texts")
+        identity = body.get("fingerprint")
         return cls(
             shards,
             schema,
             columns,
-            tuple((row, digest) for row, digest in probes),
-            {name: tuple(sums[name]) for name in names},
-            source,
+            _probes(body.get("probes"), num_rows),
+            _checksums(body.get("checksums"), shards, schema),
+            _source(body.get("source")),
             None if identity is None else Fingerprint.from_json(identity),
-            tuple(classes),
+            _classes(body.get("classes", [])),
         )
 
 
-def rows_bytes(columns: Sequence[Column], rows: range | Integers) -> int:
-    """Return the bytes of rows over all columns of a store.
+def _probes(found: Any, num_rows: int) -> tuple[tuple[int, str], ...]:
+    if not isinstance(found, list) or len(found) > _MAX_PROBES:
+        raise ValueError(f"its probes are not a list of at most {_MAX_PROBES}")
+    if not all(
+        isinstance(probe, list)
+        and len(probe) == 2
+        and type(probe[0]) is int
+        and 0 <= probe[0] < num_rows
+        and _is_hex_list(probe[1:])
+        for probe in found
+    ):
+        raise ValueError("its probes are not rows with a hash each")
+    return tuple((row, digest) for row, digest in found)
 
-    Args:
-        columns: The columns.
-        rows: Rows in dataset order.
 
-    Returns:
-        Bytes of all these rows together.
-    """
-    return sum(column.num_bytes(rows) for column in columns)
+def _checksums(found: Any, shards: Shards, schema: Schema) -> dict[str, tuple[str, ...]]:
+    names = [field.name for field in schema.fields]
+    if not isinstance(found, dict) or list(found) != names:
+        raise ValueError("its checksums are not those of its fields")
+    for name, sums in found.items():
+        if not _is_hex_list(sums) or len(sums) != shards.num_shards:
+            raise ValueError(f"the checksums of {name!r} are not one for each shard")
+    return {name: tuple(sums) for name, sums in found.items()}
 
 
-def _window_bytes(
-    columns: Sequence[Column], shards: Shards, line: WindowShards, num_data_devices: int
-) -> Integers:
-    """The bytes that each shard takes of series that are cut into windows, int64 of shape (C,)."""
-    step_bytes = series_bytes = 0
-    for column in columns:
-        if column.field.name in line.fields:
-            step_bytes += column.field.step_bytes
-        else:
-            num_rows = column.shards.num_rows
-            series_bytes += -(-rows_bytes([column], range(num_rows)) // num_rows)
+def _source(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict) or len(found) > _MAX_SOURCE:
+        raise ValueError(f"its source is not a table of at most {_MAX_SOURCE} texts")
+    if not all(_is_text(text) for entry in found.items() for text in entry):
+        raise ValueError(f"its source holds more than printable texts of {_MAX_TEXT} letters")
+    return found
 
-    def held_bytes(chosen: Sequence[int]) -> int:
-        counts = spans_of(shards, chosen).counts
-        counts = counts[counts > 0]
-        num_steps = int((counts - 1).sum()) * line.stride + len(counts) * line.length
-        return num_steps * step_bytes + len(counts) * series_bytes
 
-    count = shards.num_shards
-    if shards == line.ordered:
-        # In dataset order all shards have windows of all series, and those of a device share them.
-        total = held_bytes(range(count)) * num_data_devices
-        return np.full(count, -(-total // count), np.int64)
-    return np.array([held_bytes([shard]) for shard in range(count)], np.int64)
+def _classes(found: Any) -> tuple[str, ...]:
+    if not isinstance(found, list) or not are_class_names(found):
+        raise ValueError("its classes are not a list of short texts")
+    return tuple(found)
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:

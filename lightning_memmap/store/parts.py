@@ -16,19 +16,12 @@ from typing import Any
 import torch
 
 from lightning_memmap.errors import StoreError, check_integer
-from lightning_memmap.schema import Schema, read_forms
+from lightning_memmap.schema import read_forms, read_schema
 from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.store.build import Build, check_written, finish_files
+from lightning_memmap.store.build_plan import PLAN, BuildPlan, read_plan, write_plan
 from lightning_memmap.store.fingerprint import Fingerprint
-from lightning_memmap.store.journal import (
-    PLAN,
-    BuildPlan,
-    Journal,
-    PartInUseError,
-    read_part,
-    read_plan,
-    write_plan,
-)
+from lightning_memmap.store.journal import Journal, PartInUseError, read_part
 from lightning_memmap.store.places import make_parent, store_directory
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.progress import show_progress
@@ -47,7 +40,7 @@ from lightning_memmap.store.recovery import (
     remove_tree,
 )
 from lightning_memmap.store.sources.stream import is_stream
-from lightning_memmap.store.workers import check_num_workers
+from lightning_memmap.store.workers import Workers, check_num_workers
 from lightning_memmap.store.writer import check_build, check_length, reopen
 
 #: The most parts of a build.
@@ -130,33 +123,33 @@ def build_part(
         return
     # Before a row is read: a dataset may cache rows, which would change its identity.
     identity = Fingerprint.of(dataset, fingerprint)
-    build = Build.prepare(
-        dataset, directory, num_shards, num_workers, identity, forms, dtypes, in_parts=True
-    )
-    plan = build.plan
-    with locked(directory):
-        recover(directory)
-        if is_finished():
-            return
-        if is_store(plan.building):
-            # `finish_store` was killed between the manifest and the rename: all rows are there.
-            return
-        _make_or_compare(build, num_parts)
+    with Workers(dataset, num_workers) as workers:
+        build = Build.prepare(
+            workers, directory, num_shards, identity, forms, dtypes, in_parts=True
+        )
+        plan = build.plan
+        with locked(directory):
+            recover(directory)
+            if is_finished():
+                return
+            if is_store(plan.building):
+                # `finish_store` was killed between the manifest and the rename: all rows are there.
+                return
+            _make_or_compare(build, num_parts)
+            try:
+                journal = Journal.of_part(plan.building, index, plan.num_rows)
+            except PartInUseError as error:
+                raise StoreError(
+                    f"part {index} of {num_parts} of the store at {directory} is being written by"
+                    f" {error}: give each process a part of its own"
+                ) from None
         try:
-            journal = Journal.of_part(plan.building, index, plan.num_rows)
-        except PartInUseError as error:
-            raise StoreError(
-                f"part {index} of {num_parts} of the store at {directory} is being written by"
-                f" {error}: give each process a part of its own"
-            ) from None
-    rows = _rows_of(index, num_parts, plan.num_rows)
-    try:
-        build.write(journal, rows, num_workers, show)
-    except KeyboardInterrupt:
-        _log.warning("interrupted: the same part goes on with the rows that it has written")
-        raise
-    finally:
-        journal.close()
+            build.write(journal, _rows_of(index, num_parts, plan.num_rows), show)
+        except KeyboardInterrupt:
+            _log.warning("interrupted: the same part goes on with the rows that it has written")
+            raise
+        finally:
+            journal.close()
 
 
 def finish_store(
@@ -298,7 +291,7 @@ def _read_plan(directory: Path) -> tuple[StorePlan, dict[str, Any]]:
     building = parts_path(directory)
     try:
         found = read_plan(building)
-        schema, classes = Schema.from_json(found), tuple(found["classes"])
+        schema, classes = read_schema(found), tuple(found["classes"])
         num_rows, num_shards = found["num_rows"], found["num_shards"]
         plan = StorePlan(directory, num_rows, num_shards, schema, classes, in_parts=True)
         if any(found.get(key) != value for key, value in plan.to_json().items()):

@@ -21,9 +21,10 @@ from lightning_memmap.schema import Schema
 from lightning_memmap.store.columns import Column, columns_to_json, grow_columns
 from lightning_memmap.store.files import TEMPORARY, sync_path
 from lightning_memmap.store.fingerprint import Fingerprint
-from lightning_memmap.store.manifest import Manifest, rows_bytes
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import hash_row
 from lightning_memmap.store.recovery import building_path, parts_path, put_in_place
+from lightning_memmap.store.row_bytes import rows_bytes
 
 #: What a build needs on the disk beside the rows: its plan, its journal, the manifest.
 _ROOM_BYTES = 64 * 2**10

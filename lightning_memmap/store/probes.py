@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.data import Subset
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Form, Schema
 from lightning_memmap.schema.fields import dtype_name
-from lightning_memmap.store.workers import describe_error, run_tasks
+from lightning_memmap.store.workers import Workers, describe_error, run_tasks
 
 NUM_PROBES = 8
 #: The most rows that are read to find out what a list consists of that is empty in the first ones.
@@ -262,20 +263,18 @@ class _PickledSample:
 
 
 def take_probes(
-    dataset: Any,
+    workers: Workers,
     num_rows: int,
-    num_workers: int,
     variable: Mapping[str, Form] | None = None,
     store_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[Probe]:
     """Read each probe row twice and hash it.
 
     Args:
-        dataset: The dataset.
-        num_rows: Its length.
-        num_workers: Processes that read. Unless it is 0, this process reads no row: a file that the
+        workers: Read the dataset. Where there are processes, this one reads no row: a file that the
             dataset opens at the first read would be shared with all processes that are forked
             later, and with it the position of the next read.
+        num_rows: The length of the dataset.
         variable: By name, the form of each field or list whose rows may differ in length, or be
             None. Those that do among the probe rows need not be named.
         store_dtypes: Other dtypes in which fields are kept, by name.
@@ -287,15 +286,14 @@ def take_probes(
         SchemaError: A sample cannot be stored, or differs from row 0 in more than the lengths of
             fields; or ``store_dtypes`` does not fit the samples.
         DatasetError: A row differs between the two reads, so the dataset is random; or the dataset
-            raised an error, or a worker process died.
+            raised an error.
     """
     rows, probes, found = probe_rows(num_rows), list[Probe](), list[tuple[Schema, int]]()
-    first = _Prober(dataset, variable, store_dtypes)
-    run_tasks(first, [rows], min(num_workers, 1), probes.extend)
+    prober = partial(_Prober, variable=variable, store_dtypes=store_dtypes)
+    workers.run(prober, [rows], probes.extend)
     # Where rows are slow, the others are read by several processes.
     others = [[row] for row in rows[len(probes) :]]
-    prober = replace(first, schema=probes[-1].schema)
-    run_tasks(prober, others, min(num_workers, len(others)), probes.extend)
+    workers.run(partial(prober, schema=probes[-1].schema), others, probes.extend)
     schema = probes[0].schema
     for probe in probes:
         try:
@@ -308,8 +306,8 @@ def take_probes(
     num_read = len(probes)
     if wanted := schema.unknown.keys() & {*(variable or {}), *(store_dtypes or {})}:
         more = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64)
-        search = _Search(dataset, schema, wanted)
-        run_tasks(search, [np.unique(more).tolist()], min(num_workers, 1), found.append)
+        search = partial(_Search, schema=schema, names=wanted)
+        workers.run(search, [np.unique(more).tolist()], found.append)
         schema, num_read = found[0][0].stored_as(store_dtypes or {}), found[0][1]
     check_known(schema, {*(variable or {}), *(store_dtypes or {})}, num_read)
     schema = schema.declaring(variable or {})
@@ -323,7 +321,7 @@ def take_probes(
     }
     probes = [replace(probe, schema=schema) for probe in probes if probe.row not in stale]
     tasks = [[row] for row in sorted(stale)]
-    run_tasks(replace(first, schema=schema), tasks, min(num_workers, len(tasks)), probes.extend)
+    workers.run(partial(prober, schema=schema), tasks, probes.extend)
     return sorted(probes, key=lambda probe: probe.row)
 
 

@@ -1,9 +1,9 @@
 """Writes the rows of a dataset, a range at a time: slices of its arrays, or item by item."""
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing.reduction import DupFd
 from time import perf_counter
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_memmap.schema import Field
 from lightning_memmap.schema.rows import fitting_rows, packed_rows, stack_samples
 from lightning_memmap.store.columns import Block, PackedRows
 from lightning_memmap.store.files import OpenFiles
+from lightning_memmap.store.journal import share
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import flatten_row, read_samples
 from lightning_memmap.store.sources import FieldArray, field_arrays
@@ -36,12 +37,12 @@ _MAX_OPEN_FILES = 64
 class RangeWriter:
     """Reads the rows of a range, checks and writes them.
 
-    It holds the lock of the journal, which tells the next build that this worker is alive.
+    It shares the lock of the journal, which tells the next build that this process is alive.
 
     Args:
         dataset: The dataset.
         plan: The store that is being built.
-        journal: The descriptor of its journal.
+        journal: The name of its journal.
         row_bytes: Bytes of a row, estimated where rows differ in length.
         first_row: The row of the store that row 0 of the dataset is.
 
@@ -51,18 +52,18 @@ class RangeWriter:
     """
 
     def __init__(
-        self, dataset: Any, plan: StorePlan, journal: int, row_bytes: int, first_row: int = 0
+        self, dataset: Any, plan: StorePlan, journal: str, row_bytes: int, first_row: int = 0
     ) -> None:
         self._dataset = dataset
         self._first_row = first_row
         self._plan = plan
-        self._journal = journal
         self._row_bytes = max(1, row_bytes)
         self._arrays: Sequence[FieldArray | SpooledItems] = field_arrays(dataset, plan.schema) or ()
         self._fields: Sequence[Field] = plan.schema.fields
         if isinstance(dataset, Spool):  # Its rows have been checked and converted.
-            plain = {"given": None, "kind": "tensor", "names": ()}
-            self._fields = [replace(field, **plain) for field in self._fields]  # type: ignore[arg-type]
+            self._fields = [
+                replace(field, given=None, kind="tensor", names=()) for field in self._fields
+            ]
         self._blocks: list[Block] = []
         self.has_arrays = bool(self._arrays)
         self.max_rows = self._rows_of(_RANGE_BYTES)
@@ -73,6 +74,7 @@ class RangeWriter:
             self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
         self._max_piece_rows = min(_MAX_PIECE_ROWS, self._rows_of(_PIECE_BYTES))
         self._files = OpenFiles(plan.building, _MAX_OPEN_FILES)
+        self._journal = share(journal, self._files.directory)
 
     def _rows_of(self, num_bytes: int) -> int:
         """The rows that take so many bytes, at least one."""
@@ -158,13 +160,7 @@ class RangeWriter:
     def close(self) -> None:
         """Close the directory and the files."""
         self._files.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # For a worker that is not forked.
-        return {**self.__dict__, "_journal": DupFd(self._journal), "_blocks": []}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _journal=state["_journal"].detach())
+        os.close(self._journal)
 
 
 def _fitting(field: Field, found: Any, num_rows: int) -> Tensor | PackedRows | None:

@@ -30,9 +30,13 @@ class Store:
     """An open store. Use `lightning_memmap.store.open_store` or `build_store` to get one.
 
     It is a map-style dataset as well: ``store[i]`` is row ``i`` in dataset order, with tensors, and
-    for text str and bytes, as leaves. A list of records is a list again, and None is
-    None. Processes on one machine that open the same store share its
-    pages in memory.
+    for text str and bytes, as leaves. A list of records is a list again, and None is None.
+    Processes on one machine that open the same store share its pages in memory.
+
+    Args:
+        path: The directory; of a store at a URL, that of the files in the cache.
+        manifest: What the store contains.
+        columns: The rows of each field, in the order of the fields.
 
     Attributes:
         path: The directory; of a store at a URL, that of the files in the cache.
@@ -40,10 +44,10 @@ class Store:
         columns: The rows of each field, in the order of the fields.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, columns: Sequence[OpenColumn]) -> None:
         self.path = path
         self.manifest = manifest
-        self.columns = [column.open(path) for column in manifest.columns]
+        self.columns = list(columns)
         self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(nesting=SAMPLE)
 
     @property
@@ -340,7 +344,7 @@ def open_directory(path: str | Path) -> Store:
         try:
             manifest = Manifest.read(found)
             check_files(found, manifest)
-            store = Store(found, manifest)
+            store = Store(found, manifest, [each.open(found) for each in manifest.columns])
         except MemmapError:
             moved = found == directory and is_interrupted(directory)
             if not moved and manifest_mark(found) == before:

@@ -17,8 +17,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.store.build_plan import PLAN
 from lightning_memmap.store.files import TEMPORARY, check_plain, sync_path
-from lightning_memmap.store.journal import JOURNAL, PLAN
+from lightning_memmap.store.journal import JOURNAL
 from lightning_memmap.store.manifest import MANIFEST
 
 _log = logging.getLogger(__name__)

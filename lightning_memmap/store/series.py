@@ -84,8 +84,7 @@ def read_series(store: Store, fields: tuple[str, ...], shards: Shards) -> Series
         ValueError: The fields differ in the steps of a row.
         StoreError: The index of the store is damaged.
     """
-    homes = np.repeat(np.arange(shards.num_shards), shards.sizes)
-    offsets = np.arange(shards.num_rows) - shards.starts[homes]
+    homes, offsets = shards.all_offsets()
     places = store.in_memory(shards.locations_in(store.manifest.shards, homes, offsets))
     # Of a store at a URL, all shards are fetched: a few bytes of each row are needed.
     opened = [*chain(*(store.provide([name], range(store.num_shards)) for name in fields))]

@@ -3,17 +3,20 @@
 import ctypes
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from threading import Thread
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import Self
 
 from lightning_memmap.errors import DatasetError, MemmapError, check_integer
 
@@ -25,17 +28,104 @@ _PR_SET_PDEATHSIG = 1
 _starter: int | None = None
 
 
+class Workers:
+    """Processes that read a dataset, or with none of them this process.
+
+    They start with the first task, serve all that follow, and end with the ``with`` block. A build
+    has one such block, for what it reads first and for what it writes: to start, a process may have
+    to import torch and to open the dataset's files.
+
+    Args:
+        dataset: The dataset, or what else all tasks need. It is sent to each process once.
+        num_workers: Processes; with 0, this one does all tasks.
+    """
+
+    def __init__(self, dataset: Any, num_workers: int) -> None:
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self._orders = _Orders()
+        # torch would draw the workers' seed from the global generator: the run that builds a store
+        # would then have other random numbers than runs that find it built.
+        generator = torch.Generator()
+        generator.seed()
+        self._loader: Iterable[Any] = DataLoader(
+            _Worker(dataset),
+            batch_size=None,
+            sampler=self._orders,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            generator=generator,
+            worker_init_fn=end_with_starter,
+            in_order=False,
+            persistent_workers=num_workers > 0,
+        )
+
+    def run(
+        self,
+        make: Callable[[Any], Callable[[Task], Outcome]],
+        tasks: Iterable[Task],
+        receive: Callable[[Outcome], None],
+    ) -> None:
+        """Do tasks, and pass on each outcome as soon as it is there, in any order.
+
+        Args:
+            make: Makes of the dataset what does one task. It is called once in each process that
+                has a task. In worker processes what it makes must not depend on what other tasks
+                did, and it must be possible to pickle it.
+            tasks: The tasks, taken one by one, at most two ahead for each worker.
+            receive: Called in this process with each outcome.
+
+        Raises:
+            MemmapError: A task raised it.
+            OSError: A task raised it.
+            DatasetError: A task raised any other error.
+        """
+        self._orders.take(pickle.dumps(make) if self.num_workers else make, tasks)
+        for outcome in self._loader:
+            if isinstance(outcome, _Failure):
+                outcome.reraise()
+            receive(outcome)
+
+    def close(self) -> None:
+        """End the processes. Nothing more is read."""
+        # The loader ends them when it is no longer there.
+        self._loader = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the processes.
+
+        Raises:
+            DatasetError: The block has failed since one of them was killed.
+        """
+        self.close()
+        death = _worker_death(error) if isinstance(error, Exception) else None
+        if death is not None:
+            raise DatasetError(
+                f"a worker process that read the dataset has died ({death}). If memory ran out, use"
+                f" a smaller num_workers than {self.num_workers}; num_workers=0 reads in this"
+                " process and shows where it dies. What was stored is kept"
+            ) from error
+
+
 def run_tasks(
     work: Callable[[Task], Outcome],
     tasks: Iterable[Task],
     num_workers: int,
     receive: Callable[[Outcome], None],
 ) -> None:
-    """Do tasks, and pass on each outcome as soon as it is there, in any order.
+    """Do tasks of one kind, by processes of their own: see `Workers.run`.
 
     Args:
-        work: Does one task. In worker processes it must not depend on what other tasks did.
-        tasks: The tasks, taken one by one, at most two ahead for each worker.
+        work: Does one task. It is sent to each process once.
+        tasks: The tasks.
         num_workers: Worker processes; with 0, this process does all tasks.
         receive: Called in this process with each outcome.
 
@@ -44,34 +134,8 @@ def run_tasks(
         OSError: A task raised it.
         DatasetError: A task raised any other error, or its process was killed.
     """
-    # torch would draw the workers' seed from the global generator: the run that builds a store
-    # would then have other random numbers than runs that find it built.
-    generator = torch.Generator()
-    generator.seed()
-    loader: DataLoader[Any] = DataLoader(
-        _Tasks(work),
-        batch_size=None,
-        sampler=tasks,
-        num_workers=num_workers,
-        collate_fn=_as_it_is,
-        generator=generator,
-        worker_init_fn=end_with_starter,
-        in_order=False,
-    )
-    try:
-        for outcome in loader:
-            if isinstance(outcome, _Failure):
-                outcome.reraise()
-            receive(outcome)
-    except Exception as error:
-        death = _worker_death(error)
-        if death is None:
-            raise
-        raise DatasetError(
-            f"a worker process that read the dataset has died ({death}). If memory ran out, use a"
-            f" smaller num_workers than {num_workers}; num_workers=0 reads in this process and"
-            " shows where it dies. What was stored is kept"
-        ) from error
+    with Workers(work, num_workers) as workers:
+        workers.run(_as_it_is, tasks, receive)
 
 
 def _worker_death(error: BaseException | None) -> RuntimeError | None:
@@ -169,16 +233,45 @@ class _Failure:
         raise self.error from _WorkerTracebackError(f"\n{self.traceback}")
 
 
-class _Tasks(Dataset[Any], Generic[Task, Outcome]):
-    """Item ``task`` is the outcome of the task, or its failure."""
+class _Order(NamedTuple):
+    """One task, and how to make what does it: pickled for another process."""
 
-    def __init__(self, work: Callable[[Task], Outcome]) -> None:
-        self._work = work
+    number: int
+    make: Any
+    task: Any
 
-    def __getitem__(self, task: Task) -> Outcome | _Failure:
+
+class _Orders:
+    """What is to be done next."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._orders: Iterable[_Order] = ()
+
+    def take(self, make: Any, tasks: Iterable[Any]) -> None:
+        """Take tasks, which are handed out one by one."""
+        number = self._number = self._number + 1
+        self._orders = (_Order(number, make, task) for task in tasks)
+
+    def __iter__(self) -> Iterator[_Order]:
+        return iter(self._orders)
+
+
+class _Worker(Dataset[Any]):
+    """Item ``order`` is the outcome of its task, or its failure."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._number = 0
+        self._work: Callable[[Any], Any] = _as_it_is
+
+    def __getitem__(self, order: _Order) -> Any:
         exit_if_orphaned()
         try:
-            return self._work(task)
+            if order.number != self._number:
+                make = pickle.loads(order.make) if isinstance(order.make, bytes) else order.make
+                self._work, self._number = make(self._dataset), order.number
+            return self._work(order.task)
         except (MemmapError, OSError) as error:
             return _Failure(error.with_traceback(None), traceback.format_exc())
         except Exception as error:

@@ -33,7 +33,7 @@ from lightning_memmap.store.recovery import (
 )
 from lightning_memmap.store.sources.refusals import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
-from lightning_memmap.store.workers import check_num_workers
+from lightning_memmap.store.workers import Workers, check_num_workers
 
 
 def build_store(
@@ -144,12 +144,11 @@ def build_store(
                 spool = Spool(dataset, directory.parent, advance, forms, dtypes)
             with closing(spool):
                 build = Build.of_stream(dataset, spool, directory, num_shards, identity)
-                build.run(num_workers, show, resume=False)
+                build.run(show, resume=False)
         else:
-            build = Build.prepare(
-                dataset, directory, num_shards, num_workers, identity, forms, dtypes
-            )
-            build.run(num_workers, show, resume=not (overwrite or fresh))
+            with Workers(dataset, num_workers) as workers:
+                build = Build.prepare(workers, directory, num_shards, identity, forms, dtypes)
+                build.run(show, resume=not (overwrite or fresh))
     return open_directory(directory)
 
 

@@ -122,9 +122,17 @@ class LocalDevices(OneNode, SingleDeviceStrategy):
             devices: The devices, the root device first.
 
         Raises:
-            ValueError: A data device does not exist on this machine.
+            ValueError: As of `check_devices`.
         """
         self._parallel_devices = list(devices)
+        self.check_devices()
+
+    def check_devices(self) -> None:
+        """Check the data devices, now that those of the Trainer are known.
+
+        Raises:
+            ValueError: One does not exist on this machine.
+        """
         for device in self.data_devices:
             check_device(device)
 

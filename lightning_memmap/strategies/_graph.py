@@ -47,15 +47,15 @@ def check_step(trainer: Trainer, module: LightningModule, strategy: Strategy) ->
         raise _refusal("automatic_optimization=False: the module steps its optimizers itself")
     if len(strategy.optimizers) != 1:
         raise _refusal(f"the module has {len(strategy.optimizers)} optimizers, and must have one")
-    accumulates = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    accumulates = any(isinstance(each, GradientAccumulationScheduler) for each in callbacks)
     if trainer.accumulate_grad_batches != 1 or accumulates:
         raise _refusal("gradients accumulate over steps: leave out accumulate_grad_batches")
     if getattr(strategy.precision_plugin, "scaler", None) is not None:
         raise _refusal(
             "precision='16-mixed' decides on the CPU whether to step: use precision='bf16-mixed'"
         )
-    owners: list[Any] = [module, *trainer.callbacks]  # type: ignore[attr-defined]
-    for owner in owners:
+    for owner in (module, *callbacks):
         is_callback = isinstance(owner, Callback)
         parent = Callback if is_callback else LightningModule
         for hook in SHARED_HOOKS if is_callback else (*SHARED_HOOKS, *MODULE_HOOKS):

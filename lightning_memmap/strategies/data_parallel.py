@@ -18,7 +18,6 @@ from lightning_memmap._compat.modules import (
 )
 from lightning_memmap.costs import Cluster, Costs, Workload
 from lightning_memmap.loading import SuperBatch
-from lightning_memmap.strategies._devices import LocalDevices
 from lightning_memmap.strategies.replicas.module import Replicas, check_module
 from lightning_memmap.strategies.replicas.proxies import CollectiveActions, ReplicaProxies
 from lightning_memmap.strategies.replicas.threads import ReplicaThreads
@@ -78,23 +77,9 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
     _batch: ScatteredBatch | None = None
     _is_stale = True
 
-    @property
     @override
-    def parallel_devices(self) -> list[torch.device]:
-        """The devices of the Trainer; it sets them. The first one is the root device."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        """Take over the devices of the Trainer.
-
-        Args:
-            devices: The devices, the root device first.
-
-        Raises:
-            ValueError: A data device does not exist, or the first is not the root device.
-        """
-        LocalDevices.parallel_devices.fset(self, devices)  # type: ignore[attr-defined]
+    def check_devices(self) -> None:
+        super().check_devices()
         if self.data_devices[0] != self.root_device:
             raise ValueError(
                 f"data_devices={[str(device) for device in self.data_devices]}: the first must be"

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,26 +13,14 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -51,21 +38,10 @@ from lightning_memmap.strategies._unsupported import (
     check_optimizers,
     named_terms,
 )
-from lightning_memmap.strategies.sharding import units as sharding
-from lightning_memmap.strategies.sharding.precision import (
-    ShardedPrecision,
-    cast_buffers,
-    restored,
-)
+from lightning_memmap.strategies.sharding.module import shard_module
+from lightning_memmap.strategies.sharding.options import ShardingOptions, floating_dtype
+from lightning_memmap.strategies.sharding.precision import ShardedPrecision, restored
 from lightning_memmap.strategies.sharding.shards import distributed
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_BATCH_DTYPES = {
-    "32-true": None,
-    "16-true": torch.float16,
-    "bf16-true": torch.bfloat16,
-    "64-true": torch.float64,
-}
 
 
 @dataclass(frozen=True)
@@ -78,7 +54,7 @@ class _Sharding:
     """
 
     mesh: DeviceMesh
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor]
 
 
 #: Modules stay sharded after their Trainer, and another Trainer may continue with them.
@@ -164,32 +140,18 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        if isinstance(wrap_classes, str) or (wrap_classes is not None and not wrap_classes):
-            raise ValueError(
-                f"wrap_classes={wrap_classes!r}: give a list of classes or of their names, or"
-                " leave it out to choose units by size"
-            )
-        if isinstance(activation_checkpointing, str):
-            raise ValueError(
-                f"activation_checkpointing={activation_checkpointing!r}: give True for all units,"
-                " or a list of classes or of their names"
-            )
-        for name, value in (
-            ("min_unit_parameters", min_unit_parameters),
-            ("replicate_size", replicate_size),
-        ):
-            if value < 1:
-                raise ValueError(f"{name}={value}: at least 1")
-        self._wrap_classes = wrap_classes
-        self._min_unit_parameters = min_unit_parameters
-        self._replicate_size = replicate_size
-        self._reshard_after_forward = reshard_after_forward
-        self._cpu_offload = cpu_offload
-        self._param_dtype = _dtype("param_dtype", param_dtype)
-        self._reduce_dtype = _dtype("reduce_dtype", reduce_dtype)
-        self._output_dtype = _dtype("output_dtype", output_dtype)
-        self._cast_batch = cast_batch
-        self._activation_checkpointing = activation_checkpointing
+        self._options = ShardingOptions(
+            wrap_classes=wrap_classes,
+            min_unit_parameters=min_unit_parameters,
+            replicate_size=replicate_size,
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+            param_dtype=floating_dtype("param_dtype", param_dtype),
+            reduce_dtype=floating_dtype("reduce_dtype", reduce_dtype),
+            output_dtype=floating_dtype("output_dtype", output_dtype),
+            cast_batch=cast_batch,
+            activation_checkpointing=activation_checkpointing,
+        )
         self._meta_init = meta_init
         self._accumulate_unsharded = accumulate_unsharded
         self._is_save_sharded = save_distributed_checkpoint
@@ -219,25 +181,7 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
         Raises:
             ValueError: The plugin is not supported, or both it and ``param_dtype`` choose a dtype.
         """
-        inner = precision_plugin or Precision()
-        if self._param_dtype is not None and inner.precision != "32-true":
-            raise ValueError(
-                f"param_dtype={self._param_dtype} with Trainer(precision={inner.precision!r}):"
-                " both choose the dtype of the computation; leave one of them out"
-            )
-        self._policy_dtype = self._param_dtype
-        if type(inner) is MixedPrecision and inner.precision == "bf16-mixed":
-            self._policy_dtype = torch.bfloat16
-        elif type(inner) not in (Precision, HalfPrecision, DoublePrecision):
-            raise ValueError(
-                f"Trainer(precision={inner.precision!r}): memmap_fsdp2 does not support"
-                f" {type(inner).__name__}; choose 32-true, bf16-mixed, bf16-true, 16-true or"
-                " 64-true"
-            )
-        batch_dtype = _BATCH_DTYPES.get(inner.precision)
-        if self._policy_dtype is not None and self._cast_batch:
-            batch_dtype = self._policy_dtype
-        self._sharded_precision = ShardedPrecision(inner, batch_dtype)
+        self._sharded_precision = ShardedPrecision(precision_plugin or Precision(), self._options)
 
     @property
     @override
@@ -258,7 +202,7 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
         self._devices = devices
         for device in devices or ():
             check_device(device)
-            if self._cpu_offload and device.type != "cuda":
+            if self._options.cpu_offload and device.type != "cuda":
                 raise ValueError(
                     f"cpu_offload=True with accelerator={device.type!r}: the shards are in host"
                     " memory anyway; use GPUs, or leave it out"
@@ -267,31 +211,20 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
     @override
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
-        processes = self.num_nodes * self.num_processes
-        if processes % self._replicate_size:
-            raise ValueError(
-                f"replicate_size={self._replicate_size}: it does not divide the {processes}"
-                " processes; choose a number that does"
-            )
-        group, size = self._reshard_after_forward, processes // self._replicate_size
-        if type(group) is int and not (1 < group < size and size % group == 0):
-            raise ValueError(
-                f"reshard_after_forward={group}: it must divide the {size} processes that a copy"
-                " is sharded over, and be neither 1 nor all of them; or choose True or False"
-            )
+        self._options.check_processes(self.num_nodes * self.num_processes)
 
     @override
     def setup_environment(self) -> None:
         # Before the processes make further groups together.
-        if self._cpu_offload and dist.is_initialized():
+        if self._options.cpu_offload and dist.is_initialized():
             self._check_backend()
         super().setup_environment()
-        if self._replicate_size == 1:
+        if (copies := self._options.replicate_size) == 1:
             mesh = self.device_mesh["data_parallel"]
         else:
             mesh = init_device_mesh(
                 self.root_device.type,
-                (self._replicate_size, self.world_size // self._replicate_size),
+                (copies, self.world_size // copies),
                 mesh_dim_names=("replicate", "shard"),
             )
         self._run = _Run(mesh)
@@ -332,7 +265,10 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
                     " module"
                 )
         else:
-            _SHARDED[module] = self._shard(module)
+            buffers = shard_module(
+                module, mesh, self.root_device, self._options, self._sharded_precision
+            )
+            _SHARDED[module] = _Sharding(mesh, buffers)
         self.model = module
         self.model_to_device()
         self.barrier()
@@ -357,90 +293,9 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
         check_loss(closure_loss, self.strategy_name)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    def _shard(self, module: L.LightningModule) -> _Sharding:
-        for name, parameter in module.named_parameters():
-            if isinstance(parameter, DTensor):
-                raise ValueError(
-                    f"{name} is a DTensor already: memmap_fsdp2 shards the module itself; leave"
-                    " that out of configure_model, or use Lightning's ModelParallelStrategy"
-                )
-        self.precision_plugin.convert_module(module)
-        units = self._units(module)
-        outermost = [module] if module.automatic_optimization else self._outermost(module)
-        self._checkpoint_activations(module, units)
-        reduce_dtype = self._reduce_dtype or (self._policy_dtype and torch.float32)
-        policy = MixedPrecisionPolicy(self._policy_dtype, reduce_dtype)
-        offload = CPUOffloadPolicy() if self._cpu_offload else OffloadPolicy()
-        make = partial(fully_shard, mesh=self.run.mesh, offload_policy=offload)
-        calls: dict[nn.Module, Any] = {
-            unit: partial(make, mp_policy=policy, reshard_after_forward=self._reshard_after_forward)
-            for unit in units
-        }
-        # The outermost units cast what the user's step receives and returns.
-        outer = MixedPrecisionPolicy(
-            self._policy_dtype, reduce_dtype, self._output_dtype, self._cast_batch
-        )
-        for unit in outermost:
-            # By default FSDP2 keeps what the outermost unit gathered, and frees all else.
-            reshard = self._reshard_after_forward
-            calls[unit] = partial(make, mp_policy=outer, reshard_after_forward=reshard)
-        buffers = {}
-        if self._policy_dtype is not None:
-            exact = MixedPrecisionPolicy(None, torch.float32, None, False)
-            for child in module.modules():
-                if isinstance(child, sharding.STATISTICS) and any(True for _ in child.parameters()):
-                    calls[child] = partial(make, mp_policy=exact, reshard_after_forward=False)
-        sharding.shard(module, self.root_device, calls)
-        if self._policy_dtype is not None:
-            buffers = cast_buffers(module, self._policy_dtype)
-        if module in calls:
-            for name in _STEPS:
-                register_fsdp_forward_method(module, name)
-        return _Sharding(self.run.mesh, buffers)
-
-    def _units(self, module: nn.Module) -> list[nn.Module]:
-        if self._wrap_classes is None:
-            units = sharding.modules_of_size(module, self._min_unit_parameters)
-        else:
-            units = sharding.modules_of_classes(module, self._wrap_classes, "wrap_classes")
-        return sharding.without_shared(module, units)
-
-    def _outermost(self, module: L.LightningModule) -> list[nn.Module]:
-        """The outermost units in manual optimization.
-
-        The backward pass is then inside of training_step, where FSDP2 would reduce the gradients of
-        the module itself too late.
-        """
-        units = sharding.without_shared(module, sharding.roots(module))
-        found = {parameter for unit in units for parameter in unit.parameters()}
-        left = [name for name, parameter in module.named_parameters() if parameter not in found]
-        if left:
-            raise ValueError(
-                f"{', '.join(left)}: under manual optimization memmap_fsdp2 shards each child of"
-                f" the {type(module).__name__} by itself, and these parameters belong to none of"
-                " them, or to several; put them into one submodule that is called"
-            )
-        return units
-
-    def _checkpoint_activations(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
-        wanted = self._activation_checkpointing
-        if wanted is False:
-            return
-        if wanted is True:
-            if not units:
-                raise ValueError(
-                    f"activation_checkpointing=True: the {type(module).__name__} has no units to"
-                    " compute again; choose some by wrap_classes or a smaller"
-                    f" min_unit_parameters than {self._min_unit_parameters}, or name classes here"
-                )
-        else:
-            units = sharding.modules_of_classes(module, wanted, "activation_checkpointing")
-        for unit in units:
-            sharding.recompute(unit)
-
     @override
     def model_to_device(self) -> None:
-        if not self._cpu_offload:
+        if not self._options.cpu_offload:
             super().model_to_device()
             return
         set_device_attribute(self.module, self.root_device)
@@ -586,10 +441,3 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
             effort=2,
             note="plus one wrapped block, whole, at a time",
         )
-
-
-def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    dtype = getattr(torch, value, None) if isinstance(value, str) else value
-    if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"{name}={value!r}: give a floating-point dtype, such as 'bfloat16'")
-    return dtype

@@ -1,6 +1,6 @@
 """``memmap_pipeline``: stages of a module on several processes, and several such pipelines."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,7 +15,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -33,6 +32,11 @@ from lightning_memmap.strategies._unsupported import (
     check_loss,
     check_optimizers,
 )
+from lightning_memmap.strategies.pipelining.checkpoints import (
+    StageStates,
+    local_state,
+    local_weights,
+)
 from lightning_memmap.strategies.pipelining.groups import (
     Groups,
     Layout,
@@ -40,8 +44,6 @@ from lightning_memmap.strategies.pipelining.groups import (
     broadcast_tensors,
     clip_by_norm,
     groups_of,
-    receive_tensor,
-    send_tensor,
 )
 from lightning_memmap.strategies.pipelining.microbatches import MicroBatches, slice_rows
 from lightning_memmap.strategies.pipelining.pending import (
@@ -58,6 +60,7 @@ from lightning_memmap.strategies.pipelining.schedules import (
 from lightning_memmap.strategies.pipelining.stages import (
     Stages,
     module_tensors,
+    train_fields,
 )
 
 
@@ -190,24 +193,8 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
     @override
     def data_topology(self) -> DataTopology:
         """Batches are assembled on the root device, of the fields that this process needs."""
-        return replace(super().data_topology, train_fields=self._train_fields())
-
-    def _train_fields(self) -> frozenset[str] | None:
-        module, layout = self.lightning_module, self.layout
-        inputs, loss = (getattr(module, name, None) for name in ("input_fields", "loss_fields"))
-        if inputs is None and loss is None:
-            return None
-        for name, fields in (("input_fields", inputs), ("loss_fields", loss)):
-            if isinstance(fields, str) or not isinstance(fields, Collection):
-                raise TypeError(
-                    f"{type(module).__name__}.{name}={fields!r}: give both input_fields and"
-                    " loss_fields as tuples of names of fields, or neither"
-                )
-        if layout.pipeline_size == 1:
-            return None
-        # In every schedule the first process has the first stage, and the last one the last.
-        needed: dict[int, Any] = {0: inputs, layout.pipeline_size - 1: loss}
-        return frozenset(needed.get(layout.pipeline_rank, ()))
+        fields = train_fields(self.lightning_module, self.layout)
+        return replace(super().data_topology, train_fields=fields)
 
     @override
     def setup_environment(self) -> None:
@@ -466,29 +453,17 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         """The state of the whole module on rank 0; empty on other ranks. All ranks must call it."""
         if self.layout.data_parallel_rank != 0:
             return {}
-        owners = self.run.stages.owners()
-        rank, group = self.layout.pipeline_rank, self.run.groups.pipeline
-        tensors = self.module.state_dict(keep_vars=True)
-        found = self.module.state_dict()
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor) or not (owner := owners.get(id(tensor), 0)):
-                continue
-            if rank == owner:
-                send_tensor(found[name], group, self.root_device)
-            elif rank == 0:
-                found[name] = receive_tensor(
-                    tensor.shape, tensor.dtype, owner, group, self.root_device
-                )
-        return found if rank == 0 else {}
+        return self._states.of_module(self.run.stages.owners())
+
+    @property
+    def _states(self) -> StageStates:
+        layout, group = self.layout, self.run.groups.pipeline
+        return StageStates(self.module, layout.pipeline_rank, group, self.root_device)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        remote = {name for name, t in self.module.state_dict().items() if _is_meta(t)}
-        state = {
-            name: torch.empty_like(value, device="meta") if name in remote else value
-            for name, value in checkpoint["state_dict"].items()
-        }
-        self.module.load_state_dict(state, strict=strict)
+        weights = local_weights(self.module, checkpoint["state_dict"])
+        self.module.load_state_dict(weights, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -499,46 +474,15 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         whole = optimizer.state_dict()
-        parameters = _parameters_of(optimizer)
-        own = {
-            index: state for index, state in whole["state"].items() if not parameters[index].is_meta
-        }
-        whole["state"] = own
+        whole["state"] = own = local_state(optimizer, whole["state"])
         if self.layout.data_parallel_rank == 0:
-            own.update(self._gathered(own))
+            own.update(self._states.of_others(own))
         return whole
-
-    def _gathered(self, state: dict[int, Any]) -> dict[int, Any]:
-        """The state of all other stages on rank 0, tensor by tensor; nothing on other ranks."""
-        group, device = self.run.groups.pipeline, self.root_device
-        if self.layout.pipeline_rank != 0:
-            without_tensors = apply_to_collection(state, Tensor, _Absent.of)
-            dist.gather_object(without_tensors, None, 0, group)
-            apply_to_collection(state, Tensor, send_tensor, group, device)
-            return {}
-        every: list[Any] = [None] * self.layout.pipeline_size
-        dist.gather_object(None, every, 0, group)
-        found: dict[int, Any] = {}
-        for sender, other in enumerate(every[1:], 1):
-
-            def receive(absent: _Absent, sender: int = sender) -> Tensor:
-                return receive_tensor(absent.shape, absent.dtype, sender, group, device)
-
-            found.update(apply_to_collection(other, _Absent, receive))
-        return found
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        local = []
-        for optimizer, state in zip(self.optimizers, states, strict=False):
-            parameters = _parameters_of(optimizer)
-            own = {
-                index: value
-                for index, value in state["state"].items()
-                if index < len(parameters) and not parameters[index].is_meta
-            }
-            local.append({**state, "state": own})
+        pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+        local = [{**state, "state": local_state(each, state["state"])} for each, state in pairs]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": local})
 
     @classmethod
@@ -571,23 +515,3 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
             note=f"equal stages, {num_microbatches} micro-batches; activations between stages not"
             " counted",
         )
-
-
-@dataclass(frozen=True)
-class _Absent:
-    """Stands for a tensor that comes by itself."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Absent":
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-
-def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta

@@ -34,7 +34,7 @@ from timing import machine, pairwise_ratios, spread
 from torch import Tensor
 
 from lightning_memmap.loading import DeviceLoader, SuperBatchLoader
-from lightning_memmap.placement import format_bytes, parse_bytes
+from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.row_file import aligned_memory
 

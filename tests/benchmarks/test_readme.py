@@ -30,6 +30,13 @@ def test_figures_compare_with_the_best_loader_and_the_ideal_one() -> None:
     assert rows[3].endswith("| 1,000 (900..1,100) | 0.50 | 0.20 |")
 
 
+def test_figures_do_not_claim_to_be_faster_than_ideal() -> None:
+    lucky = make_variant("memmap_superbatch", (5100.0, 5100.0))
+    first, *_, last = figures(make_report(PLAIN, WORKERS, lucky, IDEAL))
+    assert first.startswith("**2.5 times as fast as the best DataLoader, and as an ideal loader**,")
+    assert last.startswith("Nothing is faster than an ideal loader")
+
+
 def test_figures_say_how_near_the_weights_are() -> None:
     exact = make_parity(weight_difference=0.0, loss_difference=0.0)
     variants = [make_variant(each.variant, (10.0,), parity=exact) for each in (PLAIN, FLAGSHIP)]

@@ -1,5 +1,6 @@
 """A dataset whose editions differ where no probe looks, and what its rows must be."""
 
+import functools
 import io
 import time
 from collections.abc import Callable
@@ -94,6 +95,7 @@ def sample_of(num_rows: int, row: int, edition: int) -> dict[str, Any]:
     return {**Numbered(num_rows, edition)[row], **fields}
 
 
+@functools.cache
 def expected_rows(num_rows: int, edition: int) -> list[Any]:
     """All rows of an edition in dataset order, as `plain` gives them."""
     return [plain(sample_of(num_rows, row, edition)) for row in range(num_rows)]

@@ -292,6 +292,8 @@ def look(
     Returns:
         The edition; None where there is no store.
     """
+    for edition in editions:
+        expected_rows(NUM_ROWS, edition)  # Made once here, and inherited by the process that looks.
     ending = call(_edition_of, subject, path, tuple(editions))
     if not outcome.add_ending(ending, f"opening what {where} left"):
         return None

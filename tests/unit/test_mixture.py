@@ -59,6 +59,21 @@ def set_up(data: MemmapDataModule) -> MemmapDataModule:
     return data
 
 
+def test_rows_of_several_stores_are_samples_as_their_datasets_give_them(tmp_path: Path) -> None:
+    rows = [
+        {"boxes": [{"x": row}] * (row % 3), "age": None if row % 2 else row} for row in range(9)
+    ]
+    variable = {"boxes": "list", "age": "nullable"}
+    stores = {
+        name: build_store(part, tmp_path / name, num_shards=3, progress=False, variable=variable)
+        for name, part in (("a", rows[:4]), ("b", rows[4:]))
+    }
+
+    joined = JoinedStore(tmp_path, stores)
+
+    assert [joined[row] for row in range(9)] == rows
+
+
 @pytest.mark.parametrize("residency", ["mmap", "host"])
 def test_rows_come_as_often_as_their_shares_say(tmp_path: Path, residency: str) -> None:
     data = set_up(make_data(tmp_path, residency=residency))

@@ -9,7 +9,7 @@ from lightning_memmap.compare.advise.lightning import LIGHTNING_COSTS
 from lightning_memmap.compare.report.records import PARTS
 from lightning_memmap.compare.report.report import Report
 from lightning_memmap.costs import Cluster, Costs, Priced, Workload
-from lightning_memmap.placement import format_bytes
+from lightning_memmap.sizes import format_bytes
 from lightning_memmap.strategies import STRATEGIES
 
 #: Share of a device's memory that may be planned for. The rest is the CUDA context, libraries,

@@ -19,7 +19,7 @@ from lightning_memmap.compare.report.figures import SPEED
 from lightning_memmap.compare.report.footprint import Edge, Footprint
 from lightning_memmap.compare.report.records import NUM_TRACED_STEPS, PARTS
 from lightning_memmap.compare.report.report import Losses, Report, VariantResult
-from lightning_memmap.placement import format_bytes
+from lightning_memmap.sizes import format_bytes
 
 _WIDTH_IN = 4.4
 _BAR_IN = 0.42

@@ -7,12 +7,13 @@ and the line in ``compare/run/measure.py`` that fills it.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
 from typing import Literal, TypeAlias
 
 from lightning_memmap.compare.report.footprint import Footprint
 from lightning_memmap.compare.report.records import PARTS, TimedRank, by_data_rank
-from lightning_memmap.placement import format_bytes
+from lightning_memmap.sizes import format_bytes
 
 #: The records of all processes of one timed run.
 Run: TypeAlias = Sequence[TimedRank]
@@ -243,7 +244,7 @@ FIGURES = {
         *(
             Figure(
                 f"{part}_s", part, MILLISECONDS, meaning,
-                each_run(lambda run, part=part: _part_s(run, part)),  # type: ignore[misc]
+                each_run(partial(_part_s, part=part)),
                 table="parts",
             )
             for part, meaning in _PART_MEANINGS.items()

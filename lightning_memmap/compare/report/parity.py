@@ -1,6 +1,6 @@
 """The parity check: do all variants train on the same rows, with equal losses, to equal weights?"""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, isnan
 from pathlib import Path
@@ -190,20 +190,11 @@ def check_parity(
         loss = _loss_difference(run.losses, reference.losses)
         if all(map(isnan, (*run.losses, *reference.losses))):
             notes.append("training_step returns no loss: only weights are compared")
-        elif loss is None:
-            problems.append("a loss is missing or not finite")
-        elif loss > tolerance:
-            problems.append(f"losses differ by {loss:.1e}; {tolerance:.0e} is allowed")
-        if set(run.final) != set(reference.final):
-            problems.append("the weights have other names than the reference's")
         else:
+            problems += _loss_problems(loss, tolerance)
+        if set(run.final) == set(reference.final):
             weight, largest = _weight_difference(run, reference)
-            if not weight <= tolerance:
-                problems.append(f"weights differ by {weight:.1e}; {tolerance:.0e} is allowed")
-            if unlike := run.trained ^ reference.trained:
-                # A difference however small their share of all weights is.
-                names = ", ".join(sorted(unlike))
-                problems.append(f"trained only here or only in the reference: {names}")
+        problems += _weight_problems(run, reference, weight, tolerance)
         if run.model_hashes != reference.model_hashes:
             notes.append(
                 "from the same rows the model was given other bytes than in the reference:"
@@ -222,6 +213,26 @@ def check_parity(
         problems=tuple(problems),
         notes=tuple(notes),
     )
+
+
+def _loss_problems(difference: float | None, tolerance: float) -> Iterator[str]:
+    if difference is None:
+        yield "a loss is missing or not finite"
+    elif difference > tolerance:
+        yield f"losses differ by {difference:.1e}; {tolerance:.0e} is allowed"
+
+
+def _weight_problems(
+    run: CheckedRun, reference: CheckedRun, difference: float | None, tolerance: float
+) -> Iterator[str]:
+    if difference is None:
+        yield "the weights have other names than the reference's"
+        return
+    if not difference <= tolerance:
+        yield f"weights differ by {difference:.1e}; {tolerance:.0e} is allowed"
+    if unlike := run.trained ^ reference.trained:
+        # A difference however small their share of all weights is.
+        yield f"trained only here or only in the reference: {', '.join(sorted(unlike))}"
 
 
 def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float | None:

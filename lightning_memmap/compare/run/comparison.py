@@ -11,9 +11,9 @@ from typing import Protocol
 
 import msgspec
 import torch
-import yaml
 from rich.markup import escape
 
+from lightning_memmap.arguments import read_config
 from lightning_memmap.compare.report.figures import rate_of
 from lightning_memmap.compare.report.parity import default_tolerance
 from lightning_memmap.compare.report.records import AnyRank, CheckRank, Rank, TimedRank
@@ -88,12 +88,8 @@ class Comparison:
 
     def __init__(self, options: ComparisonOptions, progress: Progress, command: str = "") -> None:
         self._options = options
-        try:
-            config = yaml.safe_load(Path(options.config).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            where = " ".join(str(error).split())
-            raise ValueError(f"config={options.config!r} is no yaml file: {where}") from error
-        self._config, self._trainer, self._left_out = shared_config(config)
+        shared = shared_config(read_config(options.config))
+        self._config, self._trainer, self._left_out = shared
         accelerator = options.accelerator
         if accelerator == "auto":
             asked = str(self._trainer.get("accelerator", "auto"))

@@ -269,8 +269,9 @@ class PlainData(L.LightningDataModule):
             order.num_positions, self._global_batch, order.num_shards, drop_last=True
         )
         transform = self._data.transform
+        rows: Any = PlainRows(self._data, store, order.shards)
         loader: DataLoader[Any] = DataLoader(
-            PlainRows(self._data, store, order.shards),
+            rows,
             batch_sampler=RowBatches(order, schedule, rank, size),
             num_workers=self._num_workers,
             collate_fn=PlainCollate(

@@ -6,10 +6,9 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
 from lightning_memmap._compat.tensors import dense_parts, storage_key
-from lightning_memmap.callbacks.memory_trace import live_parameters
+from lightning_memmap.callbacks.memory_trace import live_parameters, optimizer_tensors
 from lightning_memmap.compare.report.records import DevicePeak, ModelBytes, ProcessMemory
 
 
@@ -92,18 +91,11 @@ def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ModelB
     """
     parameters = live_parameters()
     gradients = [p.grad for p in parameters if p.grad is not None]
-    state = [
-        value
-        for optimizer in optimizers
-        for values in optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, Tensor)
-    ]
     sizes: dict[str, dict[str, int]] = defaultdict(dict)
     groups: dict[str, list[Any]] = {
         "parameters": parameters,
         "gradients": gradients,
-        "optimizer": state,
+        "optimizer": optimizer_tensors(optimizers),
     }
     for name, tensors in groups.items():
         for device, num_bytes in _by_device(tensors).items():

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, default_collate
-from typing_extensions import override
+from torch.utils.data import ConcatDataset, default_collate
 
 from lightning_memmap.datamodule import MemmapDataModule
 from lightning_memmap.loading import FormedCollate
@@ -32,12 +31,13 @@ class _Window(NamedTuple):
     """The step of the series at which it begins."""
 
 
-class PlainRows(Dataset[Any]):
+class PlainRows:
     """The training rows of a data module one by one: item ``i`` is row ``i`` of its order.
 
     That is a sample of the dataset, of one of several datasets that are mixed, or a window that
     `PlainCollate` cuts. Where a dataset is not given, or can only be iterated over, the rows are
-    read from the store.
+    read from the store. The class is none of torch's ``Dataset``, which help texts list to choose
+    from.
 
     Args:
         data: The data module.
@@ -55,7 +55,6 @@ class PlainRows(Dataset[Any]):
         base = shards.base
         self._windows = base if isinstance(base, WindowShards) else None
 
-    @override
     def __getitem__(self, row: int) -> Any:
         if self._windows is None:
             return self._samples[row]

@@ -1,7 +1,6 @@
 """Row hashes: they add up from data devices to processes to the global batch."""
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from lightning_memmap.callbacks.memory_trace import batches_of
 from lightning_memmap.loading import Padded, RowList
 from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.transform import takes_generator
 
 MODULUS = 2**64
 
@@ -127,8 +127,7 @@ class HashedTransform(nn.Module):
         # As an attribute, a module is copied to the data device with this one.
         self.transform = transform
         self._note = hashes.append
-        function: Any = transform.forward if isinstance(transform, nn.Module) else transform
-        self._wants_generator = _has_generator(function)
+        self._takes_generator = takes_generator(transform)
 
     def forward(self, batch: Any, generator: torch.Generator) -> Any:
         """Record the hash of the rows, and transform them.
@@ -142,7 +141,7 @@ class HashedTransform(nn.Module):
             What the transform returns.
         """
         self._note(hash_batch(batch))
-        if self._wants_generator:
+        if self._takes_generator:
             return self.transform(batch, generator=generator)
         return self.transform(batch)
 
@@ -151,10 +150,3 @@ class HashedTransform(nn.Module):
         other = HashedTransform(copy.deepcopy(self.transform, memo), [])
         other._note = self._note
         return other
-
-
-def _has_generator(function: Any) -> bool:
-    try:
-        return "generator" in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False

@@ -193,8 +193,8 @@ class VariableColumn(Column):
         shape = (self.shards.num_rows, 2 + self.field.num_variable)
         places = np.memmap(directory / self._places_name, np.int64, "r", shape=shape)
         sizes = places[:, 2:]
-        ends = np.cumsum(sizes.prod(axis=1))
-        index = ends[:, None] if self.field.num_variable == 1 else np.c_[ends, sizes]
+        index = packed_index(sizes)
+        ends = index[:, 0]
         np.ascontiguousarray(index).tofile(directory / self._index_name)
         sync_path(directory / self._index_name)
         with open(directory / self.rows_name, "wb") as values:
@@ -297,6 +297,21 @@ class _VariableBlock(Block):
         self._pieces.clear()
 
 
+def packed_index(sizes: Integers) -> Integers:
+    """The index of rows whose items lie one after the other.
+
+    Args:
+        sizes: The sizes of each row in the dimensions that differ, int64 of shape (B, number of
+            these).
+
+    Returns:
+        What `ItemRows` has: int64 of shape (B, 1 or 1 + number of these).
+    """
+    ends = np.cumsum(sizes.prod(axis=1))
+    index: Integers = ends[:, None] if sizes.shape[1] == 1 else np.c_[ends, sizes]
+    return index
+
+
 def pack_rows(field: Field, rows: Sequence[Tensor]) -> PackedRows:
     """Lay rows one after the other.
 
@@ -388,12 +403,15 @@ class ItemRows:
         Raises:
             StoreError: The index is damaged.
         """
-        lengths = np.empty(len(self.index), np.int64)
+        lengths = np.empty(self.shards.num_rows, np.int64)
         for first in range(0, len(lengths), _LOCATED_ROWS):
-            rows = range(first, min(first + _LOCATED_ROWS, len(lengths)))
-            found = self.at(self.shards.locate(rows))
-            lengths[rows.start : rows.stop] = found.sizes.prod(axis=1)
+            rows = np.arange(first, min(first + _LOCATED_ROWS, len(lengths)), dtype=np.int64)
+            lengths[rows] = self._at_rows(rows).sizes.prod(axis=1)
         return lengths
+
+    def _at_rows(self, rows: Integers) -> Located:
+        """Find rows, given in dataset order."""
+        return self.at(self.shards.locate(rows))
 
     def row(self, row: int) -> Tensor:
         """Copy one row, given in dataset order."""
@@ -401,7 +419,7 @@ class ItemRows:
 
     def fetch(self, rows: Integers) -> list[Tensor]:
         """Copy rows, given in dataset order: one tensor for each."""
-        starts, sizes = self.at(self.shards.locate(rows))
+        starts, sizes = self._at_rows(rows)
         return [
             self.items[start : start + int(np.prod(shape))]
             .clone()

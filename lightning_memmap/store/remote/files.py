@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -47,7 +48,7 @@ class RemoteFiles:
     def __init__(self, url: StoreUrl) -> None:
         self.url = url
         try:
-            self._system, path = url_to_fs(str(url), use_listings_cache=False)
+            self._system, path = url_to_fs(_address(url), use_listings_cache=False)
         except ImportError as error:
             raise StoreError(
                 f"{url} cannot be opened: {error}: pip install 'lightning_memmap[remote]' has the"
@@ -194,6 +195,11 @@ class RemoteFiles:
             sleep(pause_s)
             pause_s *= 2
         raise AssertionError
+
+
+def _address(url: StoreUrl) -> str:
+    """A URL as fsspec reads it: in ``file://`` URLs it takes ``%20`` for three characters."""
+    return unquote(url) if url.lower().startswith("file:") else url
 
 
 def is_offline() -> bool:

@@ -26,11 +26,10 @@ class RemoteStore(Store):
     """
 
     def __init__(self, shards: CachedShards) -> None:
-        super().__init__(shards.directory, shards.manifest)
-        self._shards, self._mapped = shards, self.columns
-        self.columns = [
-            _Fetched(column, index, shards) for index, column in enumerate(self.columns)
-        ]
+        mapped = [column.open(shards.directory) for column in shards.manifest.columns]
+        fetched = [_Fetched(column, index, shards) for index, column in enumerate(mapped)]
+        super().__init__(shards.directory, shards.manifest, fetched)
+        self._shards, self._mapped = shards, mapped
 
     @property
     @override

@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import Field, Node, Schema
-from lightning_memmap.schema.fields import field_name
+from lightning_memmap.schema.names import field_name
 from lightning_memmap.schema.structure import LEAF, flatten
 from lightning_memmap.store.sources import hugging_face
 from lightning_memmap.store.sources.column_dataset import ColumnDataset

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from typing_extensions import override
 
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Node
+from lightning_memmap.schema.numbers import TO_NUMPY
 from lightning_memmap.schema.rows import arrays_of_lists
 from lightning_memmap.store.sources.field_array import (
     FieldArray,
@@ -131,7 +131,7 @@ class _ArrowColumn(FieldArray):
             return object_array(rows)
         if self.item is not None and values.ndim == 2 and values.shape[1] == self.width:
             values = values[:, self.item]
-        wanted = torch.empty(0, dtype=self.field.sample_dtype).numpy().dtype
+        wanted = TO_NUMPY[self.field.sample_dtype]
         if values.dtype.kind in "mM" and ":" in self.field.kind:
             unit = self.field.kind.partition(":")[2].removesuffix(";UTC")
             times = np.dtype(f"{values.dtype.str[1:3]}[{unit}]")

@@ -184,6 +184,37 @@ class SequentialLauncher(InProcessLauncher):
 
         Raises:
             UnsuitableModuleError: Something cannot be copied as it is.
+            ValueError: As of `_check_copyable`.
+        """
+        self._check_copyable(own)
+        module = own.trainer.lightning_module
+        runs = {}
+        self._reasons = {}
+        for member in self._others:
+            copies = self._copies[member]
+            reason = copies.failure((own.trainer, module))
+            if reason is not None:
+                self._reasons[member] = reason
+                continue
+            launcher = InProcessLauncher(member, self._num_members, raise_on_failure=False)
+            with uncompiled(module):
+                found = copies.copy((own.trainer, own.args, own.kwargs), {id(self): launcher})
+            # The copy of a known Trainer has a launcher already.
+            runs[member] = _MemberRun(found[0].strategy.launcher, *found)
+        for member, run in runs.items():
+            compile_as(run.trainer.lightning_module, module)
+            run.launcher.join(self.call)
+            copies = self._copies[member]
+            copies.keep(zip(own.arguments(), run.arguments(), strict=True))
+            if not copies.knows(own.trainer):
+                copies.keep(zip(own.components(), run.components(), strict=True))
+        return runs
+
+    def _check_copyable(self, own: _MemberRun) -> None:
+        """Check that the members can have copies of the run of member 0.
+
+        Raises:
+            UnsuitableModuleError: The module is compiled in place.
             ValueError: A checkpoint belongs to member 0, the module to another number of members,
                 or a logger cannot distinguish members.
         """
@@ -212,27 +243,6 @@ class SequentialLauncher(InProcessLauncher):
                 " of it, and the copies of the other members would not be compiled: use"
                 " torch.compile(submodule) or torch.compile(module)"
             )
-        runs = {}
-        self._reasons = {}
-        for member in self._others:
-            copies = self._copies[member]
-            reason = copies.failure((own.trainer, module))
-            if reason is not None:
-                self._reasons[member] = reason
-                continue
-            launcher = InProcessLauncher(member, self._num_members, raise_on_failure=False)
-            with uncompiled(module):
-                found = copies.copy((own.trainer, own.args, own.kwargs), {id(self): launcher})
-            # The copy of a known Trainer has a launcher already.
-            runs[member] = _MemberRun(found[0].strategy.launcher, *found)
-        for member, run in runs.items():
-            compile_as(run.trainer.lightning_module, module)
-            run.launcher.join(self.call)
-            copies = self._copies[member]
-            copies.keep(zip(own.arguments(), run.arguments(), strict=True))
-            if not copies.knows(own.trainer):
-                copies.keep(zip(own.components(), run.components(), strict=True))
-        return runs
 
     def _initial_states(self) -> dict[int, RandomState]:
         """The random state in which each other member begins the stage.

@@ -1,7 +1,7 @@
 """The stages of a module: which ones each process of a pipeline holds."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import lightning as L
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_memmap._compat.modules import materialize, set_device_attribute
 from lightning_memmap.errors import UnsuitableModuleError, with_article
+from lightning_memmap.strategies.pipelining.groups import Layout
 
 
 class Chain(nn.Module):
@@ -205,6 +206,35 @@ def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) ->
             f"no stage has the parameters {', '.join(map(repr, outside))} of"
             f" {type(module).__name__}: put the modules that they belong to into a stage"
         )
+
+
+def train_fields(module: L.LightningModule | None, layout: Layout) -> frozenset[str] | None:
+    """The fields of the training rows that a process needs.
+
+    Args:
+        module: The module, which may name them in ``input_fields`` and ``loss_fields``.
+        layout: The grid of processes, and this process in it.
+
+    Returns:
+        Their names; None for all.
+
+    Raises:
+        TypeError: The module names only some of them, or not as a tuple.
+    """
+    inputs, loss = (getattr(module, name, None) for name in ("input_fields", "loss_fields"))
+    if inputs is None and loss is None:
+        return None
+    for name, fields in (("input_fields", inputs), ("loss_fields", loss)):
+        if isinstance(fields, str) or not isinstance(fields, Collection):
+            raise TypeError(
+                f"{type(module).__name__}.{name}={fields!r}: give both input_fields and"
+                " loss_fields as tuples of names of fields, or neither"
+            )
+    if layout.pipeline_size == 1:
+        return None
+    # In every schedule the first process has the first stage, and the last one the last.
+    needed: dict[int, Any] = {0: inputs, layout.pipeline_size - 1: loss}
+    return frozenset(needed.get(layout.pipeline_rank, ()))
 
 
 def module_tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -115,13 +115,13 @@ class NumberCheck:
         for attribute, value in vars(modules[0]).items():
             if attribute in self._known or before.get(attribute, MISSING) is value:
                 continue
-            values = [vars(module).get(attribute) for module in modules]
+            values: list[Any] = [vars(module).get(attribute) for module in modules]
             if all(isinstance(value, Number) for value in values):
                 differs = len(set(map(repr, values))) > 1  # Two NaN are the same here.
             elif all(isinstance(value, Tensor) and value.ndim == 0 for value in values):
                 # Only once, since reading a number from a GPU waits for it.
                 self._known.add(attribute)
-                differs = len({repr(value.item()) for value in values}) > 1  # type: ignore[union-attr]
+                differs = len({repr(value.item()) for value in values}) > 1
             else:
                 continue
             if differs:

@@ -5,14 +5,27 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_memmap.strategies.sharding.options import ShardingOptions
 from lightning_memmap.strategies.sharding.units import STATISTICS
+
+_BATCH_DTYPES = {
+    "32-true": None,
+    "16-true": torch.float16,
+    "bf16-true": torch.bfloat16,
+    "64-true": torch.float64,
+}
 
 
 class ShardedPrecision(Precision):
@@ -20,12 +33,36 @@ class ShardedPrecision(Precision):
 
     Args:
         inner: Chooses the dtype of weights, and makes the context of a step.
+        options: May choose the dtype of the computation instead, and whether batches are cast.
+
+    Attributes:
+        inner: The other plugin.
+        compute_dtype: What units compute in; None for the dtype of their parameters.
         batch_dtype: Floating-point tensors of a batch are cast to it; None leaves them.
+
+    Raises:
+        ValueError: The plugin is not supported, or both it and ``param_dtype`` choose a dtype.
     """
 
-    def __init__(self, inner: Precision, batch_dtype: torch.dtype | None) -> None:
+    def __init__(self, inner: Precision, options: ShardingOptions) -> None:
+        if options.param_dtype is not None and inner.precision != "32-true":
+            raise ValueError(
+                f"param_dtype={options.param_dtype} with Trainer(precision={inner.precision!r}):"
+                " both choose the dtype of the computation; leave one of them out"
+            )
+        self.compute_dtype = options.param_dtype
+        if type(inner) is MixedPrecision and inner.precision == "bf16-mixed":
+            self.compute_dtype = torch.bfloat16
+        elif type(inner) not in (Precision, HalfPrecision, DoublePrecision):
+            raise ValueError(
+                f"Trainer(precision={inner.precision!r}): memmap_fsdp2 does not support"
+                f" {type(inner).__name__}; choose 32-true, bf16-mixed, bf16-true, 16-true or"
+                " 64-true"
+            )
+        self.batch_dtype = _BATCH_DTYPES.get(inner.precision)
+        if self.compute_dtype is not None and options.cast_batch:
+            self.batch_dtype = self.compute_dtype
         self.inner = inner
-        self.batch_dtype = batch_dtype
         self.precision = inner.precision
 
     @override

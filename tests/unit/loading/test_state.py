@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.store import Store
 from tests.rows import epoch_rows, make_loader, take_steps
+from tests.texts import texts
 
 Stores = Callable[..., Store]
 
@@ -90,9 +91,7 @@ def test_state_that_lacks_a_key_is_refused(numbered_store: Stores, name: str) ->
         make_loader(numbered_store(97, 24)).load_state_dict(state)
 
 
-values = st.one_of(
-    st.integers(-(2**70), 2**70), st.booleans(), st.none(), st.text(max_size=3), st.floats()
-)
+values = st.one_of(st.integers(-(2**70), 2**70), st.booleans(), st.none(), texts(3), st.floats())
 
 
 @given(name=st.sampled_from(list(STATE)), value=values)

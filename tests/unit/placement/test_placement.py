@@ -23,14 +23,13 @@ from lightning_memmap.placement import (
     budgets,
     check_device,
     device_budgets,
-    format_bytes,
     free_bytes,
     local_processes,
-    parse_bytes,
     placement_table,
     plan_placement,
 )
 from lightning_memmap.sampling import Integers, Shards, shard_rows
+from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.strategies import IndependentStrategy, SuperBatchDDPStrategy
 
 CPU = torch.device("cpu")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_memmap.schema import Pad, Schema
 from lightning_memmap.schema.rows import stack_samples
+from tests.texts import texts
 
 SIZES = st.integers(0, 4)
 
@@ -26,7 +27,7 @@ def a_sample(rows: int, columns: int, text: str, is_given: bool) -> dict[str, An
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(SIZES, SIZES, st.text(max_size=4), st.booleans()), min_size=1))
+@given(st.lists(st.tuples(SIZES, SIZES, texts(4), st.booleans()), min_size=1))
 def test_stacked_samples_have_the_values_of_each_sample(drawn: list[Any]) -> None:
     samples = [a_sample(*values) for values in drawn]
     schema = Schema.from_sample(a_sample(1, 1, "a", True), {})

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +17,12 @@ import torch
 from PIL import Image
 from tensordict import TensorDict
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import shard_rows, shard_starts
 from lightning_memmap.schema import DTYPES
-from lightning_memmap.store import build_store, open_store, verify_store
+from lightning_memmap.store import build_store, open_store, range_writer, verify_store, workers
 from lightning_memmap.store.probes import probe_rows
 from tests.datasets import Counting, Numbered, Replaced, Wrapped, holds, in_dataset_order
 from tests.preloaded import python
@@ -293,6 +295,37 @@ def test_build_reads_each_row_once_besides_probes(tmp_path: Path) -> None:
     # Eight probe rows are read twice more, to detect random datasets.
     assert len([row for row, count in reads.items() if count > 1]) <= 8
     assert max(reads.values()) <= 3
+
+
+class Processes(Wrapped):
+    """Notes which process reads each row."""
+
+    def __init__(self, dataset: Any, log: Path) -> None:
+        super().__init__(dataset)
+        self.log = log
+
+    def __getitem__(self, row: int) -> Any:
+        with open(self.log, "a", buffering=1) as file:
+            file.write(f"{os.getpid()}\n")
+        return super().__getitem__(row)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["fork", pytest.param("spawn", marks=pytest.mark.slow)],  # It imports torch twice.
+)
+def test_build_starts_its_workers_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    loader = partial(DataLoader, multiprocessing_context=method)
+    monkeypatch.setattr(workers, "DataLoader", loader)
+    # One process for all probe rows of quick rows, and a range for each.
+    monkeypatch.setattr(range_writer, "_MAX_RANGE_ROWS", 20)
+    store = build(Processes(Numbered(400), tmp_path / "log"), tmp_path / "s", num_workers=2)
+    assert holds(store, Numbered(400))
+    readers = set((tmp_path / "log").read_text().splitlines())
+    assert len(readers) == 2
+    assert str(os.getpid()) not in readers
 
 
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {

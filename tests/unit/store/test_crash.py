@@ -290,8 +290,9 @@ def test_build_resumed_after_an_exception_reads_only_what_is_missing(
     # In this process, with ranges of the default size.
     numbered = Numbered(5000)
     arguments: dict[str, Any] = {"num_shards": 3, "progress": False, "fingerprint": "numbered"}
-    broken = Replaced(numbered, {3500: OSError("unplugged")})
-    with pytest.raises(DatasetError, match="row 3500"):
+    # In a range that a worker begins once it has written another one.
+    broken = Replaced(numbered, {4500: OSError("unplugged")})
+    with pytest.raises(DatasetError, match="row 4500"):
         build_store(broken, tmp_path / "s", num_workers=num_workers, **arguments)
     with pytest.raises(StoreNotFoundError):
         open_store(tmp_path / "s")

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from lightning_memmap.store import fingerprint as module
+from lightning_memmap.store import dataset_parts as module
 from lightning_memmap.store.fingerprint import Fingerprint
 from tests.datasets import Numbered, Wrapped
+from tests.texts import texts
 
 
 class Holder(Dataset[int]):
@@ -240,10 +241,7 @@ def test_fingerprint_of_anything_odd_is_made_all_the_same(monkeypatch: pytest.Mo
     assert len(Fingerprint.of(many).parts) <= 513
 
 
-texts = st.text(max_size=20)
-
-
-@given(st.dictionaries(texts, texts), st.none() | texts)
+@given(st.dictionaries(texts(20), texts(20)), st.none() | texts(20))
 def test_fingerprint_comes_back_from_json(parts: dict[str, str], given: str | None) -> None:
     identity = Fingerprint(parts, given)
     again = Fingerprint.from_json(identity.to_json())

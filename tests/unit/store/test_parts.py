@@ -4,8 +4,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -379,14 +377,3 @@ def test_parts_by_an_executor_make_the_store(tmp_path: Path) -> None:
     finish_store(tmp_path / "s", **QUIET)
     build_store(Mixed(100), tmp_path / "one", variable=VARIABLE, **QUIET)
     assert_same_store(tmp_path / "s", tmp_path / "one")
-
-
-@pytest.mark.timeout(600)  # Ray takes its time to start.
-def test_parts_by_tasks_of_ray_make_the_store(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "tests.unit.store.ray_parts", str(tmp_path / "s")]
-    environment = {**os.environ, "HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    build_store(Numbered(NUM_ROWS), tmp_path / "one", fingerprint="numbered", **QUIET)
-    found, expected = Manifest.read(tmp_path / "s"), Manifest.read(tmp_path / "one")
-    assert found.content == expected.content

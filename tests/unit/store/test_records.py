@@ -22,7 +22,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.schema import Schema
+from lightning_memmap.schema import read_schema
 from lightning_memmap.schema.texts import join_texts, split_texts
 from lightning_memmap.store import (
     Store,
@@ -562,7 +562,7 @@ def test_times_and_enums_are_integers(tmp_path: Path, value: Any, kind: str, num
     assert store[4]["x"].item() == number
     if kind == "enum":
         assert dict(field.names)[list(type(value))[-1].name] in (1, 2, 20)
-    assert Schema.from_json(store.schema.to_json()) == store.schema
+    assert read_schema(store.schema.to_json()) == store.schema
 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema import Schema
+from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.store.sources import field_arrays
 from tests.datasets import Wrapped, column_files
 
@@ -123,7 +123,7 @@ def test_row_with_other_keys_is_refused(tmp_path: Path) -> None:
 def test_schema_comes_back_from_json(tmp_path: Path) -> None:
     for dataset in (nested(3), examples(3)):
         schema = Schema.from_sample(dataset[0])
-        assert Schema.from_json(schema.to_json()) == schema
+        assert read_schema(schema.to_json()) == schema
 
 
 @pytest.mark.parametrize("feature_dims", [-1, "1", None])
@@ -131,7 +131,7 @@ def test_schema_that_is_no_tensordict_is_refused(feature_dims: Any) -> None:
     value = Schema.from_sample(nested(3)[0]).to_json()
     value["structure"]["children"][1]["feature_dims"] = feature_dims
     with pytest.raises(SchemaError):
-        Schema.from_json(value)
+        read_schema(value)
 
 
 def test_store_is_opened_without_the_class(tmp_path: Path) -> None:

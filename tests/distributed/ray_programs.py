@@ -1,20 +1,46 @@
-"""Run the guide to Ray Train, with both of its strategies, and write what each worker has seen.
+"""What Ray runs, once it has started, which takes it longer than all of this.
 
-Run as a program, with a folder: Ray starts threads and processes of its own.
+Run as a program, with a folder: Ray starts threads and processes of its own. Tasks write the parts
+of the store ``parts``; one of them is killed and run again. The guide to Ray Train runs with both
+of its strategies, and each worker writes what it has seen to ``ddp`` or ``superbatch``.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
+from lightning_memmap import build_part, finish_store
+from tests.datasets import Numbered
 from tests.models import Points, Regression
+from tests.unit.store.build_server import Deadly
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "ray.md"
 NUM_ROWS, BATCH_SIZE, EPOCHS = 50, 4, 2
+PARTS_ROWS, NUM_PARTS = 600, 4
+
+
+def write(path: str, index: int) -> int:
+    dataset: Any = Numbered(PARTS_ROWS)
+    killed = Path(f"{path}.killed")
+    if index == 1 and not killed.exists():
+        killed.touch()
+        dataset = Deadly(dataset, 250)
+    build_part(dataset, path, (index, NUM_PARTS), fingerprint="numbered", progress=False)
+    return os.getpid()
+
+
+def build_by_tasks(path: str) -> None:
+    import ray
+
+    task = ray.remote(max_retries=2)(write)
+    pids = ray.get([task.remote(path, index) for index in range(NUM_PARTS)])
+    assert os.getpid() not in pids
+    assert Path(f"{path}.killed").exists()
+    finish_store(path, progress=False)
 
 
 class Observed(Regression):
@@ -32,7 +58,7 @@ class Observed(Regression):
         torch.save((self.seen["train"], weights), self._folder / f"{self.global_rank}.pt")
 
 
-def main(folder: Path) -> None:
+def train_as_the_guide_does(folder: Path) -> None:
     program, wiring = re.findall(r"```text\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     for old, new in (
         ("/shared/stores/mine", str(folder / "store")),
@@ -59,9 +85,17 @@ def main(folder: Path) -> None:
         for function in functions:
             function(config)
 
+    exec(compile(f"workers = {start}", str(GUIDE), "exec"), {**names, "train": both})
+
+
+def main(folder: Path) -> None:
+    # Here alone: the tests need this module without it, and it takes long.
+    import ray
+
     ray.init(num_cpus=3, include_dashboard=False, object_store_memory=80 * 2**20)
     try:
-        exec(compile(f"workers = {start}", str(GUIDE), "exec"), {**names, "train": both})
+        build_by_tasks(str(folder / "parts"))
+        train_as_the_guide_does(folder)
     finally:
         ray.shutdown()
 

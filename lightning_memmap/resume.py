@@ -1,0 +1,103 @@
+"""Resuming a fit: where training stood, as a checkpoint has it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+
+from lightning_memmap._compat.loops import go_on_after, renew_train_loader_after_epoch
+from lightning_memmap.errors import with_article
+from lightning_memmap.loading import DeviceLoader, SuperBatchLoader
+from lightning_memmap.loading.state import LoaderState
+from lightning_memmap.sampling import StridedRows
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where the training of a data module stood.
+
+    Args:
+        loader: Where its training loader stood.
+        num_trained: The batches of the epoch that the weights were trained on; None where the
+            Trainer had not been given one.
+    """
+
+    loader: LoaderState
+    num_trained: int | None
+
+    @classmethod
+    def read(cls, state: object) -> "Resume | None":
+        """Check what is loaded for a data module. Subclasses may have added to it.
+
+        Args:
+            state: What was loaded.
+
+        Returns:
+            Where training stood; None where there was no training loader.
+
+        Raises:
+            ValueError: It is not what a data module has saved.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                f"the state of the data module is {with_article(type(state).__name__)}: give"
+                " load_state_dict the dict that state_dict has returned"
+            )
+        num_trained = state.get("num_trained")
+        if num_trained is not None and not (type(num_trained) is int and num_trained >= 0):
+            raise ValueError(
+                f"the state of the data module has num_trained={num_trained!r}, which is no number"
+                " of batches: resume from a checkpoint that this version has written"
+            )
+        return cls(LoaderState.read(state["train"]), num_trained) if "train" in state else None
+
+    def check_rows(self, subset: Mapping[str, Any] | None) -> None:
+        """Check that training goes on with the rows that it had.
+
+        Args:
+            subset: The identity of the rows that a data module trains on; None for all.
+
+        Raises:
+            ValueError: The checkpoint is of other rows: its weights have learned from some that are
+                held out now.
+        """
+        if self.loader.subset != subset:
+            raise ValueError(
+                f"the checkpoint was trained on {_subset_text(self.loader.subset)}, and this data"
+                f" module trains on {_subset_text(subset)}: resume with the member, num_folds,"
+                " num_parts and subset of the checkpoint"
+            )
+
+    def apply(self, loader: SuperBatchLoader | DeviceLoader, trainer: L.Trainer) -> None:
+        """Let a fit go on from here.
+
+        Args:
+            loader: The new training loader.
+            trainer: The Trainer, when it gets this loader, after it has loaded the checkpoint.
+
+        Raises:
+            ValueError: The checkpoint cannot be resumed in the order of the loader.
+        """
+        epoch = trainer.current_epoch
+        # Before the Trainer asks for the length: if the number of data devices has changed, the
+        # epoch that is resumed differs from the next ones in its number of steps.
+        loader.set_epoch(epoch)
+        loader.load_state_dict(self.loader.as_dict())
+        if len(loader) != loader.num_steps:
+            renew_train_loader_after_epoch(trainer, epoch, loader.num_steps)
+        if self.num_trained is not None and self.loader.epoch == epoch:
+            go_on_after(trainer, self.num_trained)
+
+
+def _subset_text(saved: Mapping[str, Any] | None) -> str:
+    if saved is None:
+        return "all rows"
+    if isinstance(rows := saved.get("rows"), Mapping):
+        return f"{rows.get('length')} rows of digest {rows.get('digest')}"
+    try:
+        subset = StridedRows(**saved)
+    except (TypeError, ValueError):
+        return f"rows={dict(saved)!r}, which names no fold and no part"
+    option = "num_folds" if subset.excluded else "num_parts"
+    return f"{option}={subset.count}, member={subset.index}"

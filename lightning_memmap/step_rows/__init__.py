@@ -1,0 +1,1 @@
+"""The rows of the steps of a training: looked up, and shown."""
