@@ -30,9 +30,11 @@ from lightning_memmap.strategies import STRATEGIES
 State = Literal["ok", "limited", "bad"]
 _STYLES = {"ok": "green", "limited": "yellow", "bad": "bold red"}
 _PACKAGE = "lightning_memmap"
-#: What the extras of this package are for. The others are for its developers.
+#: What the extras are for. The others are for developers, or for data of certain libraries.
 _EXTRAS = {
     "compare": "the pages of lightning-memmap compare and of lightning-memmap store show",
+    "images": "image folders, and encoded images",
+    "remote": "stores at s3://",
     "nvml": "energy of GPUs in lightning-memmap compare",
     "completion": "lightning-memmap completion",
     "examples": "the examples",

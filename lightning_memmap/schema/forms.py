@@ -3,11 +3,11 @@ expect of its rows.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from reprlib import repr as short_repr
 from typing import Any, ClassVar
 
-from lightning_memmap.errors import check_integer
+from lightning_memmap.errors import check_integer, check_number
 from lightning_memmap.images import CHANNELS, check_mode, checked_size
 
 
@@ -38,7 +38,8 @@ class Form:
     def __post_init__(self) -> None:
         least, name = self.min_dims, type(self).__name__
         reason = f"at least {least} dimension differs from row to row"
-        check_integer(f"{name}: dims", self.dims, least, reason)
+        dims = check_integer(f"{name}: dims", self.dims, least, reason)
+        object.__setattr__(self, "dims", dims)
         if not isinstance(self.nullable, bool):
             raise TypeError(f"{name}: nullable={self.nullable!r}: give True or False")
 
@@ -61,10 +62,11 @@ class Pad(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.value, (int, float)):
-            raise TypeError(f"Pad: value={self.value!r}: give the number to pad with")
+        if not isinstance(self.value, (bool, int)):
+            object.__setattr__(self, "value", check_number("Pad: value", self.value))
         reason = "the padded length is a multiple of this: give 1 or more"
-        check_integer("Pad: multiple", self.multiple, 1, reason)
+        multiple = check_integer("Pad: multiple", self.multiple, 1, reason)
+        object.__setattr__(self, "multiple", multiple)
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Windows(Form):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("length", "stride"):
-            check_integer(f"Windows: {name}", getattr(self, name), 1, "at least 1 step")
+            steps = check_integer(f"Windows: {name}", getattr(self, name), 1, "at least 1 step")
+            object.__setattr__(self, name, steps)
         if self.dims != 1:
             raise ValueError(f"Windows: dims={self.dims}: only the first dimension is cut")
         if self.nullable:
@@ -149,7 +152,8 @@ class Decode(Form):
         check_mode(self.mode)
         object.__setattr__(self, "size", checked_size(self.size))
         if self.num_threads is not None:
-            check_integer("Decode: num_threads", self.num_threads, 1, "at least 1 thread")
+            given = check_integer("Decode: num_threads", self.num_threads, 1, "at least 1 thread")
+            object.__setattr__(self, "num_threads", given)
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
@@ -191,6 +195,9 @@ def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:
             f"variable={short_repr(given)}: give a form for each field, such as"
             " variable={'audio': 'pad'}"
         )
+    for name in given or {}:
+        if not isinstance(name, str):
+            raise TypeError(f"variable={short_repr(given)}: {name!r} is no name of a field")
     return {name: _form(name, form) for name, form in (given or {}).items()}
 
 
@@ -204,6 +211,13 @@ def _form(name: str, given: Any) -> Form:
             f"variable: {short_repr(given)} for field {name!r} is no form: choose one of"
             f" {', '.join(_FORMS)}"
         )
+    known = [each.name for each in fields(_FORMS[kind])]
+    for argument in arguments:
+        if argument not in known:
+            raise TypeError(
+                f"variable: field {name!r}: form {kind!r} has no {argument!r}, only"
+                f" {', '.join(known)}"
+            )
     try:
         return _FORMS[kind](**arguments)
     except (TypeError, ValueError) as error:

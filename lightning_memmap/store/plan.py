@@ -247,8 +247,8 @@ def allocate_files(directory: Path, columns: Sequence[Column], path: Path) -> No
 def _disk_full(path: Path, needed: int, free: int) -> OSError:
     return OSError(
         errno.ENOSPC,
-        f"the store needs {needed} bytes and {_ROOM_BYTES} besides, and {free} are free: make"
-        " some space, or choose a directory on a larger disk",
+        f"the store needs {needed} bytes, and {free} are free, of which {_ROOM_BYTES} must stay"
+        " free: make room, or choose a directory on a larger disk",
         str(path),
     )
 

@@ -339,7 +339,7 @@ def check_known(schema: Schema, named: Collection[str], num_read: int) -> None:
     if not schema.fields:
         raise SchemaError(
             f"the {num_read} rows that were read first hold no tensor, array or number: empty lists"
-            " and None have no dtype"
+            " and None have no dtype; give arrays, or add a field that has values"
         )
     for name, what in schema.unknown.items():
         if name in named or what == "None":

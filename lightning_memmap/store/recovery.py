@@ -180,14 +180,14 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600))
             if timeout_s:
                 _log.warning(
-                    "another process builds the store at %s: waiting for it (it has %s)",
+                    "another process is building the store at %s: waiting for it (it holds %s)",
                     directory,
                     path,
                 )
             lock.acquire(timeout=-1 if timeout_s == math.inf else timeout_s)
     except Timeout:
         raise StoreError(
-            f"another process writes the store at {directory}: it has {path}"
+            f"another process is writing the store at {directory}: it holds {path}; wait for it"
         ) from None
     except (OSError, RuntimeError) as error:
         # filelock raises RuntimeError where this thread has the lock already.

@@ -37,8 +37,8 @@ def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> 
             assert rank[name].startswith("RankMismatchError: ")
             assert difference in rank[name]
             assert "on rank 0; 101 rows of " in rank[name]
-    held = f"StoreError: another process writes the store at {tmp_path / 'held'}: it has "
-    held += str(tmp_path / ".held.lock")
+    held = f"StoreError: another process is writing the store at {tmp_path / 'held'}: it "
+    held += f"holds {tmp_path / '.held.lock'}; wait for it"
     assert ranks[0]["held"] == held
     assert ranks[1]["held"] == f"RankMismatchError: another process failed. rank 0: {held}"
     for name in WHOLE:

@@ -174,8 +174,8 @@ def test_store_show_writes_a_page_of_all_splits(
     assert end.value.code == 0
     assert capsys.readouterr().out.strip() == str(out)
     page = out.read_text(encoding="utf-8")
-    assert "<h2>train</h2>" in page
-    assert "<h2>val</h2>" in page
+    assert "<h1>train</h1>" in page
+    assert "<h1>val</h1>" in page
     assert "3 rows" in page
     assert "24 shards" in page
 

@@ -52,7 +52,7 @@ def test_build_while_another_process_builds_waits_and_says_so(
         Numbered(NUM_ROWS), tmp_path / "s", num_shards=3, progress=False, fingerprint="version 0"
     )
     assert holds(store, Numbered(NUM_ROWS))
-    assert f"another process builds the store at {tmp_path / 's'}" in caplog.text
+    assert f"another process is building the store at {tmp_path / 's'}" in caplog.text
     assert server.wait(pid) == 0
 
 

@@ -156,7 +156,7 @@ def test_place_that_is_taken_is_refused(tmp_path: Path) -> None:
 def test_second_build_at_one_place_is_refused(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, numbers(1), 20)
     first = TableBuild(plan)
-    with pytest.raises(StoreError, match="another process writes"):
+    with pytest.raises(StoreError, match="another process is writing"):
         TableBuild(plan)
     first.abandon()
     TableBuild(plan).abandon()
