@@ -1,10 +1,11 @@
 """Command-line parsers with errors of a line or two that suggest the nearest right name."""
 
+import ast
 import re
 import sys
 from argparse import Action
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +32,15 @@ _WRONG_FILE = re.compile(
 #: Types, values to choose from, and what was given instead.
 _EXPECTED = re.compile(
     r"Expected an? (?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[(.+)\])(?:\. Got value: (.+))?"
+)
+#: The value where a class is expected.
+_CLASS_VALUE = re.compile(r"(?:Got value: |Given value: |but got )(\{.*\})")
+_BESIDE = "a class has a class_path and init_args, and nothing beside them"
+#: What jsonargparse says of a value that is no class and no function, before the reason.
+_NO_CALLABLE = re.compile(r"Type \S*Callable\[.*\] expects a function or a callable class: ")
+_NO_SUBCLASS = re.compile(r"Import path (?:\S+ )?does not correspond to a subclass of (\w+)")
+_NO_CLASS_OF = re.compile(
+    r"Expected ('\S+') to be a (subclass of|function that returns) <class '(\w+)'>"
 )
 _NO_COMMAND = re.compile(r'expected "subcommand" to be one of .+ not provided\.')
 _NO_ARGUMENT = re.compile(r"the following arguments are required: (.+)")
@@ -205,9 +215,11 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
     Returns:
         The message, with a suggestion if there is one.
     """
-    if "did you mean" in message:
+    if "did you mean" in message or _BESIDE in message:
         # A parser within this one has added it.
         return message
+    if stray := _beside_class_path(message):
+        return f"{message.splitlines()[0]}\n{stray} stands beside class_path: {_BESIDE}"
     if message.startswith("Unexpected config:"):
         found = message.partition(":")[2].strip()
         what = f"has no options, only {found!r:.80}" if found else "is empty"
@@ -220,7 +232,7 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
     if match := _WRONG_OPTION.search(message):
         name = match[1] or match[2]
         if name == "class_path":
-            return "a class has a class_path and init_args, and nothing beside them"
+            return _BESIDE
         beside_class_path = nearest(name.partition(".")[0], ["init_args"])
         return message + (nearest(name, options_of(parser)) or beside_class_path)
     if match := _WRONG_CHOICE.search(message):
@@ -237,6 +249,17 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
         names = [path.rpartition(".")[2] for path in known_classes(parser)]
         return f"{where}:\nthere is no class {match[1]!r}{nearest(match[1], names)}"
     return message
+
+
+def _beside_class_path(message: str) -> str:
+    """What is given beside the class_path of a class, and is none of its keys."""
+    for match in _CLASS_VALUE.finditer(message):
+        with suppress(SyntaxError, ValueError):
+            found = ast.literal_eval(match[1])
+            stray = [key for key in found if key not in ("class_path", "init_args", "dict_kwargs")]
+            if "class_path" in found and stray:
+                return ", ".join(map(repr, stray))
+    return ""
 
 
 def shortened(message: str, length: int = 600) -> str:
@@ -262,7 +285,7 @@ def shortened(message: str, length: int = 600) -> str:
             expected |= dict.fromkeys(choice.strip("'") for choice in choices)
             given = match[3] or given
         else:
-            parts.append(_KEY.sub(r"\1:", line))
+            parts.append(_in_words(line))
     if expected:
         *others, last = expected
         allowed = f"{', '.join(others)} or {last}" if others else last
@@ -272,6 +295,15 @@ def shortened(message: str, length: int = 600) -> str:
         parts.append(f"this cannot be {given!r}")
     text = " ".join(parts)
     return text if len(text) <= length else text[:length] + " ..."
+
+
+def _in_words(line: str) -> str:
+    """A line of jsonargparse, without the names of its types."""
+    if _NO_CALLABLE.match(line):
+        line = _NO_CALLABLE.sub("", line).partition(". Got value:")[0].rstrip(".")
+    line = _KEY.sub(r"\1:", _NO_SUBCLASS.sub(r"no \1;", line))
+    line = _NO_CLASS_OF.sub(r"\1 is no \2 \3", line)
+    return line.replace("is no function that returns", "has no annotation that it returns a")
 
 
 def _without_other_members(message: str) -> list[str]:

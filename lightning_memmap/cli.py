@@ -8,9 +8,11 @@ pack registered. ``store`` works on stores: ``build``, ``append``, ``info``, ``v
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
+from dis import opmap
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -58,6 +60,10 @@ before and after:
 lightning-memmap COMMAND --help describes a command. A first run:
   lightning-memmap fit --config examples/configs/digits.yaml"""
 
+#: The instruction of a ``raise`` statement.
+_RAISE = "RAISE_VARARGS"
+#: Arguments that Lightning divides by, and does not check.
+_DIVISORS = ("accumulate_grad_batches", "check_val_every_n_epoch", "val_check_interval")
 #: How a config begins that LightningCLI has saved.
 _SAVED = b"# lightning.pytorch=="
 
@@ -111,6 +117,25 @@ class TrainingCLI(LightningCLI):
                 f"trainer.strategy: unknown strategy {strategy!r}{near or '.'}"
                 f" Those of this pack are {ours}"
             )
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        given = self.config[self.subcommand].trainer.as_dict()
+        for name in _DIVISORS:
+            if type(given[name]) is int and given[name] == 0:
+                raise MisconfigurationException(f"trainer.{name}=0: give 1 or more")
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (OverflowError, TypeError, ValueError) as error:
+            # A value that its type allows, such as "four" devices. Some messages lack it.
+            text = str(error)
+            words = re.findall(r"\w+", text)
+            lacking = [
+                f"trainer.{name}={value!r}: "
+                for name, value in given.items()
+                if name in words and str(value) not in text
+            ]
+            raise MisconfigurationException("".join(lacking) + text) from error
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -195,7 +220,9 @@ def _is_mistake(error: BaseException) -> bool:
     if isinstance(error, (MemmapError, MisconfigurationException)):
         return True
     raisers = ("lightning_memmap", "lightning", "fsspec")
-    return isinstance(error, (ValueError, OSError)) and _raiser(error) in raisers
+    if isinstance(error, TypeError) and not _is_raised(error):
+        return False
+    return isinstance(error, (TypeError, ValueError, OSError)) and _raiser(error) in raisers
 
 
 def _reason(error: BaseException) -> BaseException:
@@ -206,9 +233,20 @@ def _reason(error: BaseException) -> BaseException:
 
 
 def _raiser(error: BaseException) -> str:
-    """The package that raised an error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
+    """The package that raised an error, or for one of the system, that met it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in reversed(frames)]
+    if isinstance(error, OSError):
+        names = [name for name in names if name not in sys.stdlib_module_names] or names
+    return names[0]
+
+
+def _is_raised(error: BaseException) -> bool:
+    """Whether a statement raised an error, since a value was refused, and no operation failed."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == opmap[_RAISE]
 
 
 class CompletionCLI(TrainingCLI):

@@ -4,11 +4,14 @@ A wrong argument raises ValueError or TypeError. The classes here say that somet
 call is wrong: the dataset, the store on disk, or the memory of the devices.
 """
 
-from numbers import Integral
+from numbers import Integral, Real
 from reprlib import repr as short_repr
 
+#: The largest integer that the order of rows, tensors and files can hold.
+MAX_INTEGER = 2**63 - 1
 
-def check_integer(name: str, value: object, least: int | None = None, reason: str = "") -> None:
+
+def check_integer(name: str, value: object, least: int | None = None, reason: str = "") -> int:
     """Check an argument that counts something.
 
     Args:
@@ -17,14 +20,40 @@ def check_integer(name: str, value: object, least: int | None = None, reason: st
         least: The least value that it may have; by default any.
         reason: What an error says where it is less.
 
+    Returns:
+        The value as an int of Python, which checkpoints and stores hold: integers of numpy count
+        too.
+
     Raises:
         TypeError: The value is not an integer.
-        ValueError: It is less than ``least``.
+        ValueError: It is less than ``least``, or above `MAX_INTEGER`.
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: give an integer")
-    if least is not None and value < least:
+    if least is not None and int(value) < least:
         raise ValueError(f"{name}={value}: {reason or f'at least {least} is needed'}")
+    count = int(value)
+    if count > MAX_INTEGER:
+        raise ValueError(f"{name}={value}: at most 2**63 - 1")
+    return count
+
+
+def check_number(name: str, value: object) -> float:
+    """Check an argument that measures something.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+
+    Returns:
+        The value as a float of Python: other real numbers, such as those of numpy, count too.
+
+    Raises:
+        TypeError: The value is not a number.
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: give a number")
+    return float(value)
 
 
 def with_article(name: str) -> str:

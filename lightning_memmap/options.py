@@ -80,15 +80,16 @@ class DataOptions:
         for name, least in _COUNTS.items():
             value = getattr(self, name)
             if value is not None or name in ("batch_size", "seed"):
-                check_integer(name, value, *least)
+                object.__setattr__(self, name, check_integer(name, value, *least))
         for name in ("shuffle", "drop_last", "overwrite", "with_row_numbers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: give True or False")
         check_seed(self.seed)
-        check_num_shards(self.num_shards)
-        check_num_workers(self.num_workers)
+        object.__setattr__(self, "num_shards", check_num_shards(self.num_shards))
+        object.__setattr__(self, "num_workers", check_num_workers(self.num_workers))
         check_residency(self.residency)
-        check_memory_fraction(self.memory_fraction)
+        share = check_memory_fraction(self.memory_fraction)
+        object.__setattr__(self, "memory_fraction", share)
         self._check_subset()
         for name in ("transform", "eval_transform"):
             if (given := getattr(self, name)) is not None:
@@ -100,7 +101,7 @@ class DataOptions:
         read_forms(self.variable)
         given = self.fingerprint
         for split, each in (given if isinstance(given, Mapping) else {"train": given}).items():
-            if split.partition("/")[0] not in SPLITS:
+            if str(split).partition("/")[0] not in SPLITS:
                 raise _no_split("fingerprint", split, SPLITS)
             check_given(each)
 
@@ -141,7 +142,7 @@ class DataOptions:
             raise ValueError(f"{texts}: leave one of them out")
         if isinstance(self.subset, Mapping):
             for split, subset in self.subset.items():
-                if split.partition("/")[0] not in SPLITS:
+                if str(split).partition("/")[0] not in SPLITS:
                     raise _no_split("subset", split, SPLITS)
                 if not isinstance(subset, Subset):
                     raise TypeError(f"subset[{split!r}]={subset!r}: give a Subset")

@@ -18,12 +18,11 @@ from lightning_memmap.placement import (
 from lightning_memmap.sampling import (
     BlockShuffledSampler,
     Sampler,
-    SamplerFactory,
     SequentialSampler,
     Shards,
     ShuffledSampler,
 )
-from lightning_memmap.sampling.sampler import check_sampler
+from lightning_memmap.sampling.factory import made_sampler
 from lightning_memmap.schema import read_forms
 from lightning_memmap.split_stores import SplitStores
 from lightning_memmap.splits import argument_of
@@ -148,6 +147,7 @@ class Planner:
 
         Raises:
             StoreError: A store cannot have its residency; see `load_split`.
+            ValueError: The training rows cannot be fetched in their order.
         """
         options, splits = self.stores.options, placement.splits
         forms = read_forms(options.variable)
@@ -160,6 +160,8 @@ class Planner:
         order = None
         if "train" in opened:
             order = self.order(opened["train"], splits["train"].size)
+            if not self.is_overfitting:
+                rows["train"].check_order(order)
         return SetUp(options, opened, placement, rows, order)
 
     def size(self, split: str, store: Store) -> SplitSize:
@@ -208,10 +210,8 @@ class Planner:
     def _make_order(self, store: Store, shards: Shards, window: int) -> Sampler:
         options = self.stores.options
         given, seed = options.sampler, options.seed
-        if isinstance(given, SamplerFactory):
-            return check_sampler(given.make(shards, seed, fields_of(store, shards)), shards)
         if given is not None:
-            return check_sampler(given(shards, seed), shards)
+            return made_sampler(given, shards, seed, fields_of(store, shards))
         if not options.shuffle:
             return SequentialSampler(shards)
         if options.shuffle_window is None and options.residency != Residency.STREAM.value:

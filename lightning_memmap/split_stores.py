@@ -181,8 +181,7 @@ class SplitStores:
             self.directory / split,
             num_shards=options.num_shards,
             num_workers=options.num_workers,
-            # What this data module has built itself is not built again by the next stage.
-            overwrite=options.overwrite and split not in self.built,
+            overwrite=options.overwrite,
             fingerprint=options.fingerprint_of(split),
             check=options.check,
             store_dtypes=options.store_dtypes,

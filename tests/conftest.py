@@ -48,10 +48,11 @@ _SETTLE_S = 5.0
 _TESTS = Path(__file__).parent
 
 
-#: Modules that take long come first: none of them is then what all other processes wait for.
+#: Modules that take long come first: none of them is then what the other process waits for.
 _LONGEST = (
     "test_simulated_gpu.py",
-    "distributed/test_simulated_gpu.py",
+    "distributed/test_ray.py",
+    "reliability/test_reliability.py",
     "test_examples.py",
     "distributed/test_fsdp2.py",
     "distributed/test_pipeline.py",

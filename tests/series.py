@@ -1,5 +1,6 @@
 """Series that tell where each of their steps is, and the windows over them, made one by one."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,9 +8,11 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_memmap.loading import SuperBatchLoader, load_split
+from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
+    BlockShuffledSampler,
     RowSubset,
     Sampler,
     SamplerFactory,
@@ -85,19 +88,26 @@ def make_loader(
     subset: RowSubset | None = None,
     factory: SamplerFactory | None = None,
     fields: tuple[str, ...] = ("value", "time"),
+    window: int | None = None,
+    memory: int = 2**40,
+    **options: Any,
 ) -> SuperBatchLoader:
     """A loader of one process over windows, on logical data devices."""
 
-    def order(shards: Shards, window: int) -> Sampler:
+    def order(shards: Shards, rows: int) -> Sampler:
         if factory is not None:
             return factory.make(shards, 5, fields_of(store, shards))
-        return ShuffledSampler(shards, 5) if shuffle else SequentialSampler(shards)
+        if not shuffle:
+            return SequentialSampler(shards)
+        is_whole = window is None and residency != "stream"
+        return ShuffledSampler(shards, 5) if is_whole else BlockShuffledSampler(shards, 5, rows)
 
     forms: Any = dict.fromkeys(fields, windows)
     topology = DataTopology((CPU,) * num_devices, rank, size)
     divide = division_of(store, forms)
-    sized = SplitSize.of("train", store.manifest, topology, subset, None, order, divide)
-    placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: 2**40})
+    measure = partial(largest_window_bytes, store) if residency == "stream" else None
+    sized = SplitSize.of("train", store.manifest, topology, subset, window, order, divide, measure)
+    placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: memory})
     rows = load_split(store, topology, placement.splits["train"])
     return SuperBatchLoader(
         rows,
@@ -105,4 +115,5 @@ def make_loader(
         batch_size,
         collate=FormedCollate(store.schema, forms),
         seed=5,
+        **options,
     )

@@ -3,15 +3,15 @@
 row_source       rows in one place, and how they come into a batch
 resident         on a device, on the host, or in the file mapping
 streamed         in the files, read window by window (window_layout, window_items,
-                 window_reads, window_reader)
+                 window_series, window_reads, window_reader)
 decoded          the same rows, their images decoded (image_decoder)
 row_numbers      the same rows, each with its number in the dataset
 split            all sources of a split (store_offsets, upload)
-fetch            the rows of coming steps (buffers, device_streams)
+fetch            the rows of coming steps (requests, buffers, device_streams)
 transform        batch transforms, repeatable
 super_batch      the batches of all data devices in one step (collate, nested)
 variable_rows    rows that differ in length, not copied yet
-variable_batch   what a batch has for them
+variable_batch   what a batch has for them (variable_padding, variable_steps, variable_leaves)
 loader           super-batches in the order of the sampler (state)
 device_loader    the same, assembled on one device (prefetch)
 batches          the same without a Trainer

@@ -67,8 +67,7 @@ class SuperBatchLoader:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least 1 row per data device")
         check_seed(seed)
-        for source in rows.sources:
-            source.check_sampler(sampler)
+        rows.check_order(sampler)
         #: The order of the rows.
         self.order = sampler
         self.batch_size = batch_size

@@ -17,16 +17,15 @@ from lightning_memmap.loading.row_numbers import NumberedRows
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
-from lightning_memmap.loading.variable_batch import check_encoded
 from lightning_memmap.loading.window_items import largest_window
 from lightning_memmap.loading.window_layout import WindowLayout
-from lightning_memmap.loading.window_rows import window_rows
+from lightning_memmap.loading.window_rows import WindowRows, window_rows
+from lightning_memmap.loading.window_series import SeriesLayout, largest_window_steps
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
-from lightning_memmap.sampling import Integers, LineShards, Shards, WindowShards
+from lightning_memmap.sampling import Integers, LineShards, Sampler, Shards, WindowShards
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
-from lightning_memmap.store.columns import Column, ItemRows, OpenColumn, VariableColumn
-from lightning_memmap.store.columns.fixed import FixedColumn
+from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
 from lightning_memmap.store.row_file import open_row_files
 
 #: A warning is given where less than this share of the bytes read is used.
@@ -61,6 +60,18 @@ class SplitRows:
     def numbered(self) -> "SplitRows":
         """The same rows, each with its number."""
         return replace(self, sources=tuple(map(NumberedRows, self.sources)))
+
+    def check_order(self, sampler: Sampler) -> None:
+        """Check that the rows can be fetched in an order.
+
+        Args:
+            sampler: The order.
+
+        Raises:
+            ValueError: They cannot; see `RowSource.check_sampler`.
+        """
+        for source in self.sources:
+            source.check_sampler(sampler)
 
     @property
     def is_released(self) -> bool:
@@ -111,8 +122,7 @@ def load_split(
     columns = [column for column, _ in needed]
     held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
     opened = store.provide(fields, _stored_shards(store, placement.shards, held))
-    known = (FixedColumn, VariableColumn)
-    others = [column for column in columns if type(column) not in known]
+    others = [column for column in columns if column.rows_name is None]
     base = placement.shards.base
     cut, length = (base.fields, base.length) if isinstance(base, WindowShards) else ((), 0)
     offsets = StoreOffsets.into(store, placement.shards)
@@ -120,11 +130,16 @@ def load_split(
     source_of_shard = np.full(placement.shards.num_shards, -1, np.int64)
     for (residency, device), shards in _held_together(topology, placement).items():
         source_of_shard[shards] = len(sources)
-        _check_residency(store, residency, others, cut)
+        _check_residency(store, residency, others, placement.shards)
         if cut and not others:
-            fields_ = [(c.field, rows) for c, rows in zip(columns, opened, strict=True)]
-            place = None if residency is Residency.MMAP else device
-            sources.append(window_rows(store, fields_, placement.shards, shards, place))
+            pairs = [(c.field, rows) for c, rows in zip(columns, opened, strict=True)]
+            is_copied = residency in (Residency.DEVICE, Residency.HOST)
+            place = device if is_copied else None
+            found = window_rows(store, pairs, placement.shards, shards, place)
+            if residency is Residency.STREAM:
+                sources.append(_streamed_windows(store, columns, found, placement, shards))
+            else:
+                sources.append(found)
         elif others or not columns:
             sources.append(ColumnRows(columns, opened))
         elif residency is Residency.STREAM:
@@ -168,7 +183,7 @@ def _held_together(
 
 
 def _check_residency(
-    store: Store, residency: Residency, others: Sequence[Column], cut: Sequence[str]
+    store: Store, residency: Residency, others: Sequence[Column], shards: Shards
 ) -> None:
     """Check that the columns of a store can have a residency.
 
@@ -176,7 +191,7 @@ def _check_residency(
         store: The store.
         residency: Where its rows are to live.
         others: Its columns of kinds that only they themselves can read.
-        cut: The names of the fields that are cut into windows.
+        shards: The rows of the split, and the shards that they are divided into.
 
     Raises:
         StoreError: They cannot.
@@ -186,16 +201,18 @@ def _check_residency(
             f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
             f" {store.location} can be read from the file mapping alone: use residency='mmap'"
         )
-    if cut and residency is Residency.STREAM:
-        raise StoreError(
-            f"residency='stream': field {cut[0]!r} of the store at {store.location} is cut into"
-            " windows, which overlap, and only whole rows are read one after the other: use"
-            " residency='mmap'"
-        )
     if store.has_gaps and residency is Residency.STREAM:
         raise StoreError(
             f"residency='stream': the rows of the stores in {store.location} are mixed, and"
-            " only those of one store are read one after the other: use residency='mmap'"
+            " only those of one store are read one after the other: use residency='mmap', or a data"
+            " module for each store, and lightning's CombinedLoader over their loaders"
+        )
+    is_windows = isinstance(shards.base, WindowShards)
+    if is_windows and not isinstance(shards, WindowShards) and residency is Residency.STREAM:
+        raise StoreError(
+            "residency='stream': the sampler draws windows over series by weight, from all over the"
+            " files, and only windows that follow one another are read together: use"
+            " residency='mmap', or leave the sampler out"
         )
 
 
@@ -220,9 +237,14 @@ def largest_window_bytes(
         StoreError: The index of a field is damaged, or a shard cannot be fetched.
     """
     needed = [f for f in store.schema.fields if fields is None or f.name in fields]
+    if isinstance(shards, WindowShards):
+        num_bytes = sum(field.step_bytes for field in needed if field.name in shards.fields)
+        return num_bytes * largest_window_steps(shards, held, rows)
+    if store.has_gaps or isinstance(shards.base, WindowShards):
+        return 0  # They are refused once they are to be loaded.
     variable = [field.name for field in needed if field.num_variable]
     total = len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
-    if not variable or store.has_gaps or isinstance(shards.base, WindowShards):
+    if not variable:
         return total
     offsets = StoreOffsets.into(store, shards)
     for column in store.provide(variable, _stored_shards(store, shards, held)):
@@ -269,7 +291,7 @@ def image_decoders(
     for index, (column, rows) in enumerate(zip(columns, opened, strict=True)):
         form = forms.get(column.field.name)
         if isinstance(form, Decode):
-            check_encoded(column.field)
+            form.check(column.field)
             # All processes look at the same row, whether they hold it or not: the first one with
             # an image, since those that are None may be in no split.
             count = rows.shards.num_rows if isinstance(rows, ItemRows) else 1
@@ -309,11 +331,34 @@ def _streamed_rows(
         shards=shards,
         window=rows,
     )
-    if (share := layout.share_used([range(rows)])) < _LEAST_SHARE:
+    _warn_of_waste(store, layout.share_used([range(rows)]))
+    return StreamedRows(layout, window)
+
+
+def _streamed_windows(
+    store: Store,
+    columns: list[Column],
+    mapped: WindowRows,
+    placement: SplitPlacement,
+    shards: list[int],
+) -> StreamedRows:
+    line, window = placement.shards, placement.size.window
+    assert isinstance(line, WindowShards)
+    rows = min(window, line.longest)
+    cut = [column for column in columns if column.field.name in line.fields]
+    files = open_row_files(store, cut, in_steps=True)
+    fields = [column.field for column in columns]
+    layout = SeriesLayout(fields, files, mapped, line, held=shards, window=rows)
+    _warn_of_waste(store, layout.share_used([range(rows)]))
+    return StreamedRows(layout, window)
+
+
+def _warn_of_waste(store: Store, share: float) -> None:
+    """Warn where most of the bytes that are read are not used."""
+    if share < _LEAST_SHARE:
         warnings.warn(
             f"residency='stream': {1 / share:.0f} bytes of the store at {store.location} are read"
             " for each one that is used, since the rows of this process lie apart in its files:"
             " build a store of these rows alone, or one whose num_shards the data devices divide",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return StreamedRows(layout, window)

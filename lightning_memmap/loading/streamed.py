@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -10,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import Buffers, GrowingPool, copy_rows
+from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.row_source import Leaf, fixed_fields, released_error
-from lightning_memmap.loading.variable_rows import VariableRows, joined_rows
-from lightning_memmap.loading.window_layout import WindowLayout, WindowMemory
+from lightning_memmap.loading.variable_rows import joined_rows
+from lightning_memmap.loading.window_memory import Layout, WindowMemory
 from lightning_memmap.loading.window_reader import WindowReader
 from lightning_memmap.sampling import Integers, ReadWindows, Sampler
 
@@ -31,7 +32,7 @@ class StreamedRows:
 
     device = torch.device("cpu")
 
-    def __init__(self, layout: WindowLayout, window: int) -> None:
+    def __init__(self, layout: Layout, window: int) -> None:
         self._layout = layout
         self._window = window
         self._idle: list[WindowMemory] = []
@@ -93,7 +94,7 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
 
     def __init__(
         self,
-        layout: WindowLayout,
+        layout: Layout,
         windows: ReadWindows,
         epoch: int,
         position: int,
@@ -102,7 +103,6 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         self.fields = [(field.shape, field.dtype) for field in layout.fields]
         self.row_bytes = layout.row_bytes
         self._fixed = fixed_fields(self.fields)
-        self._pools = [GrowingPool() for _ in self.fields]
         self._layout = layout
         self._windows = windows
         self._epoch = epoch
@@ -121,10 +121,7 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         Returns:
             What `fetch` takes, int64 of shape (len(positions),).
         """
-        layout = self._layout
-        return self._windows.row_offsets(
-            self._epoch, positions, layout.num_slots, layout.run_starts
-        )
+        return self._layout.locate(self._windows, self._epoch, positions)
 
     def fetch(
         self,
@@ -133,7 +130,7 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         *,
         pin_memory: bool = False,
         coming: Tensor | None = None,
-    ) -> list[Leaf]:
+    ) -> Sequence[Leaf]:
         """Copy rows into one batch, once they are read; see `EpochRows.fetch`.
 
         Args:
@@ -154,33 +151,26 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         assert first >= self._number, "windows come in their order"
         if out is None:
             out = Buffers.empty(self._fixed, len(locations), pin_memory=pin_memory)
-        orders, parts = list[Integers](), list[list[VariableRows]]()
+        if first == last:
+            return self._window_of(first).fetch(locations - first * size, out)
+        # From one window into the next.
+        orders, parts = list[Integers](), list[Sequence[Leaf]]()
         for number in range(first, last + 1):
-            window = self._window_of(number)
             slots = locations - number * size
-            if first == last:
-                copy_rows(window.rows, slots, out)
-                here = slots.numpy()
-            else:
-                orders.append(np.flatnonzero((slots >= 0) & (slots < size)))
-                here = slots.numpy()[orders[-1]]
-                for rows, fetched in zip(window.rows.rows, out.rows, strict=True):
-                    fetched[orders[-1]] = rows[here]
-            # Their memory will be read over.
-            parts.append(
-                [
-                    items.located(here).copied(pool.get)
-                    for items, pool in zip(window.items, self._pools, strict=False)
-                ]
-            )
-        leaves: list[Leaf] = [*out.tensors]
-        for index, pieces in zip(self._layout.variable, zip(*parts, strict=True), strict=True):
-            leaf: Leaf = pieces[0]
-            if first != last:
-                order = torch.from_numpy(np.argsort(np.concatenate(orders)))
-                leaf = joined_rows(pieces).index_select(0, order)
-            leaves.insert(index, leaf)
-        return leaves
+            here = np.flatnonzero((slots >= 0) & (slots < size))
+            some = Buffers.empty(self._fixed, len(here))
+            parts.append(self._window_of(number).fetch(slots[here], some))
+            orders.append(here)
+            for rows, fetched in zip(some.rows, out.rows, strict=True):
+                fetched[here] = rows
+        order = torch.from_numpy(np.argsort(np.concatenate(orders)))
+        fixed = iter(out.tensors)
+        return [
+            next(fixed)
+            if isinstance(pieces[0], Tensor)
+            else joined_rows(pieces).index_select(0, order)
+            for pieces in zip(*parts, strict=True)
+        ]
 
     def close(self) -> None:
         """End the threads. No row can be fetched any more."""

@@ -1,7 +1,8 @@
 """Rows that differ in length in the memory of a window: where their items lie there, and how many
 there are at most."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,55 +59,140 @@ class ItemMemory:
         return VariableRows(self.field, self.items, self.starts[slots], sizes, largest(sizes))
 
 
-class _Runs(NamedTuple):
-    """Where rows are among the items of a file: in runs, between which other items lie."""
+class PlacedRuns(NamedTuple):
+    """Rows of a file in runs, between which other items lie, and where they are in memory."""
 
     begins: Integers
     """The first item of each run, int64 of shape (runs,), ascending."""
     ends: Integers
     """One past its last one."""
-    of_rows: Integers
-    """The run of each row, int64 of shape (B,)."""
-    found: Located
-    """Where each row is."""
+    places: Integers
+    """Where it begins in memory."""
+    starts: Integers
+    """Where each row begins in memory, int64 of shape (B,)."""
 
-    @classmethod
-    def of(cls, found: Located) -> "_Runs":
-        lengths = found.sizes.prod(axis=1)
-        order = np.argsort(found.starts, kind="stable")
-        begins = found.starts[order]
-        ends = np.maximum.accumulate(begins + lengths[order])
-        firsts = np.flatnonzero(np.append(True, begins[1:] > ends[:-1])[: len(begins)])
-        edges = np.append(firsts, len(order))
-        of_rows = np.empty_like(order)
-        of_rows[order] = np.repeat(np.arange(len(firsts)), np.diff(edges))
-        return cls(begins[firsts], ends[edges[1:] - 1], of_rows, found)
+
+class RunPlaces:
+    """Where runs of items lie in the memory of a window: at the same places in each of some files.
+
+    Items that lie one after the other in a file do so in memory, and those that several rows have
+    are there once. Where runs are few, direct reads write them straight to their places: each
+    begins as far from the beginning of a block in memory as it does in the file.
+
+    Args:
+        name: The field, for messages.
+        files: The files of the items.
+        max_items: Items in a window at most.
+        max_runs: How many runs are few.
+    """
+
+    def __init__(self, name: str, files: Sequence[RowFile], max_items: int, max_runs: int) -> None:
+        self._name = name
+        # A whole number of blocks of each file.
+        self._unit = max(map(block_rows, files), default=1)
+        free_bytes = max((self._unit * file.row_bytes for file in files), default=0)
+        self._max_runs = max_runs if free_bytes <= _MAX_FREE_BYTES else 0
+        #: Items that there is room for.
+        self.num_items = max_items + 2 * self._unit * self._max_runs
+
+    def place(self, found: Located) -> PlacedRuns:
+        """Find places for rows.
+
+        Args:
+            found: Where they are in the files.
+
+        Raises:
+            ValueError: They have more items than as many rows that follow one another.
+        """
+        begins, ends, of_rows = _runs_of(found)
+        unit = self._unit if len(begins) <= self._max_runs else 1
+        free = begins % unit
+        taken = -(-(free + ends - begins) // unit) * unit
+        if int(taken.sum()) > self.num_items:
+            raise ValueError(
+                f"residency='stream': a window has {int((ends - begins).sum())} items of field"
+                f" {self._name!r}, and windows of rows that follow one another have"
+                f" {self.num_items} at most: let window_runs of the sampler return such rows"
+            )
+        places = np.cumsum(taken) - taken + free
+        return PlacedRuns(begins, ends, places, found.starts + (places - begins)[of_rows])
+
+    def reads(self, file: RowFile, placed: PlacedRuns, items: Tensor) -> Iterator[Read]:
+        """The reads that bring the items of a file to their places.
+
+        Args:
+            file: The file.
+            placed: Of `place`.
+            items: The memory, of shape (num_items, *item shape).
+
+        Yields:
+            The reads.
+        """
+        target = items.view(-1).view(torch.uint8).view(-1, file.row_bytes)
+        begins, ends, places, _ = placed
+        if len(begins) > self._max_runs:
+            yield from reads_of_pieces(file, begins, ends, places, target)
+            return
+        for begin, end, place in zip(begins.tolist(), ends.tolist(), places.tolist(), strict=True):
+            yield from reads_in_place(file, range(begin, end), place, target)
+
+    def share_used(self, found: Located, item_bytes: int) -> float:
+        """The share of the items read that are wanted, where gaps between runs are read too.
+
+        Args:
+            found: Where rows are in the files.
+            item_bytes: Bytes of an item.
+        """
+        begins, ends, _ = _runs_of(found)
+        if len(begins) <= self._max_runs:
+            return 1.0
+        pieces = Pieces.of(begins, ends, item_bytes)
+        return pieces.num_used / pieces.num_read
+
+    def allocate(self, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for the items of a window, on the CPU, with undefined content.
+
+        Args:
+            item_shape: The shape of an item.
+            dtype: Its dtype.
+
+        Returns:
+            Of shape (num_items, *item_shape).
+        """
+        num_bytes = self.num_items * math.prod(item_shape) * dtype.itemsize
+        flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
+        return flat.view(dtype).view(self.num_items, *item_shape)
+
+
+def _runs_of(found: Located) -> tuple[Integers, Integers, Integers]:
+    """The first item of each run of rows, one past its last one, and the run of each row."""
+    lengths = found.sizes.prod(axis=1)
+    order = np.argsort(found.starts, kind="stable")
+    begins = found.starts[order]
+    ends = np.maximum.accumulate(begins + lengths[order])
+    firsts = np.flatnonzero(np.append(True, begins[1:] > ends[:-1])[: len(begins)])
+    edges = np.append(firsts, len(order))
+    of_rows = np.empty_like(order)
+    of_rows[order] = np.repeat(np.arange(len(firsts)), np.diff(edges))
+    return begins[firsts], ends[edges[1:] - 1], of_rows
 
 
 class ItemLayout:
     """Where the items of one field lie in the memory of a window.
 
-    Rows that lie one after the other in the file do so in memory. Where these runs are few, direct
-    reads write them straight to their places: each begins as far from the beginning of a block in
-    memory as it does in the file.
-
     Args:
         rows: The rows of the store, of whose items none is read here.
         file: The file of the items; None where there are none.
         max_items: Items in a window at most.
-        max_runs: How many runs are few.
+        max_runs: How many runs of them are few; see `RunPlaces`.
     """
 
     def __init__(self, rows: ItemRows, file: RowFile | None, max_items: int, max_runs: int) -> None:
         self.field = rows.field
         self._rows = rows
         self._file = file
-        self._max_runs = 0
-        self._num_items = max_items
-        if file is not None and block_rows(file) * file.row_bytes <= _MAX_FREE_BYTES:
-            self._max_runs = max_runs
-            free = block_rows(file) * file.row_bytes + 2 * file.block_bytes
-            self._num_items += -(-max_runs * free // file.row_bytes)
+        files = [] if file is None else [file]
+        self._places = RunPlaces(self.field.name, files, max_items, max_runs)
 
     @property
     def mean_row_bytes(self) -> int:
@@ -119,9 +205,8 @@ class ItemLayout:
         Args:
             num_slots: Slots for rows.
         """
-        field, num_bytes = self.field, self._num_items * self.field.item_bytes
-        flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
-        items = flat.view(field.dtype).view(self._num_items, *field.item_shape)
+        field = self.field
+        items = self._places.allocate(field.item_shape, field.dtype)
         starts = np.zeros(num_slots, np.int64)
         return ItemMemory(field, items, starts, np.zeros((num_slots, field.num_variable), np.int64))
 
@@ -140,25 +225,12 @@ class ItemLayout:
             StoreError: The index is damaged.
             ValueError: The rows have more items than as many rows that follow one another.
         """
-        begins, ends, of_rows, found = _Runs.of(self._rows.at(locations))
-        is_in_place = 0 < len(begins) <= self._max_runs
-        places = self._aligned(begins, ends) if is_in_place else _packed(begins, ends)
-        if len(begins) and int(places[-1] + ends[-1] - begins[-1]) > self._num_items:
-            raise ValueError(
-                f"residency='stream': a window has {int((ends - begins).sum())} items of field"
-                f" {self.field.name!r}, and windows of rows that follow one another have"
-                f" {self._num_items} at most: let window_runs of the sampler return such rows"
-            )
-        memory.starts[slots] = found.starts + (places - begins)[of_rows]
+        found = self._rows.at(locations)
+        placed = self._places.place(found)
+        memory.starts[slots] = placed.starts
         memory.sizes[slots] = found.sizes
-        if self._file is None or not self._num_items:
-            return
-        target = memory.items.view(-1).view(torch.uint8).view(self._num_items, -1)
-        if not is_in_place:
-            yield from reads_of_pieces(self._file, begins, ends, places, target)
-            return
-        for begin, end, place in zip(begins.tolist(), ends.tolist(), places.tolist(), strict=True):
-            yield from reads_in_place(self._file, range(begin, end), place, target)
+        if self._file is not None and len(memory.items):
+            yield from self._places.reads(self._file, placed, memory.items)
 
     def pieces(self, locations: Integers) -> Pieces:
         """How rows that lie apart are read.
@@ -166,26 +238,8 @@ class ItemLayout:
         Args:
             locations: Where they lie in the index, int64 of shape (B,).
         """
-        begins, ends, _, _ = _Runs.of(self._rows.at(locations))
+        begins, ends, _ = _runs_of(self._rows.at(locations))
         return Pieces.of(begins, ends, self.field.item_bytes)
-
-    def _aligned(self, begins: Integers, ends: Integers) -> Integers:
-        """Places of runs that are as far from the beginning of a block as in the file."""
-        assert self._file is not None
-        size, block, multiple = self._file.row_bytes, self._file.block_bytes, block_rows(self._file)
-        places, free = [], 0
-        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            # What comes before the run in its first block goes there too.
-            least = -(-(free + begin * size % block) // size)
-            places.append(least + (begin - least) % multiple)
-            free = self._file.whole_blocks((places[-1] + end - begin) * size)
-        return np.array(places, np.int64)
-
-
-def _packed(begins: Integers, ends: Integers) -> Integers:
-    lengths = ends - begins
-    places: Integers = np.cumsum(lengths) - lengths
-    return places
 
 
 def largest_window(
@@ -207,23 +261,55 @@ def largest_window(
     Raises:
         StoreError: The index is damaged.
     """
-    sizes = offsets.shards.sizes
+
+    def in_one_run(shard: int, places: Integers) -> Integers:
+        size = int(places[-1])
+        if not size:
+            return np.zeros_like(places)
+        found = rows.at(offsets.of(np.full(len(places), shard), np.minimum(places, size - 1)))
+        return np.where(places < size, found.starts, found.starts + found.sizes.prod(axis=1))
+
+    def apart(shard: int, places: Integers) -> Integers:
+        size, ends = int(places[-1]), [np.zeros(1, np.int64)]
+        for first in range(0, size, _LOOKUP_ROWS):
+            some = np.arange(first, min(first + _LOOKUP_ROWS, size))
+            found = rows.at(offsets.of(np.full(len(some), shard), some))
+            ends.append(ends[-1][-1] + np.cumsum(found.sizes.prod(axis=1)))
+        return np.concatenate(ends)[places]
+
+    sizes, is_one_run = offsets.shards.sizes, offsets.starts is not None
+    return most_items(sizes, shards, window, in_one_run if is_one_run else apart, not is_one_run)
+
+
+def most_items(
+    sizes: Integers,
+    shards: Sequence[int],
+    window: int,
+    items_before: Callable[[int, Integers], Integers],
+    is_exact: bool = False,
+) -> int:
+    """How many items windows have at most, by the items before some places in a shard.
+
+    Args:
+        sizes: Rows of each shard of the split, int64 of shape (C,).
+        shards: The shards that are held.
+        window: Rows of a shard in a window, at most those of the longest shard.
+        items_before: For a shard and offsets in it, the items of the rows before each of them. The
+            last one is behind its last row.
+        is_exact: Whether all windows are looked at. Otherwise the number is up to a 64th too large.
+
+    Returns:
+        The number of items, for windows of consecutive rows of each shard, closed to a circle.
+    """
     # The circle has the rows that all shards have. Some have one more.
     circle = int(sizes.min())
-    step = max(1, window // _STEPS) if offsets.starts is not None else 1
+    step = 1 if is_exact else max(1, window // _STEPS)
     places = np.append(np.arange(0, circle, step), circle)
-    totals = np.zeros(len(places), np.int64)
-    extra = 0
+    totals, extra = np.zeros(len(places), np.int64), 0
     for shard in shards:
-        if step > 1:
-            found = rows.at(offsets.of(np.full(len(places) - 1, shard), places[:-1]))
-            last = rows.at(offsets.of(np.array([shard]), np.array([circle - 1])))
-            ends = np.append(found.starts, last.starts + last.sizes.prod(axis=1))
-            totals += ends - ends[0]
-        else:
-            lengths = _lengths(rows, offsets, shard, range(circle))
-            totals[1:] += np.cumsum(lengths)
-        extra += int(_lengths(rows, offsets, shard, range(circle, int(sizes[shard]))).sum())
+        before = items_before(shard, np.append(places, sizes[shard]))
+        totals += before[:-1] - before[0]
+        extra += int(before[-1] - before[-2])
     if not circle:
         return extra
     # Two rounds of the circle.
@@ -233,13 +319,3 @@ def largest_window(
     # A window that begins before the next place ends before this one.
     ends = np.searchsorted(places, places[1 : num_begins + 1] - 1 + min(window, circle))
     return int((totals[ends] - totals[:num_begins]).max()) + extra
-
-
-def _lengths(rows: ItemRows, offsets: StoreOffsets, shard: int, wanted: range) -> Integers:
-    """The items of some rows of a shard, int64 of shape (len(wanted),)."""
-    found = [
-        rows.at(offsets.of(np.full(len(some), shard), some)).sizes.prod(axis=1)
-        for first in range(wanted.start, wanted.stop, _LOOKUP_ROWS)
-        for some in [np.arange(first, min(first + _LOOKUP_ROWS, wanted.stop))]
-    ]
-    return np.concatenate([np.zeros(0, np.int64), *found])

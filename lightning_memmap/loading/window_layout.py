@@ -1,13 +1,13 @@
 """The layout of a window in memory, and the reads that fill it from the files of a store."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import Buffers
+from lightning_memmap.loading.buffers import Buffers, GrowingPool, copy_rows
+from lightning_memmap.loading.row_source import Leaf
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.window_items import ItemLayout, ItemMemory, largest_window
 from lightning_memmap.loading.window_reads import (
@@ -19,7 +19,7 @@ from lightning_memmap.loading.window_reads import (
     reads_to_copy,
     scratch_memory,
 )
-from lightning_memmap.sampling import Integers
+from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import ItemRows
 from lightning_memmap.store.row_file import RowFile, aligned_memory
@@ -34,17 +34,45 @@ _MAX_RUNS = 3
 _MAX_FREE = 1 / 64
 
 
-@dataclass(frozen=True, eq=False)
-class WindowMemory:
-    """The memory of a window.
+class RowMemory:
+    """The memory of a window of rows.
 
     Args:
+        layout: Where rows lie in it.
         rows: One tensor of shape (slots, *field shape) for each field whose rows have one shape.
         items: The memory of each other field.
     """
 
-    rows: Buffers
-    items: Sequence[ItemMemory]
+    def __init__(self, layout: "WindowLayout", rows: Buffers, items: Sequence[ItemMemory]) -> None:
+        self.rows = rows
+        self.items = items
+        self._layout = layout
+        self._pools = [GrowingPool() for _ in items]
+
+    def reads(self, runs: Sequence[range]) -> Iterator[Read]:
+        """The reads that fill a window; see `WindowMemory.reads`.
+
+        Args:
+            runs: The offsets of each shard's rows in the window. The rows of each run go to
+                consecutive slots, from that of `WindowLayout.run_starts` on. Other slots are
+                undefined.
+        """
+        return self._layout.reads(runs, self)
+
+    def fetch(self, slots: Tensor, out: Buffers) -> list[Leaf]:
+        """Copy rows into a batch; see `WindowMemory.fetch`.
+
+        Args:
+            slots: Where they are, int64 of shape (B,), on the CPU.
+            out: Buffers for the fields whose rows have one shape.
+        """
+        copy_rows(self.rows, slots, out)
+        leaves: list[Leaf] = [*out.tensors]
+        parts = zip(self._layout.variable, self.items, self._pools, strict=True)
+        for index, items, pool in parts:
+            # Their memory will be read over.
+            leaves.insert(index, items.located(slots.numpy()).copied(pool.get))
+        return leaves
 
 
 class WindowLayout:
@@ -128,7 +156,17 @@ class WindowLayout:
             slot = slot + _round_up(len(run) + self._multiple - 1, self._multiple)
         return starts
 
-    def allocate(self) -> WindowMemory:
+    def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
+        """Where rows lie, if all windows lay one after the other; see `Layout.locate`.
+
+        Args:
+            windows: Which rows are in which window.
+            epoch: Epoch, counted from 0.
+            positions: As for `lightning_memmap.sampling.Sampler.at`.
+        """
+        return windows.row_offsets(epoch, positions, self.num_slots, self.run_starts)
+
+    def allocate(self) -> RowMemory:
         """Memory for a window, on the CPU, with undefined content."""
         buffers = []
         for field in self._fixed:
@@ -139,28 +177,22 @@ class WindowLayout:
             memory = aligned_memory(self.num_slots * field.row_bytes)
             flat = torch.frombuffer(memory, dtype=torch.uint8)
             buffers.append(flat.view(field.dtype).view(shape))
-        return WindowMemory(
-            Buffers.of(buffers), [layout.allocate(self.num_slots) for layout in self._items]
-        )
+        items = [layout.allocate(self.num_slots) for layout in self._items]
+        return RowMemory(self, Buffers.of(buffers), items)
 
     def scratch(self) -> memoryview:
         """Scratch memory for the reads of one thread; see `scratch_memory`."""
         return scratch_memory(max(field.item_bytes for field in self.fields))
 
-    def reads(self, runs: Sequence[range], memory: WindowMemory) -> Iterator[Read]:
-        """The reads that fill a window, which several threads may do at once.
-
-        A read raises OSError where the disk cannot be read, and StoreError where a file is shorter
-        than it was.
+    def reads(self, runs: Sequence[range], memory: RowMemory) -> Iterator[Read]:
+        """The reads that fill a window; see `RowMemory.reads`.
 
         Args:
             runs: The offsets of each shard's rows in the window, in runs of consecutive ones.
-            memory: Memory of `allocate`. The rows of each run go to consecutive slots, from that
-                of `run_starts` on. Other slots are undefined.
+            memory: Memory of `allocate`.
 
-        Returns:
-            An iterator over functions, each of which does one read when it is called with memory of
-            `scratch`.
+        Yields:
+            The reads.
 
         Raises:
             StoreError: The index of a field is damaged.

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from time import monotonic
 
 from lightning_memmap.loading.row_source import released_error
-from lightning_memmap.loading.window_layout import WindowLayout, WindowMemory
+from lightning_memmap.loading.window_memory import Layout, WindowMemory
 from lightning_memmap.loading.window_reads import Read
 from lightning_memmap.sampling import ReadWindows
 
@@ -44,7 +44,7 @@ class WindowReader:
 
     def __init__(
         self,
-        layout: WindowLayout,
+        layout: Layout,
         windows: ReadWindows,
         epoch: int,
         numbers: Sequence[int],
@@ -128,7 +128,7 @@ class WindowReader:
                 self.memory.append(memory)
             window = _Unread(memory)
             self._unread.append(window)
-            for read in self._layout.reads(runs, memory):
+            for read in memory.reads(runs):
                 self._count(window, 1)
                 yield window, read
             window.is_planned = True

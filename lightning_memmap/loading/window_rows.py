@@ -72,8 +72,9 @@ class WindowRows(RandomAccessRows):
         ]
         self._others = others
         self._line, self._offsets = line, offsets
-        #: Added to the place of a window on the line, in strides, it is where the window begins.
-        self._shifts = places.begins - (line.ends - line.counts) * line.stride
+        #: By series, what is added to the place of a window on the line, in strides, to find the
+        #: step at which it begins.
+        self.shifts = places.begins - (line.ends - line.counts) * line.stride
         # The other way round: the series of a step.
         here = np.flatnonzero((places.rows >= 0) & (line.counts > 0))
         here = here[np.argsort(places.starts[here])]
@@ -90,30 +91,53 @@ class WindowRows(RandomAccessRows):
         places = self._offsets.locate(sampler, epoch, positions)
         series = self._line.series_of(places)
         places *= self._line.stride
-        places += self._shifts[series] if len(self._shifts) > 1 else self._shifts
+        places += self.shifts[series] if len(self.shifts) > 1 else self.shifts
         return places
 
     @override
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> list[Leaf]:
-        is_on_cpu = self.device.type == "cpu"
-        if is_on_cpu and out is None:
-            fields = fixed_fields(self.fields)
-            out = Buffers.empty(fields, len(locations), pin_memory=pin_memory)
+        if self.device.type == "cpu":
+            if out is None:
+                fields = fixed_fields(self.fields)
+                out = Buffers.empty(fields, len(locations), pin_memory=pin_memory)
+            return self.copy(self._windows, locations, locations, out)
+        rest = self._fetch_others(locations, None)
+        here = send(locations, self.device)
+        return [
+            next(rest) if windows is None else windows.index_select(0, here)
+            for windows in self._windows
+        ]
+
+    def copy(
+        self,
+        windows: Sequence[Tensor | None],
+        starts: Tensor,
+        locations: Tensor,
+        out: Buffers,
+    ) -> list[Leaf]:
+        """Copy windows into one batch, on a CPU.
+
+        Args:
+            windows: For each field that is cut all windows over its steps, see `windows_over`; None
+                for the others.
+            starts: Which of them, int64 of shape (B,).
+            locations: Their series have the other fields: of `locate`, int64 of shape (B,).
+            out: Buffers to copy into, for the fields whose rows have one shape.
+
+        Returns:
+            As of `fetch`.
+        """
         rest = self._fetch_others(locations, out)
-        here = locations if is_on_cpu else send(locations, self.device)
-        targets = iter([] if out is None else self._targets(out, True).tensors)
+        targets = iter(self._targets(out, True).tensors)
         leaves = list[Leaf]()
-        for windows in self._windows:
-            if windows is None:
+        for each in windows:
+            if each is None:
                 leaves.append(next(rest))
-            elif is_on_cpu:
-                target = next(targets)
-                copy_windows(windows, here, target)
-                leaves.append(target)
             else:
-                leaves.append(windows.index_select(0, here))
+                leaves.append(target := next(targets))
+                copy_windows(each, starts, target)
         return leaves
 
     def _fetch_others(self, locations: Tensor, out: Buffers | None) -> Iterator[Leaf]:

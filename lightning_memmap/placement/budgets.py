@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_memmap.errors import check_number
 from lightning_memmap.host_memory import available_bytes
 
 
@@ -34,20 +35,23 @@ def device_budgets(
     }
 
 
-def check_memory_fraction(fraction: float) -> None:
+def check_memory_fraction(fraction: float) -> float:
     """Check the share of free memory that shards may take.
 
     Args:
         fraction: The share.
 
+    Returns:
+        The share as a float of Python.
+
     Raises:
         TypeError: It is no number.
         ValueError: It is out of range.
     """
-    if not isinstance(fraction, (int, float)):
-        raise TypeError(f"memory_fraction={fraction!r}: give a number")
-    if not 0 < fraction <= 1:
-        raise ValueError(f"memory_fraction={fraction}: choose more than 0 and at most 1")
+    share = check_number("memory_fraction", fraction)
+    if not 0 < share <= 1:
+        raise ValueError(f"memory_fraction={share}: choose more than 0 and at most 1")
+    return share
 
 
 def free_bytes(device: torch.device) -> int:

@@ -134,9 +134,10 @@ class SplitSize:
         num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
         total = topology.num_data_devices
         num_shards = striping(store.num_shards, total)
-        shards = None
+        shards, row_bytes = None, float(store.row_bytes)
         if divide is not None and num_rows:
             shards = divide(Shards(num_rows, num_shards, subset))
+            row_bytes = store.row_bytes * num_rows / shards.num_rows
             num_rows = shards.num_rows
         if num_rows < total:
             raise PlacementError(
@@ -152,7 +153,7 @@ class SplitSize:
                 stacklevel=2,
             )
         # The order of rows depends on the window, so all processes compute it from all fields.
-        window = window or default_window(num_shards, store.row_bytes)
+        window = window or default_window(num_shards, row_bytes)
         shards = shards or Shards(num_rows, num_shards, subset)
         shards = shards.ordered if order is None else order(shards, window).shards
         fields = topology.fields_of(split)

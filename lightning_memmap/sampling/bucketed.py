@@ -44,9 +44,9 @@ class Bucketed(SamplerFactory):
     """
 
     def __init__(self, lengths: Any, bucket_size: int, num_buckets: int = 100) -> None:
-        check_integer("bucket_size", bucket_size, 1)
-        check_integer("num_buckets", num_buckets, 1)
-        self.lengths, self.bucket_size, self.num_buckets = lengths, bucket_size, num_buckets
+        self.lengths = lengths
+        self.bucket_size = check_integer("bucket_size", bucket_size, 1)
+        self.num_buckets = check_integer("num_buckets", num_buckets, 1)
 
     @override
     def __repr__(self) -> str:

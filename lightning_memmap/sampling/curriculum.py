@@ -4,20 +4,21 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import call_text
-from lightning_memmap.sampling.factory import Fields, SamplerFactory
+from lightning_memmap.sampling.factory import Fields, SamplerFactory, made_sampler
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.shards import Integers, Shards
 from lightning_memmap.sampling.shuffled import ShuffledSampler
 
-#: What makes a sampler; None for rows that are shuffled.
-Stage: TypeAlias = SamplerFactory | Callable[[Shards, int], Sampler] | None
+#: What makes a sampler; None for rows that are shuffled. In this form and at this place,
+#: jsonargparse writes it as null into a config that it prints.
+Stage: TypeAlias = Literal[None] | SamplerFactory | Callable[[Shards, int], Sampler]
 
 
 class Curriculum(SamplerFactory):
@@ -70,12 +71,10 @@ class Curriculum(SamplerFactory):
         Raises:
             ValueError: The orders differ in their positions of an epoch.
         """
-        made = []
-        for stage in self.stages.values():
-            if isinstance(stage, SamplerFactory):
-                made.append(stage.make(shards, seed, fields))
-            else:
-                made.append(ShuffledSampler(shards, seed) if stage is None else stage(shards, seed))
+        made = [
+            made_sampler(ShuffledSampler if stage is None else stage, shards, seed, fields)
+            for stage in self.stages.values()
+        ]
         counts = [sampler.num_positions for sampler in made]
         if len({*counts}) > 1:
             raise ValueError(

@@ -1,12 +1,13 @@
 """What makes a sampler, once the rows and their shards are known."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.sampler import Sampler, check_sampler
 from lightning_memmap.sampling.shards import Integers, Shards
 
 
@@ -80,3 +81,29 @@ class SamplerFactory(ABC):
         Returns:
             A sampler over these shards, or over shards of its own whose ``base`` these are.
         """
+
+
+def made_sampler(
+    maker: SamplerFactory | Callable[[Shards, int], Sampler],
+    shards: Shards,
+    seed: int,
+    fields: Fields,
+) -> Sampler:
+    """Have a sampler made, and check it.
+
+    Args:
+        maker: What makes it.
+        shards: As for `SamplerFactory.make`.
+        seed: As there.
+        fields: As there.
+
+    Returns:
+        The sampler.
+
+    Raises:
+        TypeError: It is no frozen dataclass of values that checkpoints can hold.
+        ValueError: It is over other shards, or its first rows are not rows of their shards.
+    """
+    if isinstance(maker, SamplerFactory):
+        return check_sampler(maker.make(shards, seed, fields), shards)
+    return check_sampler(maker(shards, seed), shards)

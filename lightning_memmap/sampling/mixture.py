@@ -6,7 +6,7 @@ from reprlib import repr as short_repr
 import numpy as np
 from typing_extensions import override
 
-from lightning_memmap.errors import call_text, check_integer
+from lightning_memmap.errors import call_text, check_integer, check_number
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.joined_shards import JoinedShards
 from lightning_memmap.sampling.shards import Shards
@@ -38,16 +38,19 @@ class Mixture(SamplerFactory):
                 f"Mixture: shares={short_repr(shares)}: give a dict of shares by the name of the"
                 " training set, such as {'a': 0.7, 'b': 0.3}"
             )
+        shares = {
+            name: check_number(f"Mixture: shares[{name!r}]", share)
+            for name, share in shares.items()
+        }
         for name, share in shares.items():
-            if isinstance(share, bool) or not isinstance(share, (int, float)):
-                raise TypeError(f"Mixture: share {share!r} of {name!r}: give a number")
             if not 0 <= share < float("inf"):
-                raise ValueError(f"Mixture: share {share} of {name!r}: shares are 0 or more")
+                raise ValueError(f"Mixture: shares[{name!r}]={share}: shares are 0 or more")
         if not any(shares.values()):
             raise ValueError(f"Mixture: shares={shares}: no set has a share")
         if num_samples is not None:
-            check_integer("num_samples", num_samples, 1, "at least 1 position of an epoch")
-        self.shares, self.num_samples = dict(shares), num_samples
+            reason = "at least 1 position of an epoch"
+            num_samples = check_integer("num_samples", num_samples, 1, reason)
+        self.shares, self.num_samples = shares, num_samples
         self.stores = tuple(shares)
 
     @override
@@ -71,7 +74,7 @@ class Mixture(SamplerFactory):
             )
         stores = joined.stores_of(shards.stored_rows(shards.all_rows()))
         sizes = np.bincount(stores, minlength=len(joined.stores))
-        shares = np.array([float(self.shares[name]) for name in joined.stores])
+        shares = np.array([self.shares[name] for name in joined.stores])
         if empty := [
             name
             for name, size, share in zip(joined.stores, sizes, shares, strict=True)

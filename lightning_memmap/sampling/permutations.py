@@ -95,7 +95,8 @@ class _Sorted:
         """Permuted offsets; see `Permutation`."""
         rows = self._offsets[first : last + 1]
         step = max(1, rows.shape[1] // len(columns))
-        return np.add(rows[:, columns[0] :: step], begins).ravel()
+        offsets: Integers = np.add(rows[:, columns[0] :: step], begins).ravel()
+        return offsets
 
 
 class _Rotated:
@@ -273,7 +274,7 @@ class _Cipher:
     def _inside_of(self, start: Integers, sizes: Integers) -> Integers:
         """Where the numbers of each shard in turn lead, int64 of the same shape."""
         shards = np.tile(np.arange(len(sizes), dtype=np.int64), len(start) // len(sizes))
-        inside = start.copy()
+        inside: Integers = start.copy()
         left = np.flatnonzero(start >= sizes[shards])
         while len(left):
             where = shards[left]
@@ -310,4 +311,5 @@ def _random_table(bits: np.random.Philox, num_rows: int, length: int, bound: int
     raw = bits.random_raw(num_rows * length) >> np.uint64(32)
     raw *= np.uint64(bound)
     raw >>= np.uint64(32)
-    return raw.astype(np.uint32).reshape(num_rows, length)
+    table: Digits = raw.astype(np.uint32).reshape(num_rows, length)
+    return table

@@ -231,14 +231,17 @@ def check_sampler(sampler: object, shards: Shards) -> Sampler:
                 f"sampler: {name}.{field.name}={value!r}; fields are ints, strings, bools or None,"
                 " which checkpoints hold, or have an identity of these"
             )
-    first = range(min(sampler.num_positions, 2 * sampler.num_shards))
     try:
+        first = range(min(sampler.num_positions, 2 * sampler.num_shards))
         homes, offsets = sampler.at(0, first)
         is_right = len(offsets) == len(first) and offsets.dtype == np.int64
         sizes = sampler.shards.sizes[homes]
         is_right = is_right and bool(((offsets >= 0) & (offsets < sizes)).all())
     except (IndexError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"sampler: {name}.grid does not work: {error}") from error
+        raise ValueError(
+            f"sampler: {name} does not work over the shards that it is given ({error}): where it"
+            " needs others, a SamplerFactory makes it, such as Weighted(...)"
+        ) from error
     if not is_right:
         raise ValueError(
             f"sampler: {name}.grid returned {offsets!r} for the first {len(first)} positions;"

@@ -5,6 +5,7 @@ They are index views: several splits may share one store, and no row is copied.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -69,7 +70,7 @@ class Subset(Selection):
 
     Raises:
         TypeError: Neither ``rows`` nor a field is given, or both are; or a field without ``values``
-            or ``where``, or with both.
+            or ``where``, or with both; or ``where`` cannot be called.
     """
 
     def __init__(
@@ -91,6 +92,8 @@ class Subset(Selection):
                 f"Subset: field={field!r}, values={values!r}, where={where!r}: a field needs"
                 " either its values or a function of them, and these need a field"
             )
+        if where is not None and not callable(where):
+            raise TypeError(f"Subset: where={where!r}: give a function of the field's values")
         self._rows, self._field, self._values, self._where = rows, field, values, where
 
     @override
@@ -126,8 +129,8 @@ class Parts(Selection):
     """
 
     def __init__(self, num_parts: int) -> None:
-        check_integer("num_parts", num_parts, 1, "at least 1 part")
-        self.num_members = self._num_parts = num_parts
+        self._num_parts = check_integer("num_parts", num_parts, 1, "at least 1 part")
+        self.num_members = self._num_parts
 
     @override
     def __repr__(self) -> str:
@@ -148,9 +151,8 @@ class _HoldingOut(Selection):
     """
 
     def __init__(self, stratify: str | None, seed: int) -> None:
-        check_integer("seed", seed)
-        check_seed(seed)
-        self._stratify, self._seed = stratify, seed
+        self._stratify, self._seed = stratify, check_integer("seed", seed)
+        check_seed(self._seed)
 
     splits = ("train", "val")
 
@@ -193,18 +195,18 @@ class RandomSplit(_HoldingOut):
     """
 
     def __init__(
-        self, validation: float = 0.1, *, stratify: str | None = None, seed: int = 0
+        self, validation: int | float = 0.1, *, stratify: str | None = None, seed: int = 0
     ) -> None:
         super().__init__(stratify, seed)
-        if isinstance(validation, bool) or not isinstance(validation, (int, float)):
+        if isinstance(validation, bool) or not isinstance(validation, Real):
             raise TypeError(f"validation={validation!r}: give a share or a number of rows")
-        is_right = validation >= 1 if isinstance(validation, int) else 0 < validation < 1
-        if not is_right:
+        is_count = isinstance(validation, Integral)
+        if not (validation >= 1 if is_count else 0 < validation < 1):
             raise ValueError(
                 f"validation={validation}: give a share of the rows, such as 0.1, or a number of"
                 " them, such as 5000"
             )
-        self._validation = validation
+        self._validation: float = int(validation) if is_count else float(validation)
 
     @override
     def __repr__(self) -> str:
@@ -248,9 +250,11 @@ class KFold(_HoldingOut):
         self, num_folds: int, *, shuffle: bool = True, stratify: str | None = None, seed: int = 0
     ) -> None:
         super().__init__(stratify, seed)
-        check_integer("num_folds", num_folds, 2, "at least 2, one of which is held out")
-        self.num_members = self._num_folds = num_folds
-        self._shuffle = shuffle
+        reason = "at least 2, one of which is held out"
+        self._num_folds = check_integer("num_folds", num_folds, 2, reason)
+        if not isinstance(shuffle, bool):
+            raise TypeError(f"shuffle={shuffle!r}: give True or False")
+        self.num_members, self._shuffle = self._num_folds, shuffle
 
     @override
     def __repr__(self) -> str:

@@ -47,7 +47,8 @@ class Weighted(SamplerFactory):
         self, weights: Any, num_samples: int | None = None, replacement: bool = True
     ) -> None:
         if num_samples is not None:
-            check_integer("num_samples", num_samples, 1, "at least 1 position of an epoch")
+            reason = "at least 1 position of an epoch"
+            num_samples = check_integer("num_samples", num_samples, 1, reason)
         if not isinstance(replacement, bool):
             raise TypeError(f"replacement={replacement!r}: give True or False")
         self.weights, self.num_samples, self.replacement = weights, num_samples, replacement

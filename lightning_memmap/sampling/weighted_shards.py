@@ -13,6 +13,7 @@ from lightning_memmap.sampling.shards import Integers, Shards, shard_rows, shard
 
 #: The line of an epoch is shorter than 2 to the power of this, in units.
 _LINE_BITS = 62
+_MAX_POSITIONS = 2**40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,13 @@ class WeightedShards(Shards):
 
         Returns:
             The shards.
+
+        Raises:
+            ValueError: An epoch would have more positions than the line can be divided into.
         """
         num_positions = round(float(expected.sum()))
+        if num_positions > _MAX_POSITIONS:
+            raise ValueError(f"num_samples={num_positions}: an epoch has 2**40 positions at most")
         lengths = _in_units(expected, num_positions, _unit_bits(num_positions), most)
         sizes = _Line(lengths, num_positions, weighed.num_shards).sizes
         return cls(

@@ -24,6 +24,25 @@ _BLOCK_WINDOWS = 2**18
 _TABLE_WINDOWS = 2**23
 
 
+class Stretches(NamedTuple):
+    """Windows that follow one another in a series."""
+
+    series: Integers
+    """The series of each stretch, by its place in a file, int64 of shape (n,)."""
+    firsts: Integers
+    """Where its first window is on the line, int64 of shape (n,)."""
+    counts: Integers
+    """How many windows it has."""
+
+    def of(self, chosen: NDArray[np.bool_]) -> "Stretches":
+        """Some of these.
+
+        Args:
+            chosen: True for each of them, of shape (n,).
+        """
+        return Stretches(*(each[chosen] for each in self))
+
+
 class InSeries(NamedTuple):
     """Where windows are."""
 
@@ -176,6 +195,66 @@ class WindowShards(LineShards):
         series, windows = _in_series(self._number_ends, numbers)
         chosen = self.of_series.subset
         return InSeries(series if chosen is None else chosen.rows(series), windows)
+
+    @cached_property
+    def _numbered(self) -> tuple[Stretches, Integers]:
+        """All windows in the order in which these shards have them, a stretch for each series, and
+        where each stretch ends."""
+        series = self._places if self.is_ordered else np.arange(len(self.counts))
+        series = series[self.counts[series] > 0]
+        counts = self.counts[series]
+        return Stretches(series, self.ends[series] - counts, counts), np.cumsum(counts)
+
+    def stretches(self, chosen: Sequence[int], runs: Sequence[range]) -> Stretches:
+        """The windows at some offsets of shards, and in dataset order those between them.
+
+        Args:
+            chosen: Numbers of shards.
+            runs: Runs of offsets, the same for each of these shards.
+
+        Returns:
+            A stretch for each series that a run has windows of.
+        """
+        count, pieces = self.num_shards, []
+        if self.is_ordered:
+            edges = [(run.start * count, run.stop * count) for run in runs]
+        else:
+            edges = [
+                (start + run.start, start + min(run.stop, size))
+                for start, size in zip(self.starts[chosen], self.sizes[chosen], strict=True)
+                for run in runs
+            ]
+        # How many of the chosen shards come before each, twice around.
+        before = np.append(0, np.cumsum(np.tile(np.isin(np.arange(count), chosen), 2)))
+        every, ends = self._numbered
+        for first, end in edges:
+            begin, stop = np.searchsorted(ends, (first, end - 1), side="right")
+            at = slice(begin, stop + 1)
+            series, places, counts = (each[at] for each in every)
+            begins = ends[at] - counts
+            firsts = np.maximum(first, begins)
+            counts = np.minimum(end, ends[at]) - firsts
+            needed = counts > 0
+            if self.is_ordered:
+                # Neighbours belong to shards one after the other.
+                shards = firsts % count
+                needed = before[shards + np.clip(counts, 0, count)] > before[shards]
+            pieces.append(Stretches(series, places + firsts - begins, counts).of(needed))
+        return Stretches(*map(np.concatenate, zip(*pieces, strict=True)))
+
+    def steps_before(self, numbers: Integers) -> Integers:
+        """The steps that windows take if those of a series share what they have in common.
+
+        Args:
+            numbers: Numbers in the order in which these shards have the windows, int64 of shape
+                (B,).
+
+        Returns:
+            For each, the steps of all windows before it, int64 of shape (B,).
+        """
+        (_, _, counts), ends = self._numbered
+        num_series = np.searchsorted(ends - counts, numbers, side="left")
+        return numbers * self.stride + num_series * (self.length - self.stride)
 
     @override
     def names(self, rows: Integers) -> list[Any]:

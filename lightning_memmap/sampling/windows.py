@@ -4,7 +4,7 @@ A window is the positions of some consecutive rows of every shard. The rows of o
 long runs of a file, which a disk reads fast. Integers only: no file, no tensor.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from lightning_memmap.sampling.shards import Integers
 DEFAULT_WINDOW_BYTES = 512 * 2**20
 
 
-def default_window(num_shards: int, row_bytes: int) -> int:
+def default_window(num_shards: int, row_bytes: float) -> int:
     """Rows of a shard in a window. Depends on the store alone: the same on every machine.
 
     Args:
@@ -26,7 +26,7 @@ def default_window(num_shards: int, row_bytes: int) -> int:
     Returns:
         As many as fit into `DEFAULT_WINDOW_BYTES` over all shards, at least 1.
     """
-    return max(1, DEFAULT_WINDOW_BYTES // max(1, num_shards * row_bytes))
+    return max(1, int(DEFAULT_WINDOW_BYTES // max(1, num_shards * row_bytes)))
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,24 @@ class ReadWindows:
         """
         return position // (self.sampler.num_shards * self.rows)
 
+    def parts(self, positions: range) -> Iterator[tuple[int, slice]]:
+        """Divide positions by windows.
+
+        Args:
+            positions: Positions of any epoch, ascending.
+
+        Yields:
+            The number of each window in the epoch, and which of the positions are in it.
+        """
+        size = self.rows * self.sampler.num_shards
+        edges = (positions[0], positions[-1]) if positions else (0, -1)
+        for number in range(edges[0] // size, edges[1] // size + 1):
+            first, last = (
+                max(0, -(-(edge - positions.start) // positions.step))
+                for edge in (number * size, (number + 1) * size)
+            )
+            yield number, slice(first, last)
+
     def runs(self, epoch: int, number: int) -> list[range]:
         """The offsets of a window, the same in each shard, in runs of consecutive ones.
 
@@ -113,15 +131,7 @@ class ReadWindows:
             ValueError: As for `Sampler.at`.
         """
         shards, offsets = self.sampler.at(epoch, positions)
-        if not positions:
-            return offsets
-        size = self.rows * self.sampler.num_shards
-        for number in range(self.number_of(positions[0]), self.number_of(positions[-1]) + 1):
-            first, last = (
-                max(0, -(-(edge - positions.start) // positions.step))
-                for edge in (number * size, (number + 1) * size)
-            )
-            here = slice(first, last)
+        for number, here in self.parts(positions):
             runs = self.runs(epoch, number)
             starts = [start + number * window_slots for start in run_starts(runs)]
             offsets[here] = _slots(shards[here], offsets[here], runs, starts)

@@ -28,7 +28,7 @@ def check_store_dtypes(given: Any) -> dict[str, torch.dtype]:
     dtypes = {}
     for name, dtype in (given or {}).items():
         key = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
-        if key not in DTYPES:
+        if not isinstance(key, str) or key not in DTYPES:
             raise ValueError(f"store_dtypes[{name!r}]={dtype!r}: choose one of {', '.join(DTYPES)}")
         dtypes[name] = DTYPES[key]
     return dtypes

@@ -367,19 +367,23 @@ def manifest_mark(directory: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def check_num_shards(num_shards: int) -> None:
+def check_num_shards(num_shards: int) -> int:
     """Check a number of shards that a user gives.
 
     Args:
         num_shards: The value.
 
+    Returns:
+        The value as an int of Python.
+
     Raises:
         TypeError: It is not an integer.
         ValueError: It is not in ``[1, MAX_SHARDS]``.
     """
-    check_integer("num_shards", num_shards)
+    num_shards = check_integer("num_shards", num_shards)
     if not 1 <= num_shards <= MAX_SHARDS:
         raise ValueError(f"num_shards={num_shards}: at least 1 is needed, and at most {MAX_SHARDS}")
+    return num_shards
 
 
 class _OtherVersionError(ValueError):

@@ -40,7 +40,7 @@ from lightning_memmap.store.recovery import (
     remove_tree,
 )
 from lightning_memmap.store.sources.stream import is_stream
-from lightning_memmap.store.workers import Workers, check_num_workers
+from lightning_memmap.store.workers import Workers
 from lightning_memmap.store.writer import check_build, check_length, reopen
 
 #: The most parts of a build.
@@ -176,8 +176,7 @@ def finish_store(
             or something else is in the way.
         OSError: The files cannot be read or written.
     """
-    check_integer("num_threads", num_threads)
-    check_num_workers(num_threads)
+    num_threads = check_integer("num_threads", num_threads, 0, "0 or more threads")
     directory = store_directory(path)
     building = parts_path(directory)
     show = partial(show_progress, hidden=not progress)
@@ -236,9 +235,7 @@ def check_part(part: tuple[int, int]) -> tuple[int, int]:
     """
     if not isinstance(part, (tuple, list)) or len(part) != 2:
         raise TypeError(f"part={part!r}: give the number of the part and that of all, like (0, 8)")
-    for number in part:
-        check_integer("part", number)
-    index, num_parts = map(int, part)
+    index, num_parts = (check_integer("part", number) for number in part)
     if not 1 <= num_parts <= _MAX_PARTS:
         raise ValueError(f"part={index}/{num_parts}: a store has 1 to {_MAX_PARTS} parts")
     if not 0 <= index < num_parts:

@@ -39,7 +39,21 @@ def place_of(given: str | Path) -> Path | StoreUrl:
             f"path {os.fspath(given)!r}: a URL has two slashes, and pathlib.Path leaves one: give"
             f" it as text, or a directory of this name as ./{os.fspath(given)}"
         )
-    return Path(given)
+    return local_path(given)
+
+
+def local_path(given: str | Path) -> Path:
+    """The path that a user gives, with ``~`` as a shell has it: a config passes no shell.
+
+    Args:
+        given: The path.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(f"{given!r}: give a path")
+    return Path(os.path.expanduser(given))
 
 
 def check_path(given: str | Path) -> None:
@@ -74,7 +88,7 @@ def store_directory(path: str | Path) -> Path:
     check_path(path)
     if not os.fspath(path):
         raise ValueError(f"path={path!r}: name the directory of the store")
-    directory = Path(os.path.realpath(path))
+    directory = Path(os.path.realpath(local_path(path)))
     try:
         str(directory).encode()
     except UnicodeEncodeError as error:

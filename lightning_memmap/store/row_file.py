@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.store.columns import Column, VariableColumn
-from lightning_memmap.store.columns.fixed import FixedColumn
+from lightning_memmap.store.columns import Column
 from lightning_memmap.store.reader import Store
 
 #: Direct reads are aligned to the smaller one, or to the larger one where a disk requires it.
@@ -167,12 +166,16 @@ def aligned_memory(num_bytes: int) -> memoryview:
     return memoryview(memory)[skip : skip + num_bytes]
 
 
-def open_row_files(store: Store, columns: Sequence[Column]) -> list[RowFile | None]:
+def open_row_files(
+    store: Store, columns: Sequence[Column], *, in_steps: bool = False
+) -> list[RowFile | None]:
     """Open the files of some columns of a store.
 
     Args:
         store: The open store.
         columns: Those of its columns that are wanted.
+        in_steps: Whether the rows of the files are steps of series, along the first dimension of
+            each row.
 
     Returns:
         The files in the order of the columns; None for a field without bytes.
@@ -185,16 +188,12 @@ def open_row_files(store: Store, columns: Sequence[Column]) -> list[RowFile | No
     """
     files: list[RowFile | None] = []
     for column in columns:
-        if isinstance(column, VariableColumn):
-            name = column.values_name
-        elif isinstance(column, FixedColumn):
-            name = next(iter(column.file_bytes), "")
-        else:
+        if (name := column.rows_name) is None:
             raise StoreError(
                 f"field {column.field.name!r} is kept as {column.kind!r} columns, which cannot be"
                 " streamed: choose another residency"
             )
-        has_bytes = name in column.file_bytes
-        files.append(RowFile(store.path / name, column.field.item_bytes) if has_bytes else None)
+        size = column.field.step_bytes if in_steps else column.field.item_bytes
+        files.append(RowFile(store.path / name, size) if name in column.file_bytes else None)
     store.check_in_place()
     return files

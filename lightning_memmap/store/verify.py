@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.manifest import MANIFEST, Manifest, check_files
-from lightning_memmap.store.places import check_path
+from lightning_memmap.store.places import check_path, local_path
 from lightning_memmap.store.recovery import finish_interrupted
 
 
@@ -52,7 +52,7 @@ def verify_store(
             read.
     """
     check_path(path)
-    directory = finish_interrupted(Path(os.path.realpath(path)))
+    directory = finish_interrupted(Path(os.path.realpath(local_path(path))))
     manifest = Manifest.read(directory)
     check_files(directory, manifest)
     found = compute_checksums(directory, manifest.columns, num_threads=num_threads, advance=advance)

@@ -24,6 +24,7 @@ Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
 
 _PR_SET_PDEATHSIG = 1
+_MAX_WORKERS = 1024
 #: In a worker, the id of the process that started it.
 _starter: int | None = None
 
@@ -151,17 +152,23 @@ def _worker_death(error: BaseException | None) -> RuntimeError | None:
     return None
 
 
-def check_num_workers(num_workers: int) -> None:
+def check_num_workers(num_workers: int) -> int:
     """Check a number of processes that a user gives.
 
     Args:
         num_workers: The value.
 
+    Returns:
+        The value as an int of Python.
+
     Raises:
         TypeError: It is not an integer.
-        ValueError: It is below 0.
+        ValueError: It is below 0, or more processes than any machine could run.
     """
-    check_integer("num_workers", num_workers, 0, "0 or more processes")
+    num_workers = check_integer("num_workers", num_workers, 0, "0 or more processes")
+    if num_workers > _MAX_WORKERS:
+        raise ValueError(f"num_workers={num_workers}: at most {_MAX_WORKERS} processes")
+    return num_workers
 
 
 def describe_error(error: Exception) -> str:

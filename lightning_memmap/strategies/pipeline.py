@@ -15,7 +15,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
@@ -32,6 +32,7 @@ from lightning_memmap.strategies._unsupported import (
     check_loss,
     check_optimizers,
 )
+from lightning_memmap.strategies.pipelining.calls import PipelinedCalls
 from lightning_memmap.strategies.pipelining.checkpoints import (
     StageStates,
     local_state,
@@ -45,17 +46,10 @@ from lightning_memmap.strategies.pipelining.groups import (
     clip_by_norm,
     groups_of,
 )
-from lightning_memmap.strategies.pipelining.microbatches import MicroBatches, slice_rows
-from lightning_memmap.strategies.pipelining.pending import (
-    KnownGradients,
-    PendingOutput,
-    num_rows_of,
-)
 from lightning_memmap.strategies.pipelining.schedules import (
     Pipeline,
     PipelineOptions,
     check_schedule,
-    without_gradients,
 )
 from lightning_memmap.strategies.pipelining.stages import (
     Stages,
@@ -69,11 +63,9 @@ class _Run:
     """What exists from set-up on. Checkpoints need it after teardown, too."""
 
     groups: Groups
-    options: PipelineOptions
     stages: Stages
     pipeline: Pipeline
-    #: The module's own ``loss``.
-    loss: Any
+    calls: PipelinedCalls
     #: The metrics that are synchronised over the data-parallel processes until teardown.
     metrics: list[Metric]
     #: Whether a checkpoint is loaded after the module was cut.
@@ -161,8 +153,6 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         self._step_timeout_s = step_timeout_s
         # Made with the default process group, before which collectives use that group.
         self._groups: Groups | None = None
-        self._unaveraged: dict[nn.Parameter, None] = {}
-        self._is_in_step = False
         self._averages = True
         super().__init__(
             accelerator=accelerator,
@@ -274,11 +264,13 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
             for each in module.modules()
             if isinstance(each, Metric) and each.process_group is None
         ]
-        self._run = _Run(groups, options, stages, pipeline, module.loss, metrics, restores_late)
+        is_first = self.layout.pipeline_rank == 0
+        calls = PipelinedCalls(module, pipeline, options.num_microbatches, is_first)
+        self._run = _Run(groups, stages, pipeline, calls, metrics, restores_late)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._redirect(module)
+        self._redirect()
 
     def _refuse(self, module: L.LightningModule) -> None:
         plugin = self.precision_plugin
@@ -307,10 +299,9 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
     def model_to_device(self) -> None:
         """Nothing: `setup` moves the stages of this process."""
 
-    def _redirect(self, module: L.LightningModule) -> None:
+    def _redirect(self) -> None:
         """Let the module's own calls go through the pipeline, until teardown."""
-        module.forward = self._forward  # type: ignore[method-assign]
-        module.loss = self._compute_loss  # type: ignore[assignment]
+        self.run.calls.redirect()
         # The norm is over the gradients of all stages, and precision plugins see one process.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         for metric in self.run.metrics:
@@ -319,10 +310,8 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
     @override
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
-        if self.lightning_module is not None:
-            for name in ("forward", "loss"):
-                vars(self.lightning_module).pop(name, None)
         if self._run is not None:
+            self._run.calls.restore()
             self._run.pipeline.close()
             for metric in self._run.metrics:
                 metric.process_group = None
@@ -334,32 +323,24 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
 
     # Steps
 
-    @contextmanager
-    def _step(self) -> Iterator[None]:
-        self._is_in_step = True
-        try:
-            yield
-        finally:
-            self._is_in_step = False
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self.run.calls.step():
             return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self.run.calls.step():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self.run.calls.step():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self.run.calls.step():
             return super().predict_step(*args, **kwargs)
 
     @override
@@ -368,54 +349,6 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         buffers = [tensor for tensor in self.module.buffers() if not tensor.is_meta]
         broadcast_tensors(buffers, self.run.groups.data_parallel)
         super().on_validation_start()
-
-    def _forward(self, *args: Any) -> Any:
-        if not self._is_in_step:
-            raise RuntimeError(
-                "memmap_pipeline: the module was called outside of a step, where it would wait for"
-                " processes of its pipeline that may not call it: call it in training_step,"
-                " validation_step, test_step or predict_step"
-            )
-        num_rows = num_rows_of(args)
-        if self.layout.pipeline_rank == 0 and any(arg.is_meta for arg in args):
-            raise ValueError(
-                f"memmap_pipeline: {type(self.module).__name__} was called with rows that the first"
-                " process does not hold: name in input_fields all fields that training_step passes"
-                " to self(...), or leave out input_fields and loss_fields"
-            )
-        if torch.is_grad_enabled():
-            return PendingOutput(args, num_rows)
-        run = self.run
-        return run.pipeline.forward(args, MicroBatches(num_rows, run.options.num_microbatches))
-
-    def _compute_loss(self, output: Any, batch: Any) -> Any:
-        run = self.run
-        if not isinstance(output, PendingOutput):
-            return run.loss(output, batch)
-        rows = MicroBatches(output.num_rows, run.options.num_microbatches)
-
-        def loss_of(index: int, micro_output: Any) -> Tensor:
-            own = rows.rows(index)
-            micro_output = slice_rows(micro_output, range(len(own)), rows.size)
-            loss = run.loss(micro_output, slice_rows(batch, own, rows.num_rows))
-            if not isinstance(loss, Tensor) or loss.ndim:
-                raise TypeError(
-                    f"loss(output, batch) returned {loss!r}: return a tensor without dimensions,"
-                    " the mean loss over the rows of the batch"
-                )
-            return loss * rows.weight(index)
-
-        every = list(self.module.parameters())
-        local = [parameter for parameter in every if not parameter.is_meta]
-        frozen = tuple(index for index, p in enumerate(every) if not p.requires_grad)
-        with without_gradients(local) as grads:
-            total = run.pipeline.train(output.args, rows, loss_of, frozen)
-        found = {p: grad for p, grad in zip(local, grads, strict=True) if grad is not None}
-        self._unaveraged.update(dict.fromkeys(p for p in local if p.requires_grad))
-        loss = total.requires_grad_()
-        loss.register_hook(KnownGradients(found))  # type: ignore[no-untyped-call]
-        # A copy, which the user may change in place, unlike a leaf.
-        return loss.clone()
 
     # Gradients
 
@@ -439,8 +372,7 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._averages:
-            average_gradients(list(self._unaveraged), self.run.groups.data_parallel)
-            self._unaveraged = {}
+            average_gradients(self.run.calls.take_trained(), self.run.groups.data_parallel)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))

@@ -1,14 +1,16 @@
 """Loaders over stores, as the data module makes them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lightning_memmap.loading import SuperBatchLoader, load_split
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.sampling import BlockShuffledSampler, Sampler, ShuffledSampler
+from lightning_memmap.sampling import BlockShuffledSampler, Sampler, Shards, ShuffledSampler
+from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store
+from lightning_memmap.store.series import division_of
 
 
 def make_loader(
@@ -17,6 +19,7 @@ def make_loader(
     batch_size: int,
     residency: str,
     window: int | None = None,
+    windows: Mapping[str, Windows] | None = None,
     **options: Any,
 ) -> SuperBatchLoader:
     """A shuffled loader, once its rows are where they belong.
@@ -27,10 +30,18 @@ def make_loader(
         batch_size: Rows per data device and step.
         residency: Where the rows live, with memory for all of them.
         window: Rows of a shard that are shuffled together; all of them by default.
+        windows: How fields are cut into windows, by name.
         **options: As for `SuperBatchLoader`.
     """
     topology = DataTopology(tuple(devices))
-    size = SplitSize.of("train", store.manifest, topology, window=window)
+
+    def order(shards: Shards, rows: int) -> Sampler:
+        if window is None and residency != "stream":
+            return ShuffledSampler(shards)
+        return BlockShuffledSampler(shards, 0, rows)
+
+    divide = division_of(store, windows or {})
+    size = SplitSize.of("train", store.manifest, topology, None, window, order, divide)
     placement = plan_placement(
         {"train": size},
         topology,
@@ -38,8 +49,5 @@ def make_loader(
         budget_bytes=dict.fromkeys((*devices, torch.device("cpu")), 2**60),
     )
     rows = load_split(store, topology, placement.splits["train"])
-    order: Sampler = ShuffledSampler(rows.shards)
-    if window is not None or residency == "stream":
-        order = BlockShuffledSampler(rows.shards, 0, size.window)
     options = {"collate": store.schema.builder(), **options}
-    return SuperBatchLoader(rows, order, batch_size, **options)
+    return SuperBatchLoader(rows, order(size.shards, size.window), batch_size, **options)

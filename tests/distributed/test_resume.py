@@ -143,6 +143,16 @@ def test_stream_of_several_processes_trains_as_the_mapping_and_resumes_bitwise(
     alone = {**SUPERBATCH, "residency": "stream", "shuffle_window": window}
     runs = [resume.fit(tmp_path, ROWS, **alone, checkpoint=f"step={step}.ckpt")]
     assert [steps_of(runs, epoch) for epoch in range(resume.EPOCHS)] == [[], whole[1][step - 10 :]]
+    windows = [rank["windows"] for rank in ranks]
+    mapping = {**SUPERBATCH, "shuffle_window": window, "in_windows": True}
+    runs = [resume.fit(tmp_path, ROWS, **mapping)]
+    for epoch in range(resume.EPOCHS):
+        steps = steps_of(windows, epoch)
+        assert steps == steps_of(runs, epoch)
+        firsts = [first for first, _, _ in chain(*steps)]
+        assert sorted(firsts) == [
+            i + j for i in range(0, ROWS, 40) for j in range(0, min(40, ROWS - i) - 2, 2)
+        ]
     with pytest.raises(ValueError, match=r"shuffle_window=2, .* resume with shuffle_window=2"):
         resume.fit(tmp_path, ROWS, **SUPERBATCH, checkpoint=f"step={step}.ckpt")
 

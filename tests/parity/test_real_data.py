@@ -97,14 +97,16 @@ def test_windows_of_a_text_are_those_of_a_plain_loader(tmp_path: Path) -> None:
     def window(row: int) -> NDArray[np.uint8]:
         return tokens[row * stride : row * stride + length].copy()
 
-    found = pairs(
-        tmp_path,
-        TokenStream(tokens, length, stride),
-        Rows((len(tokens) - length) // stride + 1, window),
-        variable={"tokens": Windows(length, stride)},
-    )
-    for batch, expected in found:
-        assert torch.equal(batch["tokens"], expected)
+    for residency in ({}, {"residency": "stream", "shuffle_window": 1000}):
+        found = pairs(
+            tmp_path,
+            TokenStream(tokens, length, stride),
+            Rows((len(tokens) - length) // stride + 1, window),
+            variable={"tokens": Windows(length, stride)},
+            **residency,
+        )
+        for batch, expected in found:
+            assert torch.equal(batch["tokens"], expected)
 
 
 @needs(PROMPTS, "asterisk-core-sounds-{en,es,fr}-wav")

@@ -23,12 +23,15 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 _MODULES = (
     "PIL.Image",
+    "attrs",
     "jsonargparse",
     "lightning",
     "lightning.pytorch.cli",
     "lightning_memmap.callbacks",
     "lightning_memmap.cli",
     "rich.console",
+    # Lightning imports it where it saves a checkpoint.
+    "s3fs",
     "sklearn.datasets",
     "tensordict",
     "torch.distributed.fsdp",

@@ -24,14 +24,14 @@ Victim = Literal["parent", "worker"]
 BEGINNINGS: tuple[Beginning, ...] = ("new", "overwrite", "resumed")
 VICTIMS: tuple[Victim, ...] = ("parent", "worker")
 
-NUM_ROWS = 600
+NUM_ROWS = 300
 NUM_SHARDS = 3
-_RANGE_ROWS = 100
+_RANGE_ROWS = 50
 _STORE = "s"
 #: The edition of the store that is overwritten; of the build that is killed; of a later one.
 OLD, NEW, CHANGED = 1, 2, 3
 #: The build that a resumed one goes on with was killed at this row, which is no probe.
-_KILLED_AT_ROW = 430
+_KILLED_AT_ROW = 215
 _ORPHAN_LIMIT_S = 5.0
 #: How the names of the files of rows end.
 _ROWS = (".memmap", ".index", ".values")

@@ -26,8 +26,8 @@ from tests.unit.store.build_server import write_ranges_of
 Way = Literal["parts", "append", "pull"]
 WAYS: tuple[Way, ...] = ("parts", "append", "pull")
 
-NUM_ROWS = 600
-_NUM_SHARDS, _NUM_PARTS, _RANGE_ROWS = 3, 2, 100
+NUM_ROWS = 300
+_NUM_SHARDS, _NUM_PARTS, _RANGE_ROWS = 3, 2, 50
 _STORE, _FAR = "s", "far"
 
 

@@ -338,6 +338,47 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
     assert last_line(command).startswith("error: ")
 
 
+@pytest.mark.parametrize(
+    ("path", "values", "words"),
+    [
+        (("trainer",), {"devices": "four"}, "trainer.devices='four': "),
+        (("trainer",), {"val_check_interval": 0}, "trainer.val_check_interval=0: give 1 or more"),
+        (("trainer",), {"default_root_dir": "/proc/none"}, "'/proc/none'"),
+        (DATA, {"batch_size": None}, "batch_size=None: give an integer"),
+        (DATA, {"sampler": "WeightedSampler"}, "such as Weighted(...)"),
+    ],
+)
+def test_value_that_its_type_allows_is_refused_without_a_traceback(
+    command: Command, path: tuple[str, ...], values: dict[str, Any], words: str
+) -> None:
+    assert command("fit", "--config", command.config(*path, **values)) == 1
+    assert words in last_line(command)
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        (("data",), {"batch_size": 2}),
+        ((*DATA, "train_dataset"), {"num_rows": 2}),
+        (DATA, {"subset": {"class_path": "Subset", "init_args": {"rows": [1]}, "rows": [1]}}),
+    ],
+)
+def test_argument_beside_the_class_is_named(
+    command: Command, path: tuple[str, ...], values: dict[str, Any]
+) -> None:
+    assert command("fit", "--config", command.config(*path, **values)) == 2
+    assert "stands beside class_path: a class has a class_path and init_args" in command.err
+    assert command.err.count("\n") == 2
+
+
+@pytest.mark.parametrize("sampler", ["tests.models.Points", {}])
+def test_value_that_is_no_sampler_is_refused_in_words(command: Command, sampler: Any) -> None:
+    assert command("fit", "--config", command.config(*DATA, sampler=sampler)) == 2
+    assert " sampler: " in command.err
+    assert "Callable[" not in command.err
+    assert command.err.count("\n") == 2
+
+
 @pytest.mark.parametrize("arguments", [[], ["fit"], ["store"], ["store", "plan"], ["compare"]])
 def test_help_prints_the_usage(command: Command, arguments: list[str]) -> None:
     assert command(*arguments, "--help") == 0

@@ -352,6 +352,14 @@ class TestStores:
         with pytest.raises(StoreError, match=r"num_shards=12.*has 24 shards"):
             make_data(tmp_path, num_shards=12).prepare_data()
 
+    def test_other_number_of_shards_after_a_run_with_overwrite_builds_anew(
+        self, tmp_path: Path
+    ) -> None:
+        data = set_up(make_data(tmp_path, overwrite=True))
+        data.num_shards = 12
+        assert sorted(rows(set_up(data).train_dataloader())) == list(range(60))
+        assert open_store(tmp_path / "stores" / "train").num_shards == 12
+
     def test_store_of_another_dataset_class_with_the_same_rows_is_used(
         self, tmp_path: Path
     ) -> None:

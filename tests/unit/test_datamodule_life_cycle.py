@@ -123,6 +123,22 @@ class TestSubclass:
         with pytest.raises(StoreNotFoundError, match=r"no store at .*super\(\)\.prepare_data\(\)"):
             run(tmp_path, make_data(tmp_path, Own), "fit")
 
+    def test_resumed_fit_that_fails_leaves_nothing_to_the_next_one(self, tmp_path: Path) -> None:
+        class Failing(L.Callback):
+            def on_fit_start(self, *_: Any) -> None:
+                raise RuntimeError("the first one")
+
+        class Saving(L.Callback):
+            def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+        data, resume = make_data(tmp_path), {"ckpt_path": tmp_path / "mid.ckpt"}
+        seen = run(tmp_path, data, "fit", callbacks=[Saving()], limit_train_batches=2).seen
+        trainer = make_trainer(tmp_path, callbacks=[Failing()], max_epochs=2)
+        with pytest.raises(RuntimeError, match="the first one"):
+            trainer.fit(Regression(), datamodule=data, **resume)
+        assert run(tmp_path, data, "fit", limit_train_batches=2).seen == seen
+
     def test_hyperparameters_of_a_subclass_come_back_from_a_checkpoint(
         self, tmp_path: Path
     ) -> None:

@@ -238,6 +238,13 @@ def test_sampler_that_cannot_be_is_refused(
         trainer.fit(Regression(), make_data(tmp_path, sampler=sampler, **options))
 
 
+def test_order_that_cannot_be_streamed_is_refused_when_it_is_set_up(tmp_path: Path) -> None:
+    data = make_data(tmp_path, sampler=Weighted("label"), residency="stream")
+    data.prepare_data()
+    with pytest.raises(ValueError, match="takes those of a step from elsewhere"):
+        data.setup("fit")
+
+
 def test_weighted_class_itself_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="give Weighted"):
         make_data(tmp_path, sampler=Weighted)

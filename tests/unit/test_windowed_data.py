@@ -253,9 +253,10 @@ def test_rows_of_one_shape_are_cut_too(tmp_path: Path, residency: str) -> None:
         assert sorted(joined(steps_of(loader))) == all_windows(lengths, LENGTH, stride)
 
 
-def test_stream_is_refused(store: Store) -> None:
-    with pytest.raises(StoreError, match=r"residency='stream': field '\w+' .* cut into windows"):
-        make_loader(store, WINDOWS, residency="stream", shuffle=False)
+def test_stream_of_windows_by_weight_is_refused(store: Store) -> None:
+    weights = Weighted(np.ones(len(EXPECTED)))
+    with pytest.raises(StoreError, match=r"residency='stream': the sampler draws .* by weight"):
+        make_loader(store, WINDOWS, residency="stream", factory=weights)
 
 
 # Token streams
@@ -452,7 +453,10 @@ def test_row_numbers_are_those_of_windows(tmp_path: Path) -> None:
             assert windows_in(batch, LENGTH) == [expected[number] for number in numbers]
 
 
-def test_command_shows_series_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("residency", ["mmap", "stream"])
+def test_command_shows_series_and_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], residency: str
+) -> None:
     data = make_data(tmp_path)
     data.prepare_data()
     config = {
@@ -462,6 +466,8 @@ def test_command_shows_series_and_steps(tmp_path: Path, capsys: pytest.CaptureFi
                 "store_dir": str(tmp_path / "stores"),
                 "batch_size": 6,
                 "seed": 5,
+                "residency": residency,
+                "shuffle_window": 3,
                 "variable": {
                     name: {"form": "windows", "length": LENGTH, "stride": STRIDE}
                     for name in ("value", "time")
@@ -477,7 +483,8 @@ def test_command_shows_series_and_steps(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main([*arguments, "--json"])
     (found,) = json.loads(capsys.readouterr().out)
-    loader = make_loader(open_store(tmp_path / "stores" / "train"), WINDOWS, 2, 6)
+    stored = open_store(tmp_path / "stores" / "train")
+    loader = make_loader(stored, WINDOWS, 2, 6, residency=residency, window=3)
     assert [tuple(row) for row in found["rows"]] == steps_of(loader, 1)[2]
     with pytest.raises(SystemExit):
         main([*arguments, "--show", str(tmp_path / "rows.png")])

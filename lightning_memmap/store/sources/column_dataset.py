@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.schema.leaves import is_missing
+from lightning_memmap.store.places import local_path
 from lightning_memmap.store.sources import from_arrow, from_pandas, from_polars
 from lightning_memmap.store.sources.field_array import NullableRows, object_array
 from lightning_memmap.store.sources.names import chosen
@@ -105,7 +106,7 @@ def _has_missing(column: Any) -> bool:
 
 def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(given, (str, Path)):
-        return parquet_columns(Path(given), names)
+        return parquet_columns(local_path(given), names)
     if is_frame(given):
         table = as_table(given)
         library = library_of(table)

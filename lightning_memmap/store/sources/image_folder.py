@@ -17,6 +17,7 @@ from lightning_memmap.images import (
     checked_decoding,
     decode_image,
 )
+from lightning_memmap.store.places import local_path
 
 
 class ImageFolder(Dataset[dict[str, Any]]):
@@ -51,7 +52,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
         mode: str | None = "RGB",
         size: int | tuple[int, int] | None = None,
     ) -> None:
-        self.root = Path(root)
+        self.root = local_path(root)
         self.mode = mode
         self.size = checked_decoding(mode, size)
         if not self.root.is_dir():

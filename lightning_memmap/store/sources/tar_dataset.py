@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.images import checked_decoding, decode_image
+from lightning_memmap.store.places import local_path
 from lightning_memmap.store.workers import describe_error
 
 #: The key of a sample and the ending of a member: everything up to, and after, the first dot of
@@ -238,7 +239,7 @@ def _paths(pattern: str) -> list[str]:
     if "://" in pattern or pattern.startswith("pipe:"):
         raise ValueError(f"tars={pattern!r}: give files of this machine")
     paths = []
-    for path in _expanded(pattern):
+    for path in _expanded(str(local_path(pattern))):
         found = sorted(glob(path)) if re.search(r"[*?[]", path) else [path]
         if not found:
             raise ValueError(f"tars={pattern!r}: no file fits {path!r}")

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_memmap.errors import check_integer
+from lightning_memmap.errors import check_integer, check_number
+from lightning_memmap.store.places import local_path
 
 
 class TokenStream(Dataset[dict[str, NDArray[Any]]]):
@@ -50,11 +51,14 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
         stride = length if stride is None else stride
         for name, number in (("length", length), ("stride", stride), ("row_tokens", row_tokens)):
             check_integer(f"TokenStream: {name}", number, 1, "at least 1 token")
+        length, stride, row_tokens = int(length), int(stride), int(row_tokens)
+        for name, share in (("start", start), ("stop", stop)):
+            check_number(f"TokenStream: {name}", share)
         if not 0 <= start < stop <= 1:
             raise ValueError(f"TokenStream: start={start}, stop={stop}: shares from 0 to 1")
         found: Any = tokens
         if isinstance(tokens, (str, Path)):
-            found = _map(Path(tokens), dtype)
+            found = _map(local_path(tokens), dtype)
         elif isinstance(tokens, Tensor):
             found = tokens.numpy()
         if not isinstance(found, np.ndarray) or found.ndim != 1:

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import Weighted
+from lightning_memmap.schema import Windows
 from tests.distributed.scenarios.training import make_strategy
 from tests.models import Points, Regression, make_trainer, weights
 
@@ -55,12 +56,20 @@ def fit(
     checkpoint: str | None = None,
     save: bool = False,
     interrupt: int | None = None,
+    in_windows: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train, from the start or from a checkpoint, and tell which rows each epoch had."""
-    data = MemmapDataModule(
-        Points(rows), store_dir=out / "stores", batch_size=batch_size, **options
-    )
+    """Train, from the start or from a checkpoint, and tell which rows each epoch had.
+
+    Where it is ``in_windows``, the rows are the steps of some series, which are cut into windows.
+    """
+    dataset: Any = Points(rows)
+    if in_windows:
+        whole = vars(dataset)
+        dataset = [{name: whole[name][i : i + 40] for name in whole} for i in range(0, rows, 40)]
+        options["variable"] = dict.fromkeys(whole, Windows(3, 2))
+    stores = out / ("series" if in_windows else "stores")
+    data = MemmapDataModule(dataset, store_dir=stores, batch_size=batch_size, **options)
     saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(
         out,
@@ -119,8 +128,8 @@ def weighted(out: Path, rows: int, variant: dict[str, Any], step: int) -> dict[s
 def stream_and_mapping(
     out: Path, rows: int, variant: dict[str, Any], window: int, step: int
 ) -> dict[str, Any]:
-    """Train over the mapping with checkpoints, over the stream, and over the stream from one of the
-    checkpoints; and test what a stream gives where it is not shuffled.
+    """Train over the mapping with checkpoints, over the stream, over the stream from one of the
+    checkpoints, and over windows of series; and test what a stream gives where it is not shuffled.
 
     Returns:
         By name, the runs; and the rows of each step of an epoch of test.
@@ -130,6 +139,7 @@ def stream_and_mapping(
         "mapping": fit(out, rows, **variant, save=True, shuffle_window=window),
         "stream": fit(out, rows, **variant, **streamed),
         "resumed": fit(out, rows, **variant, **streamed, checkpoint=f"step={step}.ckpt"),
+        "windows": fit(out, rows, **variant, **streamed, in_windows=True),
     }
     data = MemmapDataModule(
         test_dataset=Points(rows), store_dir=out / "tests", batch_size=8, **streamed

@@ -1,0 +1,203 @@
+"""Windows over series that are read from disk: steps that windows have in common are read once.
+
+Two kinds of windows meet here. A row of a batch is a window over a series. And the rows that are
+read at once are a window of the epoch, as they are where rows are no parts of series.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memmap.loading.buffers import Buffers
+from lightning_memmap.loading.row_source import Leaf
+from lightning_memmap.loading.window_items import RunPlaces, most_items
+from lightning_memmap.loading.window_reads import Read, scratch_memory
+from lightning_memmap.loading.window_rows import WindowRows
+from lightning_memmap.sampling import Integers, ReadWindows, WindowShards
+from lightning_memmap.schema import Field
+from lightning_memmap.store.columns.variable import Located
+from lightning_memmap.store.row_file import RowFile
+from lightning_memmap.store.series import windows_over
+
+#: Runs of a shard in a window at most: a window may wrap around, and some shards have a row more.
+_MAX_RUNS = 3
+
+
+class SeriesMemory:
+    """The memory of a window of the epoch.
+
+    Args:
+        layout: Where steps lie in it.
+    """
+
+    def __init__(self, layout: "SeriesLayout") -> None:
+        self._layout = layout
+        length = layout.shards.length
+        self._steps = [
+            layout.places.allocate(field.item_shape[1:], field.dtype) if cut else None
+            for field, cut in zip(layout.fields, layout.is_cut, strict=True)
+        ]
+        self._windows = [
+            None if steps is None else windows_over(steps, length) for steps in self._steps
+        ]
+        #: The first step of each run in the files, and what is added to find it in memory.
+        self._begins = self._shifts = np.zeros(0, np.int64)
+
+    def reads(self, runs: Sequence[range]) -> Iterator[Read]:
+        """The reads that fill the window; see `WindowMemory.reads`.
+
+        Args:
+            runs: The offsets of each shard's windows, in runs of consecutive ones.
+
+        Yields:
+            The reads.
+        """
+        places = self._layout.places
+        placed = places.place(self._layout.located(runs))
+        self._begins, self._shifts = placed.begins, placed.places - placed.begins
+        steps = [each for each in self._steps if each is not None]
+        for file, each in zip(self._layout.files, steps, strict=True):
+            if file is not None:
+                yield from places.reads(file, placed, each)
+
+    def fetch(self, slots: Tensor, out: Buffers) -> list[Leaf]:
+        """Copy windows into a batch; see `WindowMemory.fetch`.
+
+        Args:
+            slots: Their first steps in the files, int64 of shape (B,), on the CPU.
+            out: Buffers for the fields whose rows have one shape.
+        """
+        steps = slots.numpy()
+        runs = np.searchsorted(self._begins, steps, side="right") - 1
+        starts = torch.from_numpy(steps + self._shifts[runs])
+        return self._layout.mapped.copy(self._windows, starts, slots, out)
+
+
+class SeriesLayout:
+    """Where the steps of series lie in the memory of a window, and how they are read.
+
+    Windows that follow one another in a series need steps that do so in a file. The fields that are
+    not cut into windows are fetched from the file mapping: a series has them once.
+
+    Args:
+        fields: The fields of the store that this process needs.
+        files: The files of those that are cut into windows, in their order, with steps as rows;
+            None for one without a byte.
+        mapped: The windows over the file mapping.
+        shards: The windows, divided into shards.
+        held: The shards that this process holds.
+        window: Rows of a shard in a window of the epoch.
+
+    Raises:
+        ValueError: There are too many such windows to be numbered together with all steps.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[Field],
+        files: Sequence[RowFile | None],
+        mapped: WindowRows,
+        shards: WindowShards,
+        *,
+        held: Sequence[int],
+        window: int,
+    ) -> None:
+        self.shards, self.mapped, self.files, self._held = shards, mapped, files, held
+        #: Which fields are cut into windows.
+        self.is_cut = [field.name in shards.fields for field in fields]
+        self.fields = [
+            field.windowed(shards.length) if cut else field
+            for field, cut in zip(fields, self.is_cut, strict=True)
+        ]
+        self.row_bytes = mapped.row_bytes
+        begins = (shards.ends - shards.counts) * shards.stride + mapped.shifts
+        #: A window is told by the first of its steps in the files: one more than there are.
+        self.num_slots = int((begins + shards.steps.array).max()) + 1
+        num_windows = -(-shards.longest // window)
+        if num_windows * self.num_slots >= 2**63:
+            raise ValueError(
+                f"shuffle_window={window}: an epoch would be read in {num_windows} windows, of"
+                f" {self.num_slots - 1} steps: choose a larger one"
+            )
+        # In dataset order, series that follow one another are in all shards of the store.
+        max_runs = _MAX_RUNS * (shards.num_shards if shards.is_ordered else len(held))
+        most = largest_window_steps(shards, held, window)
+        self.places = RunPlaces(shards.fields[0], [f for f in files if f], most, max_runs)
+
+    def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
+        """Where windows begin in the files, if these came anew for each window of the epoch.
+
+        Args:
+            windows: Which rows are in which window of the epoch.
+            epoch: Epoch, counted from 0.
+            positions: As for `lightning_memmap.sampling.Sampler.at`.
+        """
+        found = self.mapped.locate(windows.sampler, epoch, positions)
+        for number, here in windows.parts(positions):
+            found[here] += number * self.num_slots
+        return found
+
+    def allocate(self) -> SeriesMemory:
+        """Memory for a window of the epoch, on the CPU, with undefined content."""
+        return SeriesMemory(self)
+
+    def scratch(self) -> memoryview:
+        """Scratch memory for the reads of one thread; see `scratch_memory`."""
+        return scratch_memory(max((file.row_bytes for file in self.files if file), default=1))
+
+    def located(self, runs: Sequence[range]) -> Located:
+        """Where the steps of windows are in the files.
+
+        Args:
+            runs: The offsets of each shard's windows, in runs of consecutive ones.
+
+        Returns:
+            Steps that follow one another, series by series.
+        """
+        line = self.shards
+        series, firsts, counts = line.stretches(self._held, runs)
+        lengths = (counts - 1) * line.stride + line.length
+        return Located(firsts * line.stride + self.mapped.shifts[series], lengths[:, None])
+
+    def share_used(self, runs: Sequence[range]) -> float:
+        """Estimate the share of the bytes read that is used.
+
+        Args:
+            runs: The offsets of each shard's windows in a window of the epoch.
+
+        Returns:
+            Between 0 and 1.
+        """
+        # In dataset order, neighbours belong to all shards in turn.
+        part = len(self._held) / self.shards.num_shards if self.shards.is_ordered else 1.0
+        used = min(1.0, part * self.shards.length / self.shards.stride)
+        sizes = [file.row_bytes for file in self.files if file is not None]
+        return used * self.places.share_used(self.located(runs), max(sizes, default=1))
+
+
+def largest_window_steps(shards: WindowShards, held: Sequence[int], window: int) -> int:
+    """How many steps a window of the epoch has at most, each counted once for each shard.
+
+    Args:
+        shards: The windows, divided into shards.
+        held: The shards that this process holds.
+        window: Windows of a shard in a window of the epoch, at most those of the longest shard.
+
+    Returns:
+        The number, up to a 64th too large, and by what three windows of each shard have in common
+        with others. In dataset order it is that of the windows of all shards.
+    """
+    # A run that begins inside of a series.
+    shared = max(0, shards.length - shards.stride)
+    if shards.is_ordered:
+        size = window * shards.num_shards
+        edges = np.append(np.arange(0, shards.num_rows, size), shards.num_rows)
+        return int(np.diff(shards.steps_before(edges)).max()) + shared
+
+    def steps_before(shard: int, offsets: Integers) -> Integers:
+        return shards.steps_before(shards.starts[shard] + offsets)
+
+    most = most_items(shards.sizes, held, window, steps_before)
+    return most + _MAX_RUNS * shared * len(held)

@@ -1,0 +1,340 @@
+"""Windows over series, read from disk: those of the mapping, and each step is read once."""
+
+import os
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.errors import PlacementError
+from lightning_memmap.loading import SuperBatchLoader, window_items, window_reads
+from lightning_memmap.loading.streamed import StreamedRows
+from lightning_memmap.loading.window_series import SeriesLayout, largest_window_steps
+from lightning_memmap.sampling import BlockShuffledSampler, Shards, StridedRows, WindowShards
+from lightning_memmap.schema import Windows
+from lightning_memmap.store import Store, TokenStream, build_store
+from lightning_memmap.store.row_file import RowFile
+from tests.series import Series, all_windows, make_loader, windows_in
+
+LENGTH = 8
+LENGTHS = {
+    # Some are shorter than a window.
+    "many": [3 + row * 7 % 30 for row in range(40)],
+    "few": [150, 5, 280],
+    "alike": [20] * 25,
+}
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
+    path = tmp_path_factory.mktemp("series")
+    return {
+        name: build_store(Series(lengths), path / name, num_shards=12, progress=False)
+        for name, lengths in LENGTHS.items()
+    }
+
+
+def steps_of(loader: SuperBatchLoader) -> list[list[tuple[int, int]]]:
+    return [windows_in(batch.to("cpu"), LENGTH) for batch in loader]
+
+
+# Which steps windows need
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> WindowShards:
+    lengths = draw(st.lists(st.integers(0, 60), min_size=1, max_size=30))
+    length, stride = draw(st.integers(1, 12)), draw(st.integers(1, 15))
+    assume(max(lengths) >= length)
+    series = Shards(len(lengths), draw(st.integers(1, 9)))
+    line = WindowShards.of(series, ("x",), np.array(lengths), length, stride)
+    return line if draw(st.booleans()) else line.ordered  # type: ignore[return-value]
+
+
+@given(lines(), st.integers(1, 20), st.integers(0, 99), st.integers(1, 3))
+@settings(deadline=None, max_examples=25)
+def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_largest(
+    shards: WindowShards, window: int, seed: int, size: int
+) -> None:
+    line = shards.base
+    assert isinstance(line, WindowShards)
+    held = [*range(0, shards.num_shards, size)]
+    rows = min(window, shards.longest)
+    most = largest_window_steps(shards, held, rows)
+    for number in range(-(-shards.longest // rows)):
+        runs = [range(number * rows, min((number + 1) * rows, shards.longest))]
+        if not shards.is_ordered:
+            runs = BlockShuffledSampler(shards, seed, rows).window_runs(1, number)
+        series, firsts, counts = shards.stretches(held, runs)
+        assert (counts > 0).all()
+        found = [*chain(*(range(a, a + n) for a, n in zip(firsts, counts, strict=True)))]
+        wanted = [
+            place
+            for shard in held
+            for run in runs
+            for offset in run
+            if offset < shards.sizes[shard]
+            for place in shards.locations_in(line, np.array([shard]), np.array([offset])).tolist()
+        ]
+        assert len(set(found)) == len(found)
+        if shards.is_ordered:
+            assert set(found) >= set(wanted)
+            assert set(line.series_of(np.array(wanted)).tolist()) == set(series.tolist())
+        else:
+            assert sorted(found) == sorted(wanted)
+        # Steps that windows of a run have in common are there once.
+        steps = (counts - 1) * line.stride + line.length
+        assert steps.sum() <= most
+        assert line.series_of(firsts).tolist() == series.tolist()
+    everything = int((shards.counts[shards.counts > 0] - 1).sum()) * line.stride
+    everything += int((shards.counts > 0).sum()) * line.length
+    assert shards.steps_before(np.array([0, shards.num_rows])).tolist() == [0, everything]
+
+
+# Loaders
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "windows": Windows(LENGTH, draw(st.sampled_from([1, 3, 8, 11]))),
+        "batch_size": draw(st.integers(3, 9)),
+        "window": draw(st.sampled_from([1, 2, 5, 1000])),
+        "num_devices": draw(st.sampled_from([1, 2, 3, 4])),
+        "subset": draw(st.sampled_from([None, StridedRows(0, 3, excluded=True)])),
+        "shuffle": draw(st.booleans()),
+        "transform": draw(st.sampled_from([None, lambda batch: batch])),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.filterwarnings("ignore:the train store has 12 shards")
+@given(setup=setups(), name=st.sampled_from(sorted(LENGTHS)), size=st.integers(1, 2))
+@settings(deadline=None, max_examples=10)
+def test_windows_are_those_of_the_mapping(
+    stores: dict[str, Store], setup: dict[str, Any], name: str, size: int
+) -> None:
+    if name == "few":
+        setup = {**setup, "subset": None}
+    found = []
+    for rank in range(size):
+        streamed, mapped = (
+            make_loader(stores[name], **setup, rank=rank, size=size, residency=residency)
+            for residency in ("stream", "mmap")
+        )
+        for epoch in range(2):
+            streamed.set_epoch(epoch)
+            mapped.set_epoch(epoch)
+            steps = steps_of(streamed)
+            assert steps == steps_of(mapped)
+            found += chain.from_iterable(steps)
+    # Each window once an epoch.
+    expected = all_windows(LENGTHS[name], LENGTH, setup["windows"].stride)
+    kept = [each for each in expected if setup["subset"] is None or each[0] % 3]
+    assert sorted(found) == sorted(kept * 2)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_any_number_of_devices_has_the_same_global_batches(
+    stores: dict[str, Store], shuffle: bool
+) -> None:
+    options: dict[str, Any] = {"residency": "stream", "shuffle": shuffle, "window": 5}
+    windows = Windows(LENGTH, 3)
+    alone = steps_of(make_loader(stores["many"], windows, **{**options, "residency": "mmap"}))
+    for count in (1, 2, 3, 4):
+        assert (
+            steps_of(make_loader(stores["many"], windows, count, 12 // count, **options)) == alone
+        )
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+def test_resume_after_any_step_goes_on_with_the_next_window(
+    stores: dict[str, Store], transform: Any
+) -> None:
+    def make(residency: str = "stream", devices: int = 2) -> SuperBatchLoader:
+        loader = make_loader(
+            stores["few"],
+            Windows(LENGTH, 4),
+            devices,
+            24 // devices,
+            residency=residency,
+            window=4,
+            transform=transform,
+        )
+        loader.set_epoch(1)
+        return loader
+
+    whole = steps_of(make())
+    for count in range(1, len(whole), 3):
+        saved = make()
+        for _, _ in zip(range(count), saved, strict=False):
+            pass
+        for residency, devices in (("stream", 2), ("mmap", 2), ("stream", 4)):
+            resumed = make(residency, devices)
+            resumed.load_state_dict(saved.state_dict())
+            assert steps_of(resumed) == whole[count:]
+
+
+def test_batches_that_are_kept_are_never_overwritten(stores: dict[str, Store]) -> None:
+    for transform in (None, lambda batch: batch):
+        options: dict[str, Any] = {"window": 2, "transform": transform}
+        kept = list(make_loader(stores["few"], Windows(LENGTH, 3), residency="stream", **options))
+        expected = make_loader(stores["few"], Windows(LENGTH, 3), **options)
+        assert [windows_in(batch.to("cpu"), LENGTH) for batch in kept] == steps_of(expected)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 512, 4096])
+def test_steps_are_read_to_their_places_wherever_their_blocks_begin(
+    stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(window_reads, "_READ_BYTES", 2 * 4096)
+    monkeypatch.setattr(window_reads, "_read_pieces", not_called)
+    monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
+    if block_bytes == 1:
+        monkeypatch.delattr(os, "O_DIRECT")
+    for window, size in ((20, 1), (3, 1), (1000, 3)):
+        options: dict[str, Any] = {"window": window, "rank": size - 1, "size": size}
+        streamed, mapped = (
+            make_loader(stores["few"], Windows(LENGTH, 3), residency=residency, **options)
+            for residency in ("stream", "mmap")
+        )
+        assert steps_of(streamed) == steps_of(mapped)
+
+
+def not_called(*args: Any) -> None:
+    raise AssertionError("steps are read elsewhere first")
+
+
+@pytest.mark.filterwarnings("ignore:the train store has 12 shards")
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.parametrize("read_bytes", [8, 50, 3000])
+def test_steps_that_lie_apart_are_read_in_pieces(
+    stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
+    monkeypatch.setattr(window_reads, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(window_reads, "_GAP_BYTES", read_bytes // 2)
+    monkeypatch.setattr(window_items, "_MAX_FREE_BYTES", 0)
+    for num_devices in (1, 5):
+        streamed, mapped = (
+            make_loader(
+                stores["many"],
+                Windows(LENGTH, 3),
+                num_devices,
+                window=4,
+                residency=residency,
+                subset=StridedRows(1, 3, excluded=True),
+            )
+            for residency in ("stream", "mmap")
+        )
+        assert steps_of(streamed) == steps_of(mapped)
+
+
+# Memory, and bytes
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of each read."""
+    found: list[int] = []
+    read_bytes = RowFile.read_bytes
+
+    def counted(self: RowFile, begin: int, end: int, memory: memoryview) -> None:
+        found.append(end - begin)
+        read_bytes(self, begin, end, memory)
+
+    monkeypatch.setattr(RowFile, "read_bytes", counted)
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 2**16, 600_000).astype(np.uint16)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(64, 64), (65, 64), (64, 8), (64, 1)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_token_is_read_about_once_however_much_windows_overlap(
+    tmp_path: Path,
+    bytes_read: list[int],
+    tokens: np.ndarray,
+    length: int,
+    stride: int,
+    shuffle: bool,
+) -> None:
+    data = MemmapDataModule(
+        TokenStream(tokens, length, stride, row_tokens=20_000),
+        store_dir=tmp_path,
+        batch_size=512,
+        shuffle=shuffle,
+        residency="stream",
+        shuffle_window=max(1, 6000 // stride),
+        variable={"tokens": Windows(length, stride)},
+    )
+    data.prepare_data()
+    data.setup("fit")
+    count = 0
+    for batch in data.train_dataloader():
+        count += len(batch["tokens"])
+        assert batch["tokens"].shape[1:] == (length,)
+    assert count == (len(tokens) - length) // stride + 1
+    used = 2 * ((count - 1) * min(length, stride) + length)
+    assert used <= sum(bytes_read) < 1.1 * used
+
+
+def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None:
+    store = build_store(
+        TokenStream(tokens, 64, 1, row_tokens=20_000), tmp_path / "s", num_shards=4, progress=False
+    )
+    options: dict[str, Any] = {"fields": ("tokens",), "residency": "stream", "window": 10_000}
+    loader = make_loader(store, Windows(64, 1), **options)
+    (source,) = loader._rows.sources
+    assert isinstance(source, StreamedRows)
+    layout = source._layout
+    assert isinstance(layout, SeriesLayout)
+    steps = layout.allocate()._steps[0]
+    assert steps is not None
+    # Of 40,000 windows of 64 tokens, and blocks at both ends of each run.
+    assert 40_000 * 2 <= steps.nbytes < 44_000 * 2 + 12 * 2 * 4096
+    for memory in (2 * 44_000 * 2, 2 * 30_000 * 2):
+        if memory > 2 * 40_000 * 2:
+            make_loader(store, Windows(64, 1), **options, memory=memory)
+            continue
+        with pytest.raises(PlacementError, match=r"Use shuffle_window=7\d\d\d or less"):
+            make_loader(store, Windows(64, 1), **options, memory=memory)
+
+
+def test_window_that_is_not_given_has_512_mib_of_steps(tmp_path: Path, tokens: np.ndarray) -> None:
+    for length, stride in ((64, 64), (64, 1)):
+        data = MemmapDataModule(
+            TokenStream(tokens, length, stride, row_tokens=20_000),
+            store_dir=tmp_path / str(stride),
+            residency="stream",
+            variable={"tokens": Windows(length, stride)},
+        )
+        data.prepare_data()
+        data.setup("fit")
+        assert data.placement is not None
+        window = data.placement.splits["train"].size.window
+        assert 0.98 * 2**29 < window * 24 * stride * 2 < 1.02 * 2**29
+
+
+def test_rows_of_processes_that_have_few_windows_each_are_warned_of(
+    stores: dict[str, Store],
+) -> None:
+    options: dict[str, Any] = {"residency": "stream", "shuffle": False, "window": 3, "size": 12}
+    with pytest.warns(UserWarning, match=r"4 bytes of the store .* for each one that is used"):
+        make_loader(stores["few"], Windows(3, 1), **options)
+
+
+def test_more_windows_than_can_be_numbered_with_all_steps_are_refused() -> None:
+    line = WindowShards.of(Shards(1, 1), ("x",), np.array([2**40]), 1, 1)
+    mapped: Any = SimpleNamespace(shifts=np.zeros(1, np.int64), row_bytes=1)
+    with pytest.raises(ValueError, match=r"shuffle_window=1: .* choose a larger one"):
+        SeriesLayout([], [], mapped, line, held=[0], window=1)
