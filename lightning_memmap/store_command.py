@@ -46,8 +46,8 @@ _MAX_CLASSES_TEXT = 160
 _FLAGS = {
     "_build": {
         "overwrite": "replace a store of another dataset",
-        "fresh": "resume no earlier build",
-        "finish": "commit the store whose parts are all written",
+        "fresh": "start anew where an interrupted build would be resumed",
+        "finish": "put a store in place whose parts are all written",
     },
     "_push": {"overwrite": "replace stores that are there"},
     "_pull": {"overwrite": "replace stores that are there"},
@@ -113,7 +113,7 @@ def _make_parser(function: Callable[..., int]) -> BriefParser:
         text, required = "class path of the dataset", function is _append
         parser.add_argument("--dataset", type=Dataset, required=required, help=text)
     if function is _build:
-        part = "write part i of n, counted from 0, such as 0/8; --finish commits all"
+        part = "write part i of n, counted from 0, such as 0/8; then --finish"
         parser.add_argument("--part", type=str, metavar="i/n", help=part)
         checks, meaning = Literal["probes", "full", "off"], "rows to compare with an existing store"
         parser.add_argument("--check", type=checks, default="probes", help=meaning)
@@ -231,7 +231,7 @@ def _info(path: str) -> int:
     """Print what a store holds.
 
     Args:
-        path: Directory of a store, or of one store per split.
+        path: Directory or URL of a store, or of one store per split.
     """
     code = 0
     for store in _stores_or_errors(path).values():
