@@ -148,11 +148,7 @@ class DecodedEpoch:
         self._threads = ThreadPoolExecutor(self._source.num_threads, "decode")
 
     def locate(self, positions: range) -> Integers:
-        """Where the rows lie that supply positions; see `EpochRows.locate`.
-
-        Args:
-            positions: As for `lightning_memmap.sampling.Sampler.at`.
-        """
+        """Where the rows lie that supply positions; see `EpochRows.locate`."""
         locations = self._rows.locate(positions)
         if self._is_block_over:
             # What was located before was fetched.

@@ -73,19 +73,11 @@ class DeviceLoader:
         self.loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands; see `SuperBatchLoader.state_dict`.
-
-        Returns:
-            What `load_state_dict` takes.
-        """
+        """Where the loader stands; see `SuperBatchLoader.state_dict`."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved loader stood; see `SuperBatchLoader.load_state_dict`.
-
-        Args:
-            state: What `state_dict` has returned.
-        """
+        """Go on where a saved loader stood; see `SuperBatchLoader.load_state_dict`."""
         self.loader.load_state_dict(state)
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers, Fields
 from lightning_memmap.loading.variable_rows import VariableRows
@@ -169,16 +170,7 @@ class RandomAccessRows(ABC):
     def epoch(
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch; see `RowSource.epoch`.
-
-        Args:
-            sampler: The order.
-            epoch: Epoch, counted from 0.
-            position: Not needed here: positions may come in any order.
-
-        Returns:
-            A context manager that gives the rows, and does nothing at its end.
-        """
+        """The rows in the order of an epoch; see `RowSource.epoch`. They may come in any order."""
         return nullcontext(_RandomAccessEpoch(self, sampler, epoch))
 
     def release(self) -> None:
@@ -187,35 +179,16 @@ class RandomAccessRows(ABC):
 
     @abstractmethod
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        """Where the rows lie that supply positions; see `EpochRows.locate`.
-
-        Args:
-            sampler: The order.
-            epoch: Epoch, counted from 0.
-            positions: As for `lightning_memmap.sampling.Sampler.at`.
-
-        Returns:
-            What `fetch` takes, int64 of shape (len(positions),).
-        """
+        """Where the rows lie that supply positions of an epoch; see `EpochRows.locate`."""
 
     @abstractmethod
     def fetch(
         self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> Sequence[Leaf]:
-        """Copy rows into a batch; see `EpochRows.fetch`.
-
-        Args:
-            locations: Of `locate`, int64 of shape (B,), on this device.
-            out: Buffers to copy into, where the rows are on a CPU. New ones are made where it is
-                None.
-            pin_memory: Whether new buffers are page-locked.
-
-        Returns:
-            What `EpochRows.fetch` returns.
-        """
+        """Copy rows into a batch; see `EpochRows.fetch`."""
 
 
-class WrappedRows(ABC):
+class WrappedRows(RowSource):
     """A row source whose rows are those of another one, with something more or something else.
 
     Args:
@@ -226,37 +199,21 @@ class WrappedRows(ABC):
         self.rows = rows
 
     @property
+    @override
     def device(self) -> torch.device:
-        """Where rows are fetched."""
         return self.rows.device
 
     @property
+    @override
     def is_released(self) -> bool:
-        """Whether the rows were freed."""
         return self.rows.is_released
 
+    @override
     def check_sampler(self, sampler: Sampler) -> None:
-        """Check that rows can be fetched in the order of a sampler; see `RowSource.check_sampler`.
-
-        Args:
-            sampler: The order.
-        """
         self.rows.check_sampler(sampler)
 
-    @abstractmethod
-    def epoch(
-        self, sampler: Sampler, epoch: int, position: int
-    ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch; see `RowSource.epoch`.
-
-        Args:
-            sampler: The order.
-            epoch: Epoch, counted from 0.
-            position: The first position that will be fetched.
-        """
-
+    @override
     def release(self) -> None:
-        """Free the rows; see `RowSource.release`."""
         self.rows.release()
 
 

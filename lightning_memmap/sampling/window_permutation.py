@@ -60,17 +60,7 @@ class WindowPermutation:
         return [run for run in runs if run]
 
     def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
-        """Permuted offsets; see `Permutation`.
-
-        Args:
-            first: The first offset.
-            last: The last offset.
-            columns: Shards, int64 of shape (S,).
-            begins: Added to the offsets of each of these shards, int64 of shape (S,).
-
-        Returns:
-            int64 of shape ((last + 1 - first) * S,). Undefined where a shard has no such offset.
-        """
+        """Permuted offsets; see `Permutation`."""
         nothing = np.zeros_like(begins)
         pieces = []
         for number in range(first // self._window, last // self._window + 1):
