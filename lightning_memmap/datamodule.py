@@ -505,7 +505,7 @@ class MemmapDataModule(L.LightningDataModule):
         # Not by teardown(), which a subclass may have overridden.
         self._release()
         # Of a fit that ended before it asked for its loader: the next one may begin at the start.
-        self._train_state = self._num_trained = None
+        self._resume = None
         if stage is not None and stage not in _SPLITS_OF_STAGE:
             raise ValueError(
                 f"stage={stage!r}: choose one of {', '.join(_SPLITS_OF_STAGE)}, or None"

@@ -121,7 +121,7 @@ def test_segmentation_script_learns_and_summarises(tmp_path: Path, shape_files: 
 
 @pytest.mark.slow
 def test_gpt_script_learns_and_summarises(tmp_path: Path) -> None:
-    printed = run(tmp_path, str(ROOT / "examples" / "gpt.py"), "--max_steps", "40")
+    printed = run(tmp_path, str(ROOT / "examples" / "gpt.py"), "--max_steps", "20")
     # The uniform distribution over bytes has ln(256) = 5.5.
     assert metric(printed, "test_loss") < 3.5
     assert "uint8 (65,)" in printed.rpartition("Run summary")[2]
@@ -131,7 +131,7 @@ def test_gpt_script_learns_and_summarises(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_token_stream_script_learns_from_windows_that_are_stored_once(tmp_path: Path) -> None:
     printed = run(
-        tmp_path, str(ROOT / "examples" / "token_stream.py"), "--max_steps", "40", "--stride", "5"
+        tmp_path, str(ROOT / "examples" / "token_stream.py"), "--max_steps", "20", "--stride", "5"
     )
     # The uniform distribution over bytes has ln(256) = 5.5.
     (val_loss,) = re.findall(r"^val_loss ([0-9.]+)", printed, re.MULTILINE)
@@ -229,7 +229,7 @@ def test_config_serves_subcommands(
 
 
 def fit_gpt(directory: Path, *options: str) -> str:
-    limits = ("--trainer.limit_train_batches", "15", "--trainer.limit_val_batches", "4")
+    limits = ("--trainer.limit_train_batches", "8", "--trainer.limit_val_batches", "2")
     return run_cli(directory, "fit", "gpt.yaml", *options, *limits)
 
 

@@ -97,6 +97,7 @@ NAMES = {
     "lightning_memmap.schema": [
         "DTYPES",
         "Decode",
+        "FetchedRows",
         "Field",
         "Form",
         "Jagged",

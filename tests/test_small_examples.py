@@ -86,7 +86,7 @@ def test_speech_script_learns_tones(tmp_path: Path, folder: Path) -> None:
     reason=f"no {FOLDER}: apt-get install asterisk-core-sounds-en-wav, -es-wav and -fr-wav",
 )
 def test_speech_config_learns_languages(tmp_path: Path) -> None:
-    limits = ("--trainer.max_epochs", "1", "--trainer.limit_train_batches", "80")
+    limits = ("--trainer.max_epochs", "1", "--trainer.limit_train_batches", "40")
     printed = run_cli(tmp_path, "fit", "speech.yaml", *limits)
     # By chance: a third.
     assert metric(printed, "val_accuracy") > 0.5

@@ -22,7 +22,7 @@ from lightning_memmap._compat.snapshots import (
 from lightning_memmap._compat.tensors import TorchDispatchMode, tree_leaves
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.loading.nested import named_leaves
-from lightning_memmap.loading.variable_batch import dense_tensors
+from lightning_memmap.loading.variable_leaves import dense_tensors
 from lightning_memmap.strategies.scattering.batch import ScatteredBatch
 
 #: The kinds of memory, from the bottom of a picture to its top.

@@ -7,11 +7,11 @@ streamed         in the files, read window by window (window_layout, window_item
 decoded          the same rows, their images decoded (image_decoder)
 row_numbers      the same rows, each with its number in the dataset
 split            all sources of a split (store_offsets, upload)
-fetch            the rows of coming steps (buffers, device_streams)
+fetch            the rows of coming steps (requests, buffers, device_streams)
 transform        batch transforms, repeatable
 super_batch      the batches of all data devices in one step (collate, nested)
 variable_rows    rows that differ in length, not copied yet
-variable_batch   what a batch has for them
+variable_batch   what a batch has for them (variable_padding, variable_steps, variable_leaves)
 loader           super-batches in the order of the sampler (state)
 device_loader    the same, assembled on one device (prefetch)
 batches          the same without a Trainer

@@ -5,9 +5,10 @@ is handed out again only when its storage has no other owner: no view, no tensor
 backward, no numpy array.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,10 @@ from lightning_memmap._compat.tensors import storage_use_count
 
 #: From this size on, torch's threads share a copy. One thread alone is faster with numpy.
 _SHARED_COPY_BYTES = 2**19
+#: From this size on, numpy asks for huge pages.
+_HUGE_BYTES = 2**22
+#: Of the memory that torch makes.
+_ALIGNMENT = 64
 #: Memory that is made has this much more than is asked for, since the next step may need more.
 _SLACK = 1.25
 #: The shape of one row and the dtype of each field.
@@ -86,12 +91,22 @@ class Buffers:
         Returns:
             One tensor of shape (num_rows, *field shape) per field.
         """
-        return cls.of(
-            [
-                torch.empty((num_rows, *shape), dtype=dtype, pin_memory=pin_memory)
-                for shape, dtype in fields
-            ]
-        )
+        made = partial(torch.empty, pin_memory=True) if pin_memory else _empty
+        return cls.of([made((num_rows, *shape), dtype=dtype) for shape, dtype in fields])
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor on the CPU with undefined content, in huge pages where it is large.
+
+    Rows are written all over it: in small pages, finding them takes a third of the time.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _HUGE_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    # numpy asks the kernel for huge pages, and torch does not.
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[begin : begin + num_bytes]).view(dtype).view(shape)
 
 
 def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:

@@ -14,7 +14,7 @@ from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.transform import DeviceTransform, OnSuperBatch
-from lightning_memmap.loading.variable_batch import (
+from lightning_memmap.loading.variable_leaves import (
     interleaved,
     is_on,
     is_variable,

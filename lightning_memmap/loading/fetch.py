@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,11 +12,12 @@ from lightning_memmap.loading.absent import absent_rows
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.collate import Collate, Collator
 from lightning_memmap.loading.device_streams import has_streams, send
+from lightning_memmap.loading.requests import Requests, StepRequests, in_order
 from lightning_memmap.loading.row_source import EpochRows, Leaf, fixed_fields, has_variable
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import BatchTransform, DeviceTransform, OnSuperBatch
-from lightning_memmap.loading.variable_rows import joined_rows, send_rows, share_widths
+from lightning_memmap.loading.variable_rows import send_rows, share_widths
 from lightning_memmap.sampling import Integers, Sampler, derive_seed
 
 #: Small steps are fetched several at once, up to this number of bytes and of steps.
@@ -34,19 +34,6 @@ class Steps(NamedTuple):
     lengths: list[int]
     """Positions of each step. The first step is one of the longest, but for the last two of an
     epoch."""
-
-
-class _Request(NamedTuple):
-    """The rows that a source is asked for in one step."""
-
-    locations: Tensor
-    """Where they lie, those of one data device after those of another."""
-    users: list[int]
-    """The data devices."""
-    places: list[Integers | None]
-    """For each of them, the places of these rows in its batch; None where it has no others."""
-    sizes: list[int]
-    """How many rows each of them has."""
 
 
 class Fetcher:
@@ -80,17 +67,8 @@ class Fetcher:
             if transform is not None and on_all is None
             else []
         )
-        #: By data device, the sources that have rows for it.
-        self._sources_of = [self._sources_for(index) for index in range(len(self._devices))]
-        #: Whether the shards of one data device live in several places.
-        self._is_mixed = any(len(sources) > 1 for sources in self._sources_of)
+        self._requests = Requests(rows)
         self._pools: dict[int, BufferPool] = {}
-
-    def _sources_for(self, device: int) -> list[int]:
-        owner = self._rows.topology.owner
-        shards = [s for s in range(self._rows.shards.num_shards) if owner(s) == device]
-        found: list[int] = np.unique(self._rows.source_of_shard[shards]).tolist()
-        return found
 
     @contextmanager
     def epoch(self, epoch: int, position: int) -> Iterator[list[EpochRows]]:
@@ -182,106 +160,28 @@ class Fetcher:
         self, sources: list[EpochRows], epoch: int, steps: Steps
     ) -> Iterator[SuperBatch]:
         """Each data device has its own batch. A source serves all of its devices at once."""
-        count, start = len(self._devices), steps.positions.start // steps.positions.step
-        served = [steps.positions[(d - start) % count :: count] for d in range(count)]
-        located = self._locate(sources, served)
-        firsts = ((start + np.cumsum([0, *steps.lengths[:-1]])) % count).tolist()
-        asked = self._requests(sources, located, served, [*zip(firsts, steps.lengths, strict=True)])
+        asked = self._requests.of_steps(sources, steps.positions, steps.lengths)
         for step, (requests, coming) in enumerate(pairwise(chain(asked, [None])), steps.first_step):
             assert requests is not None
+            leaves = self._leaves(sources, requests, coming)
             batches = [
-                self._transformed(device, leaves, epoch, step)
-                for device, leaves in enumerate(self._leaves(sources, requests, coming))
+                self._transformed(device, found, epoch, step) for device, found in enumerate(leaves)
             ]
-            index = step - steps.first_step
+            del leaves
             yield SuperBatch(
                 self._devices,
-                steps.lengths[index],
-                firsts[index],
+                requests.num_rows,
+                requests.first,
                 batches=batches,
                 collator=self._collator,
             )
             del batches
 
-    def _locate(
-        self, sources: list[EpochRows], served: list[range]
-    ) -> dict[tuple[int, int], Tensor]:
-        """Where the rows lie that each data device serves, by source and data device.
-
-        Args:
-            sources: From `epoch`.
-            served: The positions that each data device serves.
-        """
-        located = {
-            (which, device): torch.from_numpy(sources[which].locate(positions))
-            for device, positions in enumerate(served)
-            for which in self._sources_of[device]
-        }
-        if self._is_mixed:
-            return located
-        return {
-            (which, device): found
-            if has_variable(sources[which].fields)
-            else send(found, sources[which].device)
-            for (which, device), found in located.items()
-        }
-
-    def _requests(
-        self,
-        sources: list[EpochRows],
-        located: dict[tuple[int, int], Tensor],
-        served: list[range],
-        steps: list[tuple[int, int]],
-    ) -> Iterator[list["_Request"]]:
-        """What each source is asked for, step by step.
-
-        Args:
-            sources: From `epoch`.
-            located: From `_locate`.
-            served: The positions that each data device serves.
-            steps: The data device that has the first row of each step, and its rows.
-        """
-        count = len(served)
-        done = [0] * count
-        for first, length in steps:
-            rows = [
-                slice(begin, begin + len(range((d - first) % count, length, count)))
-                for d, begin in enumerate(done)
-            ]
-            done = [each.stop for each in rows]
-            yield [
-                self._request(which, source, located, served, rows)
-                for which, source in enumerate(sources)
-            ]
-
-    def _request(
-        self,
-        which: int,
-        source: EpochRows,
-        located: dict[tuple[int, int], Tensor],
-        served: list[range],
-        rows: list[slice],
-    ) -> "_Request":
-        """What one source is asked for in a step, of which each data device has some rows."""
-        users = [d for d, found in enumerate(self._sources_of) if which in found]
-        wanted = [located[which, device][rows[device]] for device in users]
-        places: list[Integers | None] = [None] * len(users)
-        if self._is_mixed:
-            for at, device in enumerate(users):
-                positions = np.array(served[device][rows[device]])
-                home = self._rows.source_of_shard[positions % self._rows.shards.num_shards]
-                places[at] = mine = np.flatnonzero(home == which)
-                wanted[at] = wanted[at][torch.from_numpy(mine)]
-        locations = wanted[0] if len(wanted) == 1 else torch.cat(wanted)
-        if not has_variable(source.fields):
-            locations = send(locations, source.device)
-        return _Request(locations, users, places, [len(each) for each in wanted])
-
     def _leaves(
         self,
         sources: list[EpochRows],
-        requests: list["_Request"],
-        coming: list["_Request"] | None,
+        requests: StepRequests,
+        coming: StepRequests | None,
     ) -> list[list[Leaf]]:
         """One leaf per field for each data device, on that device, its rows in order.
 
@@ -291,13 +191,13 @@ class Fetcher:
             coming: What they are asked for next, where it is known.
         """
         fetched: list[list[tuple[Integers | None, list[Leaf]]]] = [[] for _ in self._devices]
-        for which, (source, request) in enumerate(zip(sources, requests, strict=True)):
+        for which, (source, request) in enumerate(zip(sources, requests.by_source, strict=True)):
             users, sizes = request.users, request.sizes
             leaves = self._fetch(
                 source,
                 request.locations,
                 [self._devices[device] for device in users],
-                coming=None if coming is None else coming[which].locations,
+                coming=None if coming is None else coming.by_source[which].locations,
             )
             split = [leaf.split_with_sizes(sizes) if len(users) > 1 else (leaf,) for leaf in leaves]
             parts = zip(users, request.places, zip(*split, strict=True), strict=True)
@@ -305,7 +205,7 @@ class Fetcher:
                 target = self._devices[device]
                 fetched[device].append((places, [send_rows(rows, target) for rows in columns]))
         leaves_of = [
-            _in_order(found, device) for found, device in zip(fetched, self._devices, strict=True)
+            in_order(found, device) for found, device in zip(fetched, self._devices, strict=True)
         ]
         share_widths(leaves_of)
         return leaves_of
@@ -361,21 +261,3 @@ class Fetcher:
             slots = 2 * len(self._devices) + 2
             self._pools[num_rows] = BufferPool(fixed_fields(source.fields), num_rows, slots)
         return self._pools[num_rows]
-
-
-def _in_order(
-    fetched: list[tuple[Integers | None, list[Leaf]]], device: torch.device
-) -> list[Leaf]:
-    """The rows of one data device, whose shards may live in several places, in their order.
-
-    Args:
-        fetched: For each source, the places of its rows in the batch, and one tensor per field.
-        device: The data device, on which they are.
-    """
-    if len(fetched) == 1:
-        return fetched[0][1]
-    places = np.concatenate([places for places, _ in fetched if places is not None])
-    order = send(torch.from_numpy(np.argsort(places)), device)
-    columns = zip(*(leaves for _, leaves in fetched), strict=True)
-    joined = map(joined_rows, columns)
-    return [leaf if leaf.is_meta else leaf.index_select(0, order) for leaf in joined]

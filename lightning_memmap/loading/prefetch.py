@@ -10,7 +10,7 @@ import torch
 from lightning_memmap.loading.device_streams import SideStreams
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.super_batch import SuperBatch
-from lightning_memmap.loading.variable_batch import dense_tensors
+from lightning_memmap.loading.variable_leaves import dense_tensors
 
 
 class Steps(Protocol):

@@ -17,7 +17,6 @@ from lightning_memmap.loading.row_numbers import NumberedRows
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
-from lightning_memmap.loading.variable_batch import check_encoded
 from lightning_memmap.loading.window_items import largest_window
 from lightning_memmap.loading.window_layout import WindowLayout
 from lightning_memmap.loading.window_rows import WindowRows, window_rows
@@ -26,8 +25,7 @@ from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
 from lightning_memmap.sampling import Integers, LineShards, Sampler, Shards, WindowShards
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
-from lightning_memmap.store.columns import Column, ItemRows, OpenColumn, VariableColumn
-from lightning_memmap.store.columns.fixed import FixedColumn
+from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
 from lightning_memmap.store.row_file import open_row_files
 
 #: A warning is given where less than this share of the bytes read is used.
@@ -124,8 +122,7 @@ def load_split(
     columns = [column for column, _ in needed]
     held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
     opened = store.provide(fields, _stored_shards(store, placement.shards, held))
-    known = (FixedColumn, VariableColumn)
-    others = [column for column in columns if type(column) not in known]
+    others = [column for column in columns if column.rows_name is None]
     base = placement.shards.base
     cut, length = (base.fields, base.length) if isinstance(base, WindowShards) else ((), 0)
     offsets = StoreOffsets.into(store, placement.shards)
@@ -294,7 +291,7 @@ def image_decoders(
     for index, (column, rows) in enumerate(zip(columns, opened, strict=True)):
         form = forms.get(column.field.name)
         if isinstance(form, Decode):
-            check_encoded(column.field)
+            form.check(column.field)
             # All processes look at the same row, whether they hold it or not: the first one with
             # an image, since those that are None may be in no split.
             count = rows.shards.num_rows if isinstance(rows, ItemRows) else 1

@@ -79,12 +79,16 @@ class DeviceTransform:
         transform: A callable or module that maps a batch to a batch. A module is copied to the
             device.
         device: The data device.
+
+    Raises:
+        TypeError: The transform cannot be called.
     """
 
     def __init__(self, transform: BatchTransform, device: torch.device) -> None:
         self._device = device
         if isinstance(transform, OnSuperBatch):
             transform = transform.transform
+        check_callable("transform", transform)
         self._takes_generator = takes_generator(transform)
         if isinstance(transform, nn.Module):
             transform = copy.deepcopy(transform).to(device)

@@ -4,35 +4,21 @@ They are not copied before the form of the batch is known: until then they are p
 padded rows are written once, straight to where they stay, and only bare rows cross a link.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_memmap.loading.device_streams import has_streams, send
+from lightning_memmap.loading.variable_steps import Together
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns.segments import (
-    Bytes,
-    copy_segments,
-    fill_segments,
-    pack_segments,
-)
+from lightning_memmap.store.columns.segments import Bytes, pack_segments
 from lightning_memmap.store.columns.variable import ItemRows, pack_rows
 
-#: Rows that are padded to more than this are copied one by one.
-_WINDOW_BYTES = 2**15
-#: At most this many times the bytes of the rows are copied to spare calls.
-_MOST_PADDED = 2.5
-#: Small steps are packed together, up to this number of bytes.
-_TOGETHER_BYTES = 2**22
-#: No row starts behind this item.
-_LAST_ITEM = 2**63 - 1
 #: Gives memory on the CPU for a number of bytes, uint8 of shape (bytes,).
 Allocate = Callable[[int], Tensor]
 
@@ -62,9 +48,9 @@ class VariableRows:
         starts: The first item of each row, int64 of shape (B,).
         sizes: Its sizes in the ``k`` dimensions that differ, int64 of shape (B, k).
         widths: The largest sizes among all rows of the step, over all data devices of the process.
-        shortest: No size is smaller.
-        last: No row starts behind this item.
-        fetched: These and the rows of other steps that were fetched with them.
+        fetch: These and the rows of other steps that were fetched with them; None where there are
+            none.
+        step: Which of these steps they are.
     """
 
     field: Field
@@ -72,9 +58,8 @@ class VariableRows:
     starts: Integers
     sizes: Integers
     widths: tuple[int, ...]
-    shortest: int = 0
-    last: int = _LAST_ITEM
-    fetched: "_PartOf | None" = None
+    fetch: "Fetch | None" = None
+    step: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +80,7 @@ class VariableRows:
         return lengths
 
     @property
-    def _bytes(self) -> Bytes:
+    def memory(self) -> Bytes:
         """The memory of the items, uint8 of shape (bytes,)."""
         return self.items.view(-1).view(torch.uint8).numpy()
 
@@ -104,7 +89,7 @@ class VariableRows:
 
     def __getitem__(self, rows: slice | Integers) -> "VariableRows":
         starts, sizes = self.starts[rows], self.sizes[rows]
-        return replace(self, starts=starts, sizes=sizes, fetched=None)
+        return replace(self, starts=starts, sizes=sizes, fetch=None)
 
     def copied(self, allocate: Allocate = fresh_memory) -> "VariableRows":
         """The rows in memory of their own, one after the other.
@@ -144,30 +129,24 @@ class VariableRows:
             sizes: Rows of each part.
         """
         counts = np.array(sizes, np.int64)
-        ends = np.cumsum(counts)
-        firsts = ends - counts
+        edges = np.append(0, np.cumsum(counts))
         # One more row, for parts without any at the end.
         rows = np.append(self.sizes, np.zeros((1, self.sizes.shape[1]), np.int64), axis=0)
-        widths = np.maximum.reduceat(rows, firsts, axis=0)
+        widths = np.maximum.reduceat(rows, edges[:-1], axis=0)
         widths[counts == 0] = 0
-        shortest = np.minimum.reduceat(rows.min(axis=1), firsts)
-        lasts = np.maximum.reduceat(np.append(self.starts, 0), firsts)
-        whole = _Packed(self, ends)
-        parts = zip(
-            *(each.tolist() for each in (firsts, ends, widths, shortest, lasts)), strict=True
-        )
+        fetch = Fetch(self, edges, [*map(tuple, widths.tolist())])
+        pieces = zip(pairwise(edges.tolist()), fetch.widths, strict=True)
         return [
             VariableRows(
                 self.field,
                 self.items,
-                self.starts[first:end],
-                self.sizes[first:end],
-                tuple(width),
-                least,
-                last,
-                _PartOf(whole, first, end),
+                self.starts[begin:end],
+                self.sizes[begin:end],
+                width,
+                fetch,
+                step,
             )
-            for first, end, width, least, last in parts
+            for step, ((begin, end), width) in enumerate(pieces)
         ]
 
     def to(self, device: torch.device) -> "VariableRows":
@@ -195,12 +174,12 @@ class VariableRows:
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
         if self.device.type != "cpu":
-            starts, counts = self._on_device(self.starts - ends + lengths, lengths).unbind(1)
+            starts, counts = self.on_device(self.starts - ends + lengths, lengths).unbind(1)
             shifts = starts.repeat_interleave(counts, output_size=total)
             return self.items.index_select(0, shifts + torch.arange(total, device=self.device))
         size = self.field.item_bytes
         memory = allocate(total * size)
-        pack_segments(self._bytes, self.starts * size, memory.numpy(), lengths * size)
+        pack_segments(self.memory, self.starts * size, memory.numpy(), lengths * size)
         return memory.view(self.field.dtype).view(total, *self.field.item_shape)
 
     def packed_together(self, allocate: Allocate) -> Tensor:
@@ -209,183 +188,60 @@ class VariableRows:
         Args:
             allocate: Gives the memory, where they are on a CPU.
         """
-        if self.fetched is None:
+        fetch = self.fetch
+        if fetch is None:
             return self.packed(allocate)
-        whole, first, end = self.fetched
-        return whole.part(first, end, allocate)
 
-    def padded(
-        self, widths: tuple[int, ...], value: float, allocate: Allocate = fresh_memory
-    ) -> Tensor:
-        """Copy the rows, padded to one shape.
+        def together() -> Together:
+            rows, edges = fetch.rows, fetch.edges
+            ends = np.append(0, np.cumsum(rows.lengths))[edges]
+            return Together(
+                np.diff(ends),
+                rows.field.item_bytes,
+                lambda first, end: rows[edges[first] : edges[end]].packed(allocate),
+            )
+
+        return fetch.made(allocate, together).of_step(self.step)
+
+    def on_device(self, *numbers: Integers) -> Tensor:
+        """Upload arrays that have an entry for each row, side by side and in one copy.
 
         Args:
-            widths: The sizes of the result in the dimensions that differ, ``k`` of them.
-            value: What the rest is filled with.
-            allocate: Gives the memory, where they are on a CPU.
+            numbers: Arrays of shape (B,) or (B, columns).
 
         Returns:
-            Of shape (B, *widths, *item shape), on the device of the rows.
+            int64 of shape (B, all columns).
         """
-        shape = (len(self), *widths, *self.field.item_shape)
-        if self.device.type != "cpu":
-            return self._padded_on_device(widths, value).view(shape)
-        size = self.field.item_bytes
-        memory = allocate(math.prod(shape) * self.field.dtype.itemsize)
-        out = memory.view(self.field.dtype).view(shape)
-        item = _bytes_of(value, self.field.dtype)
-        if self._are_short(widths):
-            self._copy_windows(out)
-            self._mask(memory.numpy(), shape, item)
-            return out
-        # What lies in one piece: a row, or where several dimensions differ, a part along the last.
-        starts, places, lengths = self._runs(widths)
-        copy_segments(self._bytes, starts * size, memory.numpy(), places * size, lengths * size)
-        # From the end of each piece to the start of the next one.
-        ends = np.append(0, places + lengths) * size
-        gaps = np.append(places * size, memory.numel()) - ends
-        fill_segments(memory.numpy(), ends, gaps, item)
-        return out
-
-    def _are_short(self, widths: tuple[int, ...]) -> bool:
-        """Whether padded rows can be copied together with what follows them in memory."""
-        width = widths[0]
-        return (
-            len(widths) == 1
-            and 0 < width <= self.items.shape[0]
-            and width * self.field.item_bytes <= _WINDOW_BYTES
-            and len(self) * width <= _MOST_PADDED * np.add.reduce(self.sizes[:, 0])
-        )
-
-    def _copy_windows(self, out: Tensor) -> None:
-        """Copy rows and what follows them in memory, in one call.
-
-        Args:
-            out: The padded rows.
-        """
-        starts, stride = self.starts, self.items.stride()
-        last = self.items.shape[0] - out.shape[1]
-        windows = self.items.as_strided((last + 1, *out.shape[1:]), (stride[0], *stride))
-        if self.last <= last:
-            torch.index_select(windows, 0, torch.from_numpy(starts), out=out)
-            return
-        torch.index_select(windows, 0, torch.from_numpy(np.minimum(starts, last)), out=out)
-        # Too close to the end of the memory.
-        for row in np.flatnonzero(starts > last).tolist():
-            start, length = int(starts[row]), int(self.sizes[row, 0])
-            out[row, :length] = self.items[start : start + length]
-
-    def _mask(self, memory: Bytes, shape: tuple[int, ...], item: Bytes) -> None:
-        """Overwrite what is behind the rows.
-
-        Args:
-            memory: The padded rows, of shape (bytes,).
-            shape: Their shape.
-            item: The bytes of what they are padded with.
-        """
-        width, shortest = shape[1], self.shortest
-        if shortest == width:
-            return
-        # Rows of a mask are pieces of one array too: that costs less than comparing numbers.
-        masks = _tails(width).as_strided((width + 1, width - shortest), (1, 1))
-        tails = torch.from_numpy(width + shortest - self.sizes[:, 0])
-        is_padding = masks.index_select(0, tails).numpy()
-        if len(shape) > 2:
-            is_padding = is_padding.reshape(*is_padding.shape, *[1] * (len(shape) - 2))
-        # numpy has no bfloat16 and no float8, but integers of their size.
-        number = np.dtype(f"u{len(item)}" if len(item) <= 8 else np.complex128)
-        padded = memory.view(number).reshape(shape)
-        np.copyto(padded[:, shortest:], item.view(number), where=is_padding)
-
-    def _runs(self, widths: tuple[int, ...]) -> tuple[Integers, Integers, Integers]:
-        """Pieces without gaps: first item, first item in the padded rows, and length in items."""
-        starts, sizes = self.starts, self.sizes
-        places = np.arange(len(self), dtype=np.int64) * int(np.prod(widths))
-        for dim in range(1, len(widths)):
-            # Each piece becomes as many as it has sizes along the dimension before.
-            counts = sizes[:, dim - 1]
-            pieces = np.repeat(np.arange(len(counts)), counts)
-            numbers = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
-            sizes = sizes[pieces]
-            starts = starts[pieces] + numbers * sizes[:, dim:].prod(axis=1)
-            places = places[pieces] + numbers * int(np.prod(widths[dim:]))
-        return starts, places, sizes[:, -1]
-
-    def _padded_on_device(self, widths: tuple[int, ...], value: float) -> Tensor:
-        uploaded = self._on_device(self.starts, self.sizes)
-        starts, sizes = uploaded[:, 0], uploaded[:, 1:]
-        index = starts.view(-1, *(1 for _ in widths))
-        is_row = torch.ones((), dtype=torch.bool, device=self.device)
-        strides = sizes.flip(1).cumprod(1).flip(1)
-        for dim, width in enumerate(widths):
-            ones = [-1 if d == dim else 1 for d in range(len(widths))]
-            along = torch.arange(width, device=self.device).view(1, *ones)
-            per_row = [len(self), *(1 for _ in widths)]
-            is_row = is_row & (along < sizes[:, dim].view(per_row))
-            step = strides[:, dim + 1].view(per_row) if dim + 1 < len(widths) else 1
-            index = index + along * step
-        if not len(self.items):
-            shape = (*is_row.shape, *self.field.item_shape)
-            return torch.full(shape, value, dtype=self.field.dtype, device=self.device)
-        index = index.where(is_row, 0).flatten()
-        items = self.items.index_select(0, index)
-        is_padding = ~is_row.flatten().view(-1, *(1 for _ in self.field.item_shape))
-        return items.masked_fill_(is_padding, value)
-
-    def _on_device(self, *numbers: Integers) -> Tensor:
-        """Upload arrays that have an entry for each row, side by side and in one copy."""
         return send(torch.from_numpy(np.column_stack(numbers)), self.device)
 
 
-class _Packed:
-    """Rows of several steps, of which those of small steps are packed together.
+@dataclass(eq=False)
+class Fetch:
+    """Rows of several steps that were fetched together, and what was last made of them.
 
     Args:
         rows: The rows.
-        ends: Where each step ends in them, int64 of shape (steps,).
+        edges: Where the rows of each step begin and those of the last end, int64 of shape
+            (steps + 1,).
+        widths: The largest sizes in each step.
     """
 
-    def __init__(self, rows: VariableRows, ends: Integers) -> None:
-        self._rows = rows
-        self._ends = ends
-        self._first = self._end = 0
-        self._items = rows.items[:0]
+    rows: VariableRows
+    edges: Integers
+    widths: list[tuple[int, ...]]
+    _made: tuple[Hashable, Together] | None = field(default=None, init=False)
 
-    @cached_property
-    def _edges(self) -> Integers:
-        return np.append(0, np.cumsum(self._rows.lengths))
+    def made(self, how: Hashable, make: Callable[[], Together]) -> Together:
+        """What is made of the rows in one way.
 
-    def part(self, first: int, end: int, allocate: Allocate) -> Tensor:
-        """The rows of a step, one after the other, of shape (items, *item shape)."""
-        if not self._first <= first <= end <= self._end:
-            limit = self._edges[first] + _TOGETHER_BYTES // self._rows.field.item_bytes
-            fitting = self._ends[self._edges[self._ends] <= limit]
-            self._first, self._end = first, max(end, int(fitting.max(initial=0)))
-            # Ordinary tensors in inference mode too: it may be over before the last of the steps.
-            with torch.inference_mode(False):
-                self._items = self._rows[self._first : self._end].packed(allocate)
-        begin, stop = self._edges[[first, end]] - self._edges[self._first]
-        return self._items[begin:stop]
-
-
-class _PartOf(NamedTuple):
-    """Some of the rows of a fetch."""
-
-    whole: _Packed
-    first: int
-    end: int
-
-
-@lru_cache(maxsize=64)
-def _tails(width: int) -> Tensor:
-    """What is padding from each item on, if a row ends at item ``width``: (2 * width,), bool."""
-    return torch.from_numpy(np.arange(2 * width) >= width)
-
-
-@lru_cache(maxsize=64)
-def _bytes_of(value: float, dtype: torch.dtype) -> Bytes:
-    """A number as it lies in memory, uint8 of shape (bytes of the dtype,)."""
-    return torch.tensor([value], dtype=dtype).view(torch.uint8).numpy()
+        Args:
+            how: What tells this way from others.
+            make: Called if they were not made in this way before. What it returns must not refer to
+                this object, so that its memory is free as soon as it is dropped.
+        """
+        if self._made is None or self._made[0] != how:
+            self._made = how, make()
+        return self._made[1]
 
 
 def _page_locked_memory(num_bytes: int) -> Tensor:
@@ -480,6 +336,4 @@ def located_rows(rows: ItemRows, locations: Integers) -> VariableRows:
         StoreError: The index of the store is damaged.
     """
     starts, sizes = rows.at(locations)
-    shortest = int(sizes.min()) if len(sizes) else 0
-    last = int(starts.max(initial=0))
-    return VariableRows(rows.field, rows.items, starts, sizes, largest(sizes), shortest, last)
+    return VariableRows(rows.field, rows.items, starts, sizes, largest(sizes))

@@ -12,6 +12,7 @@ length. What is None in some rows has a field beside it that says in which.
 from lightning_memmap.schema.fields import DTYPES, Field
 from lightning_memmap.schema.forms import (
     Decode,
+    FetchedRows,
     Form,
     Jagged,
     Nullable,
@@ -29,6 +30,7 @@ from lightning_memmap.schema.unchecked import read_schema
 __all__ = [
     "DTYPES",
     "Decode",
+    "FetchedRows",
     "Field",
     "Form",
     "Jagged",

@@ -3,12 +3,33 @@ expect of its rows.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as short_repr
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
+
+import torch
+from typing_extensions import override
 
 from lightning_memmap.errors import check_integer, check_number
 from lightning_memmap.images import CHANNELS, check_mode, checked_size
+from lightning_memmap.schema.fields import Field, dtype_name
+
+
+class FetchedRows(Protocol):
+    """The rows of one field in a step, of which a `Form` makes what the batch has for them. They
+    are copied only when one of these is called."""
+
+    def padded(self, value: float, multiple: int) -> Any:
+        """A `lightning_memmap.loading.Padded`; see `Pad`."""
+
+    def jagged(self) -> Any:
+        """A nested tensor of torch, with ``layout=torch.jagged``."""
+
+    def listed(self) -> Any:
+        """A `lightning_memmap.schema.RowList` with one tensor, or one text, for each row."""
+
+    def decoded(self, form: "Decode") -> Any:
+        """Images, uint8 of shape (B, channels, height, width)."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +37,8 @@ class Form:
     """How a batch gives a field, or a list of records, whose rows differ in length: `Pad`, `Jagged`
     or `Rows`. For series, `Windows`. For bytes that are images, `Decode`. And for any field whether
     rows may be None: `Nullable`.
+
+    A new one is a class like these, and its name in ``_FORMS``.
 
     Args:
         dims: Leading dimensions that may differ from row to row, where the first rows that are read
@@ -32,6 +55,12 @@ class Form:
     name: ClassVar[str]
     #: The fewest dimensions that may differ.
     min_dims: ClassVar[int] = 1
+    #: Whether all rows of the field may have one shape.
+    takes_one_shape: ClassVar[bool] = False
+    #: Whether it is for bytes, one in each row. Others leave texts and bytes as they are.
+    takes_bytes: ClassVar[bool] = False
+    #: Whether a batch gives the field as it does without a form.
+    is_default: ClassVar[bool] = False
     dims: int = 1
     nullable: bool = False
 
@@ -42,6 +71,38 @@ class Form:
         object.__setattr__(self, "dims", dims)
         if not isinstance(self.nullable, bool):
             raise TypeError(f"{name}: nullable={self.nullable!r}: give True or False")
+
+    def check(self, field: Field) -> None:
+        """Check that batches can give a field in this form.
+
+        Args:
+            field: The field.
+
+        Raises:
+            ValueError: They cannot.
+        """
+        if field.is_text:
+            raise ValueError(
+                f"variable: field {field.name!r} is {field.kind}, which batches give as a list in"
+                " any case: leave it out"
+            )
+        if not (field.num_variable or self.takes_one_shape):
+            raise ValueError(
+                f"variable: in the store, all rows of field {field.name!r} have the shape"
+                f" {field.shape}: leave it out, or build the store anew with overwrite=True"
+            )
+
+    def of_mask(self) -> "Form":
+        """The form of a mask beside a field that has this form: where the field has values."""
+        return self
+
+    def batch(self, rows: FetchedRows) -> Any:
+        """Make what a batch has for some rows.
+
+        Args:
+            rows: The rows of one step.
+        """
+        return rows.listed()
 
 
 @dataclass(frozen=True)
@@ -68,12 +129,50 @@ class Pad(Form):
         multiple = check_integer("Pad: multiple", self.multiple, 1, reason)
         object.__setattr__(self, "multiple", multiple)
 
+    @override
+    def check(self, field: Field) -> None:
+        super().check(field)
+        try:
+            torch.tensor([self.value]).to(field.dtype)
+            fits = torch.tensor([self.value], dtype=field.dtype).item() == self.value
+        except (RuntimeError, OverflowError):
+            fits = False
+        # Others round what they are padded with.
+        is_exact = not (field.dtype.is_floating_point or field.dtype.is_complex)
+        if is_exact and not fits:
+            raise ValueError(
+                f"variable: field {field.name!r} is {dtype_name(field.dtype)}, which does not have"
+                f" the value {self.value!r} to pad with: choose another value"
+            )
+
+    @override
+    def of_mask(self) -> Form:
+        # What the values are padded with is no value of a mask.
+        return replace(self, value=0)
+
+    @override
+    def batch(self, rows: FetchedRows) -> Any:
+        return rows.padded(self.value, self.multiple)
+
 
 @dataclass(frozen=True)
 class Jagged(Form):
     """A nested tensor of torch, with ``layout=torch.jagged``. One dimension may differ."""
 
     name = "jagged"
+
+    @override
+    def check(self, field: Field) -> None:
+        super().check(field)
+        if field.num_variable > 1:
+            raise ValueError(
+                f"variable: field {field.name!r} differs in {field.num_variable} dimensions, and a"
+                " jagged tensor in one: choose 'pad' or 'list'"
+            )
+
+    @override
+    def batch(self, rows: FetchedRows) -> Any:
+        return rows.jagged()
 
 
 @dataclass(frozen=True)
@@ -101,6 +200,7 @@ class Windows(Form):
     """
 
     name = "windows"
+    takes_one_shape = True
     dims: int = field(default=1, kw_only=True)
     nullable: bool = field(default=False, kw_only=True)
     length: int
@@ -141,6 +241,7 @@ class Decode(Form):
 
     name = "decode"
     min_dims = 0
+    takes_bytes = True
     dims: int = 0
     mode: str = "RGB"
     size: tuple[int, int] | None = None
@@ -155,6 +256,23 @@ class Decode(Form):
             given = check_integer("Decode: num_threads", self.num_threads, 1, "at least 1 thread")
             object.__setattr__(self, "num_threads", given)
 
+    @override
+    def check(self, field: Field) -> None:
+        if field.kind == "bytes":
+            return
+        if field.kind.startswith("image") or (len(field.shape) == 3 and not field.num_variable):
+            remedy = "its images are stored decoded: leave it out"
+        else:
+            remedy = "give bytes in the dataset, such as pathlib.Path(...).read_bytes()"
+        raise ValueError(
+            f"variable: field {field.name!r} is {field}, and 'decode' is for the bytes of image"
+            f" files: {remedy}"
+        )
+
+    @override
+    def batch(self, rows: FetchedRows) -> Any:
+        return rows.decoded(self)
+
     @property
     def shape(self) -> tuple[int, int, int] | None:
         """The shape of each image, (channels, height, width); None where the images decide."""
@@ -167,6 +285,7 @@ class Nullable(Form):
 
     name = "nullable"
     min_dims = 0
+    is_default = True
     dims: int = 0
     nullable: bool = True
 

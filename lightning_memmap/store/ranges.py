@@ -51,8 +51,9 @@ class RowRanges:
         row_s = max(self._row_s, 1e-9)
         wanted = _RANGE_S / row_s
         if self._num_workers > 1:
-            # Each worker has one range in hand and one waiting.
-            fair = self._num_left / (2 * self._num_workers)
+            # Each worker has one range in hand and one waiting. As much again is left for those
+            # that are done with theirs sooner.
+            fair = self._num_left / (4 * self._num_workers)
             wanted = min(wanted, max(fair, _MIN_RANGE_S / row_s))
         return max(1, min(self._max_rows, int(wanted)))
 

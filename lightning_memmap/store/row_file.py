@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.store.columns import Column, VariableColumn
-from lightning_memmap.store.columns.fixed import FixedColumn
+from lightning_memmap.store.columns import Column
 from lightning_memmap.store.reader import Store
 
 #: Direct reads are aligned to the smaller one, or to the larger one where a disk requires it.
@@ -189,11 +188,7 @@ def open_row_files(
     """
     files: list[RowFile | None] = []
     for column in columns:
-        if isinstance(column, VariableColumn):
-            name = column.values_name
-        elif isinstance(column, FixedColumn):
-            name = next(iter(column.file_bytes), "")
-        else:
+        if (name := column.rows_name) is None:
             raise StoreError(
                 f"field {column.field.name!r} is kept as {column.kind!r} columns, which cannot be"
                 " streamed: choose another residency"

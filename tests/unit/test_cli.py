@@ -1,5 +1,6 @@
 """The command ``lightning-memmap store``: what it prints, and its exit codes."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -511,6 +512,12 @@ class TestProgram:
     def test_no_subcommand_is_refused(self, command: Command) -> None:
         assert command() == 2
         assert "name a command: build, append" in command.err
+
+    def test_help_lists_datasets_to_choose_from(self, command: Command) -> None:
+        importlib.import_module("lightning_memmap.compare.run.plain_rows")  # As a comparison does.
+        assert command("build", "--help") == 0
+        assert "ColumnDataset" in command.out
+        assert "PlainRows" not in command.out
 
     def test_help_lists_the_subcommands(self, command: Command) -> None:
         assert command("--help") == 0

@@ -96,6 +96,12 @@ class Column(ABC):
     def file_bytes(self) -> Mapping[str, int]:
         """The size of each file by its name. There is no file for a field without bytes."""
 
+    @property
+    def rows_name(self) -> str | None:
+        """The file in which rows lie as they are in memory, or the items of rows that differ in
+        length, one after the other. By default None: only the column itself can read its rows."""
+        return None
+
     @classmethod
     @abstractmethod
     def takes(cls, field: Field) -> bool:

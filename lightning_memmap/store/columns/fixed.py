@@ -55,6 +55,11 @@ class FixedColumn(Column):
 
     @property
     @override
+    def rows_name(self) -> str | None:
+        return self.file_name
+
+    @property
+    @override
     def file_bytes(self) -> Mapping[str, int]:
         num_bytes = self.shards.num_rows * self.field.row_bytes
         return {self.file_name: num_bytes} if num_bytes else {}

@@ -80,8 +80,8 @@ class VariableColumn(Column):
         return f"{self.index_of or self.field.name}.index"
 
     @property
-    def values_name(self) -> str:
-        """The file of the items, where there are any."""
+    @override
+    def rows_name(self) -> str:
         return f"{self.field.name}.values"
 
     @property
@@ -104,7 +104,7 @@ class VariableColumn(Column):
             return {self._places_name: 8 * (2 + self.field.num_variable) * num_rows}
         sizes = {self._index_name: 8 * self._index_width * num_rows}
         num_bytes = sum(self.shard_items) * self.field.item_bytes
-        return {**sizes, self.values_name: num_bytes} if num_bytes else sizes
+        return {**sizes, self.rows_name: num_bytes} if num_bytes else sizes
 
     @classmethod
     @override
@@ -148,7 +148,7 @@ class VariableColumn(Column):
         for (first, end), (begin, stop) in zip(pairwise(rows), pairwise(items), strict=True):
             found = [(self._index_name, first * width, end * width)]
             if stop > begin:
-                found.append((self.values_name, begin * size, stop * size))
+                found.append((self.rows_name, begin * size, stop * size))
             ranges.append(found)
         return ranges
 
@@ -197,12 +197,12 @@ class VariableColumn(Column):
         ends = index[:, 0]
         np.ascontiguousarray(index).tofile(directory / self._index_name)
         sync_path(directory / self._index_name)
-        with open(directory / self.values_name, "wb") as values:
+        with open(directory / self.rows_name, "wb") as values:
             for joined in self._joined(directory, places, ends * self.field.item_bytes):
                 values.write(joined.data)
-        sync_path(directory / self.values_name)
+        sync_path(directory / self.rows_name)
         if not ends[-1]:
-            (directory / self.values_name).unlink()
+            (directory / self.rows_name).unlink()
         bounds = np.append(self.shards.starts, self.shards.num_rows)
         return replace(self, shard_items=tuple(np.diff(np.append(0, ends)[bounds]).tolist()))
 
@@ -247,7 +247,7 @@ class VariableColumn(Column):
                 raise _damaged(self.field)
             if first == end:
                 return np.empty(0, np.uint8)
-            values = stack.enter_context(open(directory / self.values_name, "rb", buffering=0))
+            values = stack.enter_context(open(directory / self.rows_name, "rb", buffering=0))
             values.seek(first * size)
             return np.fromfile(values, np.uint8, (end - first) * size)
 
@@ -258,7 +258,7 @@ class VariableColumn(Column):
         index = map_rows(directory / self._index_name, torch.int64, (num_rows, self._index_width))
         shape = (sum(self.shard_items), *self.field.item_shape)
         if shape[0]:
-            items = map_rows(directory / self.values_name, self.field.dtype, shape)
+            items = map_rows(directory / self.rows_name, self.field.dtype, shape)
         else:
             items = torch.empty(shape, dtype=self.field.dtype, device="cpu")
         return ItemRows(self.field, self.shards, items.as_subclass(Tensor), index.numpy())

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from lightning_memmap.loading.nested import named_leaves, rebuilt
-from lightning_memmap.loading.variable_batch import interleaved, is_variable
+from lightning_memmap.loading.variable_leaves import interleaved, is_variable
 
 _WITH_ROWS = (Tensor, TensorDictBase)
 

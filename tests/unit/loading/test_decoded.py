@@ -2,7 +2,9 @@
 
 import gc
 import os
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -175,6 +177,25 @@ def test_number_of_threads_is_that_of_the_form(
         assert_gives_all_rows(loader_over(store, rows, 30))
         assert 1 <= len(counter.threads) <= num_threads
         assert not [name for name in counter.threads if not name.startswith("decode")]
+
+
+def test_epoch_that_is_alive_as_the_interpreter_ends_is_closed_quietly(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shutdown(*_: object, **__: object) -> None:
+        raise AttributeError("'NoneType' object has no attribute 'Empty'")
+
+    steps = iter(loader_over(store, make_split(store, 1, forms=FORMS), 6))
+    next(steps)
+    with monkeypatch.context() as patched:
+        # As it is then: the modules that this needs are gone.
+        patched.setattr(ThreadPoolExecutor, "shutdown", shutdown)
+        patched.setattr(sys, "is_finalizing", lambda: True)
+        steps.close()  # type: ignore[attr-defined]
+    del steps
+    gc.collect()
+    while _num_threads():
+        sleep(0.001)
 
 
 @pytest.mark.parametrize("end", ["exhausted", "closed", "dropped", "released"])

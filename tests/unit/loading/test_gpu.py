@@ -11,7 +11,7 @@ import torch
 from lightning_memmap.loading import DeviceLoader, FormedCollate, SuperBatchLoader, load_split
 from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.upload import Uploader
-from lightning_memmap.loading.variable_batch import dense_tensors, sent_leaf
+from lightning_memmap.loading.variable_leaves import dense_tensors, sent_leaf
 from lightning_memmap.placement import DataTopology, Residency, SplitSize, plan_placement
 from lightning_memmap.sampling import ShuffledSampler
 from lightning_memmap.schema import read_forms

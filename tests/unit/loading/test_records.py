@@ -12,7 +12,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import FormedCollate, RowList, SuperBatchLoader
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.row_numbers import NumberedCollate
-from lightning_memmap.loading.variable_batch import dense_tensors, is_on, sent_leaf
+from lightning_memmap.loading.variable_leaves import dense_tensors, is_on, sent_leaf
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import KFold, ShuffledSampler, Subset, Weighted
 from lightning_memmap.schema import Form, Masked, Pad, Rows

@@ -40,6 +40,10 @@ class Bits(FixedColumn):
     def file_bytes(self) -> Mapping[str, int]:
         return self.packed.file_bytes
 
+    @property
+    def rows_name(self) -> None:
+        return None
+
     @classmethod
     def takes(cls, field: Field) -> bool:
         return field.dtype == torch.bool

@@ -471,19 +471,19 @@ def test_build_bad_argument_is_named(tmp_path: Path, arguments: dict[str, int], 
 
 
 @pytest.mark.parametrize(
-    ("sample", "num_shards", "message"),
+    ("sample", "num_rows", "num_shards", "message"),
     [
-        ({str(index): index for index in range(4097)}, 24, "4097 fields: a store has 1 to 4096"),
-        (list(range(3)), 2**16, "65536 shards of 3 fields have more than the 131072 checksums"),
-        ({10**30: 1}, 24, "an integer of 31 characters"),
-        (np.zeros([1] * 32 + [0]), 24, "num_rows=1048577 is not a number from 1 to 1048576"),
+        ({str(index): index for index in range(4097)}, 1, 24, "4097 fields: a store has 1 to 4096"),
+        (list(range(3)), 9, 2**16, "65536 shards of 3 fields have more than the 131072 checksums"),
+        ({10**30: 1}, 9, 24, "an integer of 31 characters"),
+        (np.zeros([1] * 32 + [0]), 2**20 + 1, 24, "num_rows=1048577 is not a number from 1 to"),
     ],
 )
 def test_build_of_what_could_not_be_opened_is_refused_when_the_probe_rows_are_read(
-    tmp_path: Path, sample: Any, num_shards: int, message: str
+    tmp_path: Path, sample: Any, num_rows: int, num_shards: int, message: str
 ) -> None:
     with pytest.raises(StoreError, match=message):
-        build(Repeated(sample, 2**20 + 1), tmp_path / "s", num_shards=num_shards)
+        build(Repeated(sample, num_rows), tmp_path / "s", num_shards=num_shards)
     assert_nothing_built(tmp_path / "s")
 
 

@@ -237,7 +237,7 @@ def test_rows_that_do_not_lie_in_one_tensor_are_refused_where_one_is_asked_for(
     for ask in (lambda: store.tensors, lambda: store.shard(0), store.as_tensordict):
         with pytest.raises(StoreError, match="does not lie in one tensor"):
             ask()
-    with pytest.raises(StoreError, match=r"kept as 'compressed' columns, .* another residency"):
+    with pytest.raises(StoreError, match=r"kept as 'bits' columns, .* another residency"):
         open_row_files(store, store.manifest.columns)
 
 

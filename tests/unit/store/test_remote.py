@@ -132,6 +132,14 @@ def test_rows_of_a_url_are_those_of_the_store(url: str, built: Path) -> None:
     assert torch.equal(store.columns[0].tensor, open_store(built).columns[0].tensor)
 
 
+def test_url_of_a_file_is_quoted_as_urls_are(built: Path, tmp_path: Path) -> None:
+    url = (tmp_path / "a b" / "é%20").as_uri()
+    assert "%20" in url
+    push_store(built, url, progress=False)
+    assert (tmp_path / "a b" / "é%20" / "manifest.json").is_file()
+    assert is_row(open_store(url)[7], 7)
+
+
 def test_row_of_a_url_fetches_its_shard_alone_and_once(
     url: str, reads: list[tuple[str, int, int]]
 ) -> None:

@@ -1,0 +1,192 @@
+"""Rows that differ in length, padded to one shape: written once, straight to where they stay."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memmap.loading.variable_rows import Allocate, VariableRows, fresh_memory
+from lightning_memmap.loading.variable_steps import Together
+from lightning_memmap.sampling import Integers
+from lightning_memmap.store.columns.segments import (
+    LONG_BYTES,
+    Bytes,
+    copy_segments,
+    fill_segments,
+)
+
+#: Several threads, if torch has them, each write at least this much.
+_THREAD_BYTES = 2**21
+
+
+def padded_step(rows: VariableRows, multiple: int, value: float, allocate: Allocate) -> Tensor:
+    """Copy the rows of a step, padded to the longest, together with those of other small steps.
+
+    Args:
+        rows: The rows.
+        multiple: The sizes that differ become multiples of this.
+        value: What the rest is filled with.
+        allocate: Gives the memory, where they are on a CPU.
+
+    Returns:
+        Of shape (B, *padded sizes, *item shape), on the device of the rows.
+    """
+    widths = tuple(-(-width // multiple) * multiple for width in rows.widths)
+    fetch = rows.fetch
+    # Those of several data devices may have the widths of all of them.
+    if fetch is None or fetch.widths[rows.step] != rows.widths or rows.device.type != "cpu":
+        return padded(rows, widths, value, allocate)
+
+    def together() -> Together:
+        whole, edges = fetch.rows, fetch.edges
+        of_steps = -(-np.array(fetch.widths) // multiple) * multiple
+        counts = np.diff(edges)
+
+        def make(first: int, end: int) -> Tensor:
+            of_rows = np.repeat(of_steps[first:end], counts[first:end], axis=0)
+            return _padded_each(whole[edges[first] : edges[end]], of_rows, value, allocate)
+
+        return Together(counts * of_steps.prod(axis=1), whole.field.item_bytes, make)
+
+    values = fetch.made((multiple, value, allocate), together).of_step(rows.step)
+    return values.view(len(rows), *widths, *rows.field.item_shape)
+
+
+def padded(
+    rows: VariableRows, widths: tuple[int, ...], value: float, allocate: Allocate = fresh_memory
+) -> Tensor:
+    """Copy rows, padded to one shape.
+
+    Args:
+        rows: The rows.
+        widths: The sizes of the result in the dimensions that differ, ``k`` of them.
+        value: What the rest is filled with.
+        allocate: Gives the memory, where they are on a CPU.
+
+    Returns:
+        Of shape (B, *widths, *item shape), on the device of the rows.
+    """
+    if rows.device.type != "cpu":
+        values = _padded_on_device(rows, widths, value)
+    else:
+        each = np.broadcast_to(np.array(widths, np.int64), rows.sizes.shape)
+        values = _padded_each(rows, each, value, allocate)
+    return values.view(len(rows), *widths, *rows.field.item_shape)
+
+
+def _padded_each(rows: VariableRows, widths: Integers, value: float, allocate: Allocate) -> Tensor:
+    """Copy rows, each padded to sizes of its own.
+
+    Args:
+        rows: The rows, on a CPU.
+        widths: The sizes of each in the dimensions that differ, int64 of shape (B, k).
+        value: What the rest is filled with.
+        allocate: Gives the memory.
+
+    Returns:
+        The items of all rows, of shape (items, *item shape).
+    """
+    field, item = rows.field, _bytes_of(value, rows.field.dtype)
+    ends = np.append(0, np.cumsum(widths.prod(axis=1)))
+    edges = ends * field.item_bytes
+    memory = allocate(int(edges[-1]))
+    out = memory.numpy()
+    _side_by_side(
+        edges,
+        lambda first, end: _write(
+            rows[first:end], widths[first:end], item, out[edges[first] : edges[end]]
+        ),
+    )
+    return memory.view(field.dtype).view(int(ends[-1]), *field.item_shape)
+
+
+def _side_by_side(edges: Integers, write: Callable[[int, int], None]) -> None:
+    """Write rows, by several threads where it is worth it. numpy copies without Python's lock.
+
+    Args:
+        edges: Where each row begins and the last ends, in bytes, int64 of shape (B + 1,).
+        write: Writes the rows from one up to another.
+    """
+    num_bytes, num_rows = int(edges[-1]), len(edges) - 1
+    count = max(1, min(torch.get_num_threads(), num_bytes // _THREAD_BYTES, num_rows))
+    firsts = np.searchsorted(edges, num_bytes * np.arange(count) // count)
+    parts = list(pairwise([*firsts.tolist(), num_rows]))
+    if count == 1:
+        write(*parts[0])
+        return
+    with ThreadPoolExecutor(count - 1, "pad") as threads:
+        others = [threads.submit(write, *part) for part in parts[1:]]
+        write(*parts[0])
+        for other in others:
+            other.result()
+
+
+def _write(rows: VariableRows, widths: Integers, item: Bytes, out: Bytes) -> None:
+    """Write rows and what they are padded with.
+
+    Args:
+        rows: The rows.
+        widths: The sizes that each is padded to.
+        item: The bytes of what they are padded with.
+        out: The memory, of shape (bytes of the padded rows,).
+    """
+    size = rows.field.item_bytes
+    starts, places, lengths = (each * size for each in _pieces(rows, widths))
+    # Where pieces are short, filling everything costs less than finding what is between them.
+    begins, ends = np.zeros(1, np.int64), np.full(1, len(out))
+    if lengths.sum() >= LONG_BYTES * len(lengths):
+        begins, ends = np.append(0, places + lengths), np.append(places, ends)
+    fill_segments(out, begins, ends - begins, item)
+    copy_segments(rows.memory, starts, out, places, lengths)
+
+
+def _pieces(rows: VariableRows, widths: Integers) -> tuple[Integers, Integers, Integers]:
+    """What lies in one piece: a row, or where several dimensions differ, a part along the last one.
+
+    Returns:
+        Its first item, its first item among those of the padded rows, and its length in items.
+    """
+    starts, sizes = rows.starts, rows.sizes
+    items = widths.prod(axis=1)
+    places = np.cumsum(items) - items
+    for dim in range(1, sizes.shape[1]):
+        # Each piece becomes as many as it has sizes along the dimension before.
+        counts = sizes[:, dim - 1]
+        pieces = np.repeat(np.arange(len(counts)), counts)
+        numbers = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
+        sizes, widths = sizes[pieces], widths[pieces]
+        starts = starts[pieces] + numbers * sizes[:, dim:].prod(axis=1)
+        places = places[pieces] + numbers * widths[:, dim:].prod(axis=1)
+    return starts, places, sizes[:, -1]
+
+
+@lru_cache(maxsize=64)
+def _bytes_of(value: float, dtype: torch.dtype) -> Bytes:
+    """A number as it lies in memory, uint8 of shape (bytes of the dtype,)."""
+    return torch.tensor([value], dtype=dtype).view(torch.uint8).numpy()
+
+
+def _padded_on_device(rows: VariableRows, widths: tuple[int, ...], value: float) -> Tensor:
+    uploaded = rows.on_device(rows.starts, rows.sizes)
+    starts, sizes = uploaded[:, 0], uploaded[:, 1:]
+    index = starts.view(-1, *(1 for _ in widths))
+    is_row = torch.ones((), dtype=torch.bool, device=rows.device)
+    strides = sizes.flip(1).cumprod(1).flip(1)
+    for dim, width in enumerate(widths):
+        ones = [-1 if d == dim else 1 for d in range(len(widths))]
+        along = torch.arange(width, device=rows.device).view(1, *ones)
+        per_row = [len(rows), *(1 for _ in widths)]
+        is_row = is_row & (along < sizes[:, dim].view(per_row))
+        step = strides[:, dim + 1].view(per_row) if dim + 1 < len(widths) else 1
+        index = index + along * step
+    if not len(rows.items):
+        shape = (*is_row.shape, *rows.field.item_shape)
+        return torch.full(shape, value, dtype=rows.field.dtype, device=rows.device)
+    index = index.where(is_row, 0).flatten()
+    items = rows.items.index_select(0, index)
+    is_padding = ~is_row.flatten().view(-1, *(1 for _ in rows.field.item_shape))
+    return items.masked_fill_(is_padding, value)
