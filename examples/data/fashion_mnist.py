@@ -11,6 +11,7 @@ from urllib.request import urlopen
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 #: The home of Fashion-MNIST and the MD5 sums of its files, both from the README of
@@ -109,7 +110,8 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
         found = f"only {len(data)}" if len(data) < size else f"more than {size}"
         raise ValueError(f"{path} has {found} bytes of data, expected {size}: download it again")
     # A copy, since an array over bytes is read-only and torch wants a writable one.
-    return np.frombuffer(data, np.uint8).reshape(shape).copy()
+    values: NDArray[Any] = np.frombuffer(data, np.uint8).reshape(shape).copy()
+    return values
 
 
 def _find_or_download(folder: Path, name: str, download: bool) -> Path:

@@ -239,8 +239,9 @@ class DecodedEpoch:
         for positions, locations in self._located:
             for index in np.flatnonzero(locations == location).tolist():
                 # Of rows of other sources it is undefined where they lie.
-                if is_held[positions[index] % len(is_held)]:
-                    return positions[index]
+                position: int = positions[index]
+                if is_held[position % len(is_held)]:
+                    return position
         raise AssertionError("rows are located before they are fetched")
 
     def close(self) -> None:

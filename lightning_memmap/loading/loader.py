@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -367,7 +368,10 @@ class SuperBatchLoader:
         self._delivered, self._resume = (start.steps, None), None
         rank, needs_seed = self._rows.topology.rank, self.transforms_super_batches
         step = start.steps
-        with self._fetcher.epoch(start.epoch, start.position) as sources:
+        with closing(ExitStack()) as stack:
+            # Closed without the error that ends this generator: in Python 3.10, a context manager
+            # keeps the error, and so this frame and the rows, until garbage is collected.
+            sources = stack.enter_context(self._fetcher.epoch(start.epoch, start.position))
             for first, step_rows in self._blocks(self._schedule(start.position)):
                 positions = self.positions(first, first + sum(step_rows))
                 steps = Steps(step, positions, self._lengths(first, step_rows))

@@ -159,7 +159,8 @@ class _Order:
             here = offsets[:, low - first : high - first]
             np.copyto(here, window.offsets[:, there], where=window.inside[:, there])
         offsets += begins[:, None]
-        return offsets.T.ravel()
+        by_round: Integers = offsets.T.ravel()
+        return by_round
 
     def _window(self, number: int, columns: Integers) -> _Window:
         key = number, int(columns[0]), len(columns)

@@ -19,6 +19,7 @@ from lightning_memmap.arguments import (
     nearest_file,
     print_error,
 )
+from lightning_memmap.commands.store_plan import plan_devices, plan_images, plan_windows
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.schema import Field
 from lightning_memmap.sizes import format_bytes
@@ -37,7 +38,6 @@ from lightning_memmap.store.places import StoreUrl, check_path, place_of
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.transfer import stores_at
 from lightning_memmap.store.verify import unknown_files
-from lightning_memmap.store_plan import plan_devices, plan_images, plan_windows
 from lightning_memmap.tables import printable
 
 #: The most letters of the names of classes.
@@ -375,7 +375,7 @@ def _show(path: str, *, out: str = "store.html") -> int:
         out: The HTML file.
     """
     with imports_for_pages():
-        from lightning_memmap.store_page import render_stores
+        from lightning_memmap.commands.store_page import render_stores
     Path(out).write_text(render_stores(_stores(path)), encoding="utf-8")
     _make_console().print(out, soft_wrap=True)
     return 0
