@@ -3,7 +3,7 @@
 Importing registers the strategy names with ``lightning.pytorch.Trainer``.
 """
 
-from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.store import (
     ColumnDataset,
     ImageFolder,

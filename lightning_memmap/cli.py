@@ -29,13 +29,13 @@ from lightning_memmap.arguments import (
     nearest,
     print_error,
 )
+from lightning_memmap.commands.completion import completion_parser, completion_script
+from lightning_memmap.commands.doctor import doctor, doctor_parser
+from lightning_memmap.commands.rows import rows, rows_parser
+from lightning_memmap.commands.store import store_command, store_parser
 from lightning_memmap.compare.advise_command import advise, advise_parser
 from lightning_memmap.compare.command import compare, compare_parser
-from lightning_memmap.completion import completion_parser, completion_script
-from lightning_memmap.doctor import doctor, doctor_parser
 from lightning_memmap.errors import DatasetError, MemmapError
-from lightning_memmap.rows_command import rows, rows_parser
-from lightning_memmap.store_command import store_command, store_parser
 from lightning_memmap.strategies import STRATEGIES
 
 _DESCRIPTION = "Train with data that stays resident on every device."

@@ -13,12 +13,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_memmap.data.splits import check_store_name
 from lightning_memmap.errors import MemmapError, SchemaError, StoreError, with_article
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.schema import Schema
-from lightning_memmap.splits import check_store_name
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.recovery import is_store
 from lightning_memmap.store.table import TableBuild, TableWriter, check_place

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import with_article
 from lightning_memmap.placement import DataTopology, HeldShards, Residency
 from lightning_memmap.sizes import format_bytes

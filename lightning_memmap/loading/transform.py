@@ -113,7 +113,7 @@ def takes_generator(transform: BatchTransform) -> bool:
     function: Any = transform.forward if isinstance(transform, nn.Module) else transform
     try:
         return "generator" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # Some builtins have no signature.
+    except ValueError:  # Some builtins have no signature.
         return False
 
 

@@ -1,9 +1,6 @@
 """Rows that differ in length, padded to one shape: written once, straight to where they stay."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,9 +15,6 @@ from lightning_memmap.store.columns.segments import (
     copy_segments,
     fill_segments,
 )
-
-#: Several threads, if torch has them, each write at least this much.
-_THREAD_BYTES = 2**21
 
 
 def padded_step(rows: VariableRows, multiple: int, value: float, allocate: Allocate) -> Tensor:
@@ -90,58 +84,19 @@ def _padded_each(rows: VariableRows, widths: Integers, value: float, allocate: A
     Returns:
         The items of all rows, of shape (items, *item shape).
     """
-    field, item = rows.field, _bytes_of(value, rows.field.dtype)
-    ends = np.append(0, np.cumsum(widths.prod(axis=1)))
-    edges = ends * field.item_bytes
-    memory = allocate(int(edges[-1]))
-    out = memory.numpy()
-    _side_by_side(
-        edges,
-        lambda first, end: _write(
-            rows[first:end], widths[first:end], item, out[edges[first] : edges[end]]
-        ),
-    )
-    return memory.view(field.dtype).view(int(ends[-1]), *field.item_shape)
-
-
-def _side_by_side(edges: Integers, write: Callable[[int, int], None]) -> None:
-    """Write rows, by several threads where it is worth it. numpy copies without Python's lock.
-
-    Args:
-        edges: Where each row begins and the last ends, in bytes, int64 of shape (B + 1,).
-        write: Writes the rows from one up to another.
-    """
-    num_bytes, num_rows = int(edges[-1]), len(edges) - 1
-    count = max(1, min(torch.get_num_threads(), num_bytes // _THREAD_BYTES, num_rows))
-    firsts = np.searchsorted(edges, num_bytes * np.arange(count) // count)
-    parts = list(pairwise([*firsts.tolist(), num_rows]))
-    if count == 1:
-        write(*parts[0])
-        return
-    with ThreadPoolExecutor(count - 1, "pad") as threads:
-        others = [threads.submit(write, *part) for part in parts[1:]]
-        write(*parts[0])
-        for other in others:
-            other.result()
-
-
-def _write(rows: VariableRows, widths: Integers, item: Bytes, out: Bytes) -> None:
-    """Write rows and what they are padded with.
-
-    Args:
-        rows: The rows.
-        widths: The sizes that each is padded to.
-        item: The bytes of what they are padded with.
-        out: The memory, of shape (bytes of the padded rows,).
-    """
-    size = rows.field.item_bytes
-    starts, places, lengths = (each * size for each in _pieces(rows, widths))
+    field, size = rows.field, rows.field.item_bytes
+    starts, places, lengths = _pieces(rows, widths)
+    total = int(widths.prod(axis=1).sum())
+    memory = allocate(total * size)
+    values = memory.view(field.dtype).view(total, *field.item_shape)
+    out, item = memory.numpy(), _bytes_of(value, field.dtype)
     # Where pieces are short, filling everything costs less than finding what is between them.
-    begins, ends = np.zeros(1, np.int64), np.full(1, len(out))
-    if lengths.sum() >= LONG_BYTES * len(lengths):
+    begins, ends = np.zeros(1, np.int64), np.full(1, total)
+    if lengths.sum() * size > LONG_BYTES * len(lengths):
         begins, ends = np.append(0, places + lengths), np.append(places, ends)
-    fill_segments(out, begins, ends - begins, item)
-    copy_segments(rows.memory, starts, out, places, lengths)
+    fill_segments(out, begins * size, (ends - begins) * size, item)
+    copy_segments(rows.memory, starts * size, out, places * size, lengths * size)
+    return values
 
 
 def _pieces(rows: VariableRows, widths: Integers) -> tuple[Integers, Integers, Integers]:

@@ -107,6 +107,9 @@ class Workers:
             DatasetError: The block has failed since one of them was killed.
         """
         self.close()
+        if trace is not None and self.num_workers:
+            # Its frames, too, keep the loader's iterator, and with it the workers that are left.
+            traceback.clear_frames(trace)
         death = _worker_death(error) if isinstance(error, Exception) else None
         if death is not None:
             raise DatasetError(

@@ -8,9 +8,9 @@ import torch
 
 from lightning_memmap import MemmapDataModule, open_store
 from lightning_memmap.callbacks import PredictionTable
+from lightning_memmap.commands.step_rows.lookup import step_rows
 from lightning_memmap.placement import topology_of
 from lightning_memmap.sampling import BatchSchedule, Subset
-from lightning_memmap.step_rows.lookup import step_rows
 from tests.models import make_trainer, weights
 from tests.records import Boxes, Scenes
 

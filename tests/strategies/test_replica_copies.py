@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_memmap.strategies.replicas import module as replicas
+from lightning_memmap.strategies.replicas import transfer
 
 
 @given(num_devices=st.integers(2, 17), shapes=st.lists(st.lists(st.integers(0, 3)), min_size=1))
@@ -29,8 +29,8 @@ def test_devices_pass_tensors_on_and_each_sends_them_log2_times(
     devices = [torch.device("cuda", index) for index in range(num_devices)]
     tensors = [torch.rand(shape) for shape in shapes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "send", send)
-        found = replicas._on_devices(tensors, devices)
+        patch.setattr(transfer, "send", send)
+        found = transfer.copies_on(tensors, devices)
     assert [receiver for _, receiver in sends] == list(range(1, num_devices))
     assert all(sender < receiver for sender, receiver in sends)
     assert max(Counter(sender for sender, _ in sends).values()) <= ceil(log2(num_devices))
@@ -47,7 +47,7 @@ def test_gradients_are_brought_in_one_piece_whatever_their_layout(
         sent.append(tensor)
         return tensor.clone()
 
-    monkeypatch.setattr(replicas, "send", send)
+    monkeypatch.setattr(transfer, "send", send)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (4,), (3, 2), ())]
     grads = dict(
         zip(
@@ -56,6 +56,6 @@ def test_gradients_are_brought_in_one_piece_whatever_their_layout(
             strict=True,
         )
     )
-    found = replicas._brought(grads, torch.device("cpu"))
+    found = transfer.brought(grads, torch.device("cpu"))
     assert [len(tensor) for tensor in sent] == [6 + 4 + 6 + 1]
     assert all(torch.equal(found[parameter], grad) for parameter, grad in grads.items())

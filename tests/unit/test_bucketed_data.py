@@ -13,7 +13,7 @@ from lightning_memmap.sampling import Bucketed, Weighted
 from lightning_memmap.store import Store, build_store
 from tests.models import make_trainer, weights
 from tests.rows import check_save_and_resume, epoch_rows, joined
-from tests.unit.test_rows_command import Command
+from tests.unit.commands.test_rows import Command
 from tests.unit.test_weighted_data import make_loader
 from tests.variable import Ragged, Sounds
 

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from lightning_memmap import TarDataset, build_store, open_store
 from lightning_memmap.cli import main
 from lightning_memmap.compare.run.data import comparable, prepare_store
-from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.data.module import MemmapDataModule
 from tests.images import FORMS, HEIGHT, WIDTH, EncodedImages, encoded
 from tests.preloaded import python
 from tests.unit.store.test_tar_dataset import FIELDS, image_members, write_tar

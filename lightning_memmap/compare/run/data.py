@@ -18,14 +18,14 @@ from lightning_memmap.compare.report.report import Data
 from lightning_memmap.compare.run.plain_rows import PlainCollate, PlainRows, stored_leaves
 from lightning_memmap.compare.run.rows import MappedLoader, hash_batch, hash_rows
 from lightning_memmap.compare.run.variants import Variant
-from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.data.module import MemmapDataModule
+from lightning_memmap.data.splits import named_datasets
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading import has_streams
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.placement import DataTopology, Placement, data_parallel_rank, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.schema import Form, read_forms
-from lightning_memmap.splits import named_datasets
 from lightning_memmap.store import Store
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.recovery import is_store

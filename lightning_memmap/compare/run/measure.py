@@ -41,7 +41,7 @@ from lightning_memmap.compare.run.memory import (
 from lightning_memmap.compare.run.movement import MovementRecorder
 from lightning_memmap.compare.run.plan import RunSpec
 from lightning_memmap.compare.run.rows import MODULUS, hash_batch
-from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.placement import DataTopology, data_parallel_rank
 
 #: Steps of a check run, counted from 0, in which it measures bytes, movement and operations: by

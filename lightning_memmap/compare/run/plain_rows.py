@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, default_collate
 
-from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.data.module import MemmapDataModule
+from lightning_memmap.data.splits import has_several
 from lightning_memmap.loading import FormedCollate
 from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.split import image_decoders
@@ -17,7 +18,6 @@ from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.sampling import Integers, Shards, WindowShards
 from lightning_memmap.schema import Field, Form
-from lightning_memmap.splits import has_several
 from lightning_memmap.store import Store
 from lightning_memmap.store.sources.stream import is_stream
 

@@ -35,7 +35,7 @@ from lightning_memmap.compare.run.measure import CheckRun, RunCallback, TimedRun
 from lightning_memmap.compare.run.plan import RunSpec
 from lightning_memmap.compare.run.rows import HashedTransform, MappedLoader, hash_batch
 from lightning_memmap.compare.run.variants import parse_variants
-from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 
 #: Errors by which a strategy, a store or the Trainer says that it cannot do what it is asked for.

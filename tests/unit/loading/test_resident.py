@@ -70,3 +70,15 @@ def test_fetch_of_a_row_that_is_not_there_is_refused(width: int, location: int) 
     rows_here = resident([torch.zeros(11, width)])
     with pytest.raises(IndexError):
         rows_here.fetch(torch.tensor([0, location, 1]))
+
+
+@pytest.mark.parametrize("num_rows", [8, 2048])
+def test_large_buffers_are_like_small_ones(num_rows: int) -> None:
+    shapes = [((32, 33), torch.bfloat16), ((2048,), torch.uint8), ((512,), torch.complex64)]
+    buffers = Buffers.empty(shapes, num_rows)
+    for (shape, dtype), tensor, rows in zip(shapes, buffers.tensors, buffers.rows, strict=True):
+        assert (tensor.shape, tensor.dtype) == ((num_rows, *shape), dtype)
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 64 == 0
+        tensor.fill_(1)
+        assert rows[-1].tobytes() == tensor[-1].view(torch.uint8).numpy().tobytes()

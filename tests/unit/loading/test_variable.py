@@ -1,5 +1,6 @@
 """Batches of rows that differ in length: padded, jagged, lists, from any place, in any order."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from lightning_memmap.loading import (
 )
 from lightning_memmap.loading.transform import OnSuperBatch
 from lightning_memmap.loading.variable_padding import padded as padded_rows
-from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
+from lightning_memmap.loading.variable_padding import padded_step
+from lightning_memmap.loading.variable_rows import VariableRows, fresh_memory, rows_in_memory
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows
-from lightning_memmap.schema import Field, Form, Jagged, Pad, Rows
+from lightning_memmap.schema import FetchedRows, Field, Form, Jagged, Pad, Rows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.transforms import PerSample
 from tests.rows import CPU, make_split, split_with
@@ -291,6 +293,50 @@ def test_steps_packed_together_have_their_own_rows(
         assert torch.equal(packed, torch.cat([packed[:0], *(tensors[n] for n in numbers)]))
         assert not packed.is_inference()
     assert (len(asked) == 1) == (most_bytes == 2**22)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 2**22])
+@pytest.mark.parametrize(
+    ("longest", "num_variable", "value"), [(9, 1, 0), (9, 1, 7), (3000, 1, 7), (9, 2, 7)]
+)
+def test_steps_padded_together_are_padded_as_wide_as_each_needs(
+    monkeypatch: pytest.MonkeyPatch, longest: int, num_variable: int, value: int, most_bytes: int
+) -> None:
+    monkeypatch.setattr(variable_steps, "_TOGETHER_BYTES", most_bytes)
+    random = np.random.default_rng(longest)
+    shapes = random.integers(0, longest, (60, num_variable))
+    tensors = [torch.from_numpy(random.integers(1, 2**40, (*shape, 2))) for shape in shapes]
+    field = Field("x", torch.int64, (*[None] * num_variable, 2), "tensor")
+    rows = rows_in_memory(field, tensors)
+    sizes = [20, 1, 0, 19, 20]
+    steps = list(zip(rows.split_with_sizes(sizes), torch.arange(60).split(sizes), strict=True))
+    for step, numbers in [*steps, *reversed(steps)]:
+        found = padded_step(step, 4, value, fresh_memory)
+        expected = [tensors[number] for number in numbers]
+        if expected:
+            assert torch.equal(found, padded(expected, value, 4, num_variable))
+        else:
+            assert len(found) == 0
+    # As some of a step whose other rows are longer.
+    wide = steps[0][0].of_widths((longest,) * num_variable)
+    assert padded_step(wide, 1, value, fresh_memory).shape[1] == longest
+
+
+def test_form_of_a_user_needs_nothing_but_its_class(store: Store) -> None:
+    @dataclass(frozen=True)
+    class Longest(Form):
+        name = "longest"
+
+        def batch(self, rows: FetchedRows) -> Any:
+            return torch.tensor([max(len(row) for row in rows.listed())])
+
+    collate = FormedCollate(store.schema, {"ids": Longest()})
+    rows = make_split(store)
+    loader = SuperBatchLoader(rows, SequentialSampler(rows.shards), 5, collate=collate)
+    dataset = Ragged(NUM_ROWS)
+    for step, batch in enumerate(loader):
+        expected = max(len(dataset[row]["ids"]) for row in range(5 * step, 5 * step + 5))
+        assert batch.to("cpu")["ids"].item() == expected
 
 
 def test_rows_in_dataset_order_line_up(store: Store) -> None:

@@ -400,13 +400,16 @@ def test_workers_open_the_files_of_a_dataset_themselves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", [0, UNPROBED])
 def test_build_whose_worker_is_killed_says_so_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, row: int
 ) -> None:
     # How often torch looks whether the workers are alive, in seconds. It is a matter of patience.
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
-    with pytest.raises(DatasetError, match=r"worker process .* has died .*num_workers"):
+    with pytest.raises(DatasetError, match=r"worker process .* has died .*num_workers") as kept:
         build(Deadly(OLD, row), tmp_path, num_workers=2, fingerprint="labels")
+    # The other worker has ended as well, though the error is still there, as at a prompt.
     build(OLD, tmp_path, fingerprint="labels")
+    assert kept.value.__traceback__ is not None
+    assert "still alive" not in caplog.text
     assert labels(tmp_path) == [0, UNPROBED, NUM_ROWS - 1]
 
 

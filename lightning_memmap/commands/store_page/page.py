@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_memmap.commands.store_page.distributions import Bar, distributions
+from lightning_memmap.commands.store_page.samples import samples
 from lightning_memmap.pages import templates
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
-from lightning_memmap.store_page.distributions import Bar, distributions
-from lightning_memmap.store_page.samples import samples
 
 #: More shards than these are summed up in groups.
 _MAX_SHARDS = 48

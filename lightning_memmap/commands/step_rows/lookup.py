@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_memmap.datamodule import MemmapDataModule
+from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import BatchSchedule, Sampler

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 
+from lightning_memmap.data.splits import SPLITS
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.transform import check_callable
 from lightning_memmap.placement import check_memory_fraction, check_residency
@@ -22,7 +23,6 @@ from lightning_memmap.sampling import (
 from lightning_memmap.sampling.sampler import check_seed
 from lightning_memmap.schema import read_forms
 from lightning_memmap.schema.narrowing import check_store_dtypes
-from lightning_memmap.splits import SPLITS
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.places import StoreUrl, place_of

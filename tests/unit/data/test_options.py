@@ -11,8 +11,8 @@ import torch
 from jsonargparse import ArgumentParser
 
 from lightning_memmap import MemmapDataModule, open_store
+from lightning_memmap.data.options import DataOptions
 from lightning_memmap.errors import StoreNotFoundError
-from lightning_memmap.options import DataOptions
 from lightning_memmap.sampling import (
     Bucketed,
     KFold,

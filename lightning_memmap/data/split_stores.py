@@ -8,11 +8,11 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any
 
+from lightning_memmap.data.options import DataOptions
+from lightning_memmap.data.splits import argument_of, has_several, named_datasets
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
-from lightning_memmap.options import DataOptions
 from lightning_memmap.sampling import RowSubset, SamplerFactory, Selection
 from lightning_memmap.schema.narrowing import check_store_dtypes
-from lightning_memmap.splits import argument_of, has_several, named_datasets
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of

@@ -15,11 +15,11 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import build_store
 from lightning_memmap.cli import main
+from lightning_memmap.commands.store_page import render_stores
+from lightning_memmap.commands.store_page.distributions import distributions
+from lightning_memmap.commands.store_page.samples import samples, show
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
-from lightning_memmap.store_page import render_stores
-from lightning_memmap.store_page.distributions import distributions
-from lightning_memmap.store_page.samples import samples, show
 
 HOSTILE = "<script>alert(1)</script>"
 

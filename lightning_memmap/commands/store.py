@@ -19,6 +19,7 @@ from lightning_memmap.arguments import (
     nearest_file,
     print_error,
 )
+from lightning_memmap.commands.store_plan import plan_devices, plan_images, plan_windows
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.schema import Field
 from lightning_memmap.sizes import format_bytes
@@ -37,7 +38,6 @@ from lightning_memmap.store.places import StoreUrl, check_path, place_of
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.transfer import stores_at
 from lightning_memmap.store.verify import unknown_files
-from lightning_memmap.store_plan import plan_devices, plan_images, plan_windows
 from lightning_memmap.tables import printable
 
 #: The most letters of the names of classes.
@@ -46,8 +46,8 @@ _MAX_CLASSES_TEXT = 160
 _FLAGS = {
     "_build": {
         "overwrite": "replace a store of another dataset",
-        "fresh": "resume no earlier build",
-        "finish": "commit the store whose parts are all written",
+        "fresh": "start anew where an interrupted build would be resumed",
+        "finish": "put a store in place whose parts are all written",
     },
     "_push": {"overwrite": "replace stores that are there"},
     "_pull": {"overwrite": "replace stores that are there"},
@@ -113,7 +113,7 @@ def _make_parser(function: Callable[..., int]) -> BriefParser:
         text, required = "class path of the dataset", function is _append
         parser.add_argument("--dataset", type=Dataset, required=required, help=text)
     if function is _build:
-        part = "write part i of n, counted from 0, such as 0/8; --finish commits all"
+        part = "write part i of n, counted from 0, such as 0/8; then --finish"
         parser.add_argument("--part", type=str, metavar="i/n", help=part)
         checks, meaning = Literal["probes", "full", "off"], "rows to compare with an existing store"
         parser.add_argument("--check", type=checks, default="probes", help=meaning)
@@ -231,7 +231,7 @@ def _info(path: str) -> int:
     """Print what a store holds.
 
     Args:
-        path: Directory of a store, or of one store per split.
+        path: Directory or URL of a store, or of one store per split.
     """
     code = 0
     for store in _stores_or_errors(path).values():
@@ -375,7 +375,7 @@ def _show(path: str, *, out: str = "store.html") -> int:
         out: The HTML file.
     """
     with imports_for_pages():
-        from lightning_memmap.store_page import render_stores
+        from lightning_memmap.commands.store_page import render_stores
     Path(out).write_text(render_stores(_stores(path)), encoding="utf-8")
     _make_console().print(out, soft_wrap=True)
     return 0

@@ -12,18 +12,23 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from lightning_memmap.arguments import BriefParser, print_error, read_config, refuse_several_configs
-from lightning_memmap.datamodule import MemmapDataModule
-from lightning_memmap.errors import MemmapError
-from lightning_memmap.placement import DataTopology, topology_of
-from lightning_memmap.schema import read_forms
-from lightning_memmap.splits import SPLITS
-from lightning_memmap.step_rows.lookup import (
+from lightning_memmap.commands.step_rows.lookup import (
     schedule_of,
     step_rows,
     steps_of_checkpoint,
     stored_rows,
 )
-from lightning_memmap.step_rows.show import devices_table, print_values, values_of, write_sheet
+from lightning_memmap.commands.step_rows.show import (
+    devices_table,
+    print_values,
+    values_of,
+    write_sheet,
+)
+from lightning_memmap.data.module import MemmapDataModule
+from lightning_memmap.data.splits import SPLITS
+from lightning_memmap.errors import MemmapError
+from lightning_memmap.placement import DataTopology, topology_of
+from lightning_memmap.schema import read_forms
 
 _DESCRIPTION = """List the rows of a global batch, device by device: of any step of any epoch, or of
 the last and the next step of a checkpoint. The order of rows is computed: no data is loaded."""

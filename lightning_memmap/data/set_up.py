@@ -4,9 +4,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from lightning_memmap.data.options import DataOptions
+from lightning_memmap.data.split_stores import SplitStores
+from lightning_memmap.data.splits import argument_of
 from lightning_memmap.loading import SplitRows, load_split
 from lightning_memmap.loading.split import largest_window_bytes
-from lightning_memmap.options import DataOptions
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
@@ -24,8 +26,6 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.sampling.factory import made_sampler
 from lightning_memmap.schema import read_forms
-from lightning_memmap.split_stores import SplitStores
-from lightning_memmap.splits import argument_of
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import division_of, fields_of
 

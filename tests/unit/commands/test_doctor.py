@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from lightning_memmap import doctor as module
 from lightning_memmap.cli import main
-from lightning_memmap.doctor import (
+from lightning_memmap.commands import doctor as module
+from lightning_memmap.commands.doctor import (
     Finding,
     devices,
     file_system,

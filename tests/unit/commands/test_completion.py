@@ -9,7 +9,7 @@ import pytest
 
 from lightning_memmap import cli
 from lightning_memmap.cli import main
-from lightning_memmap.completion import SHELLS
+from lightning_memmap.commands.completion import SHELLS
 
 # LightningCLI uses names that jsonargparse has changed.
 pytestmark = pytest.mark.filterwarnings(

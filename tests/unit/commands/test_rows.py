@@ -39,7 +39,7 @@ class Command:
         data = {
             "class_path": "lightning_memmap.MemmapDataModule",
             "init_args": {
-                "train_dataset": {"class_path": "tests.unit.test_rows_command.Forbidden"},
+                "train_dataset": {"class_path": "tests.unit.commands.test_rows.Forbidden"},
                 "store_dir": str(self.path / "stores"),
                 "batch_size": BATCH,
                 **options,

@@ -21,6 +21,16 @@ from lightning_memmap._compat.loops import (
 )
 from lightning_memmap._compat.tensors import empty_caches
 from lightning_memmap.arguments import nearest
+from lightning_memmap.data.options import DataOptions, Option
+from lightning_memmap.data.resume import Resume
+from lightning_memmap.data.set_up import Planner, SetUp
+from lightning_memmap.data.split_stores import SplitStores
+from lightning_memmap.data.splits import (
+    SPLITS,
+    check_datasets,
+    has_several,
+    named_datasets,
+)
 from lightning_memmap.loading import (
     BatchLoader,
     DeviceLoader,
@@ -31,7 +41,6 @@ from lightning_memmap.loading import (
 )
 from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.row_numbers import NumberedCollate
-from lightning_memmap.options import DataOptions, Option
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
@@ -43,7 +52,6 @@ from lightning_memmap.placement import (
 )
 from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
-from lightning_memmap.resume import Resume
 from lightning_memmap.sampling import (
     Sampler,
     SamplerFactory,
@@ -53,15 +61,7 @@ from lightning_memmap.sampling import (
     Subset,
 )
 from lightning_memmap.schema import read_forms
-from lightning_memmap.set_up import Planner, SetUp
 from lightning_memmap.sizes import format_bytes
-from lightning_memmap.split_stores import SplitStores
-from lightning_memmap.splits import (
-    SPLITS,
-    check_datasets,
-    has_several,
-    named_datasets,
-)
 from lightning_memmap.store import Store
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.probes import first_sample

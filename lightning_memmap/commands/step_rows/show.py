@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lightning_memmap.commands.step_rows.lookup import StepRows
 from lightning_memmap.loading.split import image_decoders
 from lightning_memmap.pixels import pixels_of
 from lightning_memmap.schema import Decode, Field, Form
-from lightning_memmap.step_rows.lookup import StepRows
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import OpenColumn
 from lightning_memmap.tables import printable
