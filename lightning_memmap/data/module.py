@@ -122,8 +122,9 @@ class MemmapDataModule(L.LightningDataModule):
         predict_dataset: To predict on, one or several.
         store_dir: Directory with one store per split in it: ``train``, and ``val`` or, of several
             datasets, ``val/0`` or ``val/NAME``. ``{member}`` in it stands for the number of the
-            member. At a URL such as ``s3://bucket/stores`` the stores must be there already; each
-            process fetches its shards into the cache of `lightning_memmap.store.open_store`.
+            member, and ``~`` for your home directory. At a URL such as ``s3://bucket/stores`` the
+            stores must be there already; each process fetches its shards into the cache of
+            `lightning_memmap.store.open_store`.
         batch_size: Rows per data device and step, as under DDP.
         transform: Batch transform for training: a callable or module, run on each data device
             without gradients. With a parameter named ``generator`` it is given a seeded one.
