@@ -297,7 +297,8 @@ def test_steps_packed_together_have_their_own_rows(
 
 @pytest.mark.parametrize("most_bytes", [0, 2**22])
 @pytest.mark.parametrize(
-    ("longest", "num_variable", "value"), [(9, 1, 0), (9, 1, 7), (3000, 1, 7), (9, 2, 7)]
+    ("longest", "num_variable", "value"),
+    [(9, 1, 0), (9, 1, 7), (400, 1, 7), (3000, 1, 7), (9, 2, 7)],
 )
 def test_steps_padded_together_are_padded_as_wide_as_each_needs(
     monkeypatch: pytest.MonkeyPatch, longest: int, num_variable: int, value: int, most_bytes: int
