@@ -163,13 +163,17 @@ class _Mapped:
     def _starts(self) -> list[int]:
         return [int(start) for start in self.shards.starts]
 
+    @cached_property
+    def _rows(self) -> Tensor:
+        # An index into a tensor of the subclass takes many times as long.
+        return self.tensor.as_subclass(Tensor)
+
     def row(self, row: int) -> Tensor:
         """A copy of one row."""
         num_shards = self.shards.num_shards
-        copy: Tensor = self.tensor[self._starts[row % num_shards] + row // num_shards].clone()
-        return copy
+        return self._rows[self._starts[row % num_shards] + row // num_shards].clone()
 
     def fetch(self, rows: Integers) -> Tensor:
         """Copy rows into one batch."""
         locations = torch.from_numpy(self.shards.locate(rows))
-        return self.tensor.as_subclass(Tensor).index_select(0, locations)
+        return self._rows.index_select(0, locations)

@@ -9,6 +9,7 @@ While the column grows, each process appends its rows to a file of its own, and 
 says where each row is.
 """
 
+import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -420,10 +421,10 @@ class ItemRows:
     def fetch(self, rows: Integers) -> list[Tensor]:
         """Copy rows, given in dataset order: one tensor for each."""
         starts, sizes = self._at_rows(rows)
+        # An index into a tensor of the subclass takes many times as long.
+        items = self.items.as_subclass(Tensor)
         return [
-            self.items[start : start + int(np.prod(shape))]
-            .clone()
-            .view(*shape, *self.field.item_shape)
+            items[start : start + math.prod(shape)].clone().view(*shape, *self.field.item_shape)
             for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)
         ]
 
