@@ -56,6 +56,21 @@ def check_number(name: str, value: object) -> float:
     return float(value)
 
 
+def describe_error(error: Exception) -> str:
+    """Return an error as text, even where its own message raises.
+
+    Args:
+        error: What somebody else's code raised, such as a dataset.
+
+    Returns:
+        The name of its class and its message.
+    """
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as other:
+        return f"{type(error).__name__}, whose message raised {type(other).__name__}"
+
+
 def with_article(name: str) -> str:
     """Put "a" or "an" before the name of a type, for a message.
 

@@ -23,13 +23,15 @@ from lightning_memmap.store.build_plan import BuildPlan
 from lightning_memmap.store.columns.variable import pack_rows
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.hashing import hash_row
 from lightning_memmap.store.journal import Journal
 from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.plan import StorePlan
-from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_error, read_row
+from lightning_memmap.store.probes import probe_rows, random_dataset_error
 from lightning_memmap.store.progress import Advance, show_progress
 from lightning_memmap.store.reader import Store, open_directory
 from lightning_memmap.store.recovery import locked, make_room, recover, remove_tree
+from lightning_memmap.store.samples import read_row
 from lightning_memmap.store.sources.stream import is_stream
 from lightning_memmap.store.workers import Workers
 from lightning_memmap.store.writer import check_build, check_length

@@ -21,8 +21,8 @@ from lightning_memmap.schema import Schema
 from lightning_memmap.store.columns import Column, columns_to_json, grow_columns
 from lightning_memmap.store.files import TEMPORARY, sync_path
 from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.hashing import hash_row
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.probes import hash_row
 from lightning_memmap.store.recovery import building_path, parts_path, put_in_place
 from lightning_memmap.store.row_bytes import rows_bytes
 

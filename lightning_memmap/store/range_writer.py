@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.errors import DatasetError
+from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.rows import fitting_rows, packed_rows, stack_samples
 from lightning_memmap.store.columns import Block, PackedRows
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.journal import share
 from lightning_memmap.store.plan import StorePlan
-from lightning_memmap.store.probes import flatten_row, read_samples
+from lightning_memmap.store.samples import flatten_row, read_samples
 from lightning_memmap.store.sources import FieldArray, field_arrays
 from lightning_memmap.store.sources.stream import Spool, SpooledItems
-from lightning_memmap.store.workers import describe_error, exit_if_orphaned
+from lightning_memmap.store.workers import exit_if_orphaned
 
 _RANGE_BYTES = 32 * 2**20
 #: Of rows that are read item by item: such a range should take little time, whatever its size.

@@ -14,17 +14,13 @@ from torch import Tensor
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store.columns import OpenColumn
 from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.hashing import hash_row, leaf_bytes
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.probes import (
-    NUM_PROBES,
-    flatten_row,
-    hash_row,
-    leaf_bytes,
-    read_sample,
-)
+from lightning_memmap.store.probes import NUM_PROBES
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import RowRanges
 from lightning_memmap.store.recovery import can_write_manifest
+from lightning_memmap.store.samples import flatten_row, read_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 from lightning_memmap.store.workers import run_tasks
 

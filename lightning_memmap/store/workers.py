@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
-from lightning_memmap.errors import DatasetError, MemmapError, check_integer
+from lightning_memmap.errors import DatasetError, MemmapError, check_integer, describe_error
 
 Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
@@ -172,21 +172,6 @@ def check_num_workers(num_workers: int) -> int:
     if num_workers > _MAX_WORKERS:
         raise ValueError(f"num_workers={num_workers}: at most {_MAX_WORKERS} processes")
     return num_workers
-
-
-def describe_error(error: Exception) -> str:
-    """Return an error of a dataset as text, even where its own message raises.
-
-    Args:
-        error: What the dataset raised.
-
-    Returns:
-        The name of its class and its message.
-    """
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception as other:
-        return f"{type(error).__name__}, whose message raised {type(other).__name__}"
 
 
 def end_with_starter(worker_id: int) -> None:

@@ -23,7 +23,7 @@ from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns.column import Column, FileRange, OpenColumn, PackedRows
 from lightning_memmap.store.files import OpenFiles, write_all, write_rows
-from lightning_memmap.store.probes import leaf_bytes
+from lightning_memmap.store.hashing import leaf_bytes
 
 _MAX_FILE_BYTES = 2**62
 

@@ -13,9 +13,8 @@ from urllib.parse import unquote
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.errors import StoreError, StoreNotFoundError, describe_error
 from lightning_memmap.store.places import StoreUrl
-from lightning_memmap.store.workers import describe_error
 
 T = TypeVar("T")
 

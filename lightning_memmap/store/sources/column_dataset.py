@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap.errors import DatasetError
+from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.schema.leaves import is_missing
 from lightning_memmap.store.places import local_path
 from lightning_memmap.store.sources import from_arrow, from_pandas, from_polars
@@ -24,7 +24,6 @@ from lightning_memmap.store.sources.refusals import (
     library_of,
     way_out,
 )
-from lightning_memmap.store.workers import describe_error
 
 #: What makes an array of a column, by the library that it is of.
 _TO_NUMPY = {

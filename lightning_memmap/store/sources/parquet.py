@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from lightning_memmap.errors import DatasetError
+from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.sources.field_array import FieldArray, NullableRows, join
 from lightning_memmap.store.sources.from_arrow import to_numpy
 from lightning_memmap.store.sources.names import chosen
-from lightning_memmap.store.workers import describe_error
 
 
 def parquet_columns(path: Path, names: Sequence[str] | None) -> dict[str, Any]:

@@ -20,24 +20,16 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from lightning_memmap.errors import DatasetError, SchemaError
+from lightning_memmap.errors import DatasetError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Form, Schema
 from lightning_memmap.schema.rows import stack_samples
 from lightning_memmap.store.columns import PackedRows
-from lightning_memmap.store.probes import (
-    MAX_PROBES,
-    NUM_PROBES,
-    check_known,
-    flatten_row,
-    hash_row,
-    leaf_bytes,
-    merged_schema,
-    warn_of_mixed_numbers,
-)
+from lightning_memmap.store.hashing import hash_row, leaf_bytes
+from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, check_known, warn_of_mixed_numbers
 from lightning_memmap.store.progress import Advance
+from lightning_memmap.store.samples import flatten_row, merged_schema
 from lightning_memmap.store.sources.field_array import FieldArray
-from lightning_memmap.store.workers import describe_error
 
 #: Instead of a sample, at the end.
 _END = object()

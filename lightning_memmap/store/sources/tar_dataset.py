@@ -15,10 +15,9 @@ import torch
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from lightning_memmap.errors import DatasetError
+from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.images import checked_decoding, decode_image
 from lightning_memmap.store.places import local_path
-from lightning_memmap.store.workers import describe_error
 
 #: The key of a sample and the ending of a member: everything up to, and after, the first dot of
 #: the name without its folders.
