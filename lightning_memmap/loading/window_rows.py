@@ -22,6 +22,7 @@ from lightning_memmap.sampling import Integers, Sampler, Shards, WindowShards, s
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import ItemRows, OpenColumn
+from lightning_memmap.store.columns.variable import packed_index
 from lightning_memmap.store.series import read_series, steps_of, windows_over
 
 #: Steps that lie apart are copied from a file in pieces of this size.
@@ -185,9 +186,7 @@ def window_rows(
     line = shards.base
     assert isinstance(line, WindowShards)
     series = line.of_series
-    homes = np.repeat(np.arange(series.num_shards), series.sizes)
-    offsets = np.arange(series.num_rows) - series.starts[homes]
-    rows = store.in_memory(series.locations_in(store.manifest.shards, homes, offsets))
+    rows = store.in_memory(series.locations_in(store.manifest.shards, *series.all_offsets()))
     begins = starts = read_series(store, line.fields, series).begins
     is_cut = [field.name in line.fields for field, _ in needed]
     fields = [
@@ -271,6 +270,4 @@ def _copied_others(
         return column.index_select(0, torch.from_numpy(rows)).to(device)
     found = located_rows(column, rows)
     items = found.packed() if column.field.is_text else found.packed().to(device)
-    ends = np.cumsum(found.lengths)
-    index = ends[:, None] if found.sizes.shape[1] == 1 else np.c_[ends, found.sizes]
-    return ItemRows(column.field, column.shards, items, index)
+    return ItemRows(column.field, column.shards, items, packed_index(found.sizes))
