@@ -12,11 +12,13 @@ from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import argument_of, has_several, named_datasets
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import RowSubset, SamplerFactory, Selection
+from lightning_memmap.schema import Windows, read_forms
 from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recovery import is_store, stores_within
+from lightning_memmap.store.sources.token_stream import TokenStream
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,10 @@ class SplitStores:
         self.check_held_out()
         self.check_mixture()
         self.options.check_splits(self.datasets)
+        windows = read_forms(self.options.variable).get("tokens")
+        for dataset in self.datasets.values():
+            if isinstance(dataset, TokenStream) and isinstance(windows, Windows):
+                dataset.check_windows(windows.length, windows.stride)
 
     def check_held_out(self) -> None:
         """Check that there is no dataset to validate on beside rows that are held out.

@@ -51,10 +51,11 @@ class ReadWindows:
         rows = self.sampler.window_rows if isinstance(self.sampler, WindowedSampler) else None
         if not self.sampler.is_sequential and rows != self.rows:
             raise ValueError(
-                f"shuffle_window={rows}: the rows are read in windows of {self.rows} rows of a"
-                f" shard, and {type(self.sampler).__name__} takes those of a step from elsewhere"
-                " too: use residency='mmap'. A sampler of your own that shuffles within windows is"
-                " a WindowedSampler; shuffle_window=... sets the windows that are read"
+                f"residency='stream' reads windows of {self.rows} rows of a shard (shuffle_window),"
+                f" and {type(self.sampler).__name__} takes the rows of a step from"
+                f" {'elsewhere too' if rows is None else f'windows of {rows}'}: use"
+                " residency='mmap'. A sampler of your own that shuffles within windows is a"
+                " WindowedSampler"
             )
 
     def __len__(self) -> int:

@@ -3,7 +3,7 @@ expect of its rows.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from reprlib import repr as short_repr
 from typing import Any, ClassVar, Protocol
 
@@ -329,6 +329,16 @@ def _form(name: str, given: Any) -> Form:
         raise ValueError(
             f"variable: {short_repr(given)} for field {name!r} is no form: choose one of"
             f" {', '.join(_FORMS)}"
+        )
+    lacking = [
+        each.name
+        for each in fields(_FORMS[kind])
+        if each.default is each.default_factory is MISSING and each.name not in arguments
+    ]
+    if lacking:
+        raise TypeError(
+            f"variable: {short_repr(given)} for field {name!r}: form {kind!r} needs"
+            f" {' and '.join(lacking)} too"
         )
     known = [each.name for each in fields(_FORMS[kind])]
     for argument in arguments:

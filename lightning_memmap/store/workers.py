@@ -1,14 +1,17 @@
 """Work on a dataset in worker processes, which end when the process that started them ends."""
 
 import ctypes
+import fcntl
 import multiprocessing
 import os
 import pickle
 import signal
+import stat
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from threading import Thread
 from types import TracebackType
@@ -44,7 +47,7 @@ class Workers:
     def __init__(self, dataset: Any, num_workers: int) -> None:
         self.dataset = dataset
         self.num_workers = num_workers
-        self._orders = _Orders()
+        self._orders, self._start = _Orders(), _Start()
         # torch would draw the workers' seed from the global generator: the run that builds a store
         # would then have other random numbers than runs that find it built.
         generator = torch.Generator()
@@ -56,7 +59,7 @@ class Workers:
             num_workers=num_workers,
             collate_fn=_as_it_is,
             generator=generator,
-            worker_init_fn=end_with_starter,
+            worker_init_fn=self._start,
             in_order=False,
             persistent_workers=num_workers > 0,
         )
@@ -82,6 +85,7 @@ class Workers:
             DatasetError: A task raised any other error.
         """
         self._orders.take(pickle.dumps(make) if self.num_workers else make, tasks)
+        self._start.positions = _positions()
         for outcome in self._loader:
             if isinstance(outcome, _Failure):
                 outcome.reraise()
@@ -193,6 +197,51 @@ def end_with_starter(worker_id: int) -> None:
     exit_if_orphaned()
     # A worker from a fork server is not a child of its starter, and may be waiting for a task.
     Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
+
+
+@dataclass
+class _Start:
+    """What a worker process does first.
+
+    Args:
+        positions: Where this process stands in files that it has open for reading, by descriptor.
+    """
+
+    positions: dict[int, int] = field(default_factory=dict)
+
+    def __call__(self, worker_id: int) -> None:
+        end_with_starter(worker_id)
+        if multiprocessing.get_start_method() == "fork":
+            _open_anew(self.positions)
+
+
+def _positions() -> dict[int, int]:
+    """Where this process stands in the files that it has open for reading alone, by descriptor."""
+    found: dict[int, int] = {}
+    if sys.platform != "linux":
+        return found
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # The listing's own is closed by now.
+            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            if is_file and flags & (os.O_ACCMODE | os.O_PATH) == os.O_RDONLY:
+                found[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
+    return found
+
+
+def _open_anew(positions: dict[int, int]) -> None:
+    """Give this process a position of its own in files that it shares since it was forked.
+
+    Where a dataset holds an open file, processes that move the one position that they share would
+    read each other's rows.
+    """
+    for descriptor, position in positions.items():
+        with suppress(OSError):  # One that may no longer be opened stays shared.
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            own = os.open(f"/proc/self/fd/{descriptor}", flags)
+            os.lseek(own, position, os.SEEK_SET)
+            os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
+            os.close(own)
 
 
 def _end_after(sentinel: int) -> None:

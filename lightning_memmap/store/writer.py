@@ -206,6 +206,7 @@ def reopen(directory: Path, num_shards: int, dtypes: Mapping[str, torch.dtype]) 
 
     Raises:
         StoreError: It is not one, is damaged, or has other shards or dtypes.
+        SchemaError: There is no field of a name in ``dtypes``.
     """
     if not is_store(directory):
         raise no_store_error(directory, "`store_dir`")
@@ -215,6 +216,7 @@ def reopen(directory: Path, num_shards: int, dtypes: Mapping[str, torch.dtype]) 
             f"num_shards={num_shards}: the store at {directory} has {store.num_shards} shards;"
             f" build it anew with overwrite=True, or give num_shards={store.num_shards}"
         )
+    store.schema.stored_as(dtypes)  # Names of no field are refused.
     for field in store.schema.fields:
         if field.dtype != dtypes.get(field.name, field.sample_dtype):
             raise StoreError(

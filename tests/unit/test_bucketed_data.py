@@ -180,5 +180,5 @@ def test_buckets_that_cannot_be_are_refused(
 
 
 def test_stream_is_refused(numbered_store: Callable[..., Store]) -> None:
-    with pytest.raises(ValueError, match="takes those of a step from elsewhere"):
+    with pytest.raises(ValueError, match="takes the rows of a step from elsewhere"):
         make_loader(numbered_store(101, 12), residency="stream", factory=BUCKETED)

@@ -226,7 +226,7 @@ def test_factory_of_a_user_may_look_up_fields(tmp_path: Path) -> None:
         (Weighted("labels"), {}, r"field 'labels': the store at .* has \['row', 'x', 'y', 'label'"),
         (Weighted("x"), {}, r"field 'x': its rows are float32 \(8,\)"),
         (Weighted([1.0]), {}, r"weights of shape \(1,\), and the dataset has 90 rows"),
-        (Weighted("label"), {"residency": "stream"}, "takes those of a step from elsewhere"),
+        (Weighted("label"), {"residency": "stream"}, "takes the rows of a step from elsewhere"),
         (Weighted("label", num_samples=1), {}, "an epoch of 1 rows for 2 data devices"),
     ],
 )
@@ -241,7 +241,7 @@ def test_sampler_that_cannot_be_is_refused(
 def test_order_that_cannot_be_streamed_is_refused_when_it_is_set_up(tmp_path: Path) -> None:
     data = make_data(tmp_path, sampler=Weighted("label"), residency="stream")
     data.prepare_data()
-    with pytest.raises(ValueError, match="takes those of a step from elsewhere"):
+    with pytest.raises(ValueError, match="takes the rows of a step from elsewhere"):
         data.setup("fit")
 
 

@@ -1,5 +1,6 @@
 """One long stream of tokens as a dataset whose rows are pieces of it."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,21 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
             )
         self._num_windows = (len(self.tokens) - length) // stride + 1
         self._row_windows = max(1, row_tokens // stride)
+
+    def check_windows(self, length: int, stride: int) -> None:
+        """Warn where windows are not those that the rows were cut for.
+
+        Args:
+            length: Steps of a window.
+            stride: Steps from the beginning of a window to that of the next one.
+        """
+        if (length, stride) != (self.length, self.stride) and len(self) > 1:
+            warnings.warn(
+                f"TokenStream(length={self.length}, stride={self.stride}) is read in windows of"
+                f" length={length}, stride={stride}: at the {len(self) - 1} cuts between its rows,"
+                " windows are missing or come twice; give both the same length and stride",
+                stacklevel=2,
+            )
 
     def __len__(self) -> int:
         return -(-self._num_windows // self._row_windows)

@@ -201,9 +201,9 @@ def test_default_window_is_of_the_store_alone() -> None:
 
 
 def test_windows_of_another_order_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"shuffle_window=None: .* windows of 8 rows"):
+    with pytest.raises(ValueError, match=r"windows of 8 rows of a shard .* from elsewhere too"):
         ReadWindows(make_sampler(100, 2, 0, True), 8)
-    with pytest.raises(ValueError, match=r"shuffle_window=4: .* windows of 8 rows"):
+    with pytest.raises(ValueError, match=r"windows of 8 rows .* from windows of 4: use"):
         ReadWindows(make_sampler(100, 2, 0, True, 4), 8)
     with pytest.raises(ValueError, match="rows=0"):
         ReadWindows(make_sampler(100, 2), 0)

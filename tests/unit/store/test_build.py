@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from tensordict import TensorDict
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import shard_rows, shard_starts
@@ -720,3 +720,32 @@ def test_build_shows_progress_only_when_asked(
     assert "storing" in err
     assert "100/100 rows" in err
     assert "checksums" in err
+
+
+class OpenFile(Dataset[np.ndarray]):
+    """Numbers in a file that is open from the beginning."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def __len__(self) -> int:
+        return 4_000
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        self._file.seek(400 * row)
+        return np.frombuffer(self._file.read(400), np.int64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buffering", [0, 4096])
+def test_workers_read_an_open_file_each_at_a_position_of_its_own(
+    tmp_path: Path, buffering: int
+) -> None:
+    expected = np.arange(4_000 * 50).reshape(4_000, 50)
+    expected.tofile(tmp_path / "file")
+    with (tmp_path / "file").open("rb", buffering=buffering) as file:
+        file.seek(40)
+        store = build(OpenFile(file), tmp_path / "s", num_workers=2)
+        # That of this process has not moved.
+        assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == 40
+    assert np.array_equal(np.stack([store[row].numpy() for row in range(4_000)]), expected)

@@ -129,3 +129,10 @@ def test_data_module_keeps_dtypes(tmp_path: Path) -> None:
     data.store_dtypes = None
     with pytest.raises(StoreError, match="keeps 'image' as uint8"):
         data.prepare_data()
+
+
+def test_names_of_no_field_are_refused_where_there_is_a_store(tmp_path: Path) -> None:
+    samples = [{"image": torch.zeros(2)}] * 3
+    build_store(samples, tmp_path / "s", progress=False)
+    with pytest.raises(SchemaError, match=r"store_dtypes\['images'\]: there is no such field"):
+        build_store(samples, tmp_path / "s", store_dtypes={"images": "float16"}, progress=False)
