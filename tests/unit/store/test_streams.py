@@ -56,6 +56,7 @@ def ragged(num_rows: int) -> list[Any]:
     return rows
 
 
+@pytest.mark.slow
 @given(num_rows=st.integers(2, 70), num_shards=st.integers(1, 9), piece_rows=st.integers(1, 20))
 def test_stream_of_rows_that_differ_in_length_is_stored_as_its_rows_in_a_list_are(
     tmp_path_factory: pytest.TempPathFactory, num_rows: int, num_shards: int, piece_rows: int

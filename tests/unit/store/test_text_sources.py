@@ -212,6 +212,7 @@ def test_store_by_slices_is_the_one_written_item_by_item(
 any_text = st.none() | texts(6) | st.text(st.characters(), max_size=3)
 
 
+@pytest.mark.slow
 @given(
     rows=st.lists(
         st.tuples(any_text, st.none() | st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4)),
