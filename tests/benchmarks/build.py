@@ -214,6 +214,9 @@ def report(name: str, case: Case, workers: list[int], rounds: int, clock: str, p
         runs[f"items {count}"] = lambda count=count: build_store(  # type: ignore[misc]
             items, removed(path / "items"), num_workers=count, progress=False
         )
+    if not runs:
+        print(f"{name}: is built item by item alone; give --workers")
+        return
     seconds = in_turn(runs, rounds, clock)
     size = f", {case.num_bytes / 1e6:.0f} MB" if case.arrays else ""
     print(f"{name}: {len(case.dataset):,} rows{size}")  # type: ignore[arg-type]

@@ -236,8 +236,8 @@ class TestRows:
     ) -> None:
         store = numbered_store(181, 24)
         split = make_split(store, residency="stream", window=3)
-        for window, text in ((5, "5"), (None, "None")):
-            with pytest.raises(ValueError, match=rf"shuffle_window={text}: .* windows of 3 rows"):
+        for window, text in ((5, "windows of 5"), (None, "elsewhere too")):
+            with pytest.raises(ValueError, match=rf"windows of 3 rows .* from {text}: use"):
                 loader_over(store, split, 4, shuffle=True, shuffle_window=window)
 
     def test_files_are_read_where_direct_reads_cannot_be(
