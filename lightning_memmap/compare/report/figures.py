@@ -230,7 +230,7 @@ FIGURES = {
             each_run(_data_share), table="speed",
         ),
         Figure(
-            "first_batch_s", "1st batch", SECONDS,
+            "first_batch_s", "start", SECONDS,
             "from `Trainer.fit` until the first batch is on its device, in the slowest process:"
             " processes and workers started, store opened, shards placed",
             each_run(lambda run: max(rank.first_batch_s for rank in run)),
