@@ -1,10 +1,12 @@
 """Rows that tell their own index, and loaders over them, for one process or for several."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, TypeAlias
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -15,6 +17,7 @@ from lightning_memmap.loading import (
     SuperBatch,
     SuperBatchLoader,
     load_split,
+    window_reads,
 )
 from lightning_memmap.placement import (
     DataTopology,
@@ -34,6 +37,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import read_forms
 from lightning_memmap.store import Store
+from lightning_memmap.store.row_file import RowFile
 
 CPU = torch.device("cpu")
 
@@ -265,3 +269,22 @@ def check_save_and_resume(
         loader.set_epoch(epoch + 1)
         saved.set_epoch(epoch + 1)
         assert sorted(joined(epoch_rows(loader))) == sorted(joined(epoch_rows(saved)))
+
+
+def read_in_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int, read_bytes: int) -> None:
+    """Have windows read straight to their places, and nowhere else first.
+
+    Args:
+        monkeypatch: Undoes it.
+        block_bytes: Bytes of a block of the disk; with 1, there are no direct reads.
+        read_bytes: The most bytes that are read at once.
+    """
+
+    def not_called(*args: Any) -> None:
+        raise AssertionError("rows are read elsewhere first")
+
+    monkeypatch.setattr(window_reads, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(window_reads, "_read_pieces", not_called)
+    monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
+    if block_bytes == 1:
+        monkeypatch.delattr(os, "O_DIRECT")

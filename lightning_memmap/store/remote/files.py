@@ -216,7 +216,8 @@ def _is_final(error: Exception) -> bool:
     """Whether a library says that the same will happen when it is asked again."""
     status = _status(error)
     refused = 400 <= status < 500 and status not in _TRANSIENT
-    # That is how file systems of fsspec say what they can never do: http:// cannot be written to.
+    # fsspec's file systems raise NotImplementedError for what their protocol cannot do at all, such
+    # as writing to http://: asked again, they would raise it again.
     unable = status in _UNABLE or isinstance(error, NotImplementedError)
     return refused or unable
 

@@ -1,6 +1,5 @@
 """Windows over series, read from disk: those of the mapping, and each step is read once."""
 
-import os
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from lightning_memmap.sampling import BlockShuffledSampler, Shards, StridedRows,
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, TokenStream, build_store
 from lightning_memmap.store.row_file import RowFile
+from tests.rows import read_in_blocks
 from tests.series import Series, all_windows, make_loader, windows_in
 
 LENGTH = 8
@@ -194,11 +194,7 @@ def test_batches_that_are_kept_are_never_overwritten(stores: dict[str, Store]) -
 def test_steps_are_read_to_their_places_wherever_their_blocks_begin(
     stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(window_reads, "_READ_BYTES", 2 * 4096)
-    monkeypatch.setattr(window_reads, "_read_pieces", not_called)
-    monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
-    if block_bytes == 1:
-        monkeypatch.delattr(os, "O_DIRECT")
+    read_in_blocks(monkeypatch, block_bytes, 2 * 4096)
     for window, size in ((20, 1), (3, 1), (1000, 3)):
         options: dict[str, Any] = {"window": window, "rank": size - 1, "size": size}
         streamed, mapped = (
@@ -206,10 +202,6 @@ def test_steps_are_read_to_their_places_wherever_their_blocks_begin(
             for residency in ("stream", "mmap")
         )
         assert steps_of(streamed) == steps_of(mapped)
-
-
-def not_called(*args: Any) -> None:
-    raise AssertionError("steps are read elsewhere first")
 
 
 @pytest.mark.filterwarnings("ignore:the train store has 12 shards")
