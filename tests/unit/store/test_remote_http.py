@@ -25,6 +25,7 @@ from lightning_memmap.store import (
     verify_store,
 )
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.remote import files
 from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
 from lightning_memmap.store.remote.files import OFFLINE
@@ -113,6 +114,15 @@ def test_answer_that_is_always_spoilt_says_so(
 def test_push_to_a_server_that_can_only_be_read_says_so(web: FileServer, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"501.* can only be read"):
         push_store(tmp_path / "far" / "train", f"{web.url}/other", progress=False)
+
+
+def test_what_a_protocol_cannot_do_is_not_tried_again(
+    web: FileServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    far = files.RemoteFiles(StoreUrl(f"{web.url}/train"))
+    with pytest.raises(StoreError, match=r"NotImplementedError.* can only be read"):
+        far.remove("manifest.json")
+    assert "trying again" not in caplog.text
 
 
 def test_server_that_lists_nothing_is_told_which_url_to_give(
