@@ -29,13 +29,13 @@ from lightning_memmap.compare.report.records import (
     TimedRank,
 )
 from lightning_memmap.compare.run.clock import StepClock
-from lightning_memmap.compare.run.data import resident_bytes
 from lightning_memmap.compare.run.energy import EnergyMeter
 from lightning_memmap.compare.run.memory import (
     device_peaks,
     model_bytes,
     process_memory,
     reset_device_peaks,
+    resident_bytes,
     used_devices,
 )
 from lightning_memmap.compare.run.movement import MovementRecorder
@@ -239,7 +239,6 @@ class TimedRun(RunCallback):
         return TimedRank(
             **self.place(trainer),
             samples_per_s=float(self._throughput.compute()["device/samples_per_sec"]),
-            window_s=ends[-1] - ends[0],
             step_s=tuple(b - a for a, b in pairwise(ends)),
             parts_s=tuple(self._parts_s if on_cpu else self._parts_s[steps:]),
             memory=process_memory(),

@@ -1,4 +1,4 @@
-"""Memory of processes, devices and the model."""
+"""Memory of processes, devices, the model and the data."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,6 +10,7 @@ import torch
 from lightning_memmap._compat.tensors import dense_parts, storage_key
 from lightning_memmap.callbacks.memory_trace import live_parameters, optimizer_tensors
 from lightning_memmap.compare.report.records import DevicePeak, ModelBytes, ProcessMemory
+from lightning_memmap.placement import Placement
 
 
 def process_memory() -> tuple[ProcessMemory, ...]:
@@ -115,3 +116,18 @@ def _by_device(tensors: Iterable[Any]) -> dict[str, int]:
     for (device, address), num_bytes in seen.items():
         sizes[device] += num_bytes if address else 0
     return sizes
+
+
+def resident_bytes(placement: Placement | None) -> dict[str, dict[str, int]]:
+    """Sum the bytes of the shards that this process keeps, over all splits.
+
+    Args:
+        placement: Where the shards are; None where no `MemmapDataModule` supplies the rows.
+
+    Returns:
+        By data device, such as ``1: cuda:1``, the bytes of each residency.
+    """
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for shards in placement.held() if placement is not None else ():
+        found[shards.device_name][shards.residency.value] += shards.num_bytes
+    return {device: dict(sizes) for device, sizes in found.items()}

@@ -23,14 +23,10 @@ from lightning_memmap.callbacks import MemoryTrace
 from lightning_memmap.compare.report.records import FIRST_TRACED_STEP, NUM_TRACED_STEPS, Value
 from lightning_memmap.compare.report.report import Data, Environment, Model
 from lightning_memmap.compare.run.clock import StepClock
-from lightning_memmap.compare.run.data import (
-    batch_size_of,
-    comparable,
-    loaded_data,
-    prepare_store,
-)
+from lightning_memmap.compare.run.data import batch_size_of, comparable, prepare_store
 from lightning_memmap.compare.run.environment import describe_environment
 from lightning_memmap.compare.run.launch import RunError
+from lightning_memmap.compare.run.loaders import loaded_data
 from lightning_memmap.compare.run.measure import CheckRun, RunCallback, TimedRun, synchronizer
 from lightning_memmap.compare.run.plan import RunSpec
 from lightning_memmap.compare.run.rows import HashedTransform, MappedLoader, hash_batch
