@@ -99,9 +99,6 @@ def describe_rows(name: str, leaf: Any) -> Field:
 def rows_apart(leaf: Any) -> list[Any] | None:
     """The rows of a leaf of a batch that has them one by one.
 
-    Args:
-        leaf: The leaf.
-
     Returns:
         The rows of a `RowList` or of a nested tensor; None for any other leaf.
     """

@@ -15,10 +15,6 @@ from lightning_memmap.schema import Schema
 def read_sample(dataset: Any, row: int) -> Any:
     """Read one sample of a dataset.
 
-    Args:
-        dataset: The dataset.
-        row: The row.
-
     Returns:
         The sample as the dataset returns it.
 
@@ -135,11 +131,6 @@ def merged_schema(schema: Schema, sample: Any) -> Schema | None:
 
 def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
     """Read the leaves of one row: `read_sample`, then `flatten_row`.
-
-    Args:
-        dataset: The dataset.
-        row: The row.
-        schema: The schema of the store.
 
     Returns:
         As of `Schema.flatten`.

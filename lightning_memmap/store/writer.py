@@ -155,9 +155,6 @@ def check_dataset(dataset: Any) -> None:
 def check_length(dataset: Any) -> None:
     """Check that a dataset has rows, and says how many.
 
-    Args:
-        dataset: The dataset.
-
     Raises:
         TypeError: It has no length.
         ValueError: It is empty.

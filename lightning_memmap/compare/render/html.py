@@ -34,9 +34,6 @@ class Section:
 def render_html(report: Report) -> str:
     """Make the page. Needs matplotlib and jinja2.
 
-    Args:
-        report: The report of a comparison.
-
     Returns:
         The HTML document.
     """

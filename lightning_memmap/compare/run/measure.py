@@ -117,11 +117,7 @@ class RunCallback(L.Callback, ABC):
         """
 
     def end_step(self, trainer: L.Trainer) -> None:
-        """Handle the end of a step, whose loss has been added. By default nothing is done.
-
-        Args:
-            trainer: The Trainer.
-        """
+        """Handle the end of a step, whose loss has been added. By default nothing is done."""
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -151,9 +147,6 @@ class RunCallback(L.Callback, ABC):
 
     def place(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return the fields that all records have.
-
-        Args:
-            trainer: The Trainer.
 
         Returns:
             The fields of `Rank` by name.

@@ -146,9 +146,6 @@ def pull_store(
 def stores_at(url: str) -> dict[str, str]:
     """Find the store at a URL, or the stores in the directory there, one for each split.
 
-    Args:
-        url: The URL.
-
     Returns:
         The URL of each store, by its path from there: ``train``, ``val/0``; an empty path for the
         URL itself.

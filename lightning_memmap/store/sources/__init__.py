@@ -118,9 +118,6 @@ def nullable_columns(dataset: Any) -> set[str]:
     """Find the columns that have rows without a value, where that is known without reading all rows
     one by one.
 
-    Args:
-        dataset: The dataset.
-
     Returns:
         The names of their fields.
     """

@@ -247,11 +247,7 @@ class RowsOfLists(FieldArray):
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
-    """Make an array with one object for each value, also where these are lists of one length.
-
-    Args:
-        values: The values.
-    """
+    """Make an array with one object for each value, also where these are lists of one length."""
     objects = np.empty(len(values), object)
     for index, value in enumerate(values):
         objects[index] = value

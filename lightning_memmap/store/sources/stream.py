@@ -39,30 +39,19 @@ _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is iterated over: an ``IterableDataset``, a generator or another iterable.
-
-    Args:
-        dataset: The dataset.
-    """
+    """Whether a dataset is iterated over: an ``IterableDataset``, a generator or another iterable."""
     kind = type(dataset)
     is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__")
     return isinstance(dataset, IterableDataset) or is_iterable
 
 
 def is_read_once(dataset: Any) -> bool:
-    """Whether a dataset gives its rows once, as a generator does.
-
-    Args:
-        dataset: The dataset.
-    """
+    """Whether a dataset gives its rows once, as a generator does."""
     return is_stream(dataset) and hasattr(type(dataset), "__next__")
 
 
 def samples_of(stream: Any) -> Iterator[Any]:
     """Iterate over the samples of a stream.
-
-    Args:
-        stream: The stream.
 
     Yields:
         The samples, in their order.
@@ -147,11 +136,7 @@ class Spool:
         return max(1, sum(array.num_bytes for array in self.arrays) // self._num_rows)
 
     def hash_row(self, row: int) -> str:
-        """Hash a row; see `lightning_memmap.store.probes.hash_row`.
-
-        Args:
-            row: The row.
-        """
+        """Hash a row; see `lightning_memmap.store.probes.hash_row`."""
         found = (array.read(row, row + 1) for array in self.arrays)
         return hash_row([rows.items if isinstance(rows, PackedRows) else rows for rows in found])
 
