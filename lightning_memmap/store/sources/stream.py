@@ -39,7 +39,7 @@ _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is iterated over: an ``IterableDataset``, a generator or another iterable."""
+    """Whether a dataset is iterated over: an ``IterableDataset``, a generator, another iterable."""
     kind = type(dataset)
     is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__")
     return isinstance(dataset, IterableDataset) or is_iterable
