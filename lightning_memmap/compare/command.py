@@ -7,11 +7,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from lightning_memmap.arguments import BriefParser, print_error, refuse_several_configs
-from lightning_memmap.compare.render.terminal import (
-    TerminalProgress,
-    print_regression,
-    print_report,
-)
+from lightning_memmap.compare.render.terminal import print_regression, print_report
 from lightning_memmap.compare.report.regression import check_regression
 from lightning_memmap.compare.report.report import Report, read_report
 from lightning_memmap.compare.run.comparison import Comparison
@@ -67,7 +63,7 @@ def compare(args: list[str]) -> int:
             return 4 if regression.is_slower else 0
         options = ComparisonOptions(**given)
         command = shlex.join(["lightning-memmap", "compare", *args])
-        report = Comparison(options, TerminalProgress(console), command).run()
+        report = Comparison(options, console, command).run()
         out = Path(options.out)
         # At once, so that no later error can lose hours of work.
         report.write(out / "report.json")
