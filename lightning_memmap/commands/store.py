@@ -19,7 +19,8 @@ from lightning_memmap.arguments import (
     nearest_file,
     print_error,
 )
-from lightning_memmap.commands.store_plan import plan_devices, plan_images, plan_windows
+from lightning_memmap.commands.store_plan import device_bytes, plan_devices, plan_windows
+from lightning_memmap.compare.render.image_tables import image_tables
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.schema import Field
 from lightning_memmap.sizes import format_bytes
@@ -348,7 +349,7 @@ def _plan(
         raise ValueError(f"shuffle_window={shuffle_window}: give residency='stream' to plan for it")
     else:
         plans = [plan_devices(stores, devices, memory, memory_fraction)]
-        plans += plan_images(opened, memory, memory_fraction)
+        plans += image_tables(opened, int(device_bytes(memory) * memory_fraction))
     console = _make_console()
     for plan in plans:
         table = Table(title=printable(plan.title), title_justify="left")

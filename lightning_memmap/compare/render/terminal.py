@@ -11,7 +11,7 @@ from lightning_memmap.compare.render.tables import (
     regression_table,
     scaling_table,
 )
-from lightning_memmap.compare.report.report import Regression, Report
+from lightning_memmap.compare.report.report import Report
 from lightning_memmap.tables import Table, print_table
 
 
@@ -43,13 +43,3 @@ def _tables(report: Report) -> Iterator[Table]:
         yield missing_table(report)
     if report.regression is not None:
         yield regression_table(report.regression)
-
-
-def print_regression(regression: Regression, console: Console) -> None:
-    """Print what changed since a baseline.
-
-    Args:
-        regression: The changes.
-        console: Where to print.
-    """
-    print_table(regression_table(regression), console)
