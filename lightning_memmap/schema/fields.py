@@ -38,9 +38,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
     Args:
         dtype: Any dtype of torch, whether a store can hold it or not.
-
-    Returns:
-        The name.
     """
     return str(dtype).removeprefix("torch.")
 

@@ -60,9 +60,6 @@ def describe_rows(name: str, leaf: Any) -> Field:
             their first dimension, a nested tensor of torch, or a `RowList` of tensors, str or
             bytes.
 
-    Returns:
-        The field.
-
     Raises:
         SchemaError: The leaf is no such tensor, or its dtype cannot be stored. The message names
             the field.

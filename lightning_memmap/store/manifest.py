@@ -220,9 +220,6 @@ class Manifest:
             data: At most one byte more than `MAX_MANIFEST_BYTES`.
             where: Where the store is, for messages.
 
-        Returns:
-            The manifest.
-
         Raises:
             StoreError: It is damaged, contradicts itself, or has another version.
         """

@@ -78,11 +78,7 @@ class StorePlan:
         return rows_bytes(self.columns, range(self.num_rows))
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values what must be the same in a build that resumes this one.
-
-        Returns:
-            A dict of JSON values.
-        """
+        """Convert to JSON values what must be the same in a build that resumes this one."""
         return {
             "num_rows": self.num_rows,
             "num_shards": self.num_shards,

@@ -107,9 +107,6 @@ class TableBuild:
                 counts twice.
             **source: Where the table came from, for people to read.
 
-        Returns:
-            The open table.
-
         Raises:
             StoreError: A row was not written, or was written twice. What was written is removed; an
                 old table stays.

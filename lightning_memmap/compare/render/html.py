@@ -32,11 +32,7 @@ class Section:
 
 
 def render_html(report: Report) -> str:
-    """Make the page. Needs matplotlib and jinja2.
-
-    Returns:
-        The HTML document.
-    """
+    """Make the page. Needs matplotlib and jinja2."""
     return (
         templates(__package__)
         .get_template("report.html")

@@ -78,7 +78,7 @@ def device_peaks() -> dict[str, DevicePeak]:
 
 
 def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ModelBytes]:
-    """Measure parameters, gradients and optimizer state in this process.
+    """Measure parameters, gradients and optimizer state in this process, by device.
 
     All living parameters count, including those of replicas of a model on other devices. Each
     storage counts once, and of a sharded tensor the part in this process. DDP's buckets, which are
@@ -86,9 +86,6 @@ def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ModelB
 
     Args:
         optimizers: The optimizers that train.
-
-    Returns:
-        Bytes by device.
     """
     parameters = live_parameters()
     gradients = [p.grad for p in parameters if p.grad is not None]

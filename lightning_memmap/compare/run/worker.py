@@ -131,9 +131,6 @@ def trainer_options(spec: RunSpec) -> dict[str, Any]:
 
     Args:
         spec: The run.
-
-    Returns:
-        The options, as in a config.
     """
     return {
         "logger": False,
