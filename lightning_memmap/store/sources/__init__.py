@@ -28,7 +28,7 @@ from lightning_memmap.store.sources.column_dataset import ColumnDataset
 from lightning_memmap.store.sources.field_array import (
     FieldArray,
     FileArray,
-    JoinedRows,
+    JoinedArray,
     MemoryArray,
     NullableRows,
     PartOfRows,
@@ -175,7 +175,7 @@ def _joined(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArra
     found = [part for part in parts if part is not None]
     if len(found) < len(parts):
         return None
-    return [JoinedRows(arrays, sizes) for arrays in zip(*found, strict=True)]
+    return [JoinedArray(arrays, sizes) for arrays in zip(*found, strict=True)]
 
 
 def _stacked(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArray] | None:

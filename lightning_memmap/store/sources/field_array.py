@@ -147,7 +147,7 @@ class PickedRows(FieldArray):
 
 
 @dataclass(frozen=True, eq=False)
-class JoinedRows(FieldArray):
+class JoinedArray(FieldArray):
     """The rows of several arrays, one array after the other.
 
     Args:
