@@ -169,7 +169,7 @@ class RunCallback(L.Callback, ABC):
         }
 
 
-class TimedRun(RunCallback):
+class TimedCallback(RunCallback):
     """Times steps: first those of the warm-up, then those that are measured, then some in parts.
 
     The measured steps are not disturbed: only before the first and after the last of them the
@@ -240,7 +240,7 @@ class TimedRun(RunCallback):
         )
 
 
-class CheckRun(RunCallback):
+class CheckCallback(RunCallback):
     """Records what a variant trains on and what comes out: rows, losses, weights, bytes.
 
     Args:

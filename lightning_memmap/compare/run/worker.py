@@ -27,7 +27,12 @@ from lightning_memmap.compare.run.data import batch_size_of, comparable, prepare
 from lightning_memmap.compare.run.environment import describe_environment
 from lightning_memmap.compare.run.launch import RunError
 from lightning_memmap.compare.run.loaders import loaded_data
-from lightning_memmap.compare.run.measure import CheckRun, RunCallback, TimedRun, synchronizer
+from lightning_memmap.compare.run.measure import (
+    CheckCallback,
+    RunCallback,
+    TimedCallback,
+    synchronizer,
+)
 from lightning_memmap.compare.run.plan import RunSpec
 from lightning_memmap.compare.run.rows import HashedTransform, MappedLoader, hash_batch
 from lightning_memmap.compare.run.variants import parse_variants
@@ -189,11 +194,11 @@ def train_variant(
             _hash_batches(trainer.strategy, hashes)
         else:
             data = data.with_options(transform=HashedTransform(data.transform, hashes))
-        callback = CheckRun(spec, data, hashes)
+        callback = CheckCallback(spec, data, hashes)
         trainer.callbacks.append(MemoryTrace(spec.out, FIRST_TRACED_STEP, NUM_TRACED_STEPS))
     else:
         trainer.profiler = clock = StepClock(synchronizer(trainer.strategy.root_device))
-        callback = TimedRun(spec, data, clock)
+        callback = TimedCallback(spec, data, clock)
     trainer.callbacks.append(callback)
     loaded = loaded_data(data, variant, spec.global_batch, transform_here=is_check)
     trainer.fit(model, datamodule=loaded)

@@ -32,8 +32,8 @@ from lightning_memmap.store.sources.field_array import (
     MemoryArray,
     NullableRows,
     PartOfRows,
-    PickedRows,
     RowsOfLists,
+    SubsetArray,
 )
 from lightning_memmap.store.sources.image_folder import ImageFolder
 from lightning_memmap.store.sources.stream import Spool, SpooledItems
@@ -166,7 +166,7 @@ def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArra
         return None
     rows = indices.astype(np.int64, copy=False)
     rows = np.where(rows < 0, rows + num_rows, rows) if rows.min() < 0 else rows
-    return [PickedRows(array, rows) for array in arrays]
+    return [SubsetArray(array, rows) for array in arrays]
 
 
 def _joined(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArray] | None:

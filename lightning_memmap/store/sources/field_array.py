@@ -121,7 +121,7 @@ class FileArray(FieldArray):
 
 
 @dataclass(frozen=True, eq=False)
-class PickedRows(FieldArray):
+class SubsetArray(FieldArray):
     """Some rows of another array, in an order of their own.
 
     Args:
