@@ -47,11 +47,7 @@ def live_parameters() -> list[nn.Parameter]:
 
 
 def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """The tensors of the state of optimizers.
-
-    Args:
-        optimizers: The optimizers.
-    """
+    """The tensors of the state of optimizers."""
     return [
         value
         for optimizer in optimizers

@@ -60,7 +60,6 @@ from lightning_memmap.sampling import (
     Shards,
     Subset,
 )
-from lightning_memmap.schema import read_forms
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
 from lightning_memmap.store.places import StoreUrl
@@ -787,7 +786,7 @@ class MemmapDataModule(L.LightningDataModule):
             sample = next(samples_of(dataset))
         else:
             sample = first_sample(dataset, self.num_workers)
-        collate = FormedCollate(schema, read_forms(self.variable), sample)
+        collate = FormedCollate(schema, stores.options.fields.forms, sample)
         # As the rows were set up.
         return NumberedCollate(collate, schema) if self._rows[split].are_numbered else collate
 

@@ -109,7 +109,7 @@ class FormedCollate:
     """
 
     def __init__(
-        self, schema: Schema, variable: dict[str, Form] | None = None, sample: Any = None
+        self, schema: Schema, variable: Mapping[str, Form] | None = None, sample: Any = None
     ) -> None:
         forms = _forms_of_fields(schema, variable or {})
         self._build = schema.builder(sample, _NESTING)

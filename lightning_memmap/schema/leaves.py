@@ -60,9 +60,6 @@ def describe_rows(name: str, leaf: Any) -> Field:
             their first dimension, a nested tensor of torch, or a `RowList` of tensors, str or
             bytes.
 
-    Returns:
-        The field.
-
     Raises:
         SchemaError: The leaf is no such tensor, or its dtype cannot be stored. The message names
             the field.
@@ -98,9 +95,6 @@ def describe_rows(name: str, leaf: Any) -> Field:
 
 def rows_apart(leaf: Any) -> list[Any] | None:
     """The rows of a leaf of a batch that has them one by one.
-
-    Args:
-        leaf: The leaf.
 
     Returns:
         The rows of a `RowList` or of a nested tensor; None for any other leaf.

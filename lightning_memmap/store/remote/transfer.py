@@ -20,7 +20,6 @@ from lightning_memmap.store.recovery import (
     make_room,
     no_store_error,
     put_in_place,
-    recover,
     remove_tree,
 )
 from lightning_memmap.store.remote.fetcher import RemoteManifest, ShardFetcher
@@ -117,7 +116,6 @@ def pull_store(
     remote = RemoteManifest.read(files)
     make_parent(directory)
     with locked(directory):
-        recover(directory)
         if os.path.lexists(directory):
             if not is_store(directory):
                 raise no_store_error(directory, "path")
@@ -147,9 +145,6 @@ def pull_store(
 
 def stores_at(url: str) -> dict[str, str]:
     """Find the store at a URL, or the stores in the directory there, one for each split.
-
-    Args:
-        url: The URL.
 
     Returns:
         The URL of each store, by its path from there: ``train``, ``val/0``; an empty path for the
