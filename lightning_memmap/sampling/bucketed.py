@@ -22,7 +22,7 @@ _MAX_KEY = 2**32
 
 
 class Bucketed(SamplerFactory):
-    """Batches of rows of similar length, for ``MemmapDataModule(sampler=...)``.
+    """Puts rows of similar length into one step, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch all rows are shuffled, and come exactly once. The rows of a window, that is
     ``num_buckets * bucket_size`` consecutive positions, are then sorted by length and divided into

@@ -57,7 +57,7 @@ class Selection(ABC):
 
 
 class Subset(Selection):
-    """Some rows of a store, as `torch.utils.data.Subset` has them.
+    """Uses some rows of a store, like `torch.utils.data.Subset`.
 
     Args:
         rows: Their numbers, in the order that they are to have, or a mask with True for each of
@@ -119,7 +119,7 @@ class Subset(Selection):
 
 
 class Parts(Selection):
-    """Every ``num_parts``-th training row for each member: the rows ``i`` with ``i % M == member``.
+    """Trains each member on every ``num_parts``-th row: the rows ``i`` with ``i % M == member``.
 
     Args:
         num_parts: ``M``, at least 1.
@@ -181,7 +181,7 @@ class _HoldingOut(Selection):
 
 
 class RandomSplit(_HoldingOut):
-    """Holds a random part of the training store out, to validate on.
+    """Holds out a random part of the training store, to validate on.
 
     Args:
         validation: The share of the rows to hold out, between 0 and 1, or their number.
@@ -228,7 +228,7 @@ class RandomSplit(_HoldingOut):
 
 
 class KFold(_HoldingOut):
-    """Holds one of several folds of the training store out, to validate on.
+    """Holds out one of several folds of the training store, to validate on.
 
     Which one is ``member`` of the data module. Each row is in one fold, and the sizes of folds
     differ by one row at most.
