@@ -13,7 +13,7 @@ Integers = NDArray[np.int64]
 
 
 def shard_rows(num_rows: int, num_shards: int) -> Integers:
-    """Rows in each shard: row ``i`` is in shard ``i % num_shards``.
+    """Count the rows of each shard: row ``i`` is in shard ``i % num_shards``.
 
     Args:
         num_rows: Rows, ``N``.
