@@ -228,7 +228,7 @@ class Decode(Form):
 
     Args:
         dims: Not for images: leave it out.
-        mode: ``"RGB"``, ``"RGBA"`` or ``"L"``, gray values, to which images of other modes are
+        mode: ``"RGB"``, ``"RGBA"`` or ``"L"``, grey values, to which images of other modes are
             converted; or ``"P"``, the indices of a palette, such as class labels.
         size: Height and width, or one number for both. Each image is scaled to fill them, and what
             sticks out on two sides is cut off. By default all images must have one size.
