@@ -178,7 +178,7 @@ class MemmapDataModule(L.LightningDataModule):
             ``Pad(value=-1, multiple=8)``; in a config ``{form: pad, value: -1, multiple: 8}``.
             ``"decode"`` is for bytes that are images: see `lightning_memmap.schema.Decode`.
             Fields must be named here where the first rows that are read do not show that they
-            differ. The form is no part of the store. Lists of records and what may be None are
+            differ. The store does not depend on the form. Lists of records and what may be None are
             named here too, with ``"list"`` and ``"nullable"``; see `lightning_memmap.schema.forms`.
         with_row_numbers: Give every batch the numbers of its rows in their dataset, int64 of shape
             (B,): under the key ``row_number`` if samples are dicts or TensorDicts, and otherwise

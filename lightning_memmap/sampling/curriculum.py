@@ -32,7 +32,7 @@ class Curriculum(SamplerFactory):
             many positions in an epoch.
 
     Raises:
-        TypeError: ``stages`` is no dict of such.
+        TypeError: ``stages`` is not such a dict.
         ValueError: There is none for epoch 0, or they mix different training sets.
     """
 

@@ -190,7 +190,7 @@ class RandomSplit(_HoldingOut):
         seed: Seed of the choice, ``0 <= seed < 2**63``. The seed of the order is another.
 
     Raises:
-        TypeError: ``validation`` is no number, or the seed no integer.
+        TypeError: ``validation`` is not a number, or the seed not an integer.
         ValueError: ``validation`` or the seed is out of range.
     """
 
@@ -242,7 +242,7 @@ class KFold(_HoldingOut):
         seed: Seed of the choice, ``0 <= seed < 2**63``. The seed of the order is another.
 
     Raises:
-        TypeError: ``num_folds`` or the seed is no integer.
+        TypeError: ``num_folds`` or the seed is not an integer.
         ValueError: ``num_folds`` or the seed is out of range.
     """
 

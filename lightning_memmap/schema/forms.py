@@ -47,7 +47,7 @@ class Form:
             that are read do not show it.
 
     Raises:
-        TypeError: A number is none.
+        TypeError: An argument is not a number.
         ValueError: A number is out of range.
     """
 
@@ -236,7 +236,7 @@ class Decode(Form):
             them, and at most 16.
 
     Raises:
-        TypeError: A number is none.
+        TypeError: An argument is not a number.
         ValueError: An argument is out of range.
     """
 
@@ -310,7 +310,7 @@ def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:
         The form of each field.
 
     Raises:
-        TypeError: The argument is no such mapping, or a number in it is none.
+        TypeError: The argument is not such a mapping, or a value in it is not a number.
         ValueError: There is no such form, or a number is out of range.
     """
     if not isinstance(given, Mapping | None):

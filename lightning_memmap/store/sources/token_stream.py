@@ -33,7 +33,7 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
         row_tokens: Tokens of a row, roughly. A row is the least that a build reads at once.
 
     Raises:
-        TypeError: A number is none.
+        TypeError: An argument is not a number.
         ValueError: A number is out of range, the tokens have more than one dimension, or there are
             fewer of them than a window has.
     """
