@@ -105,10 +105,10 @@ class _SplitDataset:
 class MemmapDataModule(L.LightningDataModule):
     """Stores datasets once, keeps them resident on the data devices, and serves super-batches.
 
-    A batch has the structure of the dataset's samples, as ``default_collate`` would give it.
-    Under ``memmap_superbatch`` all data devices of the one process hold shards; under any other
-    strategy each process holds its own shards on its own device. The rows of each global batch
-    are the same.
+    A batch has the structure of the dataset's samples, as ``default_collate`` would give it. Under
+    strategies of one process, such as ``memmap_superbatch``, all its devices hold shards. Under
+    those of several processes, each process holds the shards of its own devices. The rows of each
+    global batch are the same.
 
     Args:
         train_dataset: Dataset to train on, map-style or iterable; see

@@ -24,7 +24,7 @@ _BITS = 2**63
 
 
 class Selection(ABC):
-    """Which rows of which store each split has."""
+    """Decides which rows of which store each split has, for ``MemmapDataModule(subset=...)``."""
 
     #: The splits whose rows it selects; others have all rows of their stores.
     splits: ClassVar[tuple[str, ...]] = ("train",)
