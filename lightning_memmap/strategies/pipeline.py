@@ -73,7 +73,7 @@ class _Run:
 
 
 class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
-    """Trains the stages of a model in a pipeline of processes, or in several such pipelines.
+    """Pipeline parallelism, with data parallelism as a second axis.
 
     Each process holds some stages of the module and no memory of the others. Batches go through
     the stages in micro-batches, in a schedule of ``torch.distributed.pipelining``. The gradients
