@@ -177,7 +177,7 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
 
 class MemoryTrace(L.Callback):
-    """Records the memory of a few training steps, by kind.
+    """Records what the memory of a few training steps is used for.
 
     Each process writes ``memory_trace_rank<r>.json``: ``time_s``, and the bytes of parameters,
     gradients, optimizer state, data and activations (everything else that operators return,

@@ -23,9 +23,11 @@ from lightning_memmap.store.manifest import Manifest
 
 
 class RunSummary(L.Callback):
-    """Prints one table after ``fit`` and one after ``test``.
+    """Prints what was stored, where it was placed, and how fast it was used.
 
-    It shows the contents of the store of each split, the shards of each data device, the
+    There is one table after ``fit`` and one after ``test``.
+
+    The table has the contents of the store of each split, the shards of each data device, the
     throughput of training, and the logged metrics. The table of a test includes the fit before it,
     so that the last table of a program is complete.
 

@@ -30,10 +30,10 @@ from lightning_memmap.schema.nesting import Build, Leaves
 
 
 class Padded(NamedTuple):
-    """Rows that were padded to one length."""
+    """What a batch has for rows that differ in length: padded values, and the lengths."""
 
     values: Tensor
-    """Of shape (B, *padded lengths, *item shape)."""
+    """The padded rows, of shape (B, *padded lengths, *item shape)."""
     lengths: Tensor
     """How much of each row is not padding: int64 of shape (B,), or (B, k) where ``k`` dimensions
     differ. On the device of ``values``."""

@@ -27,8 +27,11 @@ class Records(list[Any]):
 
 
 class RowList(list[Any]):
-    """The rows of one field, one by one: tensors, or for text str or bytes. Or the rows of a list
-    of records: what each has of them. A list like any other, but no container of fields."""
+    """A list with one entry for each row of a batch: a tensor, a str, bytes, or what a row has of a
+    list of records.
+
+    It is a list like any other, but counts as one field and not as a container of fields.
+    """
 
 
 def describe_leaf(name: str, leaf: Any) -> Field:

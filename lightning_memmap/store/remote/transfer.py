@@ -46,7 +46,7 @@ def push_store(
         progress: Show a progress bar.
 
     Raises:
-        ValueError: ``path`` is a URL, or ``url`` is none.
+        ValueError: ``path`` is a URL, or ``url`` is not.
         StoreNotFoundError: There is no store at ``path``, or no such bucket.
         StoreError: The store is damaged or replaced meanwhile, something else is at the URL or is
             pushed there at the same time, or it cannot be reached.
@@ -105,7 +105,7 @@ def pull_store(
         The open store.
 
     Raises:
-        ValueError: ``path`` is a URL, or ``url`` is none.
+        ValueError: ``path`` is a URL, or ``url`` is not.
         StoreNotFoundError: There is no store at the URL.
         StoreError: It cannot be reached, is damaged, or was replaced meanwhile; or something else
             is in the directory.
