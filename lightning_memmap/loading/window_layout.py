@@ -1,83 +1,68 @@
-"""The layout of a window in memory, and the reads that fill it from the files of a store."""
+"""The layout of a window in memory whose rows are runs of a file, the same of each shard."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from lightning_memmap.loading.buffers import Buffers, GrowingPool, copy_rows
-from lightning_memmap.loading.row_source import Leaf
+from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.store_offsets import StoreOffsets
-from lightning_memmap.loading.window_items import ItemLayout, ItemMemory, largest_window
+from lightning_memmap.loading.window_items import (
+    ItemLayout,
+    ItemMemory,
+    RowMemory,
+    item_memory,
+    largest_window,
+)
 from lightning_memmap.loading.window_reads import (
-    Pieces,
     Read,
     block_rows,
     reads_in_place,
-    reads_of_pieces,
     reads_to_copy,
     scratch_memory,
 )
 from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import ItemRows
-from lightning_memmap.store.row_file import RowFile, aligned_memory
+from lightning_memmap.store.row_file import RowFile
 
-#: Re-striped rows are looked up together, some of each shard at a time.
-_LOOKUP_BYTES = 16 * 2**20
-#: Rows of each shard that are looked at to estimate how many of the bytes read are not used.
-_SAMPLE_ROWS = 4096
 #: Runs of a shard in a window at most: a window may wrap around, and some shards have a row more.
 _MAX_RUNS = 3
 #: The largest share of a shard's slots that may stay free so that a disk can write rows directly.
 _MAX_FREE = 1 / 64
 
 
-class RowMemory:
-    """The memory of a window of rows.
+class RunMemory(RowMemory):
+    """The memory of a window of runs.
 
     Args:
         layout: Where rows lie in it.
-        rows: One tensor of shape (slots, *field shape) for each field whose rows have one shape.
-        items: The memory of each other field.
+        rows: As for `RowMemory`.
+        items: As there.
     """
 
     def __init__(self, layout: "WindowLayout", rows: Buffers, items: Sequence[ItemMemory]) -> None:
-        self.rows = rows
-        self.items = items
+        super().__init__(rows, items, layout.variable)
         self._layout = layout
-        self._pools = [GrowingPool() for _ in items]
 
-    def reads(self, runs: Sequence[range]) -> Iterator[Read]:
+    def reads(self, windows: ReadWindows, epoch: int, number: int) -> Iterator[Read]:
         """The reads that fill a window; see `WindowMemory.reads`.
 
-        Args:
-            runs: The offsets of each shard's rows in the window. The rows of each run go to
-                consecutive slots, from that of `WindowLayout.run_starts` on. Other slots are
-                undefined.
-        """
-        return self._layout.reads(runs, self)
-
-    def fetch(self, slots: Tensor, out: Buffers) -> list[Leaf]:
-        """Copy rows into a batch; see `WindowMemory.fetch`.
+        The rows of each run go to consecutive slots, from that of `WindowLayout.run_starts` on.
+        Other slots are undefined.
 
         Args:
-            slots: Where they are, int64 of shape (B,), on the CPU.
-            out: Buffers for the fields whose rows have one shape.
+            windows: Which rows are in which window.
+            epoch: Epoch, counted from 0.
+            number: Window of the epoch, counted from 0.
         """
-        copy_rows(self.rows, slots, out)
-        leaves: list[Leaf] = [*out.tensors]
-        parts = zip(self._layout.variable, self.items, self._pools, strict=True)
-        for index, items, pool in parts:
-            # Their memory will be read over.
-            leaves.insert(index, items.located(slots.numpy()).copied(pool.get))
-        return leaves
+        return self._layout.reads(windows.runs(epoch, number), self)
 
 
 class WindowLayout:
     """Where the rows of some shards lie in the memory of a window, and how they are read.
 
+    The shards are those of the store, and a window has the same offsets of each: runs of a file.
     The memory has slots for rows, an equal number for each shard.
 
     Direct reads begin at a block, in the file and in memory. Where few free slots suffice for it,
@@ -113,20 +98,19 @@ class WindowLayout:
         self._shards = np.array(shards, np.int64)
         self._sizes = offsets.shards.sizes
         num_shards = offsets.shards.num_shards
+        multiples = [block_rows(file) for file in self._files if file is not None]
+        limit = max(1, window * _MAX_FREE / (2 * _MAX_RUNS))
         #: A run's first slot is, modulo this, its first row's number in the file.
-        self._multiple = 1
-        if offsets.starts is not None:
-            multiples = [block_rows(file) for file in self._files if file is not None]
-            limit = max(1, window * _MAX_FREE / (2 * _MAX_RUNS))
-            self._multiple = max((each for each in multiples if each <= limit), default=1)
+        self._multiple = max((each for each in multiples if each <= limit), default=1)
         free = 2 * _MAX_RUNS * (self._multiple - 1)
         self._slots_per_shard = _round_up(window + free, self._multiple)
-        self._starts = offsets.shards.starts if offsets.starts is None else offsets.starts
+        assert offsets.starts is not None
+        self._starts = offsets.starts
         #: By shard of the split, the first of its slots; -1 for shards of other processes.
         self._first_slots = np.full(num_shards, -1, np.int64)
         self._first_slots[self._shards] = np.arange(len(shards)) * self._slots_per_shard
         most = {i: largest_window(items[i], offsets, shards, window) for i in self.variable}
-        max_runs = 0 if offsets.starts is None else _MAX_RUNS * len(shards)
+        max_runs = _MAX_RUNS * len(shards)
         self._items = [ItemLayout(items[i], files[i], most[i], max_runs) for i in self.variable]
 
     @property
@@ -166,19 +150,13 @@ class WindowLayout:
         """
         return windows.row_offsets(epoch, positions, self.num_slots, self.run_starts)
 
-    def allocate(self) -> RowMemory:
+    def allocate(self) -> "RunMemory":
         """Memory for a window, on the CPU, with undefined content."""
-        buffers = []
-        for field in self._fixed:
-            shape = (self.num_slots, *field.item_shape)
-            if not field.row_bytes:
-                buffers.append(torch.empty(shape, dtype=field.dtype))
-                continue
-            memory = aligned_memory(self.num_slots * field.row_bytes)
-            flat = torch.frombuffer(memory, dtype=torch.uint8)
-            buffers.append(flat.view(field.dtype).view(shape))
+        buffers = [
+            item_memory(self.num_slots, field.item_shape, field.dtype) for field in self._fixed
+        ]
         items = [layout.allocate(self.num_slots) for layout in self._items]
-        return RowMemory(self, Buffers.of(buffers), items)
+        return RunMemory(self, Buffers.of(buffers), items)
 
     def scratch(self) -> memoryview:
         """Scratch memory for the reads of one thread; see `scratch_memory`."""
@@ -201,9 +179,6 @@ class WindowLayout:
             if file is None:
                 continue
             target = buffer.view(-1).view(torch.uint8).view(self.num_slots, file.row_bytes)
-            if self._offsets.starts is None:
-                yield from self._scattered_reads(file, runs, target)
-                continue
             in_place = self._multiple % block_rows(file) == 0
             for rows in self._long_runs(runs):
                 cut = reads_in_place if in_place else reads_to_copy
@@ -212,27 +187,6 @@ class WindowLayout:
             slots, locations = self._located(runs)
             for layout, items in zip(self._items, memory.items, strict=True):
                 yield from layout.reads(locations, slots, items)
-
-    def share_used(self, runs: Sequence[range]) -> float:
-        """Estimate the share of the bytes read that is used, from the first rows of the shards.
-
-        Args:
-            runs: The offsets of each shard's rows in a window, in runs of consecutive ones.
-
-        Returns:
-            Between 0 and 1; always 1 where the shards are those of the store.
-        """
-        if self._offsets.starts is not None:
-            return 1.0
-        offsets = np.concatenate([np.arange(run.start, run.stop) for run in runs])
-        _, rows = self._rows(offsets[:_SAMPLE_ROWS], 0)
-        found = [
-            (file.row_bytes, Pieces.of(rows, rows + 1, file.row_bytes))
-            for file in filter(None, self._files)
-        ]
-        found += [(layout.field.item_bytes, layout.pieces(rows)) for layout in self._items]
-        read = sum(size * pieces.num_read for size, pieces in found)
-        return sum(size * pieces.num_used for size, pieces in found) / read if read else 1.0
 
     def _located(self, runs: Sequence[range]) -> tuple[Integers, Integers]:
         """The slots of all rows of a window, and where these lie in the files."""
@@ -258,29 +212,6 @@ class WindowLayout:
             for run, slots in zip(runs, starts, strict=True):
                 if rows := range(start + run.start, start + min(run.stop, size)):
                     yield rows, int(slots[shard])
-
-    def _scattered_reads(
-        self, file: RowFile, runs: Sequence[range], target: Tensor
-    ) -> Iterator[Read]:
-        """The reads of re-striped rows.
-
-        The rows of all shards together are looked up in the file, some of each shard at a time.
-        """
-        offsets = np.concatenate([np.arange(run.start, run.stop) for run in runs])
-        step = max(1, _LOOKUP_BYTES // (file.row_bytes * len(self._shards)))
-        for begin in range(0, len(offsets), step):
-            slots, rows = self._rows(offsets[begin : begin + step], begin)
-            yield from reads_of_pieces(file, rows, rows + 1, slots, target)
-
-    def _rows(self, offsets: Integers, begin: int) -> tuple[Integers, Integers]:
-        """The slots of the rows at offsets of all shards, and their rows of the file, ascending."""
-        wanted = offsets < self._sizes[self._shards, None]
-        first_slots = self._first_slots[self._shards, None]
-        slots = (first_slots + np.arange(begin, begin + len(offsets)))[wanted]
-        shards = np.broadcast_to(self._shards[:, None], wanted.shape)[wanted]
-        rows = self._offsets.of(shards, np.broadcast_to(offsets, wanted.shape)[wanted])
-        order = np.argsort(rows)
-        return slots[order], rows[order]
 
 
 def _round_up(number: int, multiple: int) -> int:

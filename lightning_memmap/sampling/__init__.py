@@ -18,6 +18,7 @@ Integers only: no file, no tensor, no device.
     differences         in which way two of them differ, in words
     permutations        the order within shards, from random bits
     window_permutation  the same, window by window
+    mixture_windows     several sets, each of which is read on and on
     schedule            how an epoch is divided into steps
     windows             how an epoch is divided into what is read from disk at once
 """
@@ -38,7 +39,7 @@ from lightning_memmap.sampling.shuffled import ShuffledSampler
 from lightning_memmap.sampling.subset import ChosenRows, RowSubset, StridedRows
 from lightning_memmap.sampling.weighted import Weighted, WeightedSampler
 from lightning_memmap.sampling.window_shards import WindowShards, spans_of
-from lightning_memmap.sampling.windows import ReadWindows, default_window
+from lightning_memmap.sampling.windows import ReadWindows, default_window, has_runs
 
 __all__ = [
     "BatchSchedule",
@@ -72,6 +73,7 @@ __all__ = [
     "WindowedSampler",
     "default_window",
     "derive_seed",
+    "has_runs",
     "shard_rows",
     "shard_starts",
     "spans_of",
