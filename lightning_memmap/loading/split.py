@@ -30,7 +30,6 @@ from lightning_memmap.sampling import (
     Sampler,
     Shards,
     WindowShards,
-    has_runs,
 )
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
@@ -238,7 +237,7 @@ def largest_window_bytes(
     if not variable:
         return total
     offsets = StoreOffsets.into(store, shards)
-    largest = largest_window if has_runs(windows.sampler) else largest_of_any
+    largest = largest_window if windows.has_runs else largest_of_any
     for column in store.provide(variable, _stored_shards(store, shards, held)):
         if isinstance(column, ItemRows):
             # An index entry for each row beside its items.
@@ -325,7 +324,7 @@ def _streamed_rows(
         {index: found for index, found in enumerate(opened) if isinstance(found, ItemRows)},
         offsets,
     )
-    if offsets.starts is not None and has_runs(windows.sampler):
+    if offsets.starts is not None and windows.has_runs:
         runs = WindowLayout(*of_rows, shards=shards, window=windows.longest)
         return StreamedRows(runs, windows.rows)
     layout = PlacedLayout(*of_rows, held=shards, windows=windows)

@@ -20,7 +20,7 @@ from lightning_memmap.loading.window_items import (
     largest_window,
 )
 from lightning_memmap.loading.window_reads import Read, scratch_memory
-from lightning_memmap.sampling import Integers, ReadWindows, has_runs
+from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import ItemRows
 from lightning_memmap.store.columns.variable import Located
@@ -111,7 +111,7 @@ class PlacedLayout:
         #: The files of the others.
         self.files = [file for index, file in enumerate(files) if index not in items]
         self._offsets, self._held = offsets, np.array(held, np.int64)
-        in_runs, window = has_runs(windows.sampler), windows.longest
+        in_runs, window = windows.has_runs, windows.longest
         max_runs = 0 if in_runs else MAX_PLACED_RUNS * len(held)
         opened = [file for file in self.files if file is not None]
         self.places = RunPlaces(fields[0].name, opened, len(held) * window, max_runs)

@@ -16,7 +16,7 @@ from lightning_memmap.loading.window_items import RunPlaces, check_numbers, most
 from lightning_memmap.loading.window_places import MAX_PLACED_RUNS
 from lightning_memmap.loading.window_reads import Read, scratch_memory
 from lightning_memmap.loading.window_rows import WindowRows
-from lightning_memmap.sampling import Integers, ReadWindows, WindowShards, has_runs
+from lightning_memmap.sampling import Integers, ReadWindows, WindowShards
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns.variable import Located
 from lightning_memmap.store.row_file import RowFile
@@ -122,7 +122,7 @@ class SeriesLayout:
         check_numbers(windows, self.num_slots)
         # In dataset order, series that follow one another are in all shards of the store.
         count = shards.num_shards if shards.is_ordered else len(held)
-        max_runs = (_MAX_RUNS if has_runs(windows.sampler) else MAX_PLACED_RUNS) * count
+        max_runs = (_MAX_RUNS if windows.has_runs else MAX_PLACED_RUNS) * count
         most = largest_window_steps(shards, held, windows)
         self.places = RunPlaces(shards.fields[0], [f for f in files if f], most, max_runs)
 
@@ -159,7 +159,7 @@ class SeriesLayout:
             Steps that follow one another, series by series or window by window.
         """
         line = self.shards
-        if has_runs(windows.sampler):
+        if windows.has_runs:
             series, firsts, counts = line.stretches(self._held, windows.runs(epoch, number))
         else:
             drawn = windows.offsets(epoch, number, np.array(self._held, np.int64))
@@ -199,7 +199,7 @@ def largest_window_steps(shards: WindowShards, held: Sequence[int], windows: Rea
         windows, it is counted as if they had no step in common.
     """
     window = windows.longest
-    if not has_runs(windows.sampler):
+    if not windows.has_runs:
         return len(held) * window * shards.length
     # A run that begins inside of a series.
     shared = max(0, shards.length - shards.stride)

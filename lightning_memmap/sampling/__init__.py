@@ -39,7 +39,7 @@ from lightning_memmap.sampling.shuffled import ShuffledSampler
 from lightning_memmap.sampling.subset import ChosenRows, RowSubset, StridedRows
 from lightning_memmap.sampling.weighted import Weighted, WeightedSampler
 from lightning_memmap.sampling.window_shards import WindowShards, spans_of
-from lightning_memmap.sampling.windows import ReadWindows, default_window, has_runs
+from lightning_memmap.sampling.windows import ReadWindows, default_window
 
 __all__ = [
     "BatchSchedule",
@@ -73,7 +73,6 @@ __all__ = [
     "WindowedSampler",
     "default_window",
     "derive_seed",
-    "has_runs",
     "shard_rows",
     "shard_starts",
     "spans_of",

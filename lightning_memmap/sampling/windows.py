@@ -30,17 +30,6 @@ def default_window(num_shards: int, row_bytes: float) -> int:
     return max(1, int(DEFAULT_WINDOW_BYTES // max(1, num_shards * row_bytes)))
 
 
-def has_runs(sampler: Sampler) -> bool:
-    """Whether a window has the same offsets of each shard, in runs of consecutive ones.
-
-    Args:
-        sampler: The order.
-    """
-    if sampler.is_sequential or not isinstance(sampler, WindowedSampler):
-        return sampler.is_sequential
-    return sampler.window_runs(0, 0) is not None
-
-
 @dataclass(frozen=True)
 class ReadWindows:
     """The windows of a sampler's epochs.
@@ -69,6 +58,13 @@ class ReadWindows:
                 " residency='mmap'. A sampler of your own that shuffles within windows is a"
                 " WindowedSampler"
             )
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether a window has the same offsets of each shard, in runs of consecutive ones."""
+        if self.sampler.is_sequential or not isinstance(self.sampler, WindowedSampler):
+            return self.sampler.is_sequential
+        return self.sampler.window_runs(0, 0) is not None
 
     def __len__(self) -> int:
         return -(-self.sampler.num_positions // (self.rows * self.sampler.num_shards))
@@ -144,7 +140,7 @@ class ReadWindows:
             The shard of each, and its offset within the shard, both int64 of shape (B,). A row may
             be there several times.
         """
-        if has_runs(self.sampler):
+        if self.has_runs:
             runs = [np.arange(run.start, run.stop) for run in self.runs(epoch, number)]
             grid = np.concatenate(runs)[:most, None].repeat(len(held), axis=1)
             wanted = grid < self.sampler.shards.sizes[held]
