@@ -167,8 +167,9 @@ class MemmapDataModule(L.LightningDataModule):
             rows are mixed, except under ``residency="stream"``, which reads this number of rows of
             each shard at once: there it is what makes 512 MiB over all shards. The order of rows
             depends on this number, and not on the residency, the machine or the number of devices:
-            a run with one number is the same everywhere, and is resumed with that number. It is
-            refused with ``shuffle=False``, except under ``stream``.
+            a run with one number is the same everywhere, and is resumed with that number. The
+            samplers of this package come in such windows too. It is refused with
+            ``shuffle=False``, except under ``stream``.
         sampler: Makes the order of the training rows, instead of ``shuffle``, such as
             `lightning_memmap.sampling.Weighted`: a `lightning_memmap.sampling.SamplerFactory`, or a
             function of the `lightning_memmap.sampling.Shards` and the seed that returns a

@@ -24,6 +24,9 @@ class Mixture(SamplerFactory):
     rounded up or down at random so that this is the mean over epochs, as of `Weighted`. All steps
     have about the same shares, since they are those of the shards.
 
+    In windows, see ``shuffle_window``, each shard reads its piece of a set on and on instead, and
+    an epoch goes on where the last one ended; see `lightning_memmap.sampling.mixture_windows`.
+
     Args:
         shares: The share of each set by the name that it has in ``train_dataset``, not negative.
             They need not add up to 1.

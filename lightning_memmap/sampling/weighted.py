@@ -27,7 +27,7 @@ class Weighted(SamplerFactory):
     In each epoch, a row comes as often as ``num_samples * weight / sum(weights)`` says, rounded up
     or down at random so that this is the mean over epochs. So rows are as even as their weights
     allow: those of equal weight come equally often, up to once, which independent draws would not
-    do.
+    do. In windows, see ``shuffle_window``, an epoch has the same rows.
 
     Args:
         weights: One weight for each row of the dataset, in its order, not negative: a tensor, an
