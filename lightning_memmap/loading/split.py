@@ -19,7 +19,7 @@ from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
 from lightning_memmap.loading.window_items import largest_of_any, largest_window
 from lightning_memmap.loading.window_layout import WindowLayout
-from lightning_memmap.loading.window_places import PlacedLayout
+from lightning_memmap.loading.window_places import LOOKUP_BYTES, PlacedLayout
 from lightning_memmap.loading.window_rows import WindowRows, window_rows
 from lightning_memmap.loading.window_series import SeriesLayout, largest_window_steps
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
@@ -229,11 +229,12 @@ def largest_window_bytes(
     """
     needed = [f for f in store.schema.fields if fields is None or f.name in fields]
     shards, rows = windows.sampler.shards, windows.longest
+    total = 0 if windows.has_runs else len(held) * rows * LOOKUP_BYTES
     if (line := _line_of(shards)) is not None:
         num_bytes = sum(field.step_bytes for field in needed if field.name in line.fields)
-        return num_bytes * largest_window_steps(line, held, windows)
+        return total + num_bytes * largest_window_steps(line, held, windows)
     variable = [field.name for field in needed if field.num_variable]
-    total = len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
+    total += len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
     if not variable:
         return total
     offsets = StoreOffsets.into(store, shards)
@@ -324,8 +325,9 @@ def _streamed_rows(
         {index: found for index, found in enumerate(opened) if isinstance(found, ItemRows)},
         offsets,
     )
-    if offsets.starts is not None and windows.has_runs:
+    if windows.has_runs:
         runs = WindowLayout(*of_rows, shards=shards, window=windows.longest)
+        _warn_of_waste(store, runs.share_used([range(windows.longest)]))
         return StreamedRows(runs, windows.rows)
     layout = PlacedLayout(*of_rows, held=shards, windows=windows)
     _warn_of_waste(store, layout.share_used(windows))

@@ -278,13 +278,14 @@ class ItemLayout:
         if self._file is not None and len(memory.items):
             yield from self._places.reads(self._file, placed, memory.items)
 
-    def share_used(self, locations: Integers) -> float:
-        """The share of the items read that are wanted; see `RunPlaces.share_used`.
+    def pieces(self, locations: Integers) -> Pieces:
+        """How rows that lie apart are read.
 
         Args:
-            locations: Where rows lie in the index, int64 of shape (B,).
+            locations: Where they lie in the index, int64 of shape (B,).
         """
-        return self._places.share_used(self._rows.at(locations), self.field.item_bytes)
+        begins, ends, _ = _runs_of(self._rows.at(locations))
+        return Pieces.of(begins, ends, self.field.item_bytes)
 
 
 def check_numbers(windows: ReadWindows, num_places: int) -> None:

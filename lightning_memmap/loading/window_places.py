@@ -17,7 +17,6 @@ from lightning_memmap.loading.window_items import (
     RunPlaces,
     check_numbers,
     largest_of_any,
-    largest_window,
 )
 from lightning_memmap.loading.window_reads import Read, scratch_memory
 from lightning_memmap.sampling import Integers, ReadWindows
@@ -28,8 +27,8 @@ from lightning_memmap.store.row_file import RowFile
 
 #: Runs of a shard in a window that are few: it may wrap around, and reach into another store.
 MAX_PLACED_RUNS = 6
-#: Rows of each shard that are looked at to estimate how many of the bytes read are not used.
-SAMPLE_ROWS = 4096
+#: What is kept for each row of a window beside the row, and taken while it is looked up, in bytes.
+LOOKUP_BYTES = 56
 
 
 class PlacedMemory(RowMemory):
@@ -111,16 +110,12 @@ class PlacedLayout:
         #: The files of the others.
         self.files = [file for index, file in enumerate(files) if index not in items]
         self._offsets, self._held = offsets, np.array(held, np.int64)
-        in_runs, window = windows.has_runs, windows.longest
-        max_runs = 0 if in_runs else MAX_PLACED_RUNS * len(held)
+        window, max_runs = windows.longest, MAX_PLACED_RUNS * len(held)
         opened = [file for file in self.files if file is not None]
         self.places = RunPlaces(fields[0].name, opened, len(held) * window, max_runs)
-        largest = largest_window if in_runs else largest_of_any
-        most = {index: largest(items[index], offsets, held, window) for index in self.variable}
+        most = {i: largest_of_any(items[i], offsets, held, window) for i in self.variable}
         #: Of each field whose rows differ in length.
-        self.items = [
-            ItemLayout(items[index], files[index], most[index], max_runs) for index in self.variable
-        ]
+        self.items = [ItemLayout(items[i], files[i], most[i], max_runs) for i in self.variable]
         #: A row is told by its place in the files.
         self.num_slots = offsets.num_places
         check_numbers(windows, self.num_slots)
@@ -154,21 +149,18 @@ class PlacedLayout:
         """Scratch memory for the reads of one thread; see `scratch_memory`."""
         return scratch_memory(max(field.item_bytes for field in self.fields))
 
-    def located(
-        self, windows: ReadWindows, epoch: int, number: int, most: int | None = None
-    ) -> Located:
+    def located(self, windows: ReadWindows, epoch: int, number: int) -> Located:
         """Where the rows of a window are in the files.
 
         Args:
             windows: Which rows are in which window.
             epoch: Epoch, counted from 0.
             number: Window of the epoch, counted from 0.
-            most: So many rows of each shard are enough, where windows have runs.
 
         Returns:
             Each row once, in ascending order.
         """
-        rows = np.unique(self._offsets.of(*windows.offsets(epoch, number, self._held, most)))
+        rows = np.unique(self._offsets.of(*windows.offsets(epoch, number, self._held)))
         return Located(rows, np.ones((len(rows), 1), np.int64))
 
     def share_used(self, windows: ReadWindows) -> float:
@@ -180,12 +172,5 @@ class PlacedLayout:
         Returns:
             Between 0 and 1.
         """
-        found = self.located(windows, 0, 0, SAMPLE_ROWS)
-        shares = [
-            (field.row_bytes, self.places.share_used(found, field.row_bytes))
-            for field in self._fixed
-            if field.row_bytes
-        ]
-        shares += [(each.mean_row_bytes, each.share_used(found.starts)) for each in self.items]
-        used = sum(num_bytes for num_bytes, _ in shares)
-        return used / sum(num_bytes / share for num_bytes, share in shares) if used else 1.0
+        # As if rows that differ in length did not.
+        return self.places.share_used(self.located(windows, 0, 0), max(1, self.row_bytes))

@@ -125,32 +125,24 @@ class ReadWindows:
             range(number * self.rows, min((number + 1) * self.rows, self.sampler.shards.longest))
         ]
 
-    def offsets(
-        self, epoch: int, number: int, held: Integers, most: int | None = None
-    ) -> tuple[Integers, Integers]:
-        """The rows that a window has of some shards.
+    def offsets(self, epoch: int, number: int, held: Integers) -> tuple[Integers, Integers]:
+        """The rows that a window has of some shards, for any sampler.
 
         Args:
             epoch: Epoch, counted from 0.
             number: Window of the epoch, counted from 0.
             held: The shards, int64 of shape (S,).
-            most: So many offsets of each shard are enough, where there are runs.
 
         Returns:
             The shard of each, and its offset within the shard, both int64 of shape (B,). A row may
             be there several times.
         """
-        if self.has_runs:
-            runs = [np.arange(run.start, run.stop) for run in self.runs(epoch, number)]
-            grid = np.concatenate(runs)[:most, None].repeat(len(held), axis=1)
-            wanted = grid < self.sampler.shards.sizes[held]
-        else:
-            first = number * self.rows
-            last = min(first + self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
-            found = self.sampler.grid(epoch, first, last - 1, held, np.zeros_like(held))
-            grid = found.reshape(-1, len(held))
-            rounds = np.arange(first, last, dtype=np.int64)[:, None]
-            wanted = rounds * self.sampler.num_shards + held < self.sampler.num_positions
+        first = number * self.rows
+        last = min(first + self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
+        found = self.sampler.grid(epoch, first, last - 1, held, np.zeros_like(held))
+        grid = found.reshape(-1, len(held))
+        rounds = np.arange(first, last, dtype=np.int64)[:, None]
+        wanted = rounds * self.sampler.num_shards + held < self.sampler.num_positions
         return np.broadcast_to(held, grid.shape)[wanted], grid[wanted]
 
     def row_offsets(

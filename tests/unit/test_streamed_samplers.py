@@ -12,6 +12,7 @@ import torch
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.data import set_up as set_up_module
 from lightning_memmap.errors import PlacementError
+from lightning_memmap.loading.window_places import LOOKUP_BYTES
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import TokenStream
@@ -202,8 +203,8 @@ def test_bytes_of_a_token_mixture_are_read_about_once(
 def test_window_that_does_not_fit_is_refused_with_one_that_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Of 12 shards, two windows of 40 rows of 65 tokens.
-    budget = 2 * 12 * 40 * 65 * 4
+    # Of 12 shards, two windows of 40 rows of 65 tokens, and of what it takes to look them up.
+    budget = 2 * 12 * 40 * (65 * 4 + LOOKUP_BYTES)
     monkeypatch.setattr(set_up_module, "device_budgets", lambda *_: {torch.device("cpu"): budget})
     options: dict[str, Any] = {"sampler": Mixture({"a": 1, "b": 1})}
     with pytest.raises(PlacementError, match="shuffle_window=40 or less"):
