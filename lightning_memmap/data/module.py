@@ -166,8 +166,8 @@ class MemmapDataModule(L.LightningDataModule):
             rows are mixed. ``residency="stream"`` reads this number of rows of each shard at once,
             by default as many as make 512 MiB over all shards. The order of rows depends on this
             number, but not on the residency, the machine or the number of devices. A run is resumed
-            with the number that it started with. Refused with ``shuffle=False``, except under
-            ``stream``.
+            with the number that it started with. The samplers of this package come in such windows
+            too. Refused with ``shuffle=False``, except under ``stream``.
         sampler: Makes the order of the training rows, instead of ``shuffle``, such as
             `lightning_memmap.sampling.Weighted`: a `lightning_memmap.sampling.SamplerFactory`, or a
             function of the `lightning_memmap.sampling.Shards` and the seed that returns a

@@ -112,10 +112,11 @@ class DataOptions:
                 f"sampler={self.sampler!r}: give Weighted(...), or a function of the shards and the"
                 " seed that returns a sampler, such as lambda shards, seed: MySampler(shards)"
             )
-        if self.shuffle_window is not None and self.residency != "stream":
+        is_function = not isinstance(self.sampler, SamplerFactory)
+        if self.shuffle_window is not None and is_function and self.residency != "stream":
             raise ValueError(
-                f"shuffle_window={self.shuffle_window} with a sampler: leave one of them out;"
-                " the sampler decides the order"
+                f"shuffle_window={self.shuffle_window} with a sampler that a function returns:"
+                " leave one of them out; the function decides the order"
             )
         if not self.shuffle:
             raise ValueError(

@@ -209,11 +209,13 @@ class Planner:
     def _make_order(self, store: Store, shards: Shards, window: int) -> Sampler:
         options = self.stores.options
         given, seed = options.sampler, options.seed
+        is_whole = options.shuffle_window is None and options.residency != Residency.STREAM.value
         if given is not None:
-            return made_sampler(given, shards, seed, fields_of(store, shards))
+            fields = fields_of(store, shards)
+            return made_sampler(given, shards, seed, fields, None if is_whole else window)
         if not options.shuffle:
             return SequentialSampler(shards)
-        if options.shuffle_window is None and options.residency != Residency.STREAM.value:
+        if is_whole:
             return ShuffledSampler(shards, seed)
         return BlockShuffledSampler(shards, seed, window)
 

@@ -171,8 +171,7 @@ class WindowedSampler(Sampler):
     def window_rows(self) -> int:
         """Rows of a shard in every window but the last."""
 
-    @abstractmethod
-    def window_runs(self, epoch: int, number: int) -> list[range]:
+    def window_runs(self, epoch: int, number: int) -> list[range] | None:
         """The offsets of each shard that a window has, in runs of consecutive ones.
 
         In the last window, a shard that is one row shorter than others lacks the last offset.
@@ -183,7 +182,10 @@ class WindowedSampler(Sampler):
 
         Returns:
             Ranges of offsets in the order in which they lie in the window, the same for each shard.
+            None, in every window, where shards differ in them or a row comes twice: the rows of a
+            window are then looked up position by position.
         """
+        return None
 
 
 def check_seed(seed: int) -> None:
