@@ -36,6 +36,12 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
+def of_store(kind: str, **arguments: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """A change of the config: another dataset, of this package."""
+    dataset = {"class_path": f"lightning_memmap.store.{kind}", "init_args": arguments}
+    return DATA, {"train_dataset": dataset}
+
+
 class Command:
     """Runs ``lightning-memmap`` in this process and keeps its output."""
 
@@ -338,6 +344,7 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
     assert last_line(command).startswith("error: ")
 
 
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
 @pytest.mark.parametrize(
     ("path", "values", "words"),
     [
@@ -346,6 +353,18 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
         (("trainer",), {"default_root_dir": "/proc/none"}, "'/proc/none'"),
         (DATA, {"batch_size": None}, "batch_size=None: give an integer"),
         (DATA, {"sampler": "WeightedSampler"}, "such as Weighted(...)"),
+        (DATA, {"sampler": "Sampler"}, "sampler.Sampler'>: give Weighted(...)"),
+        (DATA, {"transform": "math.sqrt"}, "it cannot be called with a batch (must be real number"),
+        (DATA, {"variable": {"x": {"class_path": "lightning_memmap.schema.Form"}}}, "is no form"),
+        (DATA, {"variable": {"x": {"length": 32}}}, "its name with all of its arguments"),
+        ((*DATA, "train_dataset"), {"dict_kwargs": {"number": 3}}, "unexpected keyword argument"),
+        (*of_store("TokenStream", tokens="confg.yaml", length=4), "did you mean 'config.yaml'?"),
+        (*of_store("TokenStream", tokens="/", length=4), "Is a directory: '/'"),
+        (*of_store("ColumnDataset", columns="confg.yaml"), "did you mean 'config.yaml'?"),
+        (*of_store("ColumnDataset", columns="config.yaml"), "cannot be read as a Parquet file"),
+        (*of_store("TarDataset", tars="confg.yaml"), "did you mean 'config.yaml'?"),
+        (*of_store("TarDataset", tars="config.yaml"), "config.yaml, at 'its first member'"),
+        (*of_store("ImageFolder", root="nowhere"), "there is no such folder"),
     ],
 )
 def test_value_that_its_type_allows_is_refused_without_a_traceback(
@@ -369,6 +388,51 @@ def test_argument_beside_the_class_is_named(
     assert command("fit", "--config", command.config(*path, **values)) == 2
     assert "stands beside class_path: a class has a class_path and init_args" in command.err
     assert command.err.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "words"),
+    [
+        ((), {"model": "math.sqrt"}, "model: 'math.sqrt' is no LightningModule"),
+        (DATA, {"train_dataset": "math.sqrt"}, " 'math.sqrt' is no Dataset and no dict"),
+        (
+            DATA,
+            {"sampler": "math.sqrt"},
+            " 'math.sqrt' is no SamplerFactory; 'math.sqrt' has no annotation that it returns a"
+            " Sampler",
+        ),
+        (
+            DATA,
+            {"transform": "math.pi"},
+            " transform: 3.141592653589793 is no function and no class",
+        ),
+        (DATA, {"transform": POINTS}, " transform: the objects of 'tests.models.Points' cannot be"),
+        (
+            DATA,
+            {"subset": "Selection"},
+            " subset: 'Selection' is abstract: name a class that is not",
+        ),
+        (
+            DATA,
+            {"sampler": {"class_path": "lightning_memmap.sampling.SamplerFactory"}},
+            " sampler: 'lightning_memmap.sampling.SamplerFactory' is abstract",
+        ),
+        (
+            DATA,
+            {"train_dataset": "torch.utils.data.IterableDataset"},
+            " 'torch.utils.data.IterableDataset' is abstract",
+        ),
+        (DATA, {"sampler": "BucketedSampler"}, "lengths, bucket_size, num_buckets are missing"),
+    ],
+)
+def test_class_of_another_kind_is_refused_in_words(
+    command: Command, path: tuple[str, ...], values: dict[str, Any], words: str
+) -> None:
+    assert command("fit", "--config", command.config(*path, **values)) == 2
+    first, second = command.err.splitlines()
+    assert words in first
+    assert "Expected" not in first
+    assert second == "lightning-memmap fit --help lists the arguments"
 
 
 @pytest.mark.parametrize("sampler", ["tests.models.Points", {}])

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from lightning_memmap.compare.advise.predict import workload_of
+from lightning_memmap.compare.advise.predict import one_device_variant, workload_of
 from lightning_memmap.compare.report.report import Report
 from lightning_memmap.costs import Cluster, Workload
 from lightning_memmap.sizes import parse_bytes
@@ -19,7 +19,8 @@ class Question:
     """The options of the command.
 
     Args:
-        report: The ``report.json`` of a comparison with the variant ``auto``.
+        report: The ``report.json`` of a comparison with a variant that trains on one device,
+            ``auto`` or ``memmap_superbatch``.
         config: Instead of it, a config whose model and data are measured now.
         out: Folder for that measurement.
         devices: Devices of a node; by default those of the comparison.
@@ -146,8 +147,8 @@ class Question:
             )
         cores = float("inf")
         if on_cpu and is_here:
-            auto = next(each for each in report.variants if each.variant == "auto")
-            cores = max(1.0, environment.cores / max(1.0, auto.figures["threads"][0]))
+            found, _ = one_device_variant(report)
+            cores = max(1.0, environment.cores / max(1.0, found.figures["threads"][0]))
         return Cluster(
             devices=devices,
             nodes=self.nodes,
