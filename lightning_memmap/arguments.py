@@ -69,13 +69,17 @@ _NOISE = re.compile(
 #: Datasets of other packages that come with imports, and that nobody stores.
 _NOT_DATASETS = re.compile(r", (torch\.utils\.data\.(datapipes\.|\w+Pipe\b)|torchmetrics\.)[\w.]*")
 
+#: A type as Python writes it.
+_CLASS = re.compile(r"<class '(\w+)'>")
+
 
 class BriefFormatter(DefaultHelpFormatter):
     """The help of jsonargparse, without marks of code and without classes that nobody means."""
 
     @override
-    def _get_help_string(self, action: Action) -> str:
-        return _NOT_DATASETS.sub("", super()._get_help_string(action)).replace("``", "")
+    def _expand_help(self, action: Action) -> str:
+        text = _NOT_DATASETS.sub("", super()._expand_help(action)).replace("`", "")
+        return _CLASS.sub(r"\1", text).replace(", default: )", ")")
 
 
 class BriefParser(ArgumentParser):

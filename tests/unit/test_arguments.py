@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_memmap._compat.parsers import arguments_of, commands_of
 from lightning_memmap.cli import main
+from lightning_memmap.commands.completion import completion_parser
+from lightning_memmap.commands.doctor import doctor_parser
+from lightning_memmap.commands.rows import rows_parser
+from lightning_memmap.commands.store import store_parser
+from lightning_memmap.compare.advise_command import advise_parser
+from lightning_memmap.compare.command import compare_parser
 
 pytestmark = [
     # LightningCLI uses names that jsonargparse has changed.
@@ -21,6 +29,7 @@ pytestmark = [
 ]
 DATA = ("data", "init_args")
 POINTS = {"class_path": "tests.models.Points", "init_args": {"num_rows": 40}}
+STORE_COMMANDS = ("build", "append", "info", "verify", "plan", "show", "push", "pull")
 CONFIG: dict[str, Any] = {
     "seed_everything": False,
     "model": {"class_path": "tests.models.Regression", "init_args": {"lr": 0.1}},
@@ -448,6 +457,21 @@ def test_help_prints_the_usage(command: Command, arguments: list[str]) -> None:
     assert command(*arguments, "--help") == 0
     assert "usage: " in command.out
     assert command.err == ""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(lambda name: commands_of(store_parser())[name], name) for name in STORE_COMMANDS),
+        compare_parser, advise_parser, rows_parser, doctor_parser, completion_parser,
+    ],
+)  # fmt: skip
+def test_help_is_in_sentences_without_marks_of_code(make: Callable[[], Any]) -> None:
+    parser = make()
+    assert not re.search(r"`|<class|default: \)|torch\.dtype", parser.format_help())
+    for action in arguments_of(parser):
+        if not action.dest.endswith("help"):
+            assert re.fullmatch(r"(`*auto`*, |[A-Z]).*\.", action.help or "", re.DOTALL)
 
 
 def raising(error: BaseException) -> Callable[..., int]:

@@ -24,11 +24,12 @@ class Question:
         config: Instead of it, a config whose model and data are measured now.
         out: Folder for that measurement.
         devices: Devices of a node; by default those of the comparison.
-        nodes: Nodes.
-        memory: Memory of a device, such as 80GB.
-        bandwidth: Bytes per second from a device to others of its node, such as 400GB.
-        node_bandwidth: Bytes per second from a device to other nodes.
-        latency_s: Seconds that an empty collective takes.
+        nodes: Nodes, which have the same number of devices each.
+        memory: Memory of a device, such as 80GB; by default that of those of the comparison.
+        bandwidth: Bytes per second from a device to others of its node, such as 400GB. For this and
+            the next two, typical values are taken by default.
+        node_bandwidth: Bytes per second from a device to other nodes, such as 12.5GB.
+        latency_s: Seconds that an empty collective takes, such as 2e-5.
         flops: Floating point operations per second that a device reaches on this model; by default
             it computes as fast as the device that was measured.
         rows_per_device: Rows of a step per device; by default those of the comparison.
