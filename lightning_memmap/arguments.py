@@ -94,13 +94,12 @@ class BriefParser(ArgumentParser):
 
     @override
     def parse_args(
-        self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any
-    ) -> Namespace:
+        self, args: Sequence[str] | None = None, namespace: Any = None, **kwargs: Any
+    ) -> Any:
         """Parse the arguments, and note their command: not all errors tell it."""
         commands, given = commands_of(self), sys.argv[1:] if args is None else args
         self._parser = commands.get(next(filter(commands.__contains__, given), ""), self)
-        parsed: Namespace = super().parse_args(args, *others, **kwargs)
-        return parsed
+        return super().parse_args(args, namespace, **kwargs)
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
