@@ -4,7 +4,7 @@ import ast
 import re
 import sys
 from argparse import Action
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -93,13 +93,12 @@ class BriefParser(ArgumentParser):
         self._parser: ArgumentParser = self
 
     @override
-    def parse_args(
-        self, args: Sequence[str] | None = None, namespace: Any = None, **kwargs: Any
-    ) -> Any:
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the arguments, and note their command: not all errors tell it."""
-        commands, given = commands_of(self), sys.argv[1:] if args is None else args
-        self._parser = commands.get(next(filter(commands.__contains__, given), ""), self)
-        return super().parse_args(args, namespace, **kwargs)
+        given, commands = (*args, kwargs.get("args"))[0], commands_of(self)
+        words = sys.argv[1:] if given is None else given
+        self._parser = commands.get(next(filter(commands.__contains__, words), ""), self)
+        return super().parse_args(*args, **kwargs)
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
