@@ -191,10 +191,10 @@ class _Draws:
         begin, size = int(self._starts[shard]), self._orders.sizes[shard]
         # A copy: in order, they come from memory in half of the time.
         lengths = line.pieces[begin : begin + size].copy()
+        # The points before an end: point k lies at k, plus the offset. The first row stays there.
+        lengths[:1] += (1 << line.unit_bits) - 1 - self._offset
         # The last row has what is left. Numbers of no row have no length.
         ends = lengths.take(order[:-1], mode="clip").cumsum()
-        # The points before an end: point k lies at k, plus the offset.
-        ends += (1 << line.unit_bits) - 1 - self._offset
         ends >>= line.unit_bits
         # Before the row of a point come as many rows as end at this point or before it.
         drawn = self._drawn[line.cuts[shard] : line.cuts[shard + 1]]
