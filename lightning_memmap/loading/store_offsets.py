@@ -66,7 +66,14 @@ class StoreOffsets:
         Returns:
             Rows of the files, int64 of shape (B,).
         """
-        locations = self.shards.locations_in(self.stored, shards, offsets)
+        return self._moved(self.shards.locations_in(self.stored, shards, offsets))
+
+    @property
+    def num_places(self) -> int:
+        """One more than the last row of the files."""
+        return int(self._moved(np.array([self.stored.num_rows - 1]))[0]) + 1
+
+    def _moved(self, locations: Integers) -> Integers:
         return locations if self.in_memory is None else self.in_memory(locations)
 
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
