@@ -105,9 +105,13 @@ def _pack_leaves(
 
 
 def _pack_texts(field: Field, texts: Sequence[Any]) -> tuple[np.ndarray, Integers] | None:
-    kinds = set(map(type, texts)) - {type(EMPTY)}
-    if not kinds <= _TEXTS.get(field.kind, set()):
+    kinds = set(map(type, texts))
+    if not kinds - {type(EMPTY)} <= _TEXTS.get(field.kind, set()):
         return None
+    if field.kind == "text" and type(EMPTY) not in kinds and (joined := "".join(texts)).isascii():
+        # As many bytes as characters: they are not encoded one by one.
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        return np.frombuffer(joined.encode(), np.uint8), sizes[:, None]
     if field.kind == "text":
         data = [b"" if text is EMPTY else text.encode("utf-8", "surrogatepass") for text in texts]
     else:

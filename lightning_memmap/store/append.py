@@ -137,8 +137,8 @@ def _write(build: Build, store: Store, show: Any) -> None:
     try:
         with show("copying", store.num_rows, store.manifest.row_bytes) as advance:
             _copy_rows(store, plan, advance)
-        build.write(journal, range(store.num_rows, plan.num_rows), show)
-        columns, checksums = finish_files(plan, build.workers.num_workers, show)
+        with build.write(journal, range(store.num_rows, plan.num_rows), show):
+            columns, checksums = finish_files(plan, build.workers.num_workers, show)
     except BaseException:
         remove_tree(plan.building)
         raise
