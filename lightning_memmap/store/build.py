@@ -251,9 +251,10 @@ class Build:
                     self._note(journal, written)
                     last_sync = monotonic()
 
+            # A worker process makes its own.
+            make_work = make if workers.num_workers else lambda _: writer.begin
             try:
-                # A worker process makes its own.
-                workers.run(make if workers.num_workers else lambda _: writer.begin, ranges, receive)
+                workers.run(make_work, ranges, receive)
                 writer.finish()
             except BaseException:
                 try:

@@ -195,7 +195,8 @@ class RangeWriter:
         """Copy items into blocks, whose row ``index`` is the first of them."""
         schema = self._plan.schema
         samples = read_samples(self._dataset, rows.start, len(rows))
-        stacked = stack_samples(samples, schema.structure, schema.fields)
+        room = [block.room(index, len(rows)) for block in blocks]
+        stacked = stack_samples(samples, schema.structure, schema.fields, room)
         if stacked is not None:
             for block, leaves in zip(blocks, stacked, strict=True):
                 if isinstance(leaves, tuple):
