@@ -21,8 +21,7 @@ from lightning_memmap.sampling import (
     Subset,
 )
 from lightning_memmap.sampling.sampler import check_seed
-from lightning_memmap.schema import read_forms
-from lightning_memmap.schema.narrowing import check_store_dtypes
+from lightning_memmap.schema.field_options import FieldOptions
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.places import StoreUrl, place_of
@@ -97,8 +96,7 @@ class DataOptions:
         self._check_sampler()
         self._check_window()
         check_choice(self.check)
-        check_store_dtypes(self.store_dtypes)
-        read_forms(self.variable)
+        FieldOptions.of(self.variable, self.store_dtypes)
         given = self.fingerprint
         for split, each in (given if isinstance(given, Mapping) else {"train": given}).items():
             if str(split).partition("/")[0] not in SPLITS:
@@ -114,10 +112,11 @@ class DataOptions:
                 f"sampler={self.sampler!r}: give Weighted(...), or a function of the shards and the"
                 " seed that returns a sampler, such as lambda shards, seed: MySampler(shards)"
             )
-        if self.shuffle_window is not None and self.residency != "stream":
+        is_function = not isinstance(self.sampler, SamplerFactory)
+        if self.shuffle_window is not None and is_function and self.residency != "stream":
             raise ValueError(
-                f"shuffle_window={self.shuffle_window} with a sampler: leave one of them out;"
-                " the sampler decides the order"
+                f"shuffle_window={self.shuffle_window} with a sampler that a function returns:"
+                " leave one of them out; the function decides the order"
             )
         if not self.shuffle:
             raise ValueError(
@@ -162,6 +161,11 @@ class DataOptions:
                 " of folds or parts, or a store_dir with {member} in it; give one of them, or leave"
                 " member out"
             )
+
+    @property
+    def fields(self) -> FieldOptions:
+        """What is said of the fields: ``variable`` and ``store_dtypes``."""
+        return FieldOptions.of(self.variable, self.store_dtypes)
 
     def selection(self, split: str) -> Selection | None:
         """What selects the rows of a split; None where it has all of its store.

@@ -17,12 +17,20 @@ from lightning_memmap.loading.row_numbers import NumberedRows
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
-from lightning_memmap.loading.window_items import largest_window
+from lightning_memmap.loading.window_items import largest_of_any, largest_window
 from lightning_memmap.loading.window_layout import WindowLayout
+from lightning_memmap.loading.window_places import LOOKUP_BYTES, PlacedLayout
 from lightning_memmap.loading.window_rows import WindowRows, window_rows
 from lightning_memmap.loading.window_series import SeriesLayout, largest_window_steps
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
-from lightning_memmap.sampling import Integers, LineShards, Sampler, Shards, WindowShards
+from lightning_memmap.sampling import (
+    Integers,
+    LineShards,
+    ReadWindows,
+    Sampler,
+    Shards,
+    WindowShards,
+)
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
@@ -130,7 +138,7 @@ def load_split(
     source_of_shard = np.full(placement.shards.num_shards, -1, np.int64)
     for (residency, device), shards in _held_together(topology, placement).items():
         source_of_shard[shards] = len(sources)
-        _check_residency(store, residency, others, placement.shards)
+        _check_residency(store, residency, others)
         if cut and not others:
             pairs = [(c.field, rows) for c, rows in zip(columns, opened, strict=True)]
             is_copied = residency in (Residency.DEVICE, Residency.HOST)
@@ -182,16 +190,13 @@ def _held_together(
     return groups
 
 
-def _check_residency(
-    store: Store, residency: Residency, others: Sequence[Column], shards: Shards
-) -> None:
+def _check_residency(store: Store, residency: Residency, others: Sequence[Column]) -> None:
     """Check that the columns of a store can have a residency.
 
     Args:
         store: The store.
         residency: Where its rows are to live.
         others: Its columns of kinds that only they themselves can read.
-        shards: The rows of the split, and the shards that they are divided into.
 
     Raises:
         StoreError: They cannot.
@@ -201,23 +206,10 @@ def _check_residency(
             f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
             f" {store.location} can be read from the file mapping alone: use residency='mmap'"
         )
-    if store.has_gaps and residency is Residency.STREAM:
-        raise StoreError(
-            f"residency='stream': the rows of the stores in {store.location} are mixed, and"
-            " only those of one store are read one after the other: use residency='mmap', or a data"
-            " module for each store, and lightning's CombinedLoader over their loaders"
-        )
-    is_windows = isinstance(shards.base, WindowShards)
-    if is_windows and not isinstance(shards, WindowShards) and residency is Residency.STREAM:
-        raise StoreError(
-            "residency='stream': the sampler draws windows over series by weight, from all over the"
-            " files, and only windows that follow one another are read together: use"
-            " residency='mmap', or leave the sampler out"
-        )
 
 
 def largest_window_bytes(
-    store: Store, shards: Shards, held: Sequence[int], rows: int, fields: Collection[str] | None
+    store: Store, windows: ReadWindows, held: Sequence[int], fields: Collection[str] | None
 ) -> int:
     """The memory that rows take which are read window by window. No row is read.
 
@@ -225,36 +217,41 @@ def largest_window_bytes(
 
     Args:
         store: The store.
-        shards: The rows of the split, and the shards that they are divided into.
+        windows: Which rows of the split are in which window.
         held: The shards that this process holds.
-        rows: Rows of a shard in a window, at most those of the longest shard.
         fields: Names of the fields that this process needs; None for all.
 
     Returns:
-        Bytes of the largest window of ``rows`` consecutive rows of each of these shards.
+        Bytes of the largest window that an epoch may have of these shards.
 
     Raises:
         StoreError: The index of a field is damaged, or a shard cannot be fetched.
     """
     needed = [f for f in store.schema.fields if fields is None or f.name in fields]
-    if isinstance(shards, WindowShards):
-        num_bytes = sum(field.step_bytes for field in needed if field.name in shards.fields)
-        return num_bytes * largest_window_steps(shards, held, rows)
-    if store.has_gaps or isinstance(shards.base, WindowShards):
-        return 0  # They are refused once they are to be loaded.
+    shards, rows = windows.sampler.shards, windows.longest
+    total = 0 if windows.has_runs else len(held) * rows * LOOKUP_BYTES
+    if (line := _line_of(shards)) is not None:
+        num_bytes = sum(field.step_bytes for field in needed if field.name in line.fields)
+        return total + num_bytes * largest_window_steps(line, held, windows)
     variable = [field.name for field in needed if field.num_variable]
-    total = len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
+    total += len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
     if not variable:
         return total
     offsets = StoreOffsets.into(store, shards)
+    largest = largest_window if windows.has_runs else largest_of_any
     for column in store.provide(variable, _stored_shards(store, shards, held)):
         if isinstance(column, ItemRows):
             # An index entry for each row beside its items.
             index_bytes = 8 * (1 + column.field.num_variable) * len(held) * rows
-            total += index_bytes + column.field.item_bytes * largest_window(
-                column, offsets, held, rows
-            )
+            total += index_bytes + column.field.item_bytes * largest(column, offsets, held, rows)
     return total
+
+
+def _line_of(shards: Shards) -> WindowShards | None:
+    """The windows over series that shards are, or that a sampler has made them of."""
+    if isinstance(shards, WindowShards):
+        return shards
+    return shards.base if isinstance(shards.base, WindowShards) else None
 
 
 def _stored_shards(store: Store, shards: Shards, held: Sequence[int]) -> list[int]:
@@ -321,18 +318,20 @@ def _streamed_rows(
     placement: SplitPlacement,
     shards: list[int],
 ) -> StreamedRows:
-    window = placement.size.window
-    rows = min(window, offsets.shards.longest)
-    layout = WindowLayout(
+    windows = placement.size.windows
+    of_rows = (
         [column.field for column in columns],
         open_row_files(store, columns),
         {index: found for index, found in enumerate(opened) if isinstance(found, ItemRows)},
         offsets,
-        shards=shards,
-        window=rows,
     )
-    _warn_of_waste(store, layout.share_used([range(rows)]))
-    return StreamedRows(layout, window)
+    if windows.has_runs:
+        runs = WindowLayout(*of_rows, shards=shards, window=windows.longest)
+        _warn_of_waste(store, runs.share_used([range(windows.longest)]))
+        return StreamedRows(runs, windows.rows)
+    layout = PlacedLayout(*of_rows, held=shards, windows=windows)
+    _warn_of_waste(store, layout.share_used(windows))
+    return StreamedRows(layout, windows.rows)
 
 
 def _streamed_windows(
@@ -342,15 +341,14 @@ def _streamed_windows(
     placement: SplitPlacement,
     shards: list[int],
 ) -> StreamedRows:
-    line, window = placement.shards, placement.size.window
-    assert isinstance(line, WindowShards)
-    rows = min(window, line.longest)
+    line, windows = _line_of(placement.shards), placement.size.windows
+    assert line is not None
     cut = [column for column in columns if column.field.name in line.fields]
     files = open_row_files(store, cut, in_steps=True)
     fields = [column.field for column in columns]
-    layout = SeriesLayout(fields, files, mapped, line, held=shards, window=rows)
-    _warn_of_waste(store, layout.share_used([range(rows)]))
-    return StreamedRows(layout, window)
+    layout = SeriesLayout(fields, files, mapped, line, held=shards, windows=windows)
+    _warn_of_waste(store, layout.share_used(windows))
+    return StreamedRows(layout, windows.rows)
 
 
 def _warn_of_waste(store: Store, share: float) -> None:

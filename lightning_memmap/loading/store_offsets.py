@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from lightning_memmap.sampling import Integers, Sampler, Shards
 from lightning_memmap.store import Store
 
@@ -56,6 +58,11 @@ class StoreOffsets:
             Rows of the files, int64 of shape (B,).
         """
         return self._moved(self.shards.locations_in(self.stored, shards, offsets))
+
+    @property
+    def num_places(self) -> int:
+        """One more than the last row of the files."""
+        return int(self._moved(np.array([self.stored.num_rows - 1]))[0]) + 1
 
     def _moved(self, locations: Integers) -> Integers:
         return locations if self.in_memory is None else self.in_memory(locations)

@@ -61,25 +61,31 @@ class Fields(Protocol):
 
 
 class SamplerFactory(ABC):
-    """Makes a sampler for ``MemmapDataModule(sampler=...)``.
+    """Makes a sampler that needs fields of the dataset, for ``MemmapDataModule(sampler=...)``.
 
-    A function of the shards and the seed does the same where no field is needed.
+    If it needs none, a function of the shards and the seed will do.
     """
 
     #: The names of the training stores that it mixes; empty for one store without a name.
     stores: tuple[str, ...] = ()
 
     @abstractmethod
-    def make(self, shards: Shards, seed: int, fields: Fields) -> Sampler:
+    def make(self, shards: Shards, seed: int, fields: Fields, window: int | None = None) -> Sampler:
         """Make the sampler. It must not depend on anything else, such as the process.
 
         Args:
             shards: The training rows, and the shards that they are divided into.
             seed: Seed of the order.
             fields: The fields of the dataset.
+            window: Rows come in windows of so many of a shard, so that those which come together
+                also lie together: a `lightning_memmap.sampling.WindowedSampler` is made. None for
+                any order.
 
         Returns:
             A sampler over these shards, or over shards of its own whose ``base`` these are.
+
+        Raises:
+            ValueError: The rows cannot come in windows.
         """
 
 
@@ -88,6 +94,7 @@ def made_sampler(
     shards: Shards,
     seed: int,
     fields: Fields,
+    window: int | None = None,
 ) -> Sampler:
     """Have a sampler made, and check it.
 
@@ -96,6 +103,7 @@ def made_sampler(
         shards: As for `SamplerFactory.make`.
         seed: As there.
         fields: As there.
+        window: As there. What a function makes decides by itself.
 
     Returns:
         The sampler.
@@ -105,5 +113,5 @@ def made_sampler(
         ValueError: It is over other shards, or its first rows are not rows of their shards.
     """
     if isinstance(maker, SamplerFactory):
-        return check_sampler(maker.make(shards, seed, fields), shards)
+        return check_sampler(maker.make(shards, seed, fields, window), shards)
     return check_sampler(maker(shards, seed), shards)

@@ -10,10 +10,11 @@ from typing_extensions import override
 
 from lightning_memmap.errors import call_text, check_integer
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
-from lightning_memmap.sampling.permutations import permuted, random_bits
-from lightning_memmap.sampling.sampler import Sampler, check_seed
+from lightning_memmap.sampling.permutations import Permutation, permuted, random_bits
+from lightning_memmap.sampling.sampler import Sampler, WindowedSampler, check_seed, derive_seed
 from lightning_memmap.sampling.shards import Integers, Shards, shard_rows
 from lightning_memmap.sampling.weighted_shards import WeightedShards
+from lightning_memmap.sampling.window_permutation import WindowPermutation
 
 #: The part of an epoch's random bits for where its points lie, and the first of those for the
 #: orders of rows on the line. Part 0 is for the order of positions.
@@ -26,7 +27,7 @@ class Weighted(SamplerFactory):
     In each epoch, a row comes as often as ``num_samples * weight / sum(weights)`` says, rounded up
     or down at random so that this is the mean over epochs. So rows are as even as their weights
     allow: those of equal weight come equally often, up to once, which independent draws would not
-    do.
+    do. In windows, see ``shuffle_window``, an epoch has the same rows.
 
     Args:
         weights: One weight for each row of the dataset, in its order, not negative: a tensor, an
@@ -35,11 +36,11 @@ class Weighted(SamplerFactory):
             not be None in a row to draw from.
         num_samples: Positions of an epoch; by default as many as there are rows, or without
             replacement, as there are rows with a weight.
-        replacement: Whether a row may come more than once in an epoch. Without, a row that would
-            comes exactly once, and the others have the rest.
+        replacement: Whether a row may come more than once in an epoch. If not, a row that would
+            comes exactly once, and the others share the rest.
 
     Raises:
-        TypeError: ``num_samples`` is no integer, or ``replacement`` no bool.
+        TypeError: ``num_samples`` is not an integer, or ``replacement`` not a bool.
         ValueError: ``num_samples`` is below 1.
     """
 
@@ -61,11 +62,13 @@ class Weighted(SamplerFactory):
         )
 
     @override
-    def make(self, shards: Shards, seed: int, fields: Fields) -> "WeightedSampler":
+    def make(
+        self, shards: Shards, seed: int, fields: Fields, window: int | None = None
+    ) -> "WeightedSampler":
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
-            TypeError: The weights are no numbers.
+            TypeError: The weights are not numbers.
             ValueError: There is not one weight for each row; one is negative, not finite or None;
                 all are zero; or ``num_samples`` is out of range.
         """
@@ -84,7 +87,9 @@ class Weighted(SamplerFactory):
             weighted = WeightedShards.of(shards, weights * (count / weights.sum()), count)
         else:
             weighted = WeightedShards.of(shards, _at_most_once(weights, count), 1)
-        return WeightedSampler(weighted, seed)
+        if window is None:
+            return WeightedSampler(weighted, seed)
+        return WindowedWeightedSampler(weighted, seed, window)
 
     def _weights(self, rows: Integers, fields: Fields) -> NDArray[np.float64]:
         """The weights of rows, the largest of which is 1."""
@@ -149,6 +154,47 @@ class WeightedSampler(Sampler):
     ) -> Integers:
         return _draws(self, epoch).grid(first, last, shards, starts)
 
+    def permutation(self, epoch: int) -> Permutation:
+        """The order of the draws of each shard.
+
+        Args:
+            epoch: Epoch, counted from 0.
+        """
+        return permuted(
+            shard_rows(self.num_positions, self.num_shards), random_bits(self.seed, epoch)
+        )
+
+
+@dataclass(frozen=True)
+class WindowedWeightedSampler(WeightedSampler, WindowedSampler):
+    """The rows that `WeightedSampler` draws, shuffled within windows.
+
+    In each epoch each row comes as often as there. The draws of a shard are put in the order of the
+    file, where those of one row are neighbours, and then permuted as by
+    `lightning_memmap.sampling.BlockShuffledSampler`, which sees draws instead of rows.
+
+    Args:
+        shards: The rows, which are divided into shards by weight.
+        seed: Seed of the draws and permutations, ``0 <= seed < 2**63``.
+        shuffle_window: Draws of a shard in a window.
+
+    Raises:
+        ValueError: The seed is out of range.
+    """
+
+    shuffle_window: int
+
+    @property
+    @override
+    def window_rows(self) -> int:
+        return self.shuffle_window
+
+    @override
+    def permutation(self, epoch: int) -> Permutation:
+        sizes = shard_rows(self.num_positions, self.num_shards)
+        seed = derive_seed(self.seed, 1)  # Bits that are not those of the draws.
+        return WindowPermutation(sizes, self.shuffle_window, seed, epoch)
+
 
 class _Draws:
     """The rows of one epoch, shard after shard, each as often as it comes, and their order.
@@ -162,9 +208,7 @@ class _Draws:
         shards, line = sampler.shards, sampler.shards.line
         words = sampler.seed, epoch
         self._cuts, self._starts = line.cuts, shards.starts
-        self._order = permuted(
-            shard_rows(shards.num_positions, shards.num_shards), random_bits(*words)
-        )
+        self._order = sampler.permutation(epoch)
         offset = int(random_bits(*words, _OFFSET).random_raw(1)[0]) >> (64 - line.unit_bits)
         on_line = _permuted_within(shards.sizes, *words)
         ends = np.cumsum(line.pieces.take(on_line))
@@ -174,6 +218,8 @@ class _Draws:
         ends[1:] -= ends[:-1].copy()
         dtype = np.uint32 if len(on_line) <= 2**32 else np.int64
         self._drawn = np.repeat(on_line.astype(dtype), ends)
+        if isinstance(sampler, WindowedSampler):
+            self._drawn.sort()
 
     def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
         """The rows of positions; see `Sampler.grid`."""

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.cli import main
-from lightning_memmap.errors import StoreError
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.loading.window_rows import WindowRows
 from lightning_memmap.sampling import (
@@ -251,12 +250,6 @@ def test_rows_of_one_shape_are_cut_too(tmp_path: Path, residency: str) -> None:
         windows = Windows(LENGTH, stride)
         loader = make_loader(store, windows, 2, 6, residency=residency)
         assert sorted(joined(steps_of(loader))) == all_windows(lengths, LENGTH, stride)
-
-
-def test_stream_of_windows_by_weight_is_refused(store: Store) -> None:
-    weights = Weighted(np.ones(len(EXPECTED)))
-    with pytest.raises(StoreError, match=r"residency='stream': the sampler draws .* by weight"):
-        make_loader(store, WINDOWS, residency="stream", factory=weights)
 
 
 # Token streams
