@@ -190,9 +190,17 @@ class _SourceMaker:
             residency: Where their rows are to live.
             device: The device that holds them; a CPU where none does.
             shards: The shards.
+
+        Raises:
+            StoreError: The columns cannot have this residency.
         """
         others = [column for column in self.columns if column.rows_name is None]
-        _check_residency(self.store, residency, others)
+        if others and residency is not Residency.MMAP:
+            raise StoreError(
+                f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
+                f" {self.store.location} can be read from the file mapping alone: use"
+                " residency='mmap'"
+            )
         if self.cut and not others:
             pairs = [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]
             is_copied = residency in (Residency.DEVICE, Residency.HOST)
@@ -258,24 +266,6 @@ def _held_together(
         device = topology.data_devices[owner] if is_on_device else torch.device("cpu")
         groups.setdefault((residency, device), []).append(shard)
     return groups
-
-
-def _check_residency(store: Store, residency: Residency, others: Sequence[Column]) -> None:
-    """Check that the columns of a store can have a residency.
-
-    Args:
-        store: The store.
-        residency: Where its rows are to live.
-        others: Its columns of kinds that only they themselves can read.
-
-    Raises:
-        StoreError: They cannot.
-    """
-    if others and residency is not Residency.MMAP:
-        raise StoreError(
-            f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
-            f" {store.location} can be read from the file mapping alone: use residency='mmap'"
-        )
 
 
 def largest_window_bytes(
