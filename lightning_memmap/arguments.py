@@ -268,9 +268,6 @@ def shortened(message: str, length: int = 600) -> str:
     Args:
         message: A message of any number of lines.
         length: The most characters to keep.
-
-    Returns:
-        The line.
     """
     lines = [line.strip().removeprefix("- ") for line in _without_other_members(message)]
     given = next((line[13:] for line in lines if line.startswith("Given value: ")), "")

@@ -33,9 +33,6 @@ def completion_script(shell: str, parsers: Mapping[str, argparse.ArgumentParser]
         shell: One of `SHELLS`.
         parsers: The parser of each command.
 
-    Returns:
-        The script.
-
     Raises:
         ValueError: shtab is not installed.
     """

@@ -29,7 +29,6 @@ from lightning_memmap.compare.advise.show import (
     prediction_table,
 )
 from lightning_memmap.compare.render.image_tables import image_tables
-from lightning_memmap.compare.render.terminal import TerminalProgress
 from lightning_memmap.compare.report.report import Report, read_report
 from lightning_memmap.compare.run.comparison import Comparison
 from lightning_memmap.compare.run.plan import ComparisonOptions
@@ -139,7 +138,7 @@ def _report(question: Question, console: Console) -> Report:
         config=question.config or "", variants="auto", repeats=1, out=question.out,
         devices=question.devices or 2, steps=30, accelerator="auto",
     )  # fmt: skip
-    report = Comparison(options, TerminalProgress(console)).run()
+    report = Comparison(options, console).run()
     report.write(Path(question.out) / "report.json")
     return report
 

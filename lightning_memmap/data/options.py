@@ -21,8 +21,7 @@ from lightning_memmap.sampling import (
     Subset,
 )
 from lightning_memmap.sampling.sampler import check_seed
-from lightning_memmap.schema import read_forms
-from lightning_memmap.schema.narrowing import check_store_dtypes
+from lightning_memmap.schema.field_options import FieldOptions
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.places import StoreUrl, place_of
@@ -97,8 +96,7 @@ class DataOptions:
         self._check_sampler()
         self._check_window()
         check_choice(self.check)
-        check_store_dtypes(self.store_dtypes)
-        read_forms(self.variable)
+        FieldOptions.of(self.variable, self.store_dtypes)
         given = self.fingerprint
         for split, each in (given if isinstance(given, Mapping) else {"train": given}).items():
             if str(split).partition("/")[0] not in SPLITS:
@@ -163,6 +161,11 @@ class DataOptions:
                 " of folds or parts, or a store_dir with {member} in it; give one of them, or leave"
                 " member out"
             )
+
+    @property
+    def fields(self) -> FieldOptions:
+        """What is said of the fields: ``variable`` and ``store_dtypes``."""
+        return FieldOptions.of(self.variable, self.store_dtypes)
 
     def selection(self, split: str) -> Selection | None:
         """What selects the rows of a split; None where it has all of its store.

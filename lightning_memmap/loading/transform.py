@@ -36,17 +36,17 @@ def check_callable(argument: str, given: object) -> None:
 
 
 class OnSuperBatch:
-    """Declares that a batch transform runs on the assembled super-batch, and not on its parts.
+    """Runs a batch transform on the assembled super-batch, and not on each data device.
 
-    A transform on each data device must return the same shapes on all of them, since their
-    batches are assembled afterwards. One whose shapes differ from call to call, as it trims to the
-    longest sequence or draws a size, or one that looks at all rows of a step, runs here: once a
-    step, on the device where the batch is assembled, with all rows of this process in order. Its
-    random numbers do not depend on how many devices hold the data.
+    A transform on each data device must return the same shapes on all of them, since their batches
+    are assembled afterwards. Use this for one that trims to the longest sequence, draws a size, or
+    mixes the rows of a step. It runs once a step, on the device where the batch is assembled, with
+    all rows of this process in order. Its random numbers do not depend on how many devices hold the
+    data.
 
     Args:
-        transform: A callable or module that maps a batch to a batch; may have a parameter
-            ``generator``, as any batch transform.
+        transform: A callable or module that maps a batch to a batch. It may have a parameter
+            ``generator``, like any batch transform.
 
     Raises:
         TypeError: The transform cannot be called.

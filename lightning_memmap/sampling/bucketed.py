@@ -24,7 +24,7 @@ _MAX_KEY = 2**32
 
 
 class Bucketed(SamplerFactory):
-    """Batches of rows of similar length, for ``MemmapDataModule(sampler=...)``.
+    """Puts rows of similar length into one step, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch all rows are shuffled, and come exactly once. The rows of a window, that is
     ``num_buckets * bucket_size`` consecutive positions, are then sorted by length and divided into
@@ -41,7 +41,7 @@ class Bucketed(SamplerFactory):
             with one, the rows of a bucket are all rows that are near each other.
 
     Raises:
-        TypeError: A number is no integer.
+        TypeError: A number is not an integer.
         ValueError: A number is below 1.
     """
 
@@ -62,7 +62,7 @@ class Bucketed(SamplerFactory):
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
-            TypeError: The lengths are no integers.
+            TypeError: The lengths are not integers.
             ValueError: There is not one length for each row, one is negative, or the rows of the
                 field do not differ in length.
         """

@@ -24,9 +24,9 @@ Stage: TypeAlias = Literal[None] | SamplerFactory | Callable[[Shards, int], Samp
 
 
 class Curriculum(SamplerFactory):
-    """Another order from an epoch on, for ``MemmapDataModule(sampler=...)``.
+    """Changes the order from given epochs on, for ``MemmapDataModule(sampler=...)``.
 
-    All rows that any of the orders may need are held from the beginning.
+    The rows of all the orders are held from the beginning.
 
     Args:
         stages: By the epoch from which it holds, counted from 0, what makes the order: as for
@@ -34,7 +34,7 @@ class Curriculum(SamplerFactory):
             many positions in an epoch.
 
     Raises:
-        TypeError: ``stages`` is no dict of such.
+        TypeError: ``stages`` is not such a dict.
         ValueError: There is none for epoch 0, or they mix different training sets.
     """
 

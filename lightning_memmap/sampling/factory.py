@@ -61,9 +61,9 @@ class Fields(Protocol):
 
 
 class SamplerFactory(ABC):
-    """Makes a sampler for ``MemmapDataModule(sampler=...)``.
+    """Makes a sampler that needs fields of the dataset, for ``MemmapDataModule(sampler=...)``.
 
-    A function of the shards and the seed does the same where no field is needed.
+    If it needs none, a function of the shards and the seed will do.
     """
 
     #: The names of the training stores that it mixes; empty for one store without a name.

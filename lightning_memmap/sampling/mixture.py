@@ -33,7 +33,7 @@ class Mixture(SamplerFactory):
         num_samples: Positions of an epoch; by default as many as all sets together have rows.
 
     Raises:
-        TypeError: ``shares`` is no dict of numbers, or ``num_samples`` no integer.
+        TypeError: ``shares`` is not a dict of numbers, or ``num_samples`` not an integer.
         ValueError: A share is negative or not finite, all are 0, or ``num_samples`` is below 1.
     """
 

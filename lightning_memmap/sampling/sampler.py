@@ -33,7 +33,7 @@ def derive_seed(seed: int, *words: int) -> int:
 
 @dataclass(frozen=True)
 class Sampler(ABC):
-    """Which rows an epoch has, and in what order: a frozen value, the same on every process.
+    """Decides which rows an epoch has and in what order: a frozen value, the same on every process.
 
     A subclass is a frozen dataclass of what decides the order, and defines `grid`. Its fields are
     its identity, which checkpoints hold and ranks compare: ints, strings, bools and None, and
@@ -160,7 +160,7 @@ class Sampler(ABC):
 
 
 class WindowedSampler(Sampler):
-    """A sampler whose rows come in windows: rows that come together also lie together.
+    """A sampler that reads the store window by window: rows that come together also lie together.
 
     Position ``p`` is in window ``p // C // window_rows`` of the epoch. Rows that are read window by
     window, under ``residency="stream"``, need such a sampler or dataset order.

@@ -36,11 +36,11 @@ class Weighted(SamplerFactory):
             not be None in a row to draw from.
         num_samples: Positions of an epoch; by default as many as there are rows, or without
             replacement, as there are rows with a weight.
-        replacement: Whether a row may come more than once in an epoch. Without, a row that would
-            comes exactly once, and the others have the rest.
+        replacement: Whether a row may come more than once in an epoch. If not, a row that would
+            comes exactly once, and the others share the rest.
 
     Raises:
-        TypeError: ``num_samples`` is no integer, or ``replacement`` no bool.
+        TypeError: ``num_samples`` is not an integer, or ``replacement`` not a bool.
         ValueError: ``num_samples`` is below 1.
     """
 
@@ -68,7 +68,7 @@ class Weighted(SamplerFactory):
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
-            TypeError: The weights are no numbers.
+            TypeError: The weights are not numbers.
             ValueError: There is not one weight for each row; one is negative, not finite or None;
                 all are zero; or ``num_samples`` is out of range.
         """

@@ -27,8 +27,11 @@ class Records(list[Any]):
 
 
 class RowList(list[Any]):
-    """The rows of one field, one by one: tensors, or for text str or bytes. Or the rows of a list
-    of records: what each has of them. A list like any other, but no container of fields."""
+    """A list with one entry for each row of a batch: a tensor, a str, bytes, or what a row has of a
+    list of records.
+
+    It is a list like any other, but counts as one field and not as a container of fields.
+    """
 
 
 def describe_leaf(name: str, leaf: Any) -> Field:
@@ -59,9 +62,6 @@ def describe_rows(name: str, leaf: Any) -> Field:
         leaf: A dense tensor of shape (B, *field shape), on any device. For rows that differ in
             their first dimension, a nested tensor of torch, or a `RowList` of tensors, str or
             bytes.
-
-    Returns:
-        The field.
 
     Raises:
         SchemaError: The leaf is no such tensor, or its dtype cannot be stored. The message names
@@ -98,9 +98,6 @@ def describe_rows(name: str, leaf: Any) -> Field:
 
 def rows_apart(leaf: Any) -> list[Any] | None:
     """The rows of a leaf of a batch that has them one by one.
-
-    Args:
-        leaf: The leaf.
 
     Returns:
         The rows of a `RowList` or of a nested tensor; None for any other leaf.

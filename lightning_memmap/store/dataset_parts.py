@@ -47,9 +47,6 @@ _SETTLED_TYPES = (
 def parts_of(dataset: Any) -> dict[str, str]:
     """Take the parts of a dataset.
 
-    Args:
-        dataset: The dataset.
-
     Returns:
         A text or digest by what it describes.
 

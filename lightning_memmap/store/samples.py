@@ -15,13 +15,6 @@ from lightning_memmap.schema import Schema
 def read_sample(dataset: Any, row: int) -> Any:
     """Read one sample of a dataset.
 
-    Args:
-        dataset: The dataset.
-        row: The row.
-
-    Returns:
-        The sample as the dataset returns it.
-
     Raises:
         DatasetError: The dataset raised an error at this row.
     """
@@ -77,15 +70,12 @@ def _raised(row: int, error: Exception) -> DatasetError:
 
 
 def flatten_row(sample: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
-    """Return the leaves of the sample at one row, checked against the schema.
+    """Return the leaves of the sample at one row, checked by `Schema.flatten`.
 
     Args:
         sample: The sample.
         row: The row that it was read from, for messages.
         schema: The schema of the store.
-
-    Returns:
-        As of `Schema.flatten`.
 
     Raises:
         SchemaError: The sample does not fit. The message names the row.
@@ -135,14 +125,6 @@ def merged_schema(schema: Schema, sample: Any) -> Schema | None:
 
 def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
     """Read the leaves of one row: `read_sample`, then `flatten_row`.
-
-    Args:
-        dataset: The dataset.
-        row: The row.
-        schema: The schema of the store.
-
-    Returns:
-        As of `Schema.flatten`.
 
     Raises:
         DatasetError: The dataset raised an error at this row.

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from lightning_memmap.cli import main
+from tests.command_line import CommandLine
 
 pytestmark = [
     # LightningCLI uses names that jsonargparse has changed.
@@ -36,19 +37,12 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Command:
-    """Runs ``lightning-memmap`` in this process and keeps its output."""
+class Command(CommandLine):
+    """Runs ``lightning-memmap`` with configs of this data."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-        self._capsys, self._folder = capsys, folder
-        self.out = self.err = ""
-
-    def __call__(self, *arguments: object) -> object:
-        self._capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main([*map(str, arguments)])
-        self.out, self.err = self._capsys.readouterr()
-        return end.value.code
+        super().__init__(capsys)
+        self._folder = folder
 
     def config(self, *path: str, **values: Any) -> Path:
         """A valid config, except for the values that are changed at a path."""

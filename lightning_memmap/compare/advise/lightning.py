@@ -14,9 +14,6 @@ def single_device(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
         work: Model and data.
         cluster: The devices, of which one is used.
         num_rows: Rows of a step.
-
-    Returns:
-        The costs on that device.
     """
     return Costs.of(
         work,

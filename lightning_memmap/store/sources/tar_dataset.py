@@ -37,24 +37,21 @@ _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 
 
 class TarDataset(IterableDataset[dict[str, Any]]):
-    """Samples in tar files, as WebDataset has them: members of one sample follow one another.
+    """An iterable dataset of the samples in tar files that WebDataset has written.
 
-    The members ``photos/0001.jpg`` and ``photos/0001.cls`` make the sample
-    ``{"__key__": "photos/0001", "jpg": ..., "cls": ...}``. The key ends at the first dot of the
-    name without its folders; endings are in lower case. What a member becomes depends on the last
-    part of its ending:
+    The members of one sample follow one another: ``photos/0001.jpg`` and ``photos/0001.cls`` make
+    the sample ``{"__key__": "photos/0001", "jpg": ..., "cls": ...}``. The key ends at the first dot
+    of the name without its folders; endings are in lower case. What a member becomes depends on the
+    last part of its ending:
 
-    ========================================== ========================================
-    ``cls``, ``index``, ``id``, ``count``      int
-    ``txt``, ``text``, ``transcript``          str, from UTF-8
-    ``json``                                   what the JSON says
-    ``npy``                                    a numpy array
-    ``jpg``, ``jpeg``, ``png``, ``webp``,      bytes, or with ``mode`` a uint8 tensor of shape
-    ``ppm``, ``pgm``                           (channels, height, width)
-    ``pyd``, ``pkl``, ``pickle``, ``pth``,     refused: unpickling can run code
-    ``pt``
-    others                                     bytes
-    ========================================== ========================================
+    - ``cls``, ``cls2``, ``class``, ``index``, ``inx``, ``id``, ``count``: an int
+    - ``txt``, ``text``, ``transcript``: a str, from UTF-8
+    - ``json``, ``jsn``: what the JSON says
+    - ``npy``: a numpy array
+    - ``jpg``, ``jpeg``, ``png``, ``webp``, ``ppm``, ``pgm``: bytes, or with ``mode`` a uint8 tensor
+      of shape (channels, height, width)
+    - ``pyd``, ``pkl``, ``pickle``, ``pth``, ``pt``: refused, since unpickling can run code
+    - others: bytes
 
     Nothing is extracted to the disk. Links, folders and members without an ending are left out.
 

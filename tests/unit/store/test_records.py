@@ -38,7 +38,7 @@ from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.range_writer import _fitting
 from lightning_memmap.store.recovery import building_path
 from lightning_memmap.store.sources import field_arrays
-from tests.datasets import Counting, Replaced
+from tests.datasets import Counting, Replaced, Wrapped
 from tests.preloaded import python
 from tests.records import Colour, Scenes
 from tests.unit.store.signing import sign_manifest
@@ -456,19 +456,6 @@ def tables(kind: str, path: Path) -> Any:
     return ColumnDataset(values if kind == "lists" else table)
 
 
-class Items:
-    """The same rows, of which only single ones can be read."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.dataset[row]
-
-
 KINDS = ("pandas", "polars", "pyarrow", "parquet", "hugging face", "lists")
 
 
@@ -487,7 +474,7 @@ def test_missing_values_are_none_by_slices_as_item_by_item(
     assert "i.mask" in names
     assert "b.mask" in names
     variable = dict.fromkeys(store.schema.optional, "nullable")
-    items = build(tmp_path / "t", Items(dataset), variable=variable)
+    items = build(tmp_path / "t", Wrapped(dataset), variable=variable)
     assert items.schema == store.schema
     assert items.manifest.checksums == store.manifest.checksums
     for row in range(len(dataset)):
