@@ -68,6 +68,12 @@ def test_each_row_comes_as_often_as_its_set_says(sampler: MixtureSampler, epoch:
         assert min(found) >= count // size
         assert max(found) <= -(-count // size)
         first += size
+    starts = shards.starts_in(shards.mixed)
+    places = shards.locations_in(shards.mixed, homes, offsets)
+    if starts is not None:
+        assert (places == starts[homes] + offsets).all()
+    # Shards are pieces of the line, unless a set without a share lies in between.
+    assert starts is not None or 0 in shards.counts
     # The rows that its shards have are those that they may need, and no others.
     everything = shards.dataset_rows(*shards.all_offsets())
     assert len(everything) == shards.num_rows
