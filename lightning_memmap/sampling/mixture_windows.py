@@ -126,7 +126,7 @@ class MixtureShards(Shards):
         are_apart = (np.diff(homes) == 0) & (np.diff(self._shifts) != 0)
         if self.mixed != stored or are_apart.any():
             return None
-        starts = self.starts.copy()
+        starts: Integers = self.starts.copy()
         firsts = np.flatnonzero(np.diff(homes, prepend=-1))
         starts[homes[firsts]] += self._shifts[firsts]
         return starts

@@ -1,5 +1,7 @@
 """Mixtures, weights, buckets and curricula that are read window by window."""
 
+import os
+import re
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.data import set_up as set_up_module
-from lightning_memmap.errors import PlacementError
+from lightning_memmap.errors import PlacementError, StoreError
 from lightning_memmap.loading.window_places import LOOKUP_BYTES
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows
@@ -146,6 +148,14 @@ def test_rows_of_several_files_are_read_wherever_their_blocks_begin(
     read_in_blocks(monkeypatch, block_bytes, 2 * 4096)
     data = set_up(make_data(stores, shuffle_window=5, residency="stream"))
     assert epoch_of(data) == expected
+
+
+def test_file_of_a_set_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    data = set_up(make_data(tmp_path, shuffle_window=5, residency="stream"))
+    (path,) = (tmp_path / "stores" / "train" / "b").glob("pad.*")
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(StoreError, match=re.escape(str(path))):
+        epoch_of(data)
 
 
 # Tokens
