@@ -140,6 +140,16 @@ def test_streamed_epoch_is_resumed_after_any_step(stores: Path, name: str) -> No
         assert [read(batch) for batch in resumed] == whole[count:]
 
 
+def test_draws_that_lie_far_apart_are_warned_of(tmp_path: Path) -> None:
+    few = Weighted(np.ones(2000), num_samples=200)
+    with pytest.warns(UserWarning, match="10 bytes of the store .*num_samples"):
+        set_up(
+            MemmapDataModule(
+                NumberedRows(2000), store_dir=tmp_path, sampler=few, residency="stream"
+            )
+        )
+
+
 @pytest.mark.parametrize("block_bytes", [1, 512, 4096])
 def test_rows_of_several_files_are_read_wherever_their_blocks_begin(
     stores: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
