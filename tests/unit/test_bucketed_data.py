@@ -169,7 +169,7 @@ def test_checkpoint_of_other_buckets_is_refused(tmp_path: Path) -> None:
         (Bucketed("row", 12), {}, "field 'row': all its rows have one length"),
         (Bucketed("noise", 12), {}, "field 'noise': the store at"),
         (Bucketed([1], 12), {}, r"lengths of shape \(1,\), and the dataset has 180 rows"),
-        (Bucketed("sound", 12), {"shuffle_window": 3}, "shuffle_window=3 with a sampler"),
+        (Bucketed("sound", 12), {"shuffle": False}, "shuffle=False with a sampler"),
     ],
 )
 def test_buckets_that_cannot_be_are_refused(
@@ -177,8 +177,3 @@ def test_buckets_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         fit(tmp_path, 1, sampler=sampler, **options)
-
-
-def test_stream_is_refused(numbered_store: Callable[..., Store]) -> None:
-    with pytest.raises(ValueError, match="takes the rows of a step from elsewhere"):
-        make_loader(numbered_store(101, 12), residency="stream", factory=BUCKETED)

@@ -211,7 +211,9 @@ def test_sampler_that_is_set_later_needs_a_set_up(tmp_path: Path) -> None:
 
 def test_factory_of_a_user_may_look_up_fields(tmp_path: Path) -> None:
     class ByLabel(SamplerFactory):
-        def make(self, shards: Shards, seed: int, fields: Any) -> Sampler:
+        def make(
+            self, shards: Shards, seed: int, fields: Any, window: int | None = None
+        ) -> Sampler:
             return ShuffledSampler(shards, int(fields.values("label").sum()))
 
     data = make_data(tmp_path, sampler=ByLabel())
@@ -226,7 +228,6 @@ def test_factory_of_a_user_may_look_up_fields(tmp_path: Path) -> None:
         (Weighted("labels"), {}, r"field 'labels': the store at .* has \['row', 'x', 'y', 'label'"),
         (Weighted("x"), {}, r"field 'x': its rows are float32 \(8,\)"),
         (Weighted([1.0]), {}, r"weights of shape \(1,\), and the dataset has 90 rows"),
-        (Weighted("label"), {"residency": "stream"}, "takes the rows of a step from elsewhere"),
         (Weighted("label", num_samples=1), {}, "an epoch of 1 rows for 2 data devices"),
     ],
 )
@@ -239,7 +240,10 @@ def test_sampler_that_cannot_be_is_refused(
 
 
 def test_order_that_cannot_be_streamed_is_refused_when_it_is_set_up(tmp_path: Path) -> None:
-    data = make_data(tmp_path, sampler=Weighted("label"), residency="stream")
+    def of_all_rows(shards: Shards, seed: int) -> Sampler:
+        return ShuffledSampler(shards, seed)
+
+    data = make_data(tmp_path, sampler=of_all_rows, residency="stream")
     data.prepare_data()
     with pytest.raises(ValueError, match="takes the rows of a step from elsewhere"):
         data.setup("fit")
