@@ -164,7 +164,7 @@ class SeriesLayout:
         else:
             drawn = windows.offsets(epoch, number, np.array(self._held, np.int64))
             firsts = np.unique(windows.sampler.shards.locations_in(line, *drawn))
-            series, counts = line.series_of(firsts), np.ones_like(firsts)
+            series, counts = line.on_line(firsts).series, np.ones_like(firsts)
         lengths = (counts - 1) * line.stride + line.length
         return Located(firsts * line.stride + self.mapped.shifts[series], lengths[:, None])
 

@@ -133,8 +133,8 @@ def _write(build: Build, store: Store, show: Any) -> None:
     try:
         with show("copying", store.num_rows, store.manifest.row_bytes) as advance:
             _copy_rows(store, plan, advance)
-        build.write(journal, range(store.num_rows, plan.num_rows), show)
-        written = WrittenStore.finish(plan, build.workers.num_workers, show)
+        with build.write(journal, range(store.num_rows, plan.num_rows), show):
+            written = WrittenStore.finish(plan, build.workers.num_workers, show)
     except BaseException:
         remove_tree(plan.building)
         raise

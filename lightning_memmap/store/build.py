@@ -7,6 +7,9 @@ written; the next build does not read them again.
 """
 
 import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -148,8 +151,8 @@ class Build:
         """
         plan, journal = self.plan, self._open_journal(resume)
         try:
-            self.write(journal, range(plan.num_rows), progress)
-            written = WrittenStore.finish(plan, self.workers.num_workers, progress)
+            with self.write(journal, range(plan.num_rows), progress):
+                written = WrittenStore.finish(plan, self.workers.num_workers, progress)
         except KeyboardInterrupt:
             self._log_what_is_kept(journal, resume)
             raise
@@ -190,8 +193,10 @@ class Build:
             journal = Journal.create(plan.building, key)
         return journal
 
-    def write(self, journal: Journal, rows: range, progress: ShowProgress) -> None:
-        """Write those of some rows that are not yet written. The workers end with that.
+    @contextmanager
+    def write(self, journal: Journal, rows: range, progress: ShowProgress) -> Iterator[None]:
+        """Write those of some rows that are not yet written; the workers end with that. Then the
+        block of the ``with`` statement runs, at the end of which all are on the disk.
 
         Args:
             journal: Lists the rows that are.
@@ -202,12 +207,17 @@ class Build:
         num_done = len(rows) - sum(map(len, todo))
         try:
             with progress("storing", len(rows), self.row_bytes, num_done) as advance:
-                self._write_rows(journal, todo, advance)
+                written = self._write_rows(journal, todo, advance)
         finally:
             self.workers.close()
+        with ThreadPoolExecutor(1) as thread:
+            noting = thread.submit(self._note, journal, written)
+            yield
+            noting.result()
         assert not missing_ranges(journal.done, rows.stop, rows.start)
 
-    def _write_rows(self, journal: Journal, todo: list[range], advance: Advance) -> None:
+    def _write_rows(self, journal: Journal, todo: list[range], advance: Advance) -> list[range]:
+        """Write rows. Returns those that are yet to be listed in the journal."""
         workers = self.workers
         make = partial(
             RangeWriter,
@@ -216,32 +226,40 @@ class Build:
             row_bytes=self.row_bytes,
             first_row=self.first_row,
         )
-        writer: RangeWriter = make(workers.dataset)
-        ranges = RowRanges(
-            todo,
-            max_rows=writer.max_rows,
-            num_workers=workers.num_workers,
-            row_s=self.row_s / _SLICE_SPEED if writer.has_arrays else self.row_s,
-        )
         written: list[range] = []
         last_sync = monotonic()
+        with closing(make(workers.dataset)) as writer:
+            ranges = RowRanges(
+                todo,
+                max_rows=writer.max_rows,
+                num_workers=workers.num_workers,
+                row_s=self.row_s / _SLICE_SPEED if writer.has_arrays else self.row_s,
+            )
 
-        def receive(outcome: tuple[range, float]) -> None:
-            nonlocal last_sync
-            rows, duration_s = outcome
-            ranges.note(len(rows), duration_s)
-            written.append(rows)
-            advance(len(rows))
-            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
-                self._note(journal, written)
-                last_sync = monotonic()
+            def receive(outcome: tuple[range, float]) -> None:
+                nonlocal last_sync
+                rows, duration_s = outcome
+                ranges.note(len(rows), duration_s)
+                written.append(rows)
+                advance(len(rows))
+                if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
+                    writer.finish()
+                    self._note(journal, written)
+                    last_sync = monotonic()
 
-        try:
             # A worker process makes its own.
-            workers.run(make if workers.num_workers else lambda _: writer, ranges, receive)
-        finally:
-            writer.close()
-            self._note(journal, written)
+            make_work = make if workers.num_workers else lambda _: writer.begin
+            try:
+                workers.run(make_work, ranges, receive)
+                writer.finish()
+            except BaseException:
+                try:
+                    writer.finish()
+                except OSError:
+                    del written[-1:]
+                self._note(journal, written)
+                raise
+        return written
 
     def _note(self, journal: Journal, written: list[range]) -> None:
         # Rows are listed only once they are on the disk. If that fails, they are never listed: when

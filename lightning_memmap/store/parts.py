@@ -138,7 +138,8 @@ def build_part(
                     f" {error}: give each process a part of its own"
                 ) from None
         try:
-            build.write(journal, _rows_of(index, num_parts, plan.num_rows), options.show)
+            with build.write(journal, _rows_of(index, num_parts, plan.num_rows), options.show):
+                pass
         except KeyboardInterrupt:
             _log.warning("interrupted: the same part goes on with the rows that it has written")
             raise

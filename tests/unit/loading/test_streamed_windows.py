@@ -96,13 +96,13 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
         assert len(set(found)) == len(found)
         if shards.is_ordered:
             assert set(found) >= set(wanted)
-            assert set(line.series_of(np.array(wanted)).tolist()) == set(series.tolist())
+            assert set(line.on_line(np.array(wanted)).series.tolist()) == set(series.tolist())
         else:
             assert sorted(found) == sorted(wanted)
         # Steps that windows of a run have in common are there once.
         steps = (counts - 1) * line.stride + line.length
         assert steps.sum() <= most
-        assert line.series_of(firsts).tolist() == series.tolist()
+        assert line.on_line(firsts).series.tolist() == series.tolist()
     everything = int((shards.counts[shards.counts > 0] - 1).sum()) * line.stride
     everything += int((shards.counts > 0).sum()) * line.length
     assert shards.steps_before(np.array([0, shards.num_rows])).tolist() == [0, everything]
