@@ -57,7 +57,7 @@ class SeriesMemory:
                 yield from places.reads(file, placed, each)
 
     def fetch(self, slots: Tensor, out: Buffers) -> list[Leaf]:
-        """Copy windows into a batch, which begin at steps in the files; see `WindowMemory.fetch`."""
+        """Copy windows, told by their first steps, into a batch; see `WindowMemory.fetch`."""
         steps = slots.numpy()
         runs = np.searchsorted(self._begins, steps, side="right") - 1
         starts = torch.from_numpy(steps + self._shifts[runs])
@@ -114,7 +114,8 @@ class SeriesLayout:
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
         """Where windows begin in the files, if these came anew for each window of the epoch; see
-        `Layout.locate`."""
+        `Layout.locate`.
+        """
         found = self.mapped.locate(windows.sampler, epoch, positions)
         for number, here in windows.parts(positions):
             found[here] += number * self.num_slots
