@@ -330,9 +330,8 @@ def _stack_arrays(
     if room is not None and room.ndim > 1 and leaves[0].dtype == TO_NUMPY.get(room.dtype):
         if set(map(_shape, leaves)) != {tuple(room.shape[1:])}:
             return None
-        stacked = room.numpy()
-        np.concatenate(leaves, out=stacked.reshape(-1, *room.shape[2:]))
-        return _fitting(field, stacked)
+        np.concatenate(leaves, out=room.flatten(0, 1).numpy())
+        return _fitting(field, room.numpy())
     try:
         return _fitting(field, np.array(leaves, leaves[0].dtype))
     except ValueError:

@@ -204,8 +204,8 @@ class RangeWriter:
                 block.put_rows(index, leaves)
             return
         for offset, sample in enumerate(samples):
-            leaves = flatten_row(sample, rows[offset], schema)
-            for block, leaf in zip(blocks, leaves, strict=True):
+            row = flatten_row(sample, rows[offset], schema)
+            for block, leaf in zip(blocks, row, strict=True):
                 block.put(index + offset, leaf)
 
     def close(self) -> None:
