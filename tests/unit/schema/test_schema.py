@@ -426,7 +426,7 @@ REFUSED = {
     "subclass beyond int64": type("Size", (int,), {})(2**63),
     "huge number": 10**5000,
     "decimal": decimal.Decimal(1),
-    "durations without a unit": np.array([3], "timedelta64"),
+    "durations without a unit": np.array([3]).view("timedelta64"),
     "palette": Image.new("P", (2, 2)),
     "palette with transparency": Image.new("PA", (2, 2)),
     "many numbers beyond int64": [2**63] * 16,
