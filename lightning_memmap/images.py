@@ -107,7 +107,7 @@ def decode_image(
 
     Args:
         source: The bytes of a file, or its path.
-        mode: One of `CHANNELS`. ``"P"`` takes images of palette indices and of gray values alone.
+        mode: One of `CHANNELS`. ``"P"`` takes images of palette indices and of grey values alone.
         size: Height and width. The image is scaled to fill them, and what is over at two sides is
             cut off. Palette indices are picked, other values interpolated.
         shape: What the result must have, (channels, height, width).

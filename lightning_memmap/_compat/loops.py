@@ -276,9 +276,6 @@ def make_strategy_proxy(strategy: Any, given_optimizers: list[Any], **overrides:
         strategy: The strategy.
         given_optimizers: What ``self.optimizers()`` of the module returns, one for each optimizer.
         **overrides: As for `make_proxy`.
-
-    Returns:
-        The proxy.
     """
     return make_proxy(strategy, _lightning_optimizers=given_optimizers, **overrides)
 
@@ -303,9 +300,6 @@ def make_trainer_proxy(trainer: Any, results: Any, **overrides: Any) -> Any:
         trainer: The Trainer.
         results: Returns the results, each time they are needed.
         **overrides: As for `make_proxy`.
-
-    Returns:
-        The proxy.
     """
     return make_proxy(trainer, _results=property(lambda proxy: results()), **overrides)
 

@@ -32,9 +32,6 @@ def copy_metric(metric: nn.Module, device: torch.device) -> Any:
 def states_without_reduction(metric: Metric) -> list[str]:
     """The tensor states of a metric that cannot be merged.
 
-    Args:
-        metric: The metric.
-
     Returns:
         Names of the tensor states that were added without a ``dist_reduce_fx``.
     """
@@ -81,9 +78,6 @@ def merge_metric(target: Metric, sources: list[Metric]) -> None:
 
 def batch_value(metric: Metric) -> Any:
     """What a metric's ``forward`` returned last.
-
-    Args:
-        metric: The metric.
 
     Returns:
         The value over the rows of that call; None if there was no call since a reset.

@@ -93,9 +93,6 @@ def module_dicts(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, nn.Module | None]]:
     """A module's own parameters, buffers and children.
 
-    Args:
-        module: The module.
-
     Returns:
         Three dicts by name, which include the names that are None. They are the module's own dicts,
         not copies.

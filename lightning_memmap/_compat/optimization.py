@@ -183,9 +183,6 @@ def logging_in(module: Any, hook: str) -> Iterator[None]:
     Args:
         module: The LightningModule.
         hook: Name of the hook, such as ``training_step``.
-
-    Yields:
-        Nothing; inside, ``self.log`` logs for the hook.
     """
     before = module._current_fx_name
     module._current_fx_name = hook

@@ -9,9 +9,6 @@ from typing import Any
 def arguments_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """List the arguments of a parser, without those that stand for further commands.
 
-    Args:
-        parser: The parser.
-
     Yields:
         The arguments, in the order in which they were added.
     """
@@ -22,9 +19,6 @@ def arguments_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
     """Find the parsers of the further commands of a parser.
-
-    Args:
-        parser: The parser.
 
     Returns:
         The parser of each command by name; none where it has no commands.
@@ -38,9 +32,6 @@ def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
     """List the names of the arguments of a parser.
 
-    Args:
-        parser: The parser.
-
     Returns:
         The names, without dashes, those of nested values with dots.
     """
@@ -50,9 +41,6 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
 
 def known_classes(parser: argparse.ArgumentParser) -> list[str]:
     """List the classes that values of a parser may have, of those that are imported.
-
-    Args:
-        parser: The parser.
 
     Returns:
         Their class paths.

@@ -47,11 +47,7 @@ def live_parameters() -> list[nn.Parameter]:
 
 
 def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """The tensors of the state of optimizers.
-
-    Args:
-        optimizers: The optimizers.
-    """
+    """The tensors of the state of optimizers."""
     return [
         value
         for optimizer in optimizers
@@ -181,7 +177,7 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
 
 class MemoryTrace(L.Callback):
-    """Records the memory of a few training steps, by kind.
+    """Records what the memory of a few training steps is used for.
 
     Each process writes ``memory_trace_rank<r>.json``: ``time_s``, and the bytes of parameters,
     gradients, optimizer state, data and activations (everything else that operators return,

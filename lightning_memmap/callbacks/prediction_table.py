@@ -28,7 +28,7 @@ _NUM_SHARDS = 24
 
 
 class PredictionTable(BasePredictionWriter):
-    """Writes what ``predict_step`` returns into a store with a row for each row of the dataset.
+    """Writes the predictions of all processes into one store, in the order of the dataset.
 
     Row ``i`` of the store is the prediction for row ``i`` of the dataset, whichever process
     computed it.

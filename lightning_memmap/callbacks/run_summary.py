@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -18,15 +17,17 @@ from typing_extensions import override
 
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import with_article
-from lightning_memmap.placement import DataTopology, HeldShards, Residency
+from lightning_memmap.placement import HeldShards, Residency
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.manifest import Manifest
 
 
 class RunSummary(L.Callback):
-    """Prints one table after ``fit`` and one after ``test``.
+    """Prints what was stored, where it was placed, and how fast it was used.
 
-    It shows the contents of the store of each split, the shards of each data device, the
+    There is one table after ``fit`` and one after ``test``.
+
+    The table has the contents of the store of each split, the shards of each data device, the
     throughput of training, and the logged metrics. The table of a test includes the fit before it,
     so that the last table of a program is complete.
 
@@ -40,10 +41,10 @@ class RunSummary(L.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._splits: dict[str, _Split] = {}
+        self._manifests: dict[str, Manifest] = {}
         self._held: list[HeldShards] = []
         self._rates: list[float] = []
-        self._rows = self._num_positions = 0
+        self._rows = self._num_positions = self._num_processes = 0
         self._epoch_start_s = self._validation_start_s = 0.0
 
     @override
@@ -61,11 +62,11 @@ class RunSummary(L.Callback):
                 " or leave the callback out"
             )
         if stage == "fit":
-            self._splits, self._held, self._rates = {}, [], []
+            self._manifests, self._held, self._rates = {}, [], []
         if data.order is not None:
             self._num_positions = data.order.num_positions
-        for name, store in data.stores.items():
-            self._splits[name] = _Split(store.manifest, data.placement.topology)
+            self._num_processes = data.placement.topology.size
+        self._manifests |= {name: store.manifest for name, store in data.stores.items()}
         held = [shards for shards in self._held if shards.split not in data.stores]
         self._held = [*held, *data.placement.held()]
 
@@ -97,7 +98,7 @@ class RunSummary(L.Callback):
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Rank 0 of R has the positions p with p % R == 0: at most R - 1 rows more than others.
-        rows = min(self._rows * self._splits["train"].topology.size, self._num_positions)
+        rows = min(self._rows * self._num_processes, self._num_positions)
         self._rates.append(rows / (_now_s(trainer) - self._epoch_start_s))
 
     @override
@@ -132,10 +133,10 @@ class RunSummary(L.Callback):
 
     def _stored(self) -> dict[str, str]:
         lines = {}
-        for name, split in self._splits.items():
-            fields = "; ".join(f"{field.name} {field}" for field in split.manifest.schema.fields)
-            size = format_bytes(split.manifest.num_bytes)
-            lines[name] = f"{split.manifest.num_rows:,} rows, {size}: {fields}"
+        for name, manifest in self._manifests.items():
+            fields = "; ".join(f"{field.name} {field}" for field in manifest.schema.fields)
+            size = format_bytes(manifest.num_bytes)
+            lines[name] = f"{manifest.num_rows:,} rows, {size}: {fields}"
         return lines
 
     def _placed(self) -> dict[str, str]:
@@ -160,14 +161,6 @@ class RunSummary(L.Callback):
                 f" {max(later):,.0f})"
             )
         return lines
-
-
-@dataclass(frozen=True)
-class _Split:
-    """How one split is stored and placed."""
-
-    manifest: Manifest
-    topology: DataTopology
 
 
 def _held_text(held: Sequence[HeldShards]) -> str:

@@ -19,7 +19,7 @@ def completion_parser() -> BriefParser:
         " For bash: lightning-memmap completion bash >"
         " ~/.local/share/bash-completion/completions/lightning-memmap",
     )
-    parser.add_argument("shell", choices=SHELLS, help="the shell")
+    parser.add_argument("shell", choices=SHELLS, help="The shell.")
     return parser
 
 
@@ -32,9 +32,6 @@ def completion_script(shell: str, parsers: Mapping[str, argparse.ArgumentParser]
     Args:
         shell: One of `SHELLS`.
         parsers: The parser of each command.
-
-    Returns:
-        The script.
 
     Raises:
         ValueError: shtab is not installed.

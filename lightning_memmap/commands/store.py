@@ -1,11 +1,9 @@
 """``lightning-memmap store``: build, describe, check, plan for, show and copy stores."""
 
 import os
-import sys
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, Literal
 
 from rich.console import Console
@@ -16,41 +14,37 @@ from lightning_memmap._compat.parsers import commands_of
 from lightning_memmap.arguments import (
     BriefParser,
     imports_for_pages,
-    nearest_file,
     print_error,
 )
-from lightning_memmap.commands.store_plan import plan_devices, plan_images, plan_windows
-from lightning_memmap.errors import MemmapError, StoreNotFoundError
-from lightning_memmap.schema import Field
-from lightning_memmap.sizes import format_bytes
+from lightning_memmap.commands.found_stores import stores_in, stores_or_errors
+from lightning_memmap.commands.store_info import print_info
+from lightning_memmap.commands.store_plan import device_bytes, plan_devices, plan_windows
+from lightning_memmap.compare.render.image_tables import image_tables
+from lightning_memmap.errors import MemmapError
 from lightning_memmap.store import (
-    Store,
     append_store,
     build_part,
     build_store,
     finish_store,
-    open_store,
     pull_store,
     push_store,
     verify_store,
 )
-from lightning_memmap.store.places import StoreUrl, check_path, place_of
+from lightning_memmap.store.places import check_path
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.transfer import stores_at
 from lightning_memmap.store.verify import unknown_files
 from lightning_memmap.tables import printable
 
-#: The most letters of the names of classes.
-_MAX_CLASSES_TEXT = 160
 #: What is switched on without a value, and what that means.
 _FLAGS = {
     "_build": {
-        "overwrite": "replace a store of another dataset",
-        "fresh": "start anew where an interrupted build would be resumed",
-        "finish": "put a store in place whose parts are all written",
+        "overwrite": "Replace a store of another dataset.",
+        "fresh": "Start anew where an interrupted build would be resumed.",
+        "finish": "Put a store in place whose parts are all written.",
     },
-    "_push": {"overwrite": "replace stores that are there"},
-    "_pull": {"overwrite": "replace stores that are there"},
+    "_push": {"overwrite": "Replace stores that are there."},
+    "_pull": {"overwrite": "Replace stores that are there."},
 }
 
 
@@ -107,15 +101,21 @@ def _make_parser(function: Callable[..., int]) -> BriefParser:
     parser, flags = BriefParser(), _FLAGS.get(function.__name__, {})
     described = {"_build": build_store, "_append": append_store}.get(function.__name__, function)
     is_build = described is not function
-    skip: set[str | int] = {*flags, *(("dataset", "check", "progress") if is_build else ())}
+    own = ("dataset", "store_dtypes", "check", "progress") if is_build else ()
+    skip: set[str | int] = {*flags, *own}
     parser.add_function_arguments(described, as_group=False, as_positional=True, skip=skip)
     if is_build:
-        text, required = "class path of the dataset", function is _append
+        text, required = "The dataset: the name or path of its class.", function is _append
         parser.add_argument("--dataset", type=Dataset, required=required, help=text)
     if function is _build:
-        part = "write part i of n, counted from 0, such as 0/8; then --finish"
+        names = (
+            'By name of a field, the dtype that the store keeps it in, such as {"image": "uint8"}.'
+        )
+        parser.add_argument("--store_dtypes", type=dict[str, str] | None, help=names)
+        part = "Write part i of n, counted from 0, such as 0/8; then --finish."
         parser.add_argument("--part", type=str, metavar="i/n", help=part)
-        checks, meaning = Literal["probes", "full", "off"], "rows to compare with an existing store"
+        checks, few = Literal["probes", "full", "off"], "a few rows, all or none of them"
+        meaning = f"How an existing store is compared with the dataset: {few}."
         parser.add_argument("--check", type=checks, default="probes", help=meaning)
     for flag, meaning in flags.items():
         parser.add_argument(f"--{flag}", action="store_true", help=meaning)
@@ -125,68 +125,6 @@ def _make_parser(function: Callable[..., int]) -> BriefParser:
 def _make_console() -> Console:
     """A console without markup: the names of files and fields may look like it."""
     return Console(markup=False)
-
-
-def _stores(path: str) -> dict[str, Store]:
-    """The store at a path or the stores below it, by name.
-
-    Raises:
-        MemmapError: There is no store, or one cannot be read.
-    """
-    stores = {}
-    for name, found in _stores_or_errors(path).items():
-        if isinstance(found, Exception):
-            raise found
-        stores[name] = found
-    return stores
-
-
-def _stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
-    """Like `_stores`, with an error in place of a store below the path that cannot be read."""
-    if isinstance(place_of(path), StoreUrl):
-        try:
-            return {path.rstrip("/").rpartition("/")[2]: open_store(path)}
-        except StoreNotFoundError:
-            return {name: open_store(url) for name, url in stores_at(path).items()}
-    # Resolved, so that "." has a name.
-    directory = Path(os.path.realpath(path))
-    try:
-        return {directory.name: open_store(directory)}
-    except StoreNotFoundError as error:
-        found: dict[str, Store | MemmapError | OSError] = {}
-        others = []
-        for child in _folders(directory):
-            # The stores of several datasets of a split lie one level further down.
-            opened = {path: _opened(path) for path in (child, *_folders(child))}
-            stores = {path: store for path, store in opened.items() if store is not None}
-            found |= {path.relative_to(directory).as_posix(): stores[path] for path in stores}
-            if not stores:
-                others.append(child)
-        if not found:
-            near = "" if directory.exists() else nearest_file(path)
-            raise StoreNotFoundError(f"{error}{near}") from None
-        for other in others:
-            print(f"skipped {printable(other)}: it is not a store", file=sys.stderr)
-        return found
-
-
-def _opened(path: Path) -> Store | MemmapError | OSError | None:
-    """The store at a path, why it cannot be opened, or None where there is none."""
-    try:
-        return open_store(path)
-    except StoreNotFoundError:
-        return None
-    except (MemmapError, OSError) as error:
-        return error
-
-
-def _folders(directory: Path) -> list[Path]:
-    """The folders in a directory, without hidden ones and what may not be looked into."""
-    try:
-        children = sorted(directory.iterdir()) if directory.is_dir() else []
-    except PermissionError:
-        return []
-    return [child for child in children if child.is_dir() and not child.name.startswith(".")]
 
 
 def _build(*, part: str | None, finish: bool, **options: Any) -> int:
@@ -209,13 +147,13 @@ def _build(*, part: str | None, finish: bool, **options: Any) -> int:
         options = {name: value for name, value in options.items() if name not in ("check", "fresh")}
         build_part(part=_part(part), **options)
         return 0
-    _print_info(store, _make_console())
+    print_info(store, _make_console())
     return 0
 
 
 def _append(**options: Any) -> int:
     """Add the rows of a dataset to a store."""
-    _print_info(append_store(**options), _make_console())
+    print_info(append_store(**options), _make_console())
     return 0
 
 
@@ -234,57 +172,13 @@ def _info(path: str) -> int:
         path: Directory or URL of a store, or of one store per split.
     """
     code = 0
-    for store in _stores_or_errors(path).values():
+    for store in stores_or_errors(path).values():
         if isinstance(store, Exception):
             print_error(store)
             code = 2
         else:
-            _print_info(store, _make_console())
+            print_info(store, _make_console())
     return code
-
-
-def _print_info(store: Store, console: Console) -> None:
-    manifest = store.manifest
-    shard_bytes = manifest.shard_bytes()
-    console.print(printable(store.location), style="bold", soft_wrap=True)
-    console.print(
-        f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)},"
-        f" {store.num_shards} shards of {format_bytes(shard_bytes.min())} to"
-        f" {format_bytes(shard_bytes.max())}"
-    )
-    if store.classes:
-        names = shorten(", ".join(store.classes), _MAX_CLASSES_TEXT, placeholder=" ...")
-        console.print(f"{len(store.classes)} classes: {names}", soft_wrap=True)
-    source = ", ".join(f"{key} {value}" for key, value in manifest.source.items())
-    console.print(printable(f"from {source}"))
-    table = Table()
-    for name in ("field", "dtype", "shape", "given as"):
-        table.add_column(name)
-    for name in ("bytes per row", "bytes", "bytes per shard"):
-        table.add_column(name, justify="right")
-    for field, column in zip(store.schema.fields, manifest.columns, strict=True):
-        num_bytes = column.num_bytes(range(store.num_rows))
-        row_bytes = -(-num_bytes // store.num_rows)
-        table.add_row(
-            printable(field.name),
-            str(field.dtype).removeprefix("torch."),
-            str(field.shape),
-            _given_as(field),
-            str(row_bytes) if not field.num_variable else f"{row_bytes} on average",
-            format_bytes(num_bytes),
-            format_bytes(row_bytes * -(-store.num_rows // store.num_shards)),
-        )
-    console.print(table)
-
-
-def _given_as(field: Field) -> str:
-    """The kind of a field, with the members of an enum."""
-    names = ", ".join(f"{name}={number}" for name, number in field.names)
-    return (
-        shorten(f"{field.kind}: {names}", _MAX_CLASSES_TEXT, placeholder=" ...")
-        if names
-        else field.kind
-    )
 
 
 def _verify(path: str) -> int:
@@ -296,7 +190,7 @@ def _verify(path: str) -> int:
     check_path(path)
     console = _make_console()
     damaged = False
-    for store in _stores_or_errors(path).values():
+    for store in stores_or_errors(path).values():
         try:
             if isinstance(store, Exception):
                 raise store
@@ -334,13 +228,14 @@ def _plan(
     Args:
         path: Directory of a store, or of one store per split.
         devices: Counts of devices, like 4 or 1..8.
-        memory: Memory of one device.
-        memory_fraction: Share of it that shards may take.
+        memory: Memory of one device, in bytes or with a unit such as GB or GiB.
+        memory_fraction: Share of it that shards may take, above 0 and at most 1.
         residency: auto, or stream for data larger than memory.
-        shuffle_window: Rows of a shard in a window of stream.
+        shuffle_window: Rows of a shard in a window of stream; by default what makes 512 MiB over
+            all shards.
         html: Where to write the table as a page, with bars.
     """
-    opened = _stores(path)
+    opened = stores_in(path)
     stores = {name: store.manifest for name, store in opened.items()}
     if residency == "stream":
         plans = [plan_windows(opened, devices, shuffle_window)]
@@ -348,7 +243,7 @@ def _plan(
         raise ValueError(f"shuffle_window={shuffle_window}: give residency='stream' to plan for it")
     else:
         plans = [plan_devices(stores, devices, memory, memory_fraction)]
-        plans += plan_images(opened, memory, memory_fraction)
+        plans += image_tables(opened, int(device_bytes(memory) * memory_fraction))
     console = _make_console()
     for plan in plans:
         table = Table(title=printable(plan.title), title_justify="left")
@@ -376,7 +271,7 @@ def _show(path: str, *, out: str = "store.html") -> int:
     """
     with imports_for_pages():
         from lightning_memmap.commands.store_page import render_stores
-    Path(out).write_text(render_stores(_stores(path)), encoding="utf-8")
+    Path(out).write_text(render_stores(stores_in(path)), encoding="utf-8")
     _make_console().print(out, soft_wrap=True)
     return 0
 
@@ -390,7 +285,7 @@ def _push(path: str, url: str, *, overwrite: bool = False) -> int:
         overwrite: Replace stores that are there.
     """
     directory = Path(os.path.realpath(path))
-    for store in _stores(path).values():
+    for store in stores_in(path).values():
         name = store.path.relative_to(directory).as_posix()
         there = url if name == "." else f"{url.rstrip('/')}/{name}"
         push_store(store.path, there, overwrite=overwrite)

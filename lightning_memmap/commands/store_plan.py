@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from lightning_memmap.compare.render.image_tables import image_tables
 from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.placement import (
     DataTopology,
@@ -45,8 +44,8 @@ def plan_devices(
     counts = _counts(devices)
     check_memory_fraction(memory_fraction)
     total = sum(manifest.num_bytes for manifest in stores.values())
-    device_bytes = _device_bytes(memory)
-    budget = int(device_bytes * memory_fraction)
+    total_bytes = device_bytes(memory)
+    budget = int(total_bytes * memory_fraction)
     rows = []
     for count in counts:
         held = _held_bytes(stores, count, budget)
@@ -70,30 +69,18 @@ def plan_devices(
     )
     title = (
         f"{format_bytes(total)} of {', '.join(stores)} on devices of"
-        f" {format_bytes(device_bytes)}, {format_bytes(budget)} of each for shards"
+        f" {format_bytes(total_bytes)}, {format_bytes(budget)} of each for shards"
     )
     labels = ("devices", "on devices", "in host memory", "fullest device", "fits", "rows")
     return Table(title, [Column(label) for label in labels], rows, [Cell(note)])
 
 
-def plan_images(stores: Mapping[str, Store], memory: str, memory_fraction: float) -> list[Table]:
-    """Compare encoded images as they are stored with the same images stored decoded.
-
-    Args:
-        stores: The stores by name.
-        memory: Memory of one device, like 80GiB.
-        memory_fraction: Share of it that shards may take.
-
-    Returns:
-        See `image_tables`.
+def device_bytes(memory: str) -> int:
+    """Read the memory of one device, like 80GiB.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: It is no size.
     """
-    return image_tables(stores, int(_device_bytes(memory) * memory_fraction))
-
-
-def _device_bytes(memory: str) -> int:
     try:
         return parse_bytes(memory)
     except (ValueError, OverflowError) as error:

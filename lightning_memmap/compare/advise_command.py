@@ -29,7 +29,6 @@ from lightning_memmap.compare.advise.show import (
     prediction_table,
 )
 from lightning_memmap.compare.render.image_tables import image_tables
-from lightning_memmap.compare.render.terminal import TerminalProgress
 from lightning_memmap.compare.report.report import Report, read_report
 from lightning_memmap.compare.run.comparison import Comparison
 from lightning_memmap.compare.run.plan import ComparisonOptions
@@ -40,9 +39,10 @@ from lightning_memmap.store.recovery import is_store, stores_within
 from lightning_memmap.tables import Cell, Table, print_table
 
 _DESCRIPTION = """Predict which strategy is right for a model, its data and some devices: what fits,
-what moves in a step, about how long a step takes. The model is measured: by the variant "auto" of a
-finished comparison (--report), or by running that variant of a config now (--config). Without
---devices the answer is for this machine, and is compared with what was measured."""
+what moves in a step, about how long a step takes. The model is measured: by the variant "auto" or
+"memmap_superbatch" of a finished comparison (--report), or by running "auto" of a config now
+(--config). Without --devices the answer is for this machine, and is compared with what was
+measured."""
 
 
 def advise_parser() -> BriefParser:
@@ -139,7 +139,7 @@ def _report(question: Question, console: Console) -> Report:
         config=question.config or "", variants="auto", repeats=1, out=question.out,
         devices=question.devices or 2, steps=30, accelerator="auto",
     )  # fmt: skip
-    report = Comparison(options, TerminalProgress(console)).run()
+    report = Comparison(options, console).run()
     report.write(Path(question.out) / "report.json")
     return report
 

@@ -7,16 +7,14 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from lightning_memmap.arguments import BriefParser, print_error, refuse_several_configs
-from lightning_memmap.compare.render.terminal import (
-    TerminalProgress,
-    print_regression,
-    print_report,
-)
+from lightning_memmap.compare.render.tables import regression_table
+from lightning_memmap.compare.render.terminal import print_report
 from lightning_memmap.compare.report.regression import check_regression
 from lightning_memmap.compare.report.report import Report, read_report
 from lightning_memmap.compare.run.comparison import Comparison
 from lightning_memmap.compare.run.plan import ComparisonOptions
 from lightning_memmap.errors import MemmapError
+from lightning_memmap.tables import print_table
 
 _DESCRIPTION = """Train the same model on the same rows in several variants, check that the results
 agree, and measure what each one costs. A variant is a strategy and what supplies its rows. Exit
@@ -29,11 +27,11 @@ def compare_parser() -> BriefParser:
     """Make the parser of the command."""
     parser = BriefParser(prog="lightning-memmap compare", description=_DESCRIPTION)
     parser.add_class_arguments(ComparisonOptions, as_group=False)
-    parser.add_argument("--baseline", type=str | None, help="a report.json to compare with")
+    parser.add_argument("--baseline", type=str | None, help="A report.json to compare with.")
     parser.add_argument(
         "--report",
         type=str | None,
-        help="a finished report.json to compare with that of --baseline; nothing is run",
+        help="A finished report.json to compare with that of --baseline; nothing is run.",
     )
     return parser
 
@@ -63,11 +61,11 @@ def compare(args: list[str]) -> int:
             if old is None:
                 raise ValueError("--report: name the report to compare it with by --baseline")
             regression = check_regression(old, read_report(finished), baseline)
-            print_regression(regression, console)
+            print_table(regression_table(regression), console)
             return 4 if regression.is_slower else 0
         options = ComparisonOptions(**given)
         command = shlex.join(["lightning-memmap", "compare", *args])
-        report = Comparison(options, TerminalProgress(console), command).run()
+        report = Comparison(options, console, command).run()
         out = Path(options.out)
         # At once, so that no later error can lose hours of work.
         report.write(out / "report.json")

@@ -60,7 +60,6 @@ from lightning_memmap.sampling import (
     Shards,
     Subset,
 )
-from lightning_memmap.schema import read_forms
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
 from lightning_memmap.store.places import StoreUrl
@@ -105,19 +104,19 @@ class _SplitDataset:
 class MemmapDataModule(L.LightningDataModule):
     """Stores datasets once, keeps them resident on the data devices, and serves super-batches.
 
-    A batch has the structure of the dataset's samples, as ``default_collate`` would give it.
-    Under ``memmap_superbatch`` all data devices of the one process hold shards; under any other
-    strategy each process holds its own shards on its own device. The rows of each global batch
-    are the same.
+    A batch has the structure of the dataset's samples, as ``default_collate`` would give it. Under
+    strategies of one process, such as ``memmap_superbatch``, all its devices hold shards. Under
+    those of several processes, each process holds the shards of its own devices. The rows of each
+    global batch are the same.
 
     Args:
-        train_dataset: Dataset to train on: map-style, or one that is iterated over, as of
-            `lightning_memmap.store.build_store`. Where a dataset is None, the store of its split is
-            used as it is. A generator is read once, by the process that builds its store; where the
-            store is there already, or there are several processes, it needs a ``fingerprint``. A
-            dict of datasets by name, of the same fields, is mixed by ``sampler=Mixture(...)``.
-        val_dataset: To validate on. May be missing, as may its store. A list of datasets, or a dict
-            of them by name, makes a loader of each, whose index is the ``dataloader_idx``.
+        train_dataset: Dataset to train on, map-style or iterable; see
+            `lightning_memmap.store.build_store`. If a dataset is None, the store of its split is
+            used as it is. A generator is read once, by the process that builds its store; if the
+            store exists already, or there are several processes, it needs a ``fingerprint``. A dict
+            of datasets by name, all with the same fields, is mixed by ``sampler=Mixture(...)``.
+        val_dataset: To validate on. Both it and its store may be missing. A list of datasets, or a
+            dict of them by name, gets a loader for each, whose index is the ``dataloader_idx``.
         test_dataset: To test on, one or several.
         predict_dataset: To predict on, one or several.
         store_dir: Directory with one store per split in it: ``train``, and ``val`` or, of several
@@ -164,11 +163,11 @@ class MemmapDataModule(L.LightningDataModule):
             what stands for ``{member}``. Without any of these it is refused.
         shuffle_window: Rows of a shard that are shuffled together: ``shuffle_window * num_shards``
             rows are mixed with each other, and with no other rows of their epoch. By default all
-            rows are mixed, except under ``residency="stream"``, which reads this number of rows of
-            each shard at once: there it is what makes 512 MiB over all shards. The order of rows
-            depends on this number, and not on the residency, the machine or the number of devices:
-            a run with one number is the same everywhere, and is resumed with that number. It is
-            refused with ``shuffle=False``, except under ``stream``.
+            rows are mixed. ``residency="stream"`` reads this number of rows of each shard at once,
+            by default as many as make 512 MiB over all shards. The order of rows depends on this
+            number, but not on the residency, the machine or the number of devices. A run is resumed
+            with the number that it started with. The samplers of this package come in such windows
+            too. Refused with ``shuffle=False``, except under ``stream``.
         sampler: Makes the order of the training rows, instead of ``shuffle``, such as
             `lightning_memmap.sampling.Weighted`: a `lightning_memmap.sampling.SamplerFactory`, or a
             function of the `lightning_memmap.sampling.Shards` and the seed that returns a
@@ -178,11 +177,11 @@ class MemmapDataModule(L.LightningDataModule):
             ``Pad(value=-1, multiple=8)``; in a config ``{form: pad, value: -1, multiple: 8}``.
             ``"decode"`` is for bytes that are images: see `lightning_memmap.schema.Decode`.
             Fields must be named here where the first rows that are read do not show that they
-            differ. The form is no part of the store. Lists of records and what may be None are
+            differ. The store does not depend on the form. Lists of records and what may be None are
             named here too, with ``"list"`` and ``"nullable"``; see `lightning_memmap.schema.forms`.
         with_row_numbers: Give every batch the numbers of its rows in their dataset, int64 of shape
-            (B,): under the key ``row_number`` where samples are dicts or TensorDicts, and else
-            behind what they have. Of a subset too they are rows of the whole dataset.
+            (B,): under the key ``row_number`` if samples are dicts or TensorDicts, and otherwise
+            last. For a subset too they are rows of the whole dataset.
 
     The arguments except the datasets are attributes too. Setting one takes effect at the next
     `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
@@ -787,7 +786,7 @@ class MemmapDataModule(L.LightningDataModule):
             sample = next(samples_of(dataset))
         else:
             sample = first_sample(dataset, self.num_workers)
-        collate = FormedCollate(schema, read_forms(self.variable), sample)
+        collate = FormedCollate(schema, stores.options.fields.forms, sample)
         # As the rows were set up.
         return NumberedCollate(collate, schema) if self._rows[split].are_numbered else collate
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
@@ -21,8 +23,7 @@ from lightning_memmap.sampling import (
     Subset,
 )
 from lightning_memmap.sampling.sampler import check_seed
-from lightning_memmap.schema import read_forms
-from lightning_memmap.schema.narrowing import check_store_dtypes
+from lightning_memmap.schema.field_options import FieldOptions
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.places import StoreUrl, place_of
@@ -97,8 +98,7 @@ class DataOptions:
         self._check_sampler()
         self._check_window()
         check_choice(self.check)
-        check_store_dtypes(self.store_dtypes)
-        read_forms(self.variable)
+        FieldOptions.of(self.variable, self.store_dtypes)
         given = self.fingerprint
         for split, each in (given if isinstance(given, Mapping) else {"train": given}).items():
             if str(split).partition("/")[0] not in SPLITS:
@@ -108,16 +108,21 @@ class DataOptions:
     def _check_sampler(self) -> None:
         if self.sampler is None:
             return
-        is_class = isinstance(self.sampler, type)
-        if is_class or not (callable(self.sampler) or isinstance(self.sampler, SamplerFactory)):
+        maker: object = self.sampler
+        if isinstance(maker, partial):
+            # So a class in a config comes, in the arguments of what makes it.
+            maker = next(filter(isabstract, (maker.func, *maker.args)), maker)
+        is_class = isinstance(maker, type)
+        if is_class or not (callable(maker) or isinstance(maker, SamplerFactory)):
             raise TypeError(
-                f"sampler={self.sampler!r}: give Weighted(...), or a function of the shards and the"
+                f"sampler={maker!r}: give Weighted(...), or a function of the shards and the"
                 " seed that returns a sampler, such as lambda shards, seed: MySampler(shards)"
             )
-        if self.shuffle_window is not None and self.residency != "stream":
+        is_function = not isinstance(self.sampler, SamplerFactory)
+        if self.shuffle_window is not None and is_function and self.residency != "stream":
             raise ValueError(
-                f"shuffle_window={self.shuffle_window} with a sampler: leave one of them out;"
-                " the sampler decides the order"
+                f"shuffle_window={self.shuffle_window} with a sampler that a function returns:"
+                " leave one of them out; the function decides the order"
             )
         if not self.shuffle:
             raise ValueError(
@@ -162,6 +167,11 @@ class DataOptions:
                 " of folds or parts, or a store_dir with {member} in it; give one of them, or leave"
                 " member out"
             )
+
+    @property
+    def fields(self) -> FieldOptions:
+        """What is said of the fields: ``variable`` and ``store_dtypes``."""
+        return FieldOptions.of(self.variable, self.store_dtypes)
 
     def selection(self, split: str) -> Selection | None:
         """What selects the rows of a split; None where it has all of its store.

@@ -25,7 +25,6 @@ from lightning_memmap.sampling import (
     ShuffledSampler,
 )
 from lightning_memmap.sampling.factory import made_sampler
-from lightning_memmap.schema import read_forms
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import division_of, fields_of
 
@@ -150,7 +149,7 @@ class Planner:
             ValueError: The training rows cannot be fetched in their order.
         """
         options, splits = self.stores.options, placement.splits
-        forms = read_forms(options.variable)
+        forms = options.fields.forms
         rows = {
             split: load_split(store, self.topology, splits[split], forms)
             for split, store in opened.items()
@@ -185,7 +184,7 @@ class Planner:
             self.stores.subset(split, store),
             options.shuffle_window,
             partial(self._make_order, store) if has_order else None,
-            division_of(store, read_forms(options.variable)),
+            division_of(store, options.fields.forms),
             partial(largest_window_bytes, store) if is_streamed else None,
         )
 
@@ -210,11 +209,13 @@ class Planner:
     def _make_order(self, store: Store, shards: Shards, window: int) -> Sampler:
         options = self.stores.options
         given, seed = options.sampler, options.seed
+        is_whole = options.shuffle_window is None and options.residency != Residency.STREAM.value
         if given is not None:
-            return made_sampler(given, shards, seed, fields_of(store, shards))
+            fields = fields_of(store, shards)
+            return made_sampler(given, shards, seed, fields, None if is_whole else window)
         if not options.shuffle:
             return SequentialSampler(shards)
-        if options.shuffle_window is None and options.residency != Residency.STREAM.value:
+        if is_whole:
             return ShuffledSampler(shards, seed)
         return BlockShuffledSampler(shards, seed, window)
 

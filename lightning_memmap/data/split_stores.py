@@ -12,8 +12,7 @@ from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import argument_of, has_several, named_datasets
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import RowSubset, SamplerFactory, Selection
-from lightning_memmap.schema import Windows, read_forms
-from lightning_memmap.schema.narrowing import check_store_dtypes
+from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
@@ -111,7 +110,7 @@ class SplitStores:
         self.check_held_out()
         self.check_mixture()
         self.options.check_splits(self.datasets)
-        windows = read_forms(self.options.variable).get("tokens")
+        windows = self.options.fields.forms.get("tokens")
         for dataset in self.datasets.values():
             if isinstance(dataset, TokenStream) and isinstance(windows, Windows):
                 dataset.check_windows(windows.length, windows.stride)
@@ -304,8 +303,8 @@ class SplitStores:
     def _source(self, split: str, store: Store) -> tuple[Any, ...]:
         """A dataset, the options that its store depends on, and the content of the store."""
         options = self.options
-        dtypes = check_store_dtypes(options.store_dtypes)
-        given = options.num_shards, options.fingerprint_of(split), options.check, dtypes
+        fingerprint, dtypes = options.fingerprint_of(split), options.fields.dtypes
+        given = options.num_shards, fingerprint, options.check, dtypes
         return self.datasets[split], *given, store.manifest.content
 
     @property

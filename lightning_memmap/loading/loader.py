@@ -115,7 +115,7 @@ class SuperBatchLoader:
         """
         if not self.order.is_sequential:
             return SimpleNamespace(sampler=self)
-        return BatchIndices(self, StepRows(self))
+        return BatchIndices(self, RowsByStep(self))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has.
@@ -416,7 +416,7 @@ class SuperBatchLoader:
         return lengths
 
 
-class StepRows(Sequence[list[int]]):
+class RowsByStep(Sequence[list[int]]):
     """The dataset rows of each step of this process, for a loader in dataset order.
 
     Args:

@@ -1,38 +1,17 @@
 """Prefetch: coming steps are made ready while the present one is computed."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_memmap.loading.device_streams import SideStreams
+from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.variable_leaves import dense_tensors
-
-
-class Steps(Protocol):
-    """The steps of an epoch, for a prefetcher."""
-
-    @property
-    def data_devices(self) -> Sequence[torch.device]:
-        """The devices that serve batches."""
-
-    def steps_ahead(self) -> Iterator[SuperBatch]:
-        """The steps, none of which counts as delivered.
-
-        Yields:
-            The super-batches in their order.
-        """
-
-    def deliver(self, super_batch: SuperBatch) -> None:
-        """Count a step as delivered.
-
-        Args:
-            super_batch: The next step of `steps_ahead` in order.
-        """
 
 
 class _Ready(NamedTuple):
@@ -44,7 +23,7 @@ class _Ready(NamedTuple):
 
 
 def prefetched(
-    steps: Steps,
+    loader: SuperBatchLoader,
     device: torch.device,
     depth: int,
     on_step: Callable[[SuperBatch], None] | None = None,
@@ -60,7 +39,7 @@ def prefetched(
     ``2 * depth + 2`` batches are in the device's memory.
 
     Args:
-        steps: Where the steps come from.
+        loader: Where the steps come from.
         device: Where they are assembled.
         depth: Steps in flight beside the one that the consumer has, at least 1.
         on_step: Called with each super-batch when it is delivered.
@@ -71,8 +50,8 @@ def prefetched(
     Raises:
         Exception: An error in making a step, when that step is due.
     """
-    streams = SideStreams(device, steps.data_devices)
-    coming = steps.steps_ahead()
+    streams = SideStreams(device, loader.data_devices)
+    coming = loader.steps_ahead()
     ready: deque[_Ready] = deque()
     used: deque[Any] = deque()
     error: Exception | None = None
@@ -93,7 +72,7 @@ def prefetched(
             if not ready:
                 break
             super_batch, batch, event = ready.popleft()
-            steps.deliver(super_batch)
+            loader.deliver(super_batch)
             if on_step is not None:
                 on_step(super_batch)
             tensors = chain.from_iterable(dense_tensors(leaf) for _, leaf in named_leaves(batch))

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,12 +18,20 @@ from lightning_memmap.loading.row_numbers import NumberedRows
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
-from lightning_memmap.loading.window_items import largest_window
+from lightning_memmap.loading.window_items import largest_of_any, largest_window
 from lightning_memmap.loading.window_layout import WindowLayout
+from lightning_memmap.loading.window_places import LOOKUP_BYTES, PlacedLayout
 from lightning_memmap.loading.window_rows import WindowRows, window_rows
 from lightning_memmap.loading.window_series import SeriesLayout, largest_window_steps
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
-from lightning_memmap.sampling import Integers, LineShards, Sampler, Shards, WindowShards
+from lightning_memmap.sampling import (
+    Integers,
+    LineShards,
+    ReadWindows,
+    Sampler,
+    Shards,
+    WindowShards,
+)
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
@@ -113,7 +122,7 @@ def load_split(
             one that is read window by window since it was opened, or a shard of a store at a URL
             cannot be fetched.
     """
-    fields = placement.size.fields
+    fields, shards = placement.size.fields, placement.shards
     needed = [
         pair
         for pair in zip(store.manifest.columns, store.columns, strict=True)
@@ -121,50 +130,127 @@ def load_split(
     ]
     columns = [column for column, _ in needed]
     held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
-    opened = store.provide(fields, _stored_shards(store, placement.shards, held))
-    others = [column for column in columns if column.rows_name is None]
-    base = placement.shards.base
-    cut, length = (base.fields, base.length) if isinstance(base, WindowShards) else ((), 0)
-    offsets = StoreOffsets.into(store, placement.shards)
+    opened = store.provide(fields, _stored_shards(store, shards, held))
+    maker = _SourceMaker(store, placement, columns, opened)
     sources: list[RowSource] = []
-    source_of_shard = np.full(placement.shards.num_shards, -1, np.int64)
-    for (residency, device), shards in _held_together(topology, placement).items():
-        source_of_shard[shards] = len(sources)
-        _check_residency(store, residency, others, placement.shards)
-        if cut and not others:
-            pairs = [(c.field, rows) for c, rows in zip(columns, opened, strict=True)]
-            is_copied = residency in (Residency.DEVICE, Residency.HOST)
-            place = device if is_copied else None
-            found = window_rows(store, pairs, placement.shards, shards, place)
-            if residency is Residency.STREAM:
-                sources.append(_streamed_windows(store, columns, found, placement, shards))
-            else:
-                sources.append(found)
-        elif others or not columns:
-            sources.append(ColumnRows(columns, opened))
-        elif residency is Residency.STREAM:
-            sources.append(_streamed_rows(store, columns, opened, offsets, placement, shards))
-        elif residency is Residency.MMAP:
-            sources.append(mapped_rows(opened, offsets))
-        else:
-            sources.append(copied_rows(opened, offsets, shards, device))
+    source_of_shard = np.full(shards.num_shards, -1, np.int64)
+    for (residency, device), group in _held_together(topology, placement).items():
+        source_of_shard[group] = len(sources)
+        sources.append(maker.source(residency, device, group))
     # Not from those that have only the rows of this process.
     if images := image_decoders(columns, [rows for _, rows in needed], forms or {}):
-        if cut:
+        if maker.cut:
             raise ValueError(
-                f"variable: field {cut[0]!r} is cut into windows, and images are decoded for each"
-                " row of a batch, not for each step of a window: leave one of them out"
+                f"variable: field {maker.cut[0]!r} is cut into windows, and images are decoded for"
+                " each row of a batch, not for each step of a window: leave one of them out"
             )
         for index, source in enumerate(sources):
             if isinstance(source, (ResidentRows, StreamedRows)):
                 is_held = source_of_shard == index
                 sources[index] = _decoded_rows(source, images, is_held, topology)
+    length = shards.base.length if isinstance(shards.base, WindowShards) else 0
     absent = tuple(
-        (index, field.windowed(length) if field.name in cut else field)
+        (index, field.windowed(length) if field.name in maker.cut else field)
         for index, field in enumerate(store.schema.fields)
         if fields is not None and field.name not in fields
     )
-    return SplitRows(topology, placement.shards, tuple(sources), source_of_shard, absent)
+    return SplitRows(topology, shards, tuple(sources), source_of_shard, absent)
+
+
+@dataclass(frozen=True)
+class _SourceMaker:
+    """Makes the sources of a split.
+
+    Args:
+        store: The open store.
+        placement: Where each shard goes.
+        columns: The columns that this process needs.
+        opened: The same, open where the rows of this process are.
+    """
+
+    store: Store
+    placement: SplitPlacement
+    columns: list[Column]
+    opened: list[OpenColumn]
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """The fields that are cut into windows."""
+        base = self.placement.shards.base
+        return base.fields if isinstance(base, WindowShards) else ()
+
+    @cached_property
+    def _offsets(self) -> StoreOffsets:
+        return StoreOffsets.into(self.store, self.placement.shards)
+
+    def source(self, residency: Residency, device: torch.device, shards: list[int]) -> RowSource:
+        """The source of some shards.
+
+        Args:
+            residency: Where their rows are to live.
+            device: The device that holds them; a CPU where none does.
+            shards: The shards.
+
+        Raises:
+            StoreError: The columns cannot have this residency.
+        """
+        others = [column for column in self.columns if column.rows_name is None]
+        if others and residency is not Residency.MMAP:
+            raise StoreError(
+                f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
+                f" {self.store.location} can be read from the file mapping alone: use"
+                " residency='mmap'"
+            )
+        if self.cut and not others:
+            pairs = [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]
+            is_copied = residency in (Residency.DEVICE, Residency.HOST)
+            place = device if is_copied else None
+            found = window_rows(self.store, pairs, self.placement.shards, shards, place)
+            return self._streamed_windows(found, shards) if residency is Residency.STREAM else found
+        if others or not self.columns:
+            return ColumnRows(self.columns, self.opened)
+        if residency is Residency.STREAM:
+            return self._streamed_rows(shards)
+        if residency is Residency.MMAP:
+            return mapped_rows(self.opened, self._offsets)
+        return copied_rows(self.opened, self._offsets, shards, device)
+
+    def _streamed_rows(self, shards: list[int]) -> StreamedRows:
+        windows = self.placement.size.windows
+        of_rows = (
+            [column.field for column in self.columns],
+            open_row_files(self.store, self.columns),
+            {index: each for index, each in enumerate(self.opened) if isinstance(each, ItemRows)},
+            self._offsets,
+        )
+        if windows.has_runs:
+            runs = WindowLayout(*of_rows, shards=shards, window=windows.longest)
+            self._warn_of_waste(runs.share_used([range(windows.longest)]))
+            return StreamedRows(runs, windows.rows)
+        layout = PlacedLayout(*of_rows, held=shards, windows=windows)
+        self._warn_of_waste(layout.share_used(windows))
+        return StreamedRows(layout, windows.rows)
+
+    def _streamed_windows(self, mapped: WindowRows, shards: list[int]) -> StreamedRows:
+        line, windows = _line_of(self.placement.shards), self.placement.size.windows
+        assert line is not None
+        cut = [column for column in self.columns if column.field.name in line.fields]
+        files = open_row_files(self.store, cut, in_steps=True)
+        fields = [column.field for column in self.columns]
+        layout = SeriesLayout(fields, files, mapped, line, held=shards, windows=windows)
+        self._warn_of_waste(layout.share_used(windows))
+        return StreamedRows(layout, windows.rows)
+
+    def _warn_of_waste(self, share: float) -> None:
+        """Warn where most of the bytes that are read are not used."""
+        if share < _LEAST_SHARE:
+            warnings.warn(
+                f"residency='stream': {1 / share:.0f} bytes of the store at {self.store.location}"
+                " are read for each one that is used, since the rows of this process lie apart in"
+                " its files: build a store of these rows alone, or one whose num_shards the data"
+                " devices divide",
+                stacklevel=4,
+            )
 
 
 def _held_together(
@@ -182,42 +268,8 @@ def _held_together(
     return groups
 
 
-def _check_residency(
-    store: Store, residency: Residency, others: Sequence[Column], shards: Shards
-) -> None:
-    """Check that the columns of a store can have a residency.
-
-    Args:
-        store: The store.
-        residency: Where its rows are to live.
-        others: Its columns of kinds that only they themselves can read.
-        shards: The rows of the split, and the shards that they are divided into.
-
-    Raises:
-        StoreError: They cannot.
-    """
-    if others and residency is not Residency.MMAP:
-        raise StoreError(
-            f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
-            f" {store.location} can be read from the file mapping alone: use residency='mmap'"
-        )
-    if store.has_gaps and residency is Residency.STREAM:
-        raise StoreError(
-            f"residency='stream': the rows of the stores in {store.location} are mixed, and"
-            " only those of one store are read one after the other: use residency='mmap', or a data"
-            " module for each store, and lightning's CombinedLoader over their loaders"
-        )
-    is_windows = isinstance(shards.base, WindowShards)
-    if is_windows and not isinstance(shards, WindowShards) and residency is Residency.STREAM:
-        raise StoreError(
-            "residency='stream': the sampler draws windows over series by weight, from all over the"
-            " files, and only windows that follow one another are read together: use"
-            " residency='mmap', or leave the sampler out"
-        )
-
-
 def largest_window_bytes(
-    store: Store, shards: Shards, held: Sequence[int], rows: int, fields: Collection[str] | None
+    store: Store, windows: ReadWindows, held: Sequence[int], fields: Collection[str] | None
 ) -> int:
     """The memory that rows take which are read window by window. No row is read.
 
@@ -225,36 +277,41 @@ def largest_window_bytes(
 
     Args:
         store: The store.
-        shards: The rows of the split, and the shards that they are divided into.
+        windows: Which rows of the split are in which window.
         held: The shards that this process holds.
-        rows: Rows of a shard in a window, at most those of the longest shard.
         fields: Names of the fields that this process needs; None for all.
 
     Returns:
-        Bytes of the largest window of ``rows`` consecutive rows of each of these shards.
+        Bytes of the largest window that an epoch may have of these shards.
 
     Raises:
         StoreError: The index of a field is damaged, or a shard cannot be fetched.
     """
     needed = [f for f in store.schema.fields if fields is None or f.name in fields]
-    if isinstance(shards, WindowShards):
-        num_bytes = sum(field.step_bytes for field in needed if field.name in shards.fields)
-        return num_bytes * largest_window_steps(shards, held, rows)
-    if store.has_gaps or isinstance(shards.base, WindowShards):
-        return 0  # They are refused once they are to be loaded.
+    shards, rows = windows.sampler.shards, windows.longest
+    total = 0 if windows.has_runs else len(held) * rows * LOOKUP_BYTES
+    if (line := _line_of(shards)) is not None:
+        num_bytes = sum(field.step_bytes for field in needed if field.name in line.fields)
+        return total + num_bytes * largest_window_steps(line, held, windows)
     variable = [field.name for field in needed if field.num_variable]
-    total = len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
+    total += len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
     if not variable:
         return total
     offsets = StoreOffsets.into(store, shards)
+    largest = largest_window if windows.has_runs else largest_of_any
     for column in store.provide(variable, _stored_shards(store, shards, held)):
         if isinstance(column, ItemRows):
             # An index entry for each row beside its items.
             index_bytes = 8 * (1 + column.field.num_variable) * len(held) * rows
-            total += index_bytes + column.field.item_bytes * largest_window(
-                column, offsets, held, rows
-            )
+            total += index_bytes + column.field.item_bytes * largest(column, offsets, held, rows)
     return total
+
+
+def _line_of(shards: Shards) -> WindowShards | None:
+    """The windows over series that shards are, or that a sampler has made them of."""
+    if isinstance(shards, WindowShards):
+        return shards
+    return shards.base if isinstance(shards.base, WindowShards) else None
 
 
 def _stored_shards(store: Store, shards: Shards, held: Sequence[int]) -> list[int]:
@@ -311,54 +368,3 @@ def _decoded_rows(
     usual = default_threads(topology.num_local_processes)
     num_threads = max(usual if threads is None else threads for threads in given)
     return DecodedRows(rows, decoders, is_held, num_threads)
-
-
-def _streamed_rows(
-    store: Store,
-    columns: list[Column],
-    opened: list[OpenColumn],
-    offsets: StoreOffsets,
-    placement: SplitPlacement,
-    shards: list[int],
-) -> StreamedRows:
-    window = placement.size.window
-    rows = min(window, offsets.shards.longest)
-    layout = WindowLayout(
-        [column.field for column in columns],
-        open_row_files(store, columns),
-        {index: found for index, found in enumerate(opened) if isinstance(found, ItemRows)},
-        offsets,
-        shards=shards,
-        window=rows,
-    )
-    _warn_of_waste(store, layout.share_used([range(rows)]))
-    return StreamedRows(layout, window)
-
-
-def _streamed_windows(
-    store: Store,
-    columns: list[Column],
-    mapped: WindowRows,
-    placement: SplitPlacement,
-    shards: list[int],
-) -> StreamedRows:
-    line, window = placement.shards, placement.size.window
-    assert isinstance(line, WindowShards)
-    rows = min(window, line.longest)
-    cut = [column for column in columns if column.field.name in line.fields]
-    files = open_row_files(store, cut, in_steps=True)
-    fields = [column.field for column in columns]
-    layout = SeriesLayout(fields, files, mapped, line, held=shards, window=rows)
-    _warn_of_waste(store, layout.share_used([range(rows)]))
-    return StreamedRows(layout, window)
-
-
-def _warn_of_waste(store: Store, share: float) -> None:
-    """Warn where most of the bytes that are read are not used."""
-    if share < _LEAST_SHARE:
-        warnings.warn(
-            f"residency='stream': {1 / share:.0f} bytes of the store at {store.location} are read"
-            " for each one that is used, since the rows of this process lie apart in its files:"
-            " build a store of these rows alone, or one whose num_shards the data devices divide",
-            stacklevel=3,
-        )

@@ -44,9 +44,6 @@ class LoaderState:
         Args:
             state: What was loaded, for example from a checkpoint; not checked by anyone yet.
 
-        Returns:
-            The state.
-
         Raises:
             ValueError: It is something else. The message names the key and its value.
         """

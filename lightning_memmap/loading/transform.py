@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_memmap.errors import with_article
+from lightning_memmap.errors import is_refused_call, with_article
 from lightning_memmap.loading.device_streams import current, stream_module
 
 BatchTransform = Callable[..., Any]
@@ -36,17 +36,17 @@ def check_callable(argument: str, given: object) -> None:
 
 
 class OnSuperBatch:
-    """Declares that a batch transform runs on the assembled super-batch, and not on its parts.
+    """Runs a batch transform on the assembled super-batch, and not on each data device.
 
-    A transform on each data device must return the same shapes on all of them, since their
-    batches are assembled afterwards. One whose shapes differ from call to call, as it trims to the
-    longest sequence or draws a size, or one that looks at all rows of a step, runs here: once a
-    step, on the device where the batch is assembled, with all rows of this process in order. Its
-    random numbers do not depend on how many devices hold the data.
+    A transform on each data device must return the same shapes on all of them, since their batches
+    are assembled afterwards. Use this for one that trims to the longest sequence, draws a size, or
+    mixes the rows of a step. It runs once a step, on the device where the batch is assembled, with
+    all rows of this process in order. Its random numbers do not depend on how many devices hold the
+    data.
 
     Args:
-        transform: A callable or module that maps a batch to a batch; may have a parameter
-            ``generator``, as any batch transform.
+        transform: A callable or module that maps a batch to a batch. It may have a parameter
+            ``generator``, like any batch transform.
 
     Raises:
         TypeError: The transform cannot be called.
@@ -95,13 +95,29 @@ class DeviceTransform:
         self._transform = transform
 
     def __call__(self, batch: Any, seed: int) -> Any:
-        """Transform one batch, with all randomness drawn from the seed."""
+        """Transform one batch, with all randomness drawn from the seed.
+
+        Raises:
+            TypeError: The transform cannot be called with a batch.
+        """
         with torch.no_grad(), current(self._device):
             if self._takes_generator:
                 generator = torch.Generator(self._device).manual_seed(seed)
-                return self._transform(batch, generator=generator)
+                return self._transformed(batch, generator=generator)
             with _seeded(self._device, seed):
-                return self._transform(batch)
+                return self._transformed(batch)
+
+    def _transformed(self, batch: Any, **keywords: Any) -> Any:
+        try:
+            return self._transform(batch, **keywords)
+        except TypeError as error:
+            if not is_refused_call(error):
+                raise
+            raise TypeError(
+                f"transform={short_repr(self._transform)}: it cannot be called with a batch"
+                f" ({error}): give a function of one argument, the {type(batch).__name__} of all"
+                " rows of a batch; PerSample runs one of a single sample"
+            ) from error
 
 
 def takes_generator(transform: BatchTransform) -> bool:

@@ -30,10 +30,10 @@ from lightning_memmap.schema.nesting import Build, Leaves
 
 
 class Padded(NamedTuple):
-    """Rows that were padded to one length."""
+    """What a batch has for rows that differ in length: padded values, and the lengths."""
 
     values: Tensor
-    """Of shape (B, *padded lengths, *item shape)."""
+    """The padded rows, of shape (B, *padded lengths, *item shape)."""
     lengths: Tensor
     """How much of each row is not padding: int64 of shape (B,), or (B, k) where ``k`` dimensions
     differ. On the device of ``values``."""
@@ -109,7 +109,7 @@ class FormedCollate:
     """
 
     def __init__(
-        self, schema: Schema, variable: dict[str, Form] | None = None, sample: Any = None
+        self, schema: Schema, variable: Mapping[str, Form] | None = None, sample: Any = None
     ) -> None:
         forms = _forms_of_fields(schema, variable or {})
         self._build = schema.builder(sample, _NESTING)

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memmap.loading.buffers import Buffers, GrowingPool, copy_rows
+from lightning_memmap.loading.row_source import Leaf
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.variable_rows import VariableRows, largest
 from lightning_memmap.loading.window_reads import (
@@ -19,7 +21,7 @@ from lightning_memmap.loading.window_reads import (
     reads_in_place,
     reads_of_pieces,
 )
-from lightning_memmap.sampling import Integers
+from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import ItemRows
 from lightning_memmap.store.columns.variable import Located
@@ -57,6 +59,31 @@ class ItemMemory:
         """
         sizes = self.sizes[slots]
         return VariableRows(self.field, self.items, self.starts[slots], sizes, largest(sizes))
+
+
+class RowMemory:
+    """The memory of a window of rows.
+
+    Args:
+        rows: One tensor of shape (slots, *field shape) for each field whose rows have one shape.
+        items: The memory of each other field.
+        variable: The places of these others among the fields, ascending.
+    """
+
+    def __init__(self, rows: Buffers, items: Sequence[ItemMemory], variable: Sequence[int]) -> None:
+        self.rows = rows
+        self.items = items
+        self._variable = variable
+        self._pools = [GrowingPool() for _ in items]
+
+    def fetch(self, slots: Tensor, out: Buffers) -> list[Leaf]:
+        """Copy rows into a batch; see `WindowMemory.fetch`."""
+        copy_rows(self.rows, slots, out)
+        leaves: list[Leaf] = [*out.tensors]
+        for index, items, pool in zip(self._variable, self.items, self._pools, strict=True):
+            # Their memory will be read over.
+            leaves.insert(index, items.located(slots.numpy()).copied(pool.get))
+        return leaves
 
 
 class PlacedRuns(NamedTuple):
@@ -144,9 +171,9 @@ class RunPlaces:
             item_bytes: Bytes of an item.
         """
         begins, ends, _ = _runs_of(found)
-        if len(begins) <= self._max_runs:
-            return 1.0
         pieces = Pieces.of(begins, ends, item_bytes)
+        if len(begins) <= self._max_runs or not pieces.num_read:
+            return 1.0
         return pieces.num_used / pieces.num_read
 
     def allocate(self, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -159,9 +186,23 @@ class RunPlaces:
         Returns:
             Of shape (num_items, *item_shape).
         """
-        num_bytes = self.num_items * math.prod(item_shape) * dtype.itemsize
-        flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
-        return flat.view(dtype).view(self.num_items, *item_shape)
+        return item_memory(self.num_items, item_shape, dtype)
+
+
+def item_memory(num_items: int, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory that a disk can write items to, on the CPU, with undefined content.
+
+    Args:
+        num_items: How many.
+        item_shape: The shape of an item.
+        dtype: Its dtype.
+
+    Returns:
+        Of shape (num_items, *item_shape).
+    """
+    num_bytes = num_items * math.prod(item_shape) * dtype.itemsize
+    flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
+    return flat.view(dtype).view(num_items, *item_shape)
 
 
 def _runs_of(found: Located) -> tuple[Integers, Integers, Integers]:
@@ -242,6 +283,23 @@ class ItemLayout:
         return Pieces.of(begins, ends, self.field.item_bytes)
 
 
+def check_numbers(windows: ReadWindows, num_places: int) -> None:
+    """Check that all windows of an epoch can be numbered together with all places of the files.
+
+    Args:
+        windows: Which rows are in which window.
+        num_places: Places of the files.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if len(windows) * num_places >= 2**63:
+        raise ValueError(
+            f"shuffle_window={windows.rows}: an epoch would be read in {len(windows)} windows, of"
+            f" {num_places - 1} places of the files: choose a larger one"
+        )
+
+
 def largest_window(
     rows: ItemRows, offsets: StoreOffsets, shards: Sequence[int], window: int
 ) -> int:
@@ -279,6 +337,37 @@ def largest_window(
 
     sizes, is_one_run = offsets.shards.sizes, offsets.starts is not None
     return most_items(sizes, shards, window, in_one_run if is_one_run else apart, not is_one_run)
+
+
+def largest_of_any(
+    rows: ItemRows, offsets: StoreOffsets, shards: Sequence[int], window: int
+) -> int:
+    """How many items as many rows of each shard have at most, whichever they are.
+
+    Args:
+        rows: As for `largest_window`.
+        offsets: As there.
+        shards: As there.
+        window: Rows of a shard in a window.
+
+    Returns:
+        The number of items of the longest rows of each shard.
+
+    Raises:
+        StoreError: The index is damaged.
+    """
+    total = 0
+    for shard in shards:
+        longest = np.zeros(0, np.int64)
+        size = int(offsets.shards.sizes[shard])
+        for first in range(0, size, _LOOKUP_ROWS):
+            some = np.arange(first, min(first + _LOOKUP_ROWS, size))
+            found = rows.at(offsets.of(np.full(len(some), shard), some))
+            longest = np.append(longest, found.sizes.prod(axis=1))
+            if len(longest) > window:
+                longest = np.partition(longest, -window)[-window:]
+        total += int(longest.sum())
+    return total
 
 
 def most_items(

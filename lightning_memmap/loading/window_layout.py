@@ -1,4 +1,4 @@
-"""The layout of a window in memory, and the reads that fill it from the files of a store."""
+"""The layout in memory of a window that has the same rows of each shard, and its reads."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -6,10 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import Buffers, GrowingPool, copy_rows
-from lightning_memmap.loading.row_source import Leaf
+from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.store_offsets import StoreOffsets
-from lightning_memmap.loading.window_items import ItemLayout, ItemMemory, largest_window
+from lightning_memmap.loading.window_items import (
+    ItemLayout,
+    ItemMemory,
+    RowMemory,
+    item_memory,
+    largest_window,
+)
 from lightning_memmap.loading.window_reads import (
     Pieces,
     Read,
@@ -22,7 +27,7 @@ from lightning_memmap.loading.window_reads import (
 from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import ItemRows
-from lightning_memmap.store.row_file import RowFile, aligned_memory
+from lightning_memmap.store.row_file import RowFile
 
 #: Re-striped rows are looked up together, some of each shard at a time.
 _LOOKUP_BYTES = 16 * 2**20
@@ -34,51 +39,33 @@ _MAX_RUNS = 3
 _MAX_FREE = 1 / 64
 
 
-class RowMemory:
-    """The memory of a window of rows.
+class RunMemory(RowMemory):
+    """The memory of a window of runs.
 
     Args:
         layout: Where rows lie in it.
-        rows: One tensor of shape (slots, *field shape) for each field whose rows have one shape.
-        items: The memory of each other field.
+        rows: As for `RowMemory`.
+        items: As there.
     """
 
     def __init__(self, layout: "WindowLayout", rows: Buffers, items: Sequence[ItemMemory]) -> None:
-        self.rows = rows
-        self.items = items
+        super().__init__(rows, items, layout.variable)
         self._layout = layout
-        self._pools = [GrowingPool() for _ in items]
 
-    def reads(self, runs: Sequence[range]) -> Iterator[Read]:
+    def reads(self, windows: ReadWindows, epoch: int, number: int) -> Iterator[Read]:
         """The reads that fill a window; see `WindowMemory.reads`.
 
-        Args:
-            runs: The offsets of each shard's rows in the window. The rows of each run go to
-                consecutive slots, from that of `WindowLayout.run_starts` on. Other slots are
-                undefined.
+        The rows of each run go to consecutive slots, from that of `WindowLayout.run_starts` on.
+        Other slots are undefined.
         """
-        return self._layout.reads(runs, self)
-
-    def fetch(self, slots: Tensor, out: Buffers) -> list[Leaf]:
-        """Copy rows into a batch; see `WindowMemory.fetch`.
-
-        Args:
-            slots: Where they are, int64 of shape (B,), on the CPU.
-            out: Buffers for the fields whose rows have one shape.
-        """
-        copy_rows(self.rows, slots, out)
-        leaves: list[Leaf] = [*out.tensors]
-        parts = zip(self._layout.variable, self.items, self._pools, strict=True)
-        for index, items, pool in parts:
-            # Their memory will be read over.
-            leaves.insert(index, items.located(slots.numpy()).copied(pool.get))
-        return leaves
+        return self._layout.reads(windows.runs(epoch, number), self)
 
 
 class WindowLayout:
     """Where the rows of some shards lie in the memory of a window, and how they are read.
 
-    The memory has slots for rows, an equal number for each shard.
+    A window has the same offsets of each shard, in runs of consecutive ones. The memory has slots
+    for rows, an equal number for each shard.
 
     Direct reads begin at a block, in the file and in memory. Where few free slots suffice for it,
     rows begin as far from the beginning of a block in memory as they do in the file, and a disk
@@ -157,35 +144,23 @@ class WindowLayout:
         return starts
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
-        """Where rows lie, if all windows lay one after the other; see `Layout.locate`.
-
-        Args:
-            windows: Which rows are in which window.
-            epoch: Epoch, counted from 0.
-            positions: As for `lightning_memmap.sampling.Sampler.at`.
-        """
+        """Where rows lie, if all windows lay one after the other; see `Layout.locate`."""
         return windows.row_offsets(epoch, positions, self.num_slots, self.run_starts)
 
-    def allocate(self) -> RowMemory:
+    def allocate(self) -> RunMemory:
         """Memory for a window, on the CPU, with undefined content."""
-        buffers = []
-        for field in self._fixed:
-            shape = (self.num_slots, *field.item_shape)
-            if not field.row_bytes:
-                buffers.append(torch.empty(shape, dtype=field.dtype))
-                continue
-            memory = aligned_memory(self.num_slots * field.row_bytes)
-            flat = torch.frombuffer(memory, dtype=torch.uint8)
-            buffers.append(flat.view(field.dtype).view(shape))
+        buffers = [
+            item_memory(self.num_slots, field.item_shape, field.dtype) for field in self._fixed
+        ]
         items = [layout.allocate(self.num_slots) for layout in self._items]
-        return RowMemory(self, Buffers.of(buffers), items)
+        return RunMemory(self, Buffers.of(buffers), items)
 
     def scratch(self) -> memoryview:
         """Scratch memory for the reads of one thread; see `scratch_memory`."""
         return scratch_memory(max(field.item_bytes for field in self.fields))
 
-    def reads(self, runs: Sequence[range], memory: RowMemory) -> Iterator[Read]:
-        """The reads that fill a window; see `RowMemory.reads`.
+    def reads(self, runs: Sequence[range], memory: RunMemory) -> Iterator[Read]:
+        """The reads that fill a window; see `RunMemory.reads`.
 
         Args:
             runs: The offsets of each shard's rows in the window, in runs of consecutive ones.

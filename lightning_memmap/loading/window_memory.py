@@ -15,14 +15,16 @@ from lightning_memmap.schema import Field
 class WindowMemory(Protocol):
     """The memory of a window."""
 
-    def reads(self, runs: Sequence[range]) -> Iterator[Read]:
+    def reads(self, windows: ReadWindows, epoch: int, number: int) -> Iterator[Read]:
         """The reads that fill a window, which several threads may do at once.
 
         A read raises OSError where the disk cannot be read, and StoreError where a file is shorter
         than it was.
 
         Args:
-            runs: The offsets of each shard's rows in the window, in runs of consecutive ones.
+            windows: Which rows are in which window.
+            epoch: Epoch, counted from 0.
+            number: Window of the epoch, counted from 0.
 
         Returns:
             An iterator over functions, each of which does one read when it is called with scratch

@@ -64,7 +64,7 @@ class WindowReader:
                 self.memory.append(memory)
             self.free.put(memory)
         self._layout = layout
-        self._runs = (windows.runs(epoch, number) for number in numbers)
+        self._windows, self._epoch, self._numbers = windows, epoch, numbers
         self._unread: deque[_Unread] = deque()
         self._reads = self._plan_reads()
         self._is_over = False
@@ -119,7 +119,7 @@ class WindowReader:
             return None if self._is_over else next(self._reads, None)
 
     def _plan_reads(self) -> Generator[tuple[_Unread, Read], None, None]:
-        for runs in self._runs:
+        for number in self._numbers:
             memory = self.free.get()
             if self._is_over:
                 return
@@ -128,7 +128,7 @@ class WindowReader:
                 self.memory.append(memory)
             window = _Unread(memory)
             self._unread.append(window)
-            for read in memory.reads(runs):
+            for read in memory.reads(self._windows, self._epoch, number):
                 self._count(window, 1)
                 yield window, read
             window.is_planned = True

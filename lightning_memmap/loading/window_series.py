@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.row_source import Leaf
-from lightning_memmap.loading.window_items import RunPlaces, most_items
+from lightning_memmap.loading.window_items import RunPlaces, check_numbers, most_items
+from lightning_memmap.loading.window_places import MAX_PLACED_RUNS
 from lightning_memmap.loading.window_reads import Read, scratch_memory
 from lightning_memmap.loading.window_rows import WindowRows
 from lightning_memmap.sampling import Integers, ReadWindows, WindowShards
@@ -45,17 +46,10 @@ class SeriesMemory:
         #: The first step of each run in the files, and what is added to find it in memory.
         self._begins = self._shifts = np.zeros(0, np.int64)
 
-    def reads(self, runs: Sequence[range]) -> Iterator[Read]:
-        """The reads that fill the window; see `WindowMemory.reads`.
-
-        Args:
-            runs: The offsets of each shard's windows, in runs of consecutive ones.
-
-        Yields:
-            The reads.
-        """
+    def reads(self, windows: ReadWindows, epoch: int, number: int) -> Iterator[Read]:
+        """The reads that fill the window; see `WindowMemory.reads`."""
         places = self._layout.places
-        placed = places.place(self._layout.located(runs))
+        placed = places.place(self._layout.located(windows, epoch, number))
         self._begins, self._shifts = placed.begins, placed.places - placed.begins
         steps = [each for each in self._steps if each is not None]
         for file, each in zip(self._layout.files, steps, strict=True):
@@ -63,12 +57,7 @@ class SeriesMemory:
                 yield from places.reads(file, placed, each)
 
     def fetch(self, slots: Tensor, out: Buffers) -> list[Leaf]:
-        """Copy windows into a batch; see `WindowMemory.fetch`.
-
-        Args:
-            slots: Their first steps in the files, int64 of shape (B,), on the CPU.
-            out: Buffers for the fields whose rows have one shape.
-        """
+        """Copy windows, told by their first steps, into a batch; see `WindowMemory.fetch`."""
         steps = slots.numpy()
         runs = np.searchsorted(self._begins, steps, side="right") - 1
         starts = torch.from_numpy(steps + self._shifts[runs])
@@ -86,9 +75,10 @@ class SeriesLayout:
         files: The files of those that are cut into windows, in their order, with steps as rows;
             None for one without a byte.
         mapped: The windows over the file mapping.
-        shards: The windows, divided into shards.
+        shards: The windows, divided into shards: those that the sampler orders, or where it draws
+            from them, those that it draws from.
         held: The shards that this process holds.
-        window: Rows of a shard in a window of the epoch.
+        windows: Which rows are in which window of the epoch.
 
     Raises:
         ValueError: There are too many such windows to be numbered together with all steps.
@@ -102,7 +92,7 @@ class SeriesLayout:
         shards: WindowShards,
         *,
         held: Sequence[int],
-        window: int,
+        windows: ReadWindows,
     ) -> None:
         self.shards, self.mapped, self.files, self._held = shards, mapped, files, held
         #: Which fields are cut into windows.
@@ -115,24 +105,16 @@ class SeriesLayout:
         begins = (shards.ends - shards.counts) * shards.stride + mapped.shifts
         #: A window is told by the first of its steps in the files: one more than there are.
         self.num_slots = int((begins + shards.steps.array).max()) + 1
-        num_windows = -(-shards.longest // window)
-        if num_windows * self.num_slots >= 2**63:
-            raise ValueError(
-                f"shuffle_window={window}: an epoch would be read in {num_windows} windows, of"
-                f" {self.num_slots - 1} steps: choose a larger one"
-            )
+        check_numbers(windows, self.num_slots)
         # In dataset order, series that follow one another are in all shards of the store.
-        max_runs = _MAX_RUNS * (shards.num_shards if shards.is_ordered else len(held))
-        most = largest_window_steps(shards, held, window)
+        count = shards.num_shards if shards.is_ordered else len(held)
+        max_runs = (_MAX_RUNS if windows.has_runs else MAX_PLACED_RUNS) * count
+        most = largest_window_steps(shards, held, windows)
         self.places = RunPlaces(shards.fields[0], [f for f in files if f], most, max_runs)
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
-        """Where windows begin in the files, if these came anew for each window of the epoch.
-
-        Args:
-            windows: Which rows are in which window of the epoch.
-            epoch: Epoch, counted from 0.
-            positions: As for `lightning_memmap.sampling.Sampler.at`.
+        """Where windows begin in the files, if these came anew for each window of the epoch; see
+        `Layout.locate`.
         """
         found = self.mapped.locate(windows.sampler, epoch, positions)
         for number, here in windows.parts(positions):
@@ -147,25 +129,32 @@ class SeriesLayout:
         """Scratch memory for the reads of one thread; see `scratch_memory`."""
         return scratch_memory(max((file.row_bytes for file in self.files if file), default=1))
 
-    def located(self, runs: Sequence[range]) -> Located:
-        """Where the steps of windows are in the files.
+    def located(self, windows: ReadWindows, epoch: int, number: int) -> Located:
+        """Where the steps of a window of the epoch are in the files.
 
         Args:
-            runs: The offsets of each shard's windows, in runs of consecutive ones.
+            windows: Which rows are in which window of the epoch.
+            epoch: Epoch, counted from 0.
+            number: Window of the epoch, counted from 0.
 
         Returns:
-            Steps that follow one another, series by series.
+            Steps that follow one another, series by series or window by window.
         """
         line = self.shards
-        series, firsts, counts = line.stretches(self._held, runs)
+        if windows.has_runs:
+            series, firsts, counts = line.stretches(self._held, windows.runs(epoch, number))
+        else:
+            drawn = windows.offsets(epoch, number, np.array(self._held, np.int64))
+            firsts = np.unique(windows.sampler.shards.locations_in(line, *drawn))
+            series, counts = line.on_line(firsts).series, np.ones_like(firsts)
         lengths = (counts - 1) * line.stride + line.length
         return Located(firsts * line.stride + self.mapped.shifts[series], lengths[:, None])
 
-    def share_used(self, runs: Sequence[range]) -> float:
-        """Estimate the share of the bytes read that is used.
+    def share_used(self, windows: ReadWindows) -> float:
+        """Estimate the share of the bytes read that is used, from the first window of the epoch.
 
         Args:
-            runs: The offsets of each shard's windows in a window of the epoch.
+            windows: Which rows are in which window of the epoch.
 
         Returns:
             Between 0 and 1.
@@ -174,21 +163,26 @@ class SeriesLayout:
         part = len(self._held) / self.shards.num_shards if self.shards.is_ordered else 1.0
         used = min(1.0, part * self.shards.length / self.shards.stride)
         sizes = [file.row_bytes for file in self.files if file is not None]
-        return used * self.places.share_used(self.located(runs), max(sizes, default=1))
+        found = self.located(windows, 0, 0)
+        return used * self.places.share_used(found, max(sizes, default=1))
 
 
-def largest_window_steps(shards: WindowShards, held: Sequence[int], window: int) -> int:
+def largest_window_steps(shards: WindowShards, held: Sequence[int], windows: ReadWindows) -> int:
     """How many steps a window of the epoch has at most, each counted once for each shard.
 
     Args:
-        shards: The windows, divided into shards.
+        shards: The windows over series, divided into shards; see `SeriesLayout`.
         held: The shards that this process holds.
-        window: Windows of a shard in a window of the epoch, at most those of the longest shard.
+        windows: Which rows are in which window of the epoch.
 
     Returns:
         The number, up to a 64th too large, and by what three windows of each shard have in common
-        with others. In dataset order it is that of the windows of all shards.
+        with others. In dataset order it is that of the windows of all shards. Where a sampler draws
+        windows, it is counted as if they had no step in common.
     """
+    window = windows.longest
+    if not windows.has_runs:
+        return len(held) * window * shards.length
     # A run that begins inside of a series.
     shared = max(0, shards.length - shards.stride)
     if shards.is_ordered:

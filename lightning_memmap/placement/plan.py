@@ -13,8 +13,10 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import (
     Integers,
+    ReadWindows,
     RowSubset,
     Sampler,
+    SequentialSampler,
     Shards,
     default_window,
     striping,
@@ -39,9 +41,9 @@ _CPU = torch.device("cpu")
 _RESIDENCIES = ("auto", *(residency.value for residency in Residency))
 
 
-#: Bytes of the largest window of some shards: of the shards of a split, which of them are held, the
-#: rows of a shard in a window, and the names of the fields that are held.
-Measure: TypeAlias = Callable[[Shards, Sequence[int], int, frozenset[str] | None], int]
+#: Bytes of the largest window of some shards: from the windows of a split, which of its shards are
+#: held, and the names of the fields that are held.
+Measure: TypeAlias = Callable[[ReadWindows, Sequence[int], frozenset[str] | None], int]
 
 
 class Sized(Protocol):
@@ -82,7 +84,7 @@ class SplitSize:
     """A split, divided into shards for a topology, and its size.
 
     Args:
-        shards: Its rows, in a number of shards that the data devices divide.
+        order: The order of its rows, which are in a number of shards that the data devices divide.
         shard_bytes: Bytes of each shard over the fields that this process holds, one entry per
             shard.
         window: Rows of a shard in a window, if the split is read window by window.
@@ -91,7 +93,7 @@ class SplitSize:
             is read window by window.
     """
 
-    shards: Shards
+    order: Sampler
     shard_bytes: tuple[int, ...]
     window: int
     fields: frozenset[str] | None = None
@@ -155,16 +157,27 @@ class SplitSize:
         # The order of rows depends on the window, so all processes compute it from all fields.
         window = window or default_window(num_shards, row_bytes)
         shards = shards or Shards(num_rows, num_shards, subset)
-        shards = shards.ordered if order is None else order(shards, window).shards
+        sampler = SequentialSampler(shards) if order is None else order(shards, window)
+        shards = sampler.shards
         fields = topology.fields_of(split)
         shard_bytes = tuple(store.shard_bytes(shards, fields, total).tolist())
         held = [shard for shard in range(num_shards) if topology.owner(shard) is not None]
-        rows = min(window, shards.longest)
-        mean = -(-sum(shard_bytes) // num_rows)
-        largest = (
-            len(held) * rows * mean if measure is None else measure(shards, held, rows, fields)
-        )
-        return cls(shards, shard_bytes, window, fields, largest)
+        if measure is None:
+            mean = -(-sum(shard_bytes) // num_rows)
+            largest = len(held) * min(window, shards.longest) * mean
+        else:
+            largest = measure(ReadWindows(sampler, window), held, fields)
+        return cls(sampler, shard_bytes, window, fields, largest)
+
+    @property
+    def shards(self) -> Shards:
+        """Its rows, and the shards that they are divided into."""
+        return self.order.shards
+
+    @property
+    def windows(self) -> ReadWindows:
+        """Which rows are in which window, if the split is read window by window."""
+        return ReadWindows(self.order, self.window)
 
     @property
     def num_rows(self) -> int:
@@ -372,9 +385,7 @@ def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int) -> N
     if needed <= budget_bytes:
         return
     # Of one row of each shard, in a window as large as any.
-    per_row = [
-        split.size.window_bytes / min(split.size.window, split.shards.longest) for split in placed
-    ]
+    per_row = [split.size.window_bytes / split.size.windows.longest for split in placed]
     most = int(budget_bytes / max(1, 2 * sum(per_row)))
     windows = ", ".join(f"{split.window} rows ({name})" for name, split in splits.items())
     raise PlacementError(

@@ -18,6 +18,7 @@ Integers only: no file, no tensor, no device.
     differences         in which way two of them differ, in words
     permutations        the order within shards, from random bits
     window_permutation  the same, window by window
+    mixture_windows     several sets, each of which is read on and on
     schedule            how an epoch is divided into steps
     windows             how an epoch is divided into what is read from disk at once
 """

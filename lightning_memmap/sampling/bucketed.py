@@ -1,5 +1,6 @@
 """Rows of similar length come together, so that little of a padded batch is padding."""
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -11,9 +12,10 @@ from typing_extensions import override
 from lightning_memmap.errors import call_text, check_integer
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.sampling.permutations import permuted, random_bits
-from lightning_memmap.sampling.sampler import Sampler, check_seed
+from lightning_memmap.sampling.permutations import Permutation, permuted, random_bits
+from lightning_memmap.sampling.sampler import Sampler, WindowedSampler, check_seed, derive_seed
 from lightning_memmap.sampling.shards import Integers, Shards
+from lightning_memmap.sampling.window_permutation import WindowPermutation
 
 #: Windows of an epoch whose order is kept, for all shards: a step may reach from one into the next.
 _KEPT_WINDOWS = 4
@@ -22,7 +24,7 @@ _MAX_KEY = 2**32
 
 
 class Bucketed(SamplerFactory):
-    """Batches of rows of similar length, for ``MemmapDataModule(sampler=...)``.
+    """Puts rows of similar length into one step, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch all rows are shuffled, and come exactly once. The rows of a window, that is
     ``num_buckets * bucket_size`` consecutive positions, are then sorted by length and divided into
@@ -39,7 +41,7 @@ class Bucketed(SamplerFactory):
             with one, the rows of a bucket are all rows that are near each other.
 
     Raises:
-        TypeError: A number is no integer.
+        TypeError: A number is not an integer.
         ValueError: A number is below 1.
     """
 
@@ -54,16 +56,21 @@ class Bucketed(SamplerFactory):
         return call_text("Bucketed", lengths=self.lengths, **counts)
 
     @override
-    def make(self, shards: Shards, seed: int, fields: Fields) -> "BucketedSampler":
+    def make(
+        self, shards: Shards, seed: int, fields: Fields, window: int | None = None
+    ) -> "BucketedSampler":
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
-            TypeError: The lengths are no integers.
+            TypeError: The lengths are not integers.
             ValueError: There is not one length for each row, one is negative, or the rows of the
                 field do not differ in length.
         """
         lengths = Numbers(_narrowed(self._lengths(fields)[shards.all_rows()]))
-        return BucketedSampler(shards, seed, lengths, self.bucket_size, self.num_buckets)
+        given = shards, seed, lengths, self.bucket_size, self.num_buckets
+        if window is None:
+            return BucketedSampler(*given)
+        return WindowedBucketedSampler(*given, window)
 
     def _lengths(self, fields: Fields) -> Integers:
         """The length of each row of the dataset."""
@@ -120,6 +127,44 @@ class BucketedSampler(Sampler):
     ) -> Integers:
         return _order(self, epoch).grid(first, last, shards, starts)
 
+    def permutation(self, epoch: int) -> Permutation:
+        """The permutations of the shards, before rows are sorted by length.
+
+        Args:
+            epoch: Epoch, counted from 0.
+        """
+        return permuted(self.shards.sizes, random_bits(self.seed, epoch))
+
+
+@dataclass(frozen=True)
+class WindowedBucketedSampler(BucketedSampler, WindowedSampler):
+    """The same for an epoch that is shuffled within windows, of which others are parts.
+
+    Args:
+        shards: As for `BucketedSampler`.
+        seed: As there.
+        lengths: As there.
+        bucket_size: As there.
+        num_buckets: As there.
+        shuffle_window: Rows of a shard in a window that is shuffled; see
+            `lightning_memmap.sampling.BlockShuffledSampler`.
+
+    Raises:
+        ValueError: The seed is out of range.
+    """
+
+    shuffle_window: int
+
+    @property
+    @override
+    def window_rows(self) -> int:
+        return self.shuffle_window
+
+    @override
+    def permutation(self, epoch: int) -> Permutation:
+        seed = derive_seed(self.seed, 1)  # Bits that are not those of the ranks of buckets.
+        return WindowPermutation(self.shards.sizes, self.shuffle_window, seed, epoch)
+
 
 class _Window(NamedTuple):
     """The rows of a window: those of some shards, in a grid of shape (shards, rounds)."""
@@ -144,8 +189,8 @@ class _Order:
         self._sampler = sampler
         self._words = sampler.seed, epoch
         self._window_size = sampler.bucket_size * sampler.num_buckets
-        self._shuffled = permuted(sampler.shards.sizes, random_bits(*self._words))
-        self._kept: dict[tuple[int, int, int], _Window] = {}
+        self._shuffled = sampler.permutation(epoch)
+        self._kept: OrderedDict[tuple[int, int, int], _Window] = OrderedDict()
 
     def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
         """Offsets for a grid of positions; see `Sampler.grid`."""
@@ -168,7 +213,8 @@ class _Order:
         if found is None:
             found = self._kept[key] = self._sorted(number, columns)
             if len(self._kept) > _KEPT_WINDOWS * self._sampler.num_shards // len(columns):
-                self._kept.pop(next(iter(self._kept)), None)
+                # One step, since threads that read windows look rows up too.
+                self._kept.popitem(last=False)
         return found
 
     def _sorted(self, number: int, columns: Integers) -> _Window:

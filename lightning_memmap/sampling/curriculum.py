@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import call_text
+from lightning_memmap.sampling.block_shuffled import BlockShuffledSampler
 from lightning_memmap.sampling.factory import Fields, SamplerFactory, made_sampler
-from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.sampler import Sampler, WindowedSampler
 from lightning_memmap.sampling.shards import Integers, Shards
 from lightning_memmap.sampling.shuffled import ShuffledSampler
+from lightning_memmap.sampling.windows import ReadWindows
 
 #: What makes a sampler; None for rows that are shuffled. In this form and at this place,
 #: jsonargparse writes it as null into a config that it prints.
@@ -22,9 +24,9 @@ Stage: TypeAlias = Literal[None] | SamplerFactory | Callable[[Shards, int], Samp
 
 
 class Curriculum(SamplerFactory):
-    """Another order from an epoch on, for ``MemmapDataModule(sampler=...)``.
+    """Changes the order from given epochs on, for ``MemmapDataModule(sampler=...)``.
 
-    All rows that any of the orders may need are held from the beginning.
+    The rows of all the orders are held from the beginning.
 
     Args:
         stages: By the epoch from which it holds, counted from 0, what makes the order: as for
@@ -32,7 +34,7 @@ class Curriculum(SamplerFactory):
             many positions in an epoch.
 
     Raises:
-        TypeError: ``stages`` is no dict of such.
+        TypeError: ``stages`` is not such a dict.
         ValueError: There is none for epoch 0, or they mix different training sets.
     """
 
@@ -65,14 +67,23 @@ class Curriculum(SamplerFactory):
         return call_text("Curriculum", stages=self.stages)
 
     @override
-    def make(self, shards: Shards, seed: int, fields: Fields) -> "CurriculumSampler":
+    def make(
+        self, shards: Shards, seed: int, fields: Fields, window: int | None = None
+    ) -> "CurriculumSampler":
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
-            ValueError: The orders differ in their positions of an epoch.
+            ValueError: The orders differ in their positions of an epoch, or one of them cannot
+                come in windows.
         """
+
+        def shuffled(shards: Shards, seed: int) -> Sampler:
+            if window is None:
+                return ShuffledSampler(shards, seed)
+            return BlockShuffledSampler(shards, seed, window)
+
         made = [
-            made_sampler(ShuffledSampler if stage is None else stage, shards, seed, fields)
+            made_sampler(shuffled if stage is None else stage, shards, seed, fields, window)
             for stage in self.stages.values()
         ]
         counts = [sampler.num_positions for sampler in made]
@@ -82,11 +93,16 @@ class Curriculum(SamplerFactory):
                 " sets"
             )
         union = SharedShards.of(shards, tuple(sampler.shards for sampler in made))
-        return CurriculumSampler(union, Stages(tuple(self.stages), tuple(made)))
+        stages = EpochOrders(tuple(self.stages), tuple(made))
+        if window is None:
+            return CurriculumSampler(union, stages)
+        for sampler in made:
+            ReadWindows(sampler, window)  # Functions make what they want.
+        return WindowedCurriculumSampler(union, stages, window)
 
 
 @dataclass(frozen=True)
-class Stages:
+class EpochOrders:
     """The orders of a curriculum.
 
     Args:
@@ -222,7 +238,7 @@ class CurriculumSampler(Sampler):
     """
 
     shards: SharedShards
-    stages: Stages
+    stages: EpochOrders
 
     @property
     @override
@@ -244,3 +260,21 @@ class CurriculumSampler(Sampler):
     @cached_property
     def _offsets(self) -> list[NDArray[Any]]:
         return [self.shards.offsets_of(number) for number in range(len(self.stages.samplers))]
+
+
+@dataclass(frozen=True)
+class WindowedCurriculumSampler(CurriculumSampler, WindowedSampler):
+    """Another order from an epoch on, each of which comes in windows.
+
+    Args:
+        shards: The rows of all orders.
+        stages: The orders.
+        shuffle_window: Positions of a shard in a window of any of them.
+    """
+
+    shuffle_window: int
+
+    @property
+    @override
+    def window_rows(self) -> int:
+        return self.shuffle_window

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memmap.errors import is_refused_call
 from lightning_memmap.sampling.sampler import Sampler, check_sampler
 from lightning_memmap.sampling.shards import Integers, Shards
 
@@ -61,25 +62,31 @@ class Fields(Protocol):
 
 
 class SamplerFactory(ABC):
-    """Makes a sampler for ``MemmapDataModule(sampler=...)``.
+    """Makes a sampler that needs fields of the dataset, for ``MemmapDataModule(sampler=...)``.
 
-    A function of the shards and the seed does the same where no field is needed.
+    If it needs none, a function of the shards and the seed will do.
     """
 
     #: The names of the training stores that it mixes; empty for one store without a name.
     stores: tuple[str, ...] = ()
 
     @abstractmethod
-    def make(self, shards: Shards, seed: int, fields: Fields) -> Sampler:
+    def make(self, shards: Shards, seed: int, fields: Fields, window: int | None = None) -> Sampler:
         """Make the sampler. It must not depend on anything else, such as the process.
 
         Args:
             shards: The training rows, and the shards that they are divided into.
             seed: Seed of the order.
             fields: The fields of the dataset.
+            window: Rows come in windows of so many of a shard, so that those which come together
+                also lie together: a `lightning_memmap.sampling.WindowedSampler` is made. None for
+                any order.
 
         Returns:
             A sampler over these shards, or over shards of its own whose ``base`` these are.
+
+        Raises:
+            ValueError: The rows cannot come in windows.
         """
 
 
@@ -88,6 +95,7 @@ def made_sampler(
     shards: Shards,
     seed: int,
     fields: Fields,
+    window: int | None = None,
 ) -> Sampler:
     """Have a sampler made, and check it.
 
@@ -96,14 +104,25 @@ def made_sampler(
         shards: As for `SamplerFactory.make`.
         seed: As there.
         fields: As there.
+        window: As there. What a function makes decides by itself.
 
     Returns:
         The sampler.
 
     Raises:
-        TypeError: It is no frozen dataclass of values that checkpoints can hold.
+        TypeError: It is no frozen dataclass of values that checkpoints can hold, or ``maker`` is no
+            function of two arguments.
         ValueError: It is over other shards, or its first rows are not rows of their shards.
     """
     if isinstance(maker, SamplerFactory):
-        return check_sampler(maker.make(shards, seed, fields), shards)
-    return check_sampler(maker(shards, seed), shards)
+        return check_sampler(maker.make(shards, seed, fields, window), shards)
+    try:
+        sampler = maker(shards, seed)
+    except TypeError as error:
+        if not is_refused_call(error):
+            raise
+        raise TypeError(
+            f"sampler={maker!r}: it cannot be called with the shards and the seed ({error}): give a"
+            " function of these two that returns a sampler, or Weighted(...)"
+        ) from error
+    return check_sampler(sampler, shards)

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from reprlib import repr as short_repr
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import call_text, check_integer, check_number
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.joined_shards import JoinedShards
+from lightning_memmap.sampling.mixture_windows import MixtureSampler, MixtureShards
 from lightning_memmap.sampling.shards import Shards
 from lightning_memmap.sampling.weighted import WeightedSampler
 from lightning_memmap.sampling.weighted_shards import WeightedShards
@@ -22,13 +24,16 @@ class Mixture(SamplerFactory):
     rounded up or down at random so that this is the mean over epochs, as of `Weighted`. All steps
     have about the same shares, since they are those of the shards.
 
+    In windows, see ``shuffle_window``, each shard reads its piece of a set on and on instead, and
+    an epoch goes on where the last one ended; see `lightning_memmap.sampling.mixture_windows`.
+
     Args:
         shares: The share of each set by the name that it has in ``train_dataset``, not negative.
             They need not add up to 1.
         num_samples: Positions of an epoch; by default as many as all sets together have rows.
 
     Raises:
-        TypeError: ``shares`` is no dict of numbers, or ``num_samples`` no integer.
+        TypeError: ``shares`` is not a dict of numbers, or ``num_samples`` not an integer.
         ValueError: A share is negative or not finite, all are 0, or ``num_samples`` is below 1.
     """
 
@@ -58,7 +63,9 @@ class Mixture(SamplerFactory):
         return call_text("Mixture", shares=self.shares, num_samples=self.num_samples)
 
     @override
-    def make(self, shards: Shards, seed: int, fields: Fields) -> WeightedSampler:
+    def make(
+        self, shards: Shards, seed: int, fields: Fields, window: int | None = None
+    ) -> WeightedSampler | MixtureSampler:
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
@@ -72,8 +79,11 @@ class Mixture(SamplerFactory):
                 f"{self!r}: the training sets are {found}; give each of them a share, such as"
                 " train_dataset={'a': ..., 'b': ...} with sampler=Mixture({'a': 0.7, 'b': 0.3})"
             )
-        stores = joined.stores_of(shards.stored_rows(shards.all_rows()))
-        sizes = np.bincount(stores, minlength=len(joined.stores))
+        # The sets lie one after the other in the order of a file.
+        edges = np.append(joined.firsts, joined.num_rows)
+        if isinstance(shards, WindowShards):
+            edges = np.append(0, shards.ends)[edges]
+        sizes = np.diff(edges)
         shares = np.array([self.shares[name] for name in joined.stores])
         if empty := [
             name
@@ -83,5 +93,17 @@ class Mixture(SamplerFactory):
             raise ValueError(f"{self!r}: the training set {empty[0]!r} has no window")
         count = shards.num_rows if self.num_samples is None else self.num_samples
         shares /= shares.max()  # The sum of very large numbers would be infinite.
+        if window is not None:
+            counts = _rounded(count * (shares / shares.sum()), count)
+            return MixtureSampler(MixtureShards.of(shards, sizes.tolist(), counts), seed, window)
         expected = count * shares / shares.sum() / np.maximum(1, sizes)
-        return WeightedSampler(WeightedShards.of(shards, expected[stores], count), seed)
+        return WeightedSampler(WeightedShards.of(shards, expected.repeat(sizes), count), seed)
+
+
+def _rounded(numbers: NDArray[np.float64], total: int) -> list[int]:
+    """Whole numbers next to given ones that add up to a total."""
+    found = np.floor(numbers).astype(np.int64)
+    largest = np.argsort(found - numbers, kind="stable")
+    found[largest[: total - int(found.sum())]] += 1
+    counts: list[int] = found.tolist()
+    return counts

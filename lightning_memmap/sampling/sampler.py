@@ -33,7 +33,7 @@ def derive_seed(seed: int, *words: int) -> int:
 
 @dataclass(frozen=True)
 class Sampler(ABC):
-    """Which rows an epoch has, and in what order: a frozen value, the same on every process.
+    """Decides which rows an epoch has and in what order: a frozen value, the same on every process.
 
     A subclass is a frozen dataclass of what decides the order, and defines `grid`. Its fields are
     its identity, which checkpoints hold and ranks compare: ints, strings, bools and None, and
@@ -160,7 +160,7 @@ class Sampler(ABC):
 
 
 class WindowedSampler(Sampler):
-    """A sampler whose rows come in windows: rows that come together also lie together.
+    """A sampler that reads the store window by window: rows that come together also lie together.
 
     Position ``p`` is in window ``p // C // window_rows`` of the epoch. Rows that are read window by
     window, under ``residency="stream"``, need such a sampler or dataset order.
@@ -171,8 +171,7 @@ class WindowedSampler(Sampler):
     def window_rows(self) -> int:
         """Rows of a shard in every window but the last."""
 
-    @abstractmethod
-    def window_runs(self, epoch: int, number: int) -> list[range]:
+    def window_runs(self, epoch: int, number: int) -> list[range] | None:
         """The offsets of each shard that a window has, in runs of consecutive ones.
 
         In the last window, a shard that is one row shorter than others lacks the last offset.
@@ -183,7 +182,10 @@ class WindowedSampler(Sampler):
 
         Returns:
             Ranges of offsets in the order in which they lie in the window, the same for each shard.
+            None, in every window, where shards differ in them or a row comes twice: the rows of a
+            window are then looked up position by position.
         """
+        return None
 
 
 def check_seed(seed: int) -> None:

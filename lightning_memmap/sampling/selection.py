@@ -24,7 +24,7 @@ _BITS = 2**63
 
 
 class Selection(ABC):
-    """Which rows of which store each split has."""
+    """Decides which rows of which store each split has, for ``MemmapDataModule(subset=...)``."""
 
     #: The splits whose rows it selects; others have all rows of their stores.
     splits: ClassVar[tuple[str, ...]] = ("train",)
@@ -57,7 +57,7 @@ class Selection(ABC):
 
 
 class Subset(Selection):
-    """Some rows of a store, as `torch.utils.data.Subset` has them.
+    """Uses some rows of a store, like `torch.utils.data.Subset`.
 
     Args:
         rows: Their numbers, in the order that they are to have, or a mask with True for each of
@@ -119,7 +119,7 @@ class Subset(Selection):
 
 
 class Parts(Selection):
-    """Every ``num_parts``-th training row for each member: the rows ``i`` with ``i % M == member``.
+    """Trains each member on every ``num_parts``-th row: the rows ``i`` with ``i % M == member``.
 
     Args:
         num_parts: ``M``, at least 1.
@@ -181,7 +181,7 @@ class _HoldingOut(Selection):
 
 
 class RandomSplit(_HoldingOut):
-    """Holds a random part of the training store out, to validate on.
+    """Holds out a random part of the training store, to validate on.
 
     Args:
         validation: The share of the rows to hold out, between 0 and 1, or their number.
@@ -190,7 +190,7 @@ class RandomSplit(_HoldingOut):
         seed: Seed of the choice, ``0 <= seed < 2**63``. The seed of the order is another.
 
     Raises:
-        TypeError: ``validation`` is no number, or the seed no integer.
+        TypeError: ``validation`` is not a number, or the seed not an integer.
         ValueError: ``validation`` or the seed is out of range.
     """
 
@@ -228,7 +228,7 @@ class RandomSplit(_HoldingOut):
 
 
 class KFold(_HoldingOut):
-    """Holds one of several folds of the training store out, to validate on.
+    """Holds out one of several folds of the training store, to validate on.
 
     Which one is ``member`` of the data module. Each row is in one fold, and the sizes of folds
     differ by one row at most.
@@ -242,7 +242,7 @@ class KFold(_HoldingOut):
         seed: Seed of the choice, ``0 <= seed < 2**63``. The seed of the order is another.
 
     Raises:
-        TypeError: ``num_folds`` or the seed is no integer.
+        TypeError: ``num_folds`` or the seed is not an integer.
         ValueError: ``num_folds`` or the seed is out of range.
     """
 

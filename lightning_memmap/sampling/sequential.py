@@ -12,7 +12,7 @@ from lightning_memmap.sampling.shards import Integers
 
 @dataclass(frozen=True)
 class SequentialSampler(Sampler):
-    """The rows in dataset order.
+    """Keeps the rows in dataset order.
 
     Args:
         shards: The rows, and the shards that they are divided into.

@@ -1,5 +1,6 @@
 """Permutations of shards window by window: rows that come together also lie together."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,7 +36,7 @@ class WindowPermutation:
         bits = random_bits(seed, epoch, 1)
         self._start = int(bits.random_raw(1)[0]) % max(1, self._round)
         self._order = permuted(np.array([max(1, self._num_full)]), bits)
-        self._kept: dict[int, Permutation] = {}
+        self._kept: OrderedDict[int, Permutation] = OrderedDict()
 
     def runs(self, number: int) -> list[range]:
         """The offsets of a window, in runs of consecutive ones; see `WindowedSampler.window_runs`.
@@ -80,7 +81,8 @@ class WindowPermutation:
             sizes = np.clip(self._sizes - number * self._window, 0, self._window)
             found = self._kept[number] = permuted(sizes, random_bits(*self._words, 2 + number))
             if len(self._kept) > _KEPT_WINDOWS:
-                self._kept.pop(next(iter(self._kept)), None)
+                # One step, since threads that read windows look rows up too.
+                self._kept.popitem(last=False)
         return found
 
 

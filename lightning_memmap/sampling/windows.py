@@ -1,7 +1,8 @@
 """Windows of rows: the parts of an epoch that are read from disk at once.
 
-A window is the positions of some consecutive rows of every shard. The rows of one shard in it are
-long runs of a file, which a disk reads fast. Integers only: no file, no tensor.
+A window is the positions of some consecutive rounds over the shards. The rows of one shard in it
+are long runs of a file, or lie near each other there, which a disk reads fast. Integers only: no
+file, no tensor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ class ReadWindows:
 
     Args:
         sampler: The order.
-        rows: Rows of a shard in every window but the last.
+        rows: Positions of a shard in every window but the last.
 
     Raises:
         ValueError: ``rows`` is below 1, or rows that come together in the sampler's order do not
@@ -58,8 +59,20 @@ class ReadWindows:
                 " WindowedSampler"
             )
 
+    @property
+    def has_runs(self) -> bool:
+        """Whether a window has the same offsets of each shard, in runs of consecutive ones."""
+        if self.sampler.is_sequential or not isinstance(self.sampler, WindowedSampler):
+            return self.sampler.is_sequential
+        return self.sampler.window_runs(0, 0) is not None
+
     def __len__(self) -> int:
-        return -(-self.sampler.shards.longest // self.rows)
+        return -(-self.sampler.num_positions // (self.rows * self.sampler.num_shards))
+
+    @property
+    def longest(self) -> int:
+        """Positions of a shard in the longest window."""
+        return min(self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
 
     def number_of(self, position: int) -> int:
         """The window of a position.
@@ -93,6 +106,8 @@ class ReadWindows:
     def runs(self, epoch: int, number: int) -> list[range]:
         """The offsets of a window, the same in each shard, in runs of consecutive ones.
 
+        For a sampler that has such runs; see `has_runs`.
+
         In the last window, a shard that is one row shorter than others lacks the last offset.
 
         Args:
@@ -103,10 +118,32 @@ class ReadWindows:
             Ranges of offsets, as `WindowedSampler.window_runs` returns them.
         """
         if isinstance(self.sampler, WindowedSampler) and not self.sampler.is_sequential:
-            return self.sampler.window_runs(epoch, number)
+            runs = self.sampler.window_runs(epoch, number)
+            assert runs is not None, f"{self.sampler} has no runs"
+            return runs
         return [
             range(number * self.rows, min((number + 1) * self.rows, self.sampler.shards.longest))
         ]
+
+    def offsets(self, epoch: int, number: int, held: Integers) -> tuple[Integers, Integers]:
+        """The rows that a window has of some shards, for any sampler.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            number: Window of the epoch, counted from 0.
+            held: The shards, int64 of shape (S,).
+
+        Returns:
+            The shard of each, and its offset within the shard, both int64 of shape (B,). A row may
+            be there several times.
+        """
+        first = number * self.rows
+        last = min(first + self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
+        found = self.sampler.grid(epoch, first, last - 1, held, np.zeros_like(held))
+        grid = found.reshape(-1, len(held))
+        rounds = np.arange(first, last, dtype=np.int64)[:, None]
+        wanted = rounds * self.sampler.num_shards + held < self.sampler.num_positions
+        return np.broadcast_to(held, grid.shape)[wanted], grid[wanted]
 
     def row_offsets(
         self,

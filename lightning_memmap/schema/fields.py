@@ -38,9 +38,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
     Args:
         dtype: Any dtype of torch, whether a store can hold it or not.
-
-    Returns:
-        The name.
     """
     return str(dtype).removeprefix("torch.")
 
@@ -122,20 +119,12 @@ class Field:
         return replace(self, shape=(length, *self.shape[1:]))
 
     def admits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a row may have a shape.
-
-        Args:
-            shape: The shape.
-        """
+        """Whether a row may have a shape."""
         pairs = zip(shape, self.shape, strict=False)
         return len(shape) == len(self.shape) and all(b is None or a == b for a, b in pairs)
 
     def is_kind(self, kind: str) -> bool:
-        """Whether values of a kind may be rows of this field.
-
-        Args:
-            kind: The kind.
-        """
+        """Whether values of a kind may be rows of this field."""
         return kind == self.kind or (kind in PLAIN_KINDS and self.kind in PLAIN_KINDS)
 
     @property

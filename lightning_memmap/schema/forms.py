@@ -34,20 +34,20 @@ class FetchedRows(Protocol):
 
 @dataclass(frozen=True)
 class Form:
-    """How a batch gives a field, or a list of records, whose rows differ in length: `Pad`, `Jagged`
-    or `Rows`. For series, `Windows`. For bytes that are images, `Decode`. And for any field whether
-    rows may be None: `Nullable`.
+    """How a batch gives a field, for ``MemmapDataModule(variable={"field": form})``.
 
-    A new one is a class like these, and its name in ``_FORMS``.
+    `Pad`, `Jagged` and `Rows` are for rows that differ in length, `Windows` for series, `Decode`
+    for bytes that are images, and `Nullable` for rows that may be None. A new one is a class like
+    these, and its name in ``_FORMS``.
 
     Args:
-        dims: Leading dimensions that may differ from row to row, where the first rows that are read
-            do not show it, at least 1. It matters only while the store is built.
-        nullable: Whether rows may be None, where the first rows that are read do not show it. It
-            matters only while the store is built.
+        dims: Leading dimensions that may differ from row to row, at least 1. Needed only while the
+            store is built, if the first rows that are read do not show it.
+        nullable: Whether rows may be None. Needed only while the store is built, if the first rows
+            that are read do not show it.
 
     Raises:
-        TypeError: A number is none.
+        TypeError: An argument is not a number.
         ValueError: A number is out of range.
     """
 
@@ -107,8 +107,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Pad(Form):
-    """Rows padded to the longest of their step, with their lengths beside them: a
-    `lightning_memmap.loading.Padded`.
+    """Pads rows that differ in length: a batch has a `lightning_memmap.loading.Padded`.
+
+    Rows are padded to the longest one of their step.
 
     Args:
         dims: As for every `Form`.
@@ -157,7 +158,7 @@ class Pad(Form):
 
 @dataclass(frozen=True)
 class Jagged(Form):
-    """A nested tensor of torch, with ``layout=torch.jagged``. One dimension may differ."""
+    """Gives rows that differ in one dimension as a nested tensor with ``layout=torch.jagged``."""
 
     name = "jagged"
 
@@ -177,24 +178,24 @@ class Jagged(Form):
 
 @dataclass(frozen=True)
 class Rows(Form):
-    """A list with one tensor for each row."""
+    """Gives rows that differ in length as a list with one tensor for each row."""
 
     name = "list"
 
 
 @dataclass(frozen=True)
 class Windows(Form):
-    """Windows of one length over each row, which is a series: a row of a batch is a window.
+    """Cuts rows that are series into windows of one length, each of which is a row of a batch.
 
     The windows of a series begin at its steps ``0``, ``stride``, ``2 * stride`` and so on, as far
-    as they lie within it: a series that is shorter than a window has none. They are views: nothing
-    is stored or held twice. All fields of the split that are cut into windows have the same ones.
-    The rows of the field may also have one shape, of which the first dimension is cut.
+    as they lie within it: a series that is shorter than a window has none. They are views, so
+    nothing is stored twice. All fields of the split that are cut have the same windows. The rows
+    may differ in length, or all have one shape.
 
     Args:
         length: Steps of a window, at least 1.
         stride: Steps from the beginning of a window to that of the next one, at least 1. Windows
-            overlap where it is less than the length.
+            overlap if it is less than the length.
         dims: Always 1.
         nullable: Always False.
     """
@@ -219,23 +220,23 @@ class Windows(Form):
 
 @dataclass(frozen=True)
 class Decode(Form):
-    """Images that the store keeps encoded, as the bytes of JPEG, PNG and other files.
+    """Decodes images that the store keeps as the bytes of JPEG, PNG and other files.
 
-    They are decoded when their batch is fetched, by threads, and those of the next step meanwhile.
-    A batch has them as uint8 of shape (B, channels, height, width), as it has images that are
-    stored decoded: upright, without transparency unless the mode has it.
+    Threads decode the images of the next step while a step is used. A batch has uint8 of shape
+    (B, channels, height, width), as for images that are stored decoded: upright, and without
+    transparency unless the mode has it.
 
     Args:
         dims: Not for images: leave it out.
-        mode: ``"RGB"``, ``"RGBA"`` or ``"L"``, gray values, to which images of other modes are
+        mode: ``"RGB"``, ``"RGBA"`` or ``"L"``, grey values, to which images of other modes are
             converted; or ``"P"``, the indices of a palette, such as class labels.
-        size: Height and width, or one number for both. Each image is scaled to fill them, and
-            what is over at two sides is cut off. By default all images must have one size.
+        size: Height and width, or one number for both. Each image is scaled to fill them, and what
+            sticks out on two sides is cut off. By default all images must have one size.
         num_threads: Threads that decode; by default the cores of this process, or its share of
             them, and at most 16.
 
     Raises:
-        TypeError: A number is none.
+        TypeError: An argument is not a number.
         ValueError: An argument is out of range.
     """
 
@@ -281,7 +282,10 @@ class Decode(Form):
 
 @dataclass(frozen=True)
 class Nullable(Form):
-    """What the field has by default, also where its rows have one shape, and None in some rows."""
+    """Says that rows may be None, if the first rows that are read do not show it.
+
+    Otherwise a batch gives the field as it does by default.
+    """
 
     name = "nullable"
     min_dims = 0
@@ -306,7 +310,7 @@ def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:
         The form of each field.
 
     Raises:
-        TypeError: The argument is no such mapping, or a number in it is none.
+        TypeError: The argument is not such a mapping, or a value in it is not a number.
         ValueError: There is no such form, or a number is out of range.
     """
     if not isinstance(given, Mapping | None):
@@ -321,15 +325,15 @@ def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:
 
 
 def _form(name: str, given: Any) -> Form:
-    if isinstance(given, Form):
+    if isinstance(given, Form) and type(given) is not Form:
         return given
     arguments = dict(given) if isinstance(given, Mapping) else {"form": given}
     kind = arguments.pop("form", None)
     if not isinstance(kind, str) or kind not in _FORMS:
-        raise ValueError(
-            f"variable: {short_repr(given)} for field {name!r} is no form: choose one of"
-            f" {', '.join(_FORMS)}"
-        )
+        way_out = f"choose one of {', '.join(_FORMS)}"
+        if isinstance(given, Mapping) and kind is None:
+            way_out += ", and give its name with all of its arguments, as in {form: pad, value: -1}"
+        raise ValueError(f"variable: {short_repr(given)} for field {name!r} is no form: {way_out}")
     lacking = [
         each.name
         for each in fields(_FORMS[kind])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.errors import SchemaError, with_article
+from lightning_memmap.errors import MismatchError, SchemaError, with_article
 from lightning_memmap.schema.fields import TEXT_KINDS, TIME_UNITS, Field, dtype_name
 from lightning_memmap.schema.narrowing import narrowed
 from lightning_memmap.schema.numbers import array_dtype, number_array, python_dtype
@@ -27,8 +27,11 @@ class Records(list[Any]):
 
 
 class RowList(list[Any]):
-    """The rows of one field, one by one: tensors, or for text str or bytes. Or the rows of a list
-    of records: what each has of them. A list like any other, but no container of fields."""
+    """A list with one entry for each row of a batch: a tensor, a str, bytes, or what a row has of a
+    list of records.
+
+    It is a list like any other, but counts as one field and not as a container of fields.
+    """
 
 
 def describe_leaf(name: str, leaf: Any) -> Field:
@@ -59,9 +62,6 @@ def describe_rows(name: str, leaf: Any) -> Field:
         leaf: A dense tensor of shape (B, *field shape), on any device. For rows that differ in
             their first dimension, a nested tensor of torch, or a `RowList` of tensors, str or
             bytes.
-
-    Returns:
-        The field.
 
     Raises:
         SchemaError: The leaf is no such tensor, or its dtype cannot be stored. The message names
@@ -99,9 +99,6 @@ def describe_rows(name: str, leaf: Any) -> Field:
 def rows_apart(leaf: Any) -> list[Any] | None:
     """The rows of a leaf of a batch that has them one by one.
 
-    Args:
-        leaf: The leaf.
-
     Returns:
         The rows of a `RowList` or of a nested tensor; None for any other leaf.
     """
@@ -132,17 +129,16 @@ def leaf_array(field: Field, leaf: Any) -> Tensor | np.ndarray:
         array, kind = to_array(field.name, leaf)
         dtype, shape = array_dtype(field.name, array), tuple(array.shape)
     except SchemaError as error:
-        # Without a cause, it is a value that another schema has.
-        cause = None if is_missing(leaf) else error
-        raise SchemaError(f"{error}; expected {field} ({field.kind})") from cause
+        kind_of_error = MismatchError if is_missing(leaf) else SchemaError
+        raise kind_of_error(f"{error}; expected {field} ({field.kind})") from error
     # Palette and grey images may have the same shape and dtype, but differ in meaning.
     if dtype != field.sample_dtype or not field.admits(shape) or not field.is_kind(kind):
-        raise SchemaError(
+        raise MismatchError(
             f"field {field.name!r}: found {dtype_name(dtype)} {shape} ({kind}), expected"
             f" {replace(field, dtype=field.sample_dtype)} ({field.kind})"
         )
     if field.names and _members(leaf.__class__) != field.names:
-        raise SchemaError(
+        raise MismatchError(
             f"field {field.name!r}: found {leaf!r}, expected a member of an enum of"
             f" {', '.join(name for name, _ in field.names)}"
         )

@@ -15,14 +15,13 @@ Build: TypeAlias = Callable[[Leaves], Any]
 
 
 class Masked(NamedTuple):
-    """Rows of which some are None."""
+    """What a batch has for rows of which some are None: values and a mask."""
 
     values: Any
-    """What a batch has for rows none of which is None. Rows that are None are zeros there, and as
-    short as they can be where rows differ in length."""
+    """What a batch has where no row is None. Rows that are None are zeros, or as short as possible
+    if rows differ in length."""
     mask: Tensor
-    """Whether each row has a value, and is not None: bool of shape (B,), on the device of
-    ``values``."""
+    """True for each row that is not None: bool of shape (B,), on the device of ``values``."""
 
     def rows(self) -> list[Any]:
         """The rows, with None for those that have no value.

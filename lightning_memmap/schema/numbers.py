@@ -35,9 +35,6 @@ def array_dtype(name: str, array: Tensor | np.ndarray) -> torch.dtype:
         name: Name of the field, for messages.
         array: A dense tensor or numpy array, the latter in either byte order.
 
-    Returns:
-        The dtype, one of those in `DTYPES`.
-
     Raises:
         SchemaError: A store has no such dtype. The message names the field.
     """

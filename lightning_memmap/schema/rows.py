@@ -34,7 +34,7 @@ _NUMBERS = {kind: FROM_NUMPY[dtype] for kind, dtype in FROM_PYTHON.items()}
 #: Types of the rows of a field of text, by its kind.
 _TEXTS: dict[str, set[type]] = {"text": {str, np.str_}, "bytes": {bytes, bytearray, np.bytes_}}
 
-_dtype = attrgetter("dtype")
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
 def fitting_rows(field: Field, rows: Any) -> Tensor | np.ndarray | None:
@@ -105,9 +105,13 @@ def _pack_leaves(
 
 
 def _pack_texts(field: Field, texts: Sequence[Any]) -> tuple[np.ndarray, Integers] | None:
-    kinds = set(map(type, texts)) - {type(EMPTY)}
-    if not kinds <= _TEXTS.get(field.kind, set()):
+    kinds = set(map(type, texts))
+    if not kinds - {type(EMPTY)} <= _TEXTS.get(field.kind, set()):
         return None
+    if field.kind == "text" and type(EMPTY) not in kinds and (joined := "".join(texts)).isascii():
+        # As many bytes as characters: they are not encoded one by one.
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        return np.frombuffer(joined.encode(), np.uint8), sizes[:, None]
     if field.kind == "text":
         data = [b"" if text is EMPTY else text.encode("utf-8", "surrogatepass") for text in texts]
     else:
@@ -176,7 +180,10 @@ def arrays_of_lists(field: Field, lists: Sequence[Any]) -> list[np.ndarray | Non
 
 
 def stack_samples(
-    samples: Sequence[Any], structure: Node, fields: Sequence[Field]
+    samples: Sequence[Any],
+    structure: Node,
+    fields: Sequence[Field],
+    room: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor | np.ndarray | tuple[Tensor | np.ndarray, Integers]] | None:
     """Stack the leaves of samples that all fit a schema.
 
@@ -184,6 +191,8 @@ def stack_samples(
         samples: The samples, at least one.
         structure: The structure of the schema.
         fields: Its fields.
+        room: Memory for the rows of each field, of its dtype and shape (number of samples, *field
+            shape) on the CPU. Where this can be done without another copy they are stacked there.
 
     Returns:
         For each field a tensor or numpy array of its dtype and shape (number of samples, *field
@@ -194,14 +203,14 @@ def stack_samples(
     if not _collect(samples, structure, leaves):
         return None
     stacked = list[Any]()
-    for field, values in zip(fields, leaves, strict=True):
+    for field, values, memory in zip(fields, leaves, room or [None] * len(fields), strict=True):
         rows: Any
         if isinstance(values, np.ndarray):
             rows = fitting_rows(field, values)
         elif field.num_variable:
             rows = _pack_leaves(field, values)
         else:
-            rows = stack_leaves(field, values)
+            rows = stack_leaves(field, values, memory)
         if rows is None:
             return None
         stacked.append(rows)
@@ -256,12 +265,15 @@ def _field_names(kind: type) -> tuple[str, ...] | None:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def stack_leaves(field: Field, leaves: Sequence[Any]) -> Tensor | np.ndarray | None:
+def stack_leaves(
+    field: Field, leaves: Sequence[Any], room: Tensor | None = None
+) -> Tensor | np.ndarray | None:
     """Stack the leaves of one field.
 
     Args:
         field: The field.
         leaves: One for each row, at least one.
+        room: As in `stack_samples`.
 
     Returns:
         A tensor or numpy array of the field's dtype and shape (number of rows, *field shape); None
@@ -276,28 +288,33 @@ def stack_leaves(field: Field, leaves: Sequence[Any]) -> Tensor | np.ndarray | N
             rows[torch.tensor(is_given)] = native_tensor(found)
         return None if found is None else rows
     if field.kind.startswith("image"):
-        return _stack_images(field, leaves)
+        return _stack_images(field, leaves, room)
     kinds = set(map(type, leaves))
     if len(kinds) != 1:
         return None
     kind = kinds.pop()
     if kind is Tensor:
-        return _stack_tensors(field, leaves)
+        return _stack_tensors(field, leaves, room)
     if kind is np.ndarray or issubclass(kind, np.generic):
-        return _stack_arrays(field, leaves)
+        return _stack_arrays(field, leaves, room)
     if _NUMBERS.get(kind) is not field.sample_dtype or field.shape:
         return None
     numbers = _numbers(field.sample_dtype, leaves)
     return None if numbers is None else _fitting(field, numbers)
 
 
-def _stack_tensors(field: Field, leaves: Sequence[Tensor]) -> Tensor | np.ndarray | None:
+def _stack_tensors(
+    field: Field, leaves: Sequence[Tensor], room: Tensor | None
+) -> Tensor | np.ndarray | None:
     # Of mixed dtypes, torch would make another one.
     if set(map(_dtype, leaves)) != {field.sample_dtype}:
         return None
+    # Memory that does not fit would be replaced. All leaves must have the shape of the first one.
+    if room is not None and (room.dtype, room.shape[1:]) != (leaves[0].dtype, leaves[0].shape):
+        room = None
     try:
         with torch.no_grad():
-            stacked = torch.stack(tuple(leaves)).resolve_conj().resolve_neg()
+            stacked = torch.stack(tuple(leaves), out=room).resolve_conj().resolve_neg()
     except RuntimeError:
         return None
     if stacked.is_nested or stacked.layout is not torch.strided or stacked.device.type != "cpu":
@@ -305,9 +322,16 @@ def _stack_tensors(field: Field, leaves: Sequence[Tensor]) -> Tensor | np.ndarra
     return _fitting(field, stacked)
 
 
-def _stack_arrays(field: Field, leaves: Sequence[Any]) -> Tensor | np.ndarray | None:
+def _stack_arrays(
+    field: Field, leaves: Sequence[Any], room: Tensor | None
+) -> Tensor | np.ndarray | None:
     if len(set(map(_dtype, leaves))) != 1 or leaves[0].dtype.hasobject:
         return None
+    if room is not None and room.ndim > 1 and leaves[0].dtype == TO_NUMPY.get(room.dtype):
+        if set(map(_shape, leaves)) != {tuple(room.shape[1:])}:
+            return None
+        np.concatenate(leaves, out=room.flatten(0, 1).numpy())
+        return _fitting(field, room.numpy())
     try:
         return _fitting(field, np.array(leaves, leaves[0].dtype))
     except ValueError:
@@ -323,13 +347,15 @@ def _stack_lists(lists: Sequence[Any]) -> np.ndarray | None:
     return None if dtype is None else _numbers(dtype, lists)
 
 
-def _stack_images(field: Field, images: Sequence[Any]) -> Tensor | np.ndarray | None:
+def _stack_images(
+    field: Field, images: Sequence[Any], room: Tensor | None
+) -> Tensor | np.ndarray | None:
     try:
         found = [to_array(field.name, image) for image in images]
     except SchemaError:
         return None
     arrays = [np.asarray(array) for array, kind in found if kind == field.kind]
-    return _stack_arrays(field, arrays) if len(arrays) == len(found) else None
+    return _stack_arrays(field, arrays, room) if len(arrays) == len(found) else None
 
 
 def _numbers(dtype: torch.dtype, values: Sequence[Any]) -> np.ndarray | None:

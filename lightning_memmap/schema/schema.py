@@ -210,9 +210,6 @@ class Schema:
     def why_no_field(self, name: str) -> str:
         """Say why no field has a name.
 
-        Args:
-            name: The name.
-
         Returns:
             Words for a message, with the names that there are. A list of a few numbers counts as
             one, as it is where rows differ in length.

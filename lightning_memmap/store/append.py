@@ -6,7 +6,6 @@ are copied, whatever the file system can share.
 """
 
 import logging
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,10 @@ from torch import Tensor
 from lightning_memmap.errors import with_article
 from lightning_memmap.schema import Schema
 from lightning_memmap.sizes import format_bytes
-from lightning_memmap.store.build import Build, check_written, class_name, finish_files
-from lightning_memmap.store.build_plan import BuildPlan
+from lightning_memmap.store.build import Build, class_name
 from lightning_memmap.store.columns.variable import pack_rows
 from lightning_memmap.store.files import OpenFiles
-from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.fingerprint import Fingerprint, check_given
 from lightning_memmap.store.hashing import hash_row
 from lightning_memmap.store.journal import Journal
 from lightning_memmap.store.places import store_directory
@@ -30,11 +28,12 @@ from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.probes import probe_rows, random_dataset_error
 from lightning_memmap.store.progress import Advance, show_progress
 from lightning_memmap.store.reader import Store, open_directory
-from lightning_memmap.store.recovery import locked, make_room, recover, remove_tree
+from lightning_memmap.store.recovery import locked, make_room, remove_tree
 from lightning_memmap.store.samples import read_row
 from lightning_memmap.store.sources.stream import is_stream
-from lightning_memmap.store.workers import Workers
-from lightning_memmap.store.writer import check_build, check_length
+from lightning_memmap.store.workers import Workers, check_num_workers
+from lightning_memmap.store.writer import check_dataset, check_length
+from lightning_memmap.store.written import WrittenStore
 
 _COPY_BYTES = 32 * 2**20
 #: A first guess, until the first range was timed.
@@ -78,7 +77,9 @@ def append_store(
         StoreError: It is damaged, or may not be replaced by this process.
         OSError: The disk is full, or the files cannot be written.
     """
-    check_build(dataset, 1, num_workers, fingerprint)
+    check_dataset(dataset)
+    num_workers = check_num_workers(num_workers)
+    check_given(fingerprint)
     if is_stream(dataset):
         raise ValueError(
             f"{with_article(type(dataset).__name__)}: only a map-style dataset can be appended;"
@@ -89,7 +90,6 @@ def append_store(
     show = partial(show_progress, hidden=not progress)
     open_directory(directory)  # Before a lock is made where there is nothing.
     with locked(directory):
-        recover(directory)
         store = open_directory(directory)
         make_room(directory)
         num_rows = store.num_rows + len(dataset)
@@ -128,26 +128,21 @@ def append_store(
 
 def _write(build: Build, store: Store, show: Any) -> None:
     plan = build.plan
-    if os.path.lexists(plan.building):
-        remove_tree(plan.building)
     plan.make_files()
-    journal = Journal.create(
-        plan.building, BuildPlan(build.fingerprint, build.contents, plan.file_bytes)
-    )
+    journal = Journal.create(plan.building, build.key())
     try:
         with show("copying", store.num_rows, store.manifest.row_bytes) as advance:
             _copy_rows(store, plan, advance)
-        build.write(journal, range(store.num_rows, plan.num_rows), show)
-        columns, checksums = finish_files(plan, build.workers.num_workers, show)
+        with build.write(journal, range(store.num_rows, plan.num_rows), show):
+            written = WrittenStore.finish(plan, build.workers.num_workers, show)
     except BaseException:
         remove_tree(plan.building)
         raise
     finally:
         journal.close()
-    check_written(plan, columns, build.probes)
-    probes = tuple((row, plan.hash_row(columns, row)) for row in probe_rows(plan.num_rows))
+    written.check(build.probes)
     fingerprint = build.fingerprint if build.fingerprint.given is not None else None
-    plan.commit(columns, probes, checksums, {"dataset": build.dataset_name}, fingerprint)
+    written.commit(written.probes(), {"dataset": build.dataset_name}, fingerprint)
 
 
 def _copy_rows(store: Store, plan: StorePlan, advance: Advance) -> None:

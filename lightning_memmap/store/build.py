@@ -7,34 +7,34 @@ written; the next build does not read them again.
 """
 
 import logging
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from time import monotonic
 from typing import Any
 
-import torch
 from torch.utils.data import Subset
 
-from lightning_memmap.schema import Form, Nullable
-from lightning_memmap.store.build_plan import BuildPlan
-from lightning_memmap.store.checksums import compute_checksums
-from lightning_memmap.store.columns import Column
+from lightning_memmap.schema import Nullable
+from lightning_memmap.store.build_key import BuildKey
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.journal import Journal
 from lightning_memmap.store.manifest import are_class_names
+from lightning_memmap.store.options import BuildOptions
 from lightning_memmap.store.plan import StorePlan
-from lightning_memmap.store.probes import probe_rows, random_dataset_error, take_probes
+from lightning_memmap.store.probes import probe_rows, take_probes
 from lightning_memmap.store.progress import Advance, ShowProgress
 from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
-from lightning_memmap.store.recovery import is_store, remove_tree
+from lightning_memmap.store.recovery import is_store
 from lightning_memmap.store.sources import nullable_columns
 from lightning_memmap.store.sources.stream import Spool
 from lightning_memmap.store.workers import Workers
+from lightning_memmap.store.written import WrittenStore
 
 #: By how much slices are faster than items, as a first guess.
 _SLICE_SPEED = 32
@@ -90,10 +90,8 @@ class Build:
         cls,
         workers: Workers,
         path: Path,
-        num_shards: int,
+        options: BuildOptions,
         fingerprint: Fingerprint,
-        variable: Mapping[str, Form],
-        dtypes: Mapping[str, torch.dtype],
         *,
         in_parts: bool = False,
     ) -> "Build":
@@ -102,18 +100,18 @@ class Build:
         Args:
             workers: Read the dataset.
             path: Directory of the store.
-            num_shards: Shards that the rows are divided into.
+            options: How it is built.
             fingerprint: The identity of the dataset.
-            variable: The forms of fields and lists, by name.
-            dtypes: Other dtypes in which fields are kept, by name.
             in_parts: Whether several processes write the rows.
         """
         dataset = workers.dataset
         num_rows = len(dataset)
-        variable = {**{name: Nullable() for name in nullable_columns(dataset)}, **variable}
-        probes = take_probes(workers, num_rows, variable, dtypes)
+        nullable = dict.fromkeys(nullable_columns(dataset), Nullable())
+        fields = replace(options.fields, forms={**nullable, **options.fields.forms})
+        probes = take_probes(workers, num_rows, fields)
         classes = _class_names(dataset)
-        plan = StorePlan(path, num_rows, num_shards, probes[0].schema, classes, in_parts)
+        schema = probes[0].schema
+        plan = StorePlan(path, num_rows, options.num_shards, schema, classes, in_parts)
         plan.check()
         digests = tuple((probe.row, probe.digest) for probe in probes)
         row_s = median(probe.duration_s for probe in probes)
@@ -153,21 +151,25 @@ class Build:
         """
         plan, journal = self.plan, self._open_journal(resume)
         try:
-            self.write(journal, range(plan.num_rows), progress)
-            columns, checksums = finish_files(plan, self.workers.num_workers, progress)
+            with self.write(journal, range(plan.num_rows), progress):
+                written = WrittenStore.finish(plan, self.workers.num_workers, progress)
         except KeyboardInterrupt:
             self._log_what_is_kept(journal, resume)
             raise
         finally:
             journal.close()
-        check_written(plan, columns, self.probes)
-        source = {"dataset": self.dataset_name}
-        plan.commit(columns, self.probes, checksums, source, self.fingerprint)
+        written.check(self.probes)
+        written.commit(self.probes, {"dataset": self.dataset_name}, self.fingerprint)
 
-    @property
-    def contents(self) -> dict[str, Any]:
-        """What must be the same in a build that goes on with this one, as JSON values."""
-        return {**self.plan.to_json(), "probes": [list(probe) for probe in self.probes]}
+    def key(self, **more: Any) -> BuildKey:
+        """What must be the same in a build that goes on with this one.
+
+        Args:
+            **more: JSON values that must be the same as well.
+        """
+        probes = [list(probe) for probe in self.probes]
+        contents = {**self.plan.to_json(), "probes": probes, **more}
+        return BuildKey(self.fingerprint, contents, self.plan.file_bytes)
 
     def _log_what_is_kept(self, journal: Journal, resume: bool) -> None:
         path = self.plan.path
@@ -184,19 +186,17 @@ class Build:
 
     def _open_journal(self, resume: bool) -> Journal:
         """Make the files, or find those of an interrupted build of the same dataset."""
-        plan = self.plan
-        build = BuildPlan(self.fingerprint, self.contents, plan.file_bytes)
-        journal = Journal.resume(plan.building, build) if resume else None
-        if journal is not None:
-            return journal
-        # In new files: a worker of the old build may still have the old ones open.
-        if os.path.lexists(plan.building):
-            remove_tree(plan.building)
-        plan.make_files()
-        return Journal.create(plan.building, build)
+        plan, key = self.plan, self.key()
+        journal = Journal.resume(plan.building, key) if resume else None
+        if journal is None:
+            plan.make_files()
+            journal = Journal.create(plan.building, key)
+        return journal
 
-    def write(self, journal: Journal, rows: range, progress: ShowProgress) -> None:
-        """Write those of some rows that are not yet written. The workers end with that.
+    @contextmanager
+    def write(self, journal: Journal, rows: range, progress: ShowProgress) -> Iterator[None]:
+        """Write those of some rows that are not yet written; the workers end with that. Then the
+        block of the ``with`` statement runs, at the end of which all are on the disk.
 
         Args:
             journal: Lists the rows that are.
@@ -207,12 +207,17 @@ class Build:
         num_done = len(rows) - sum(map(len, todo))
         try:
             with progress("storing", len(rows), self.row_bytes, num_done) as advance:
-                self._write_rows(journal, todo, advance)
+                written = self._write_rows(journal, todo, advance)
         finally:
             self.workers.close()
+        with ThreadPoolExecutor(1) as thread:
+            noting = thread.submit(self._note, journal, written)
+            yield
+            noting.result()
         assert not missing_ranges(journal.done, rows.stop, rows.start)
 
-    def _write_rows(self, journal: Journal, todo: list[range], advance: Advance) -> None:
+    def _write_rows(self, journal: Journal, todo: list[range], advance: Advance) -> list[range]:
+        """Write rows. Returns those that are yet to be listed in the journal."""
         workers = self.workers
         make = partial(
             RangeWriter,
@@ -221,32 +226,40 @@ class Build:
             row_bytes=self.row_bytes,
             first_row=self.first_row,
         )
-        writer: RangeWriter = make(workers.dataset)
-        ranges = RowRanges(
-            todo,
-            max_rows=writer.max_rows,
-            num_workers=workers.num_workers,
-            row_s=self.row_s / _SLICE_SPEED if writer.has_arrays else self.row_s,
-        )
         written: list[range] = []
         last_sync = monotonic()
+        with closing(make(workers.dataset)) as writer:
+            ranges = RowRanges(
+                todo,
+                max_rows=writer.max_rows,
+                num_workers=workers.num_workers,
+                row_s=self.row_s / _SLICE_SPEED if writer.has_arrays else self.row_s,
+            )
 
-        def receive(outcome: tuple[range, float]) -> None:
-            nonlocal last_sync
-            rows, duration_s = outcome
-            ranges.note(len(rows), duration_s)
-            written.append(rows)
-            advance(len(rows))
-            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
-                self._note(journal, written)
-                last_sync = monotonic()
+            def receive(outcome: tuple[range, float]) -> None:
+                nonlocal last_sync
+                rows, duration_s = outcome
+                ranges.note(len(rows), duration_s)
+                written.append(rows)
+                advance(len(rows))
+                if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
+                    writer.finish()
+                    self._note(journal, written)
+                    last_sync = monotonic()
 
-        try:
             # A worker process makes its own.
-            workers.run(make if workers.num_workers else lambda _: writer, ranges, receive)
-        finally:
-            writer.close()
-            self._note(journal, written)
+            make_work = make if workers.num_workers else lambda _: writer.begin
+            try:
+                workers.run(make_work, ranges, receive)
+                writer.finish()
+            except BaseException:
+                try:
+                    writer.finish()
+                except OSError:
+                    del written[-1:]
+                self._note(journal, written)
+                raise
+        return written
 
     def _note(self, journal: Journal, written: list[range]) -> None:
         # Rows are listed only once they are on the disk. If that fails, they are never listed: when
@@ -255,45 +268,3 @@ class Build:
         written.clear()
         self.plan.sync()
         journal.note(rows)
-
-
-def finish_files(
-    plan: StorePlan, num_workers: int, progress: ShowProgress
-) -> tuple[tuple[Column, ...], dict[str, tuple[str, ...]]]:
-    """Finish the files of a build once all rows are written, and hash them.
-
-    Args:
-        plan: What the build makes.
-        num_workers: Processes that may be used; threads hash.
-        progress: Shows the progress.
-
-    Returns:
-        The finished columns, and the checksum of each shard by field name.
-    """
-    columns = plan.finish_columns()
-    num_bytes = sum(size for column in columns for size in column.file_bytes.values())
-    with progress("checksums", num_bytes, 1) as advance:
-        checksums = compute_checksums(
-            plan.building, columns, num_threads=max(2, num_workers), advance=advance
-        )
-    return columns, checksums
-
-
-def check_written(
-    plan: StorePlan, columns: tuple[Column, ...], probes: tuple[tuple[int, str], ...]
-) -> None:
-    """Compare the probe rows with what was written of them. Where one differs, nothing is kept.
-
-    Args:
-        plan: What the build makes.
-        columns: The finished columns.
-        probes: Row and hash of the probe rows.
-
-    Raises:
-        DatasetError: One differs: the dataset is random.
-    """
-    for row, expected in probes:
-        if plan.hash_row(columns, row) != expected:
-            names = ", ".join(field.name for field in plan.schema.fields)
-            remove_tree(plan.building)
-            raise random_dataset_error(row, names)

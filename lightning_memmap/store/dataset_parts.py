@@ -47,9 +47,6 @@ _SETTLED_TYPES = (
 def parts_of(dataset: Any) -> dict[str, str]:
     """Take the parts of a dataset.
 
-    Args:
-        dataset: The dataset.
-
     Returns:
         A text or digest by what it describes.
 
@@ -139,7 +136,7 @@ class _Reader:
             return what
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject:
-                return [list(value.shape), value.reshape(-1).tolist()]
+                return [list(value.shape), self._describe_items(value.reshape(-1).tolist())]
             flat = np.ascontiguousarray(value).reshape(-1)
             return [value.dtype.str, list(value.shape), self._hash(flat.view(np.uint8))]
         if isinstance(value, (bytes, bytearray, array)):
@@ -163,6 +160,14 @@ class _Reader:
         if callable(getattr(value, "close", None)):
             return None  # Whether a file is already open must not matter.
         return self._describe_object(value)
+
+    def _describe_items(self, items: list[Any]) -> Any:
+        """Texts, of which there may be many, by a hash of them all."""
+        if set(map(type, items)) != {str}:
+            return items
+        lengths = np.fromiter(map(len, items), np.int64, len(items))
+        text = "".join(items).encode("utf-8", "surrogatepass")
+        return [self._hash(lengths.view(np.uint8)), self._hash(np.frombuffer(text, np.uint8))]
 
     def _describe_object(self, value: Any) -> Any:
         """A function by its code and what it refers to, any other object by its attributes."""

@@ -1,11 +1,13 @@
 """Plain files: opened without following links, written, and brought to the disk."""
 
+import ctypes
 import errno
 import os
 import stat
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,10 @@ from numpy.typing import NDArray
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
 
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 #: Suffix of files that a build needs only until its store is in place.
 TEMPORARY = ".tmp"
 
@@ -178,6 +184,14 @@ class OpenFiles:
             flags |= os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             self._files[name] = os.open(name, flags, 0o666, dir_fd=self.directory)
         return self._files[name]
+
+    def begin_sync(self) -> None:
+        """Let the disk begin with what was written into the files that are open, where the system
+        can do that without waiting. The system alone would wait until memory is short."""
+        if _sync_file_range is not None:
+            for descriptor in self._files.values():
+                # It is no more than a beginning: what fails is found by `fsync`.
+                _sync_file_range(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
     def sync(self) -> None:
         """Bring the files that are open to the disk.

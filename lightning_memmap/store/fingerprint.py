@@ -84,9 +84,6 @@ class Fingerprint:
         Args:
             value: A dict with the keys ``parts`` and ``given``.
 
-        Returns:
-            The identity.
-
         Raises:
             ValueError: The values describe no identity.
         """

@@ -23,7 +23,7 @@ from lightning_memmap.sampling import (
     WindowShards,
 )
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns import ItemRows, OpenColumn
+from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
 from lightning_memmap.store.columns.variable import Located
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.reader import Store
@@ -64,6 +64,8 @@ class JoinedStore(Store):
         opened = [part.provide(None, range(part.num_shards)) for part in parts]
         manifests = tuple(part.manifest for part in parts)
         manifest = JoinedManifest(**{**vars(first), "shards": shards, "parts": manifests})
+        #: The files of each field: see `Store.row_files`.
+        self._files: dict[str, list[tuple[Path, int, int]]] = {}
         columns = zip(first.schema.fields, *opened, strict=True)
         joined = [self._joined(field, each, index) for index, (field, *each) in enumerate(columns)]
         super().__init__(path, manifest, joined)
@@ -109,6 +111,15 @@ class JoinedStore(Store):
     def in_memory(self, locations: Integers) -> Integers:
         return locations + self._shifts[self._shards.stores_of(locations)]
 
+    @override
+    def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
+        return self._files[column.field.name]
+
+    @override
+    def check_in_place(self) -> None:
+        for part in self._parts:
+            part.check_in_place()
+
     def _locate(self, rows: Integers) -> Integers:
         return self.in_memory(self._shards.locate(rows))
 
@@ -121,6 +132,7 @@ class JoinedStore(Store):
                 for part, first in zip(self._parts, firsts, strict=True)
                 for name, size in part.manifest.columns[index].file_bytes.items()
             ]
+            self._files[field.name] = files
             num_rows = int(firsts[-1]) + self._parts[-1].num_rows
             return _JoinedColumn(_map(field, files, num_rows), self._locate)
         # The same once more, for the items: fields of as many items have them at the same places.
@@ -132,6 +144,7 @@ class JoinedStore(Store):
             for part, begin in zip(self._parts, begins, strict=True)
             if (size := part.manifest.columns[index].file_bytes.get(f"{field.name}.values", 0))
         ]
+        self._files[field.name] = files
         items = _map(unit, files, int(begins[-1]) + sizes[-1])
         pieces = []
         for number, (column, begin) in enumerate(zip(variable, begins, strict=True)):

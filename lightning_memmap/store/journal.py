@@ -1,6 +1,6 @@
 """The journal of a build: which rows are on the disk, so that the next build can go on from there.
 
-``plan.json`` says what is built, ``journal`` which rows are on the disk. The building process and
+``build.json`` says what is built, ``journal`` which rows are on the disk. The building process and
 all workers that write share a lock on the journal: while one of them lives, no other process writes
 into the same files.
 """
@@ -16,11 +16,11 @@ from pathlib import Path
 from time import monotonic, sleep
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.store.build_plan import (
-    PLAN,
-    BuildPlan,
+from lightning_memmap.store.build_key import (
+    KEY,
+    BuildKey,
     builder_text,
-    read_plan_in,
+    read_key_in,
     this_process,
 )
 from lightning_memmap.store.files import TEMPORARY
@@ -65,12 +65,12 @@ class Journal:
         return sum(map(len, self.done))
 
     @classmethod
-    def create(cls, building: Path, plan: BuildPlan) -> "Journal":
+    def create(cls, building: Path, key: BuildKey) -> "Journal":
         """Start the journal of a build whose files have just been made.
 
         Args:
             building: The directory in which the store is being built.
-            plan: What the build makes. It is written beside the journal.
+            key: What the build makes. It is written beside the journal.
 
         Returns:
             The journal, locked where the file system has locks, and without rows.
@@ -78,8 +78,8 @@ class Journal:
         Raises:
             OSError: The files cannot be written, or are there already.
         """
-        with open(building / PLAN, "x", encoding="utf-8") as file:
-            json.dump(plan.to_json(), file)
+        with open(building / KEY, "x", encoding="utf-8") as file:
+            json.dump(key.to_json(), file)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | SAFE_FLAGS
         journal = cls(JOURNAL, os.open(building / JOURNAL, flags, 0o666))
         with suppress(OSError):  # Without locks on this file system, the build is not resumed.
@@ -87,15 +87,15 @@ class Journal:
         return journal
 
     @classmethod
-    def resume(cls, building: Path, plan: BuildPlan) -> "Journal | None":
-        """Take over the journal of an interrupted build that had the same plan.
+    def resume(cls, building: Path, key: BuildKey) -> "Journal | None":
+        """Take over the journal of an interrupted build that had the same key.
 
         All its files must belong to this user, and none of its processes may be alive. Otherwise a
         warning in the log says why the build is not resumed.
 
         Args:
             building: The directory in which the store is being built.
-            plan: What this build makes.
+            key: What this build makes.
 
         Returns:
             The journal, locked; None where the build must start anew.
@@ -103,7 +103,7 @@ class Journal:
         if not os.path.lexists(building):
             return None
         try:
-            journal, builder = cls._resume(building, plan)
+            journal, builder = cls._resume(building, key)
         except (OSError, ValueError, RecursionError, StoreError) as error:
             _log.warning("the interrupted build at %s is not resumed: %s", building, error)
             return None
@@ -111,7 +111,7 @@ class Journal:
             _log.warning(
                 "resuming: %s of %s rows were written by %s; fresh=True (--fresh) starts anew",
                 f"{journal.num_done:,}",
-                f"{plan.num_rows:,}",
+                f"{key.num_rows:,}",
                 builder,
             )
         return journal
@@ -151,12 +151,12 @@ class Journal:
             raise
 
     @classmethod
-    def _resume(cls, building: Path, plan: BuildPlan) -> "tuple[Journal, str]":
+    def _resume(cls, building: Path, key: BuildKey) -> "tuple[Journal, str]":
         with own_directory(building) as directory:
-            found = read_plan_in(directory)
-            if (changed := plan.difference(found)) is not None:
+            found = read_key_in(directory)
+            if (changed := key.difference(found)) is not None:
                 raise StoreError(changed)
-            for name, num_bytes in plan.file_bytes.items():
+            for name, num_bytes in key.file_bytes.items():
                 state = os.stat(name, dir_fd=directory, follow_symlinks=False)
                 check_own(name, state)
                 if state.st_size != num_bytes:
@@ -164,7 +164,7 @@ class Journal:
             descriptor = open_own(JOURNAL, directory, os.O_RDWR | os.O_APPEND)
         try:
             _lock(descriptor)
-            done = _read_ranges(descriptor, plan.num_rows)
+            done = _read_ranges(descriptor, key.num_rows)
             return cls(JOURNAL, descriptor, done), builder_text(found.get("builder"))
         except BaseException:
             os.close(descriptor)

@@ -220,9 +220,6 @@ class Manifest:
             data: At most one byte more than `MAX_MANIFEST_BYTES`.
             where: Where the store is, for messages.
 
-        Returns:
-            The manifest.
-
         Raises:
             StoreError: It is damaged, contradicts itself, or has another version.
         """
@@ -409,11 +406,7 @@ def _is_hex_list(value: Any) -> bool:
 
 
 def are_class_names(names: Sequence[Any]) -> bool:
-    """Whether names can be kept as those of classes: short texts that can be shown.
-
-    Args:
-        names: The names.
-    """
+    """Whether names can be kept as those of classes: short texts that can be shown."""
     return len(names) <= _MAX_CLASSES and all(
         _is_text(name) and len(name) <= _MAX_CLASS_LETTERS for name in names
     )

@@ -29,13 +29,10 @@ def check_own(name: str, state: os.stat_result) -> None:
 
 @contextmanager
 def own_directory(building: Path) -> Iterator[int]:
-    """Open a directory of this user.
+    """Open a directory of this user, and give its descriptor.
 
     Args:
         building: The directory. A link is not followed.
-
-    Yields:
-        Its descriptor.
 
     Raises:
         StoreError: It belongs to another user.

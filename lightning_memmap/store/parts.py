@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 from lightning_memmap.errors import StoreError, check_integer
-from lightning_memmap.schema import read_forms, read_schema
-from lightning_memmap.schema.narrowing import check_store_dtypes
-from lightning_memmap.store.build import Build, check_written, finish_files
-from lightning_memmap.store.build_plan import PLAN, BuildPlan, read_plan, write_plan
+from lightning_memmap.schema import read_schema
+from lightning_memmap.schema.field_options import FieldOptions
+from lightning_memmap.store.build import Build
+from lightning_memmap.store.build_key import KEY, read_key, write_key
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.journal import Journal, PartInUseError, read_part
+from lightning_memmap.store.options import BuildOptions
 from lightning_memmap.store.places import make_parent, store_directory
 from lightning_memmap.store.plan import StorePlan
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.ranges import missing_ranges
 from lightning_memmap.store.reader import Store, open_directory
-from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.recovery import (
     is_interrupted,
     is_store,
@@ -36,12 +36,12 @@ from lightning_memmap.store.recovery import (
     no_store_error,
     parts_path,
     put_in_place,
-    recover,
     remove_tree,
 )
 from lightning_memmap.store.sources.stream import is_stream
 from lightning_memmap.store.workers import Workers
-from lightning_memmap.store.writer import check_build, check_length, reopen
+from lightning_memmap.store.writer import check_dataset, check_length, reopen
+from lightning_memmap.store.written import WrittenStore
 
 #: The most parts of a build.
 _MAX_PARTS = 2**16
@@ -96,17 +96,15 @@ def build_part(
         OSError: The disk is full, or the files cannot be written.
     """
     index, num_parts = check_part(part)
-    check_build(dataset, num_shards, num_workers, fingerprint)
-    num_shards = int(num_shards)
+    check_dataset(dataset)
+    fields = FieldOptions.of(variable, store_dtypes)
+    options = BuildOptions(num_shards, num_workers, fingerprint, fields, progress)
     if is_stream(dataset):
         raise ValueError(
             f"part={index}/{num_parts} of a {type(dataset).__name__}: which rows it gives is known"
             " only as they arrive: build its store in one process, or give a map-style dataset"
         )
     check_length(dataset)
-    dtypes = check_store_dtypes(store_dtypes)
-    forms = read_forms(variable)
-    show = partial(show_progress, hidden=not progress)
     directory = store_directory(path)
     make_parent(directory)
 
@@ -114,8 +112,7 @@ def build_part(
         # Such as for a job that was queued again after the store was finished.
         if overwrite or not os.path.lexists(directory):
             return False
-        store = reopen(directory, num_shards, dtypes)
-        recognise(store, dataset, fingerprint, num_workers=num_workers, progress=show)
+        reopen(dataset, directory, options)
         _log.warning("part %s of %s: the store at %s is whole", index, num_parts, directory)
         return True
 
@@ -123,13 +120,10 @@ def build_part(
         return
     # Before a row is read: a dataset may cache rows, which would change its identity.
     identity = Fingerprint.of(dataset, fingerprint)
-    with Workers(dataset, num_workers) as workers:
-        build = Build.prepare(
-            workers, directory, num_shards, identity, forms, dtypes, in_parts=True
-        )
+    with Workers(dataset, options.num_workers) as workers:
+        build = Build.prepare(workers, directory, options, identity, in_parts=True)
         plan = build.plan
         with locked(directory):
-            recover(directory)
             if is_finished():
                 return
             if is_store(plan.building):
@@ -144,7 +138,8 @@ def build_part(
                     f" {error}: give each process a part of its own"
                 ) from None
         try:
-            build.write(journal, _rows_of(index, num_parts, plan.num_rows), show)
+            with build.write(journal, _rows_of(index, num_parts, plan.num_rows), options.show):
+                pass
         except KeyboardInterrupt:
             _log.warning("interrupted: the same part goes on with the rows that it has written")
             raise
@@ -179,7 +174,6 @@ def finish_store(
     num_threads = check_integer("num_threads", num_threads, 0, "0 or more threads")
     directory = store_directory(path)
     building = parts_path(directory)
-    show = partial(show_progress, hidden=not progress)
 
     def has_parts() -> bool:
         if os.path.lexists(building):
@@ -194,7 +188,6 @@ def finish_store(
 
     has_parts()  # Before a lock is made where there is nothing.
     with locked(directory):
-        recover(directory)
         if not has_parts():
             return open_directory(directory)
         if os.path.lexists(directory):
@@ -212,11 +205,12 @@ def finish_store(
         plan, found = _read_plan(directory)
         _check_parts(plan, found["num_parts"])
         probes = tuple((row, digest) for row, digest in found["probes"])
-        columns, checksums = finish_files(plan, num_threads, show)
-        check_written(plan, columns, probes)
-        source = {"dataset": found["dataset"]}
+        written = WrittenStore.finish(
+            plan, num_threads, partial(show_progress, hidden=not progress)
+        )
+        written.check(probes)
         fingerprint = Fingerprint.from_json(found["fingerprint"])
-        plan.commit(columns, probes, checksums, source, fingerprint)
+        written.commit(probes, {"dataset": found["dataset"]}, fingerprint)
     return open_directory(directory)
 
 
@@ -257,11 +251,10 @@ def _make_or_compare(build: Build, num_parts: int) -> None:
         StoreError: They were made for another build.
     """
     plan, changed = build.plan, None
-    contents = {**build.contents, "num_parts": num_parts}
-    made = BuildPlan(build.fingerprint, contents, plan.file_bytes)
+    key = build.key(num_parts=num_parts)
     if os.path.lexists(plan.building):
         try:
-            changed = made.difference(read_plan(plan.building))
+            changed = key.difference(read_key(plan.building))
         except FileNotFoundError:
             # A process was killed while it made them.
             remove_tree(plan.building)
@@ -269,7 +262,7 @@ def _make_or_compare(build: Build, num_parts: int) -> None:
             changed = str(error)
     if not os.path.lexists(plan.building):
         plan.make_files()
-        write_plan(plan.building, made, dataset=build.dataset_name, classes=plan.classes)
+        write_key(plan.building, key, dataset=build.dataset_name, classes=plan.classes)
     elif changed is not None:
         raise StoreError(
             f"the parts of the store at {plan.path} that were written before are of another build:"
@@ -287,7 +280,7 @@ def _read_plan(directory: Path) -> tuple[StorePlan, dict[str, Any]]:
     """
     building = parts_path(directory)
     try:
-        found = read_plan(building)
+        found = read_key(building)
         schema, classes = read_schema(found), tuple(found["classes"])
         num_rows, num_shards = found["num_rows"], found["num_shards"]
         plan = StorePlan(directory, num_rows, num_shards, schema, classes, in_parts=True)
@@ -295,7 +288,7 @@ def _read_plan(directory: Path) -> tuple[StorePlan, dict[str, Any]]:
             raise ValueError("it was made by another version of lightning_memmap")
     except (OSError, ValueError, TypeError, KeyError, StoreError) as error:
         raise StoreError(
-            f"{building / PLAN} cannot be read: {error}: remove {building}, and write all parts"
+            f"{building / KEY} cannot be read: {error}: remove {building}, and write all parts"
             " again"
         ) from error
     return plan, found

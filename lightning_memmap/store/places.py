@@ -26,9 +26,6 @@ def place_of(given: str | Path) -> Path | StoreUrl:
     Args:
         given: What a user gives.
 
-    Returns:
-        The path or the URL.
-
     Raises:
         ValueError: It is a URL that `Path` has shortened.
     """

@@ -1,29 +1,22 @@
-"""A store that is to be made: its files during the build, and the commit that ends it."""
+"""A store that is to be made, and its files during the build."""
 
 import errno
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import tensordict
-import torch
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.columns import Column, columns_to_json, grow_columns
 from lightning_memmap.store.files import TEMPORARY, sync_path
-from lightning_memmap.store.fingerprint import Fingerprint
-from lightning_memmap.store.hashing import hash_row
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.recovery import building_path, parts_path, put_in_place
+from lightning_memmap.store.recovery import building_path, parts_path, remove_tree
 from lightning_memmap.store.row_bytes import rows_bytes
 
 #: What a build needs on the disk beside the rows: its plan, its journal, the manifest.
@@ -85,11 +78,7 @@ class StorePlan:
         return rows_bytes(self.columns, range(self.num_rows))
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values what must be the same in a build that resumes this one.
-
-        Returns:
-            A dict of JSON values.
-        """
+        """Convert to JSON values what must be the same in a build that resumes this one."""
         return {
             "num_rows": self.num_rows,
             "num_shards": self.num_shards,
@@ -111,12 +100,15 @@ class StorePlan:
     def make_files(self) -> None:
         """Make the files and claim their space.
 
-        A full disk is thus an error now, and not a late error or a SIGBUS.
+        A full disk is thus an error now, and not a late error or a SIGBUS. Those of another build
+        are removed, and not used again: a worker of it may still have them open.
 
         Raises:
-            OSError: The disk is too small, or the directory is there already. In the first case
-                everything is removed again.
+            StoreError: Those of another build are not ours, or cannot be removed.
+            OSError: The disk is too small. Everything is removed again.
         """
+        if os.path.lexists(self.building):
+            remove_tree(self.building)
         allocate_files(self.building, self.columns, self.path)
 
     def sync(self) -> None:
@@ -130,71 +122,6 @@ class StorePlan:
         # A disk can take several files at once.
         with ThreadPoolExecutor(_NUM_SYNCS) as pool:
             list(pool.map(sync_path, paths))
-
-    def finish_columns(self) -> tuple[Column, ...]:
-        """Finish the columns once all rows are written.
-
-        Returns:
-            The columns as the manifest is to record them.
-        """
-        return tuple(column.finish(self.building) for column in self.columns)
-
-    def hash_row(self, columns: Sequence[Column], row: int) -> str:
-        """Hash one row as it lies in the files; see `lightning_memmap.store.probes.hash_row`.
-
-        Args:
-            columns: The finished columns.
-            row: The row in dataset order.
-
-        Returns:
-            The hash in hexadecimal digits.
-        """
-        return hash_row([column.read(self.building, row) for column in columns])
-
-    def commit(
-        self,
-        columns: tuple[Column, ...],
-        probes: tuple[tuple[int, str], ...],
-        checksums: Mapping[str, Sequence[str]],
-        source: Mapping[str, str],
-        fingerprint: Fingerprint | None = None,
-    ) -> None:
-        """Write the manifest, which makes the files a store, and put the store in place.
-
-        All rows must be on the disk, and this process must have the lock.
-
-        Args:
-            columns: The finished columns.
-            probes: Row and hash of the probe rows.
-            checksums: The checksum of each shard, by field name.
-            source: Where the rows came from, for people to read. Time and versions are added.
-            fingerprint: The identity of the dataset; None if the rows do not come from one.
-
-        Raises:
-            StoreError: The manifest could not be read again.
-            OSError: The manifest cannot be written, or the store not be moved into place.
-        """
-        source = {
-            **source,
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "lightning_memmap": version("lightning_memmap"),
-            # Looking up the version of an installed package takes milliseconds.
-            "torch": str(torch.__version__),
-            "tensordict": str(tensordict.__version__),
-        }
-        manifest = Manifest(
-            self.shards,
-            self.schema,
-            columns,
-            probes,
-            checksums,
-            source,
-            fingerprint,
-            self.classes,
-        )
-        manifest.write(self.building)
-        sync_path(self.building)
-        put_in_place(self.path, self.building)
 
     def __str__(self) -> str:
         fields = ", ".join(f"{field.name} {field}" for field in self.schema.fields)

@@ -2,17 +2,17 @@
 
 import pickle
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 
 from lightning_memmap.errors import DatasetError, SchemaError
-from lightning_memmap.schema import Form, Schema
+from lightning_memmap.schema import Schema
+from lightning_memmap.schema.field_options import FieldOptions
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.store.hashing import hash_row, leaf_bytes
 from lightning_memmap.store.samples import flatten_row, merged_schema, read_row, read_sample
@@ -89,12 +89,7 @@ class _PickledSample:
             return None
 
 
-def take_probes(
-    workers: Workers,
-    num_rows: int,
-    variable: Mapping[str, Form] | None = None,
-    store_dtypes: Mapping[str, torch.dtype] | None = None,
-) -> list[Probe]:
+def take_probes(workers: Workers, num_rows: int, options: FieldOptions) -> list[Probe]:
     """Read each probe row twice and hash it.
 
     Args:
@@ -102,21 +97,19 @@ def take_probes(
             dataset opens at the first read would be shared with all processes that are forked
             later, and with it the position of the next read.
         num_rows: The length of the dataset.
-        variable: By name, the form of each field or list whose rows may differ in length, or be
-            None. Those that do among the probe rows need not be named.
-        store_dtypes: Other dtypes in which fields are kept, by name.
+        options: What the user says of fields.
 
     Returns:
         The probes in ascending order of rows. All have the schema that has all their samples.
 
     Raises:
         SchemaError: A sample cannot be stored, or differs from row 0 in more than the lengths of
-            fields; or ``store_dtypes`` does not fit the samples.
+            fields; or ``options`` do not fit the samples.
         DatasetError: A row differs between the two reads, so the dataset is random; or the dataset
             raised an error.
     """
     rows, probes, found = probe_rows(num_rows), list[Probe](), list[tuple[Schema, int]]()
-    prober = partial(_Prober, variable=variable, store_dtypes=store_dtypes)
+    prober = partial(_Prober, options=options)
     workers.run(prober, [rows], probes.extend)
     # Where rows are slow, the others are read by several processes.
     others = [[row] for row in rows[len(probes) :]]
@@ -129,15 +122,15 @@ def take_probes(
             raise SchemaError(f"row {probe.row}: {error}") from error
         # Each was merged with the first one, so that any two of them differ in no more than that.
         assert merged is not None
-        schema = merged.stored_as(store_dtypes or {})
+        schema = merged.stored_as(options.dtypes)
     num_read = len(probes)
-    if wanted := schema.unknown.keys() & {*(variable or {}), *(store_dtypes or {})}:
+    if wanted := schema.unknown.keys() & options.names:
         more = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64)
         search = partial(_Search, schema=schema, names=wanted)
         workers.run(search, [np.unique(more).tolist()], found.append)
-        schema, num_read = found[0][0].stored_as(store_dtypes or {}), found[0][1]
-    check_known(schema, {*(variable or {}), *(store_dtypes or {})}, num_read)
-    schema = schema.declaring(variable or {})
+        schema, num_read = found[0][0].stored_as(options.dtypes), found[0][1]
+    check_known(schema, options.names, num_read)
+    schema = schema.declaring(options.forms)
     warn_of_mixed_numbers(schema)
     # What a row consists of, and so its hash, may depend on what other rows have shown.
     stale = {
@@ -228,8 +221,7 @@ class _Prober:
     """
 
     dataset: Any
-    variable: Mapping[str, Form] | None
-    store_dtypes: Mapping[str, torch.dtype] | None
+    options: FieldOptions
     schema: Schema | None = None
 
     def __call__(self, rows: list[int]) -> list[Probe]:
@@ -247,13 +239,11 @@ class _Prober:
         duration_s = perf_counter() - start
         try:
             if schema is None:
-                schema = Schema.from_sample(sample, self.variable).stored_as(
-                    self.store_dtypes or {}
-                )
+                schema = self.options.schema_of(sample)
         except SchemaError as error:
             raise SchemaError(f"row {row}, {error}") from error
         if (merged := merged_schema(schema, sample)) is not None:
-            schema = merged.stored_as(self.store_dtypes or {})
+            schema = merged.stored_as(self.options.dtypes)
         leaves = flatten_row(sample, row, schema)
         again = read_row(self.dataset, row, schema)
         for field, one, other in zip(schema.fields, leaves, again, strict=True):

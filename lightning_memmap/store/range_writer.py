@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -27,9 +28,11 @@ _RANGE_BYTES = 32 * 2**20
 #: Of rows that are read item by item: such a range should take little time, whatever its size.
 _MAX_RANGE_ROWS = 2048
 #: Of slices of fields whose rows differ in length, which may be longer than those that were probed.
-_MAX_PACKED_ROWS = 8192
+_MAX_PACKED_ROWS = 2**15
 #: Items that are held as Python objects, before they are copied.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
+#: The disk begins with so many bytes while others are being read, so that few are left at the end.
+_SYNC_BYTES = 8 * 2**20
 #: Files that a worker keeps open. With more fields than that, it opens them again when needed.
 _MAX_OPEN_FILES = 64
 
@@ -64,7 +67,11 @@ class RangeWriter:
             self._fields = [
                 replace(field, given=None, kind="tensor", names=()) for field in self._fields
             ]
-        self._blocks: list[Block] = []
+        self._blocks: list[list[Block]] = [[], []]
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: Future[None] = Future()
+        self._writing.set_result(None)
+        self._num_waiting = 0
         self.has_arrays = bool(self._arrays)
         self.max_rows = self._rows_of(_RANGE_BYTES)
         self._max_item_rows = min(_MAX_RANGE_ROWS, self.max_rows)
@@ -94,6 +101,25 @@ class RangeWriter:
             DatasetError: The dataset raised an error.
             OSError: The files cannot be written.
         """
+        outcome = self.begin(task)
+        self.finish()
+        return outcome
+
+    def begin(self, task: tuple[int, int]) -> tuple[range, float]:
+        """Write a range, of which the items that were read last may be written later, while others
+        are read.
+
+        Args:
+            task: As for a call.
+
+        Returns:
+            As from a call. The rows are written once `finish` has returned.
+
+        Raises:
+            SchemaError: As from a call.
+            DatasetError: As from a call.
+            OSError: Rows that were read before cannot be written.
+        """
         start = perf_counter()
         first, num_rows = task
         rows = range(first - self._first_row, first - self._first_row + num_rows)
@@ -101,6 +127,14 @@ class RangeWriter:
             for index in range(0, num_rows, self._max_item_rows):
                 self._write_items(rows[index : index + self._max_item_rows])
         return self._stored(rows), perf_counter() - start
+
+    def finish(self) -> None:
+        """Wait until all rows that were read are written.
+
+        Raises:
+            OSError: Some cannot be written. So says every later call.
+        """
+        self._writing.result()
 
     def _stored(self, rows: range) -> range:
         """The rows of the store that rows of the dataset are."""
@@ -126,39 +160,57 @@ class RangeWriter:
             slices.append(values)
         # Once all of them fit: what is written of rows that differ in length takes place on the
         # disk even where they are written again.
+        self.finish()
         for column, values in zip(self._plan.columns, slices, strict=True):
             exit_if_orphaned()
             column.write(self._files, self._stored(rows), values)
+        self._begin_sync(len(rows))
         return True
 
     def _write_items(self, rows: range) -> None:
-        if not self._blocks:
-            self._blocks = [column.block(self._max_item_rows) for column in self._plan.columns]
+        blocks = self._blocks[0]
+        if not blocks:
+            blocks += [column.block(self._max_item_rows) for column in self._plan.columns]
         for index in range(0, len(rows), self._max_piece_rows):
-            self._put_items(index, rows[index : index + self._max_piece_rows])
-        exit_if_orphaned()
-        for block in self._blocks:
-            block.write(self._files, self._stored(rows).start, len(rows))
+            self._put_items(blocks, index, rows[index : index + self._max_piece_rows])
+        # Two blocks take turns: the other one is written by now.
+        self.finish()
+        self._writing = self._thread.submit(self._write_blocks, blocks, self._stored(rows))
+        self._blocks.reverse()
 
-    def _put_items(self, index: int, rows: range) -> None:
-        """Copy items into the blocks, whose row ``index`` is the first of them."""
+    def _write_blocks(self, blocks: Sequence[Block], rows: range) -> None:
+        exit_if_orphaned()
+        for block in blocks:
+            block.write(self._files, rows.start, len(rows))
+        self._begin_sync(len(rows))
+
+    def _begin_sync(self, num_rows: int) -> None:
+        """Let the disk begin with what was written, these rows among it, once that is much."""
+        self._num_waiting += num_rows
+        if self._num_waiting >= self._rows_of(_SYNC_BYTES):
+            self._files.begin_sync()
+            self._num_waiting = 0
+
+    def _put_items(self, blocks: Sequence[Block], index: int, rows: range) -> None:
+        """Copy items into blocks, whose row ``index`` is the first of them."""
         schema = self._plan.schema
         samples = read_samples(self._dataset, rows.start, len(rows))
-        stacked = stack_samples(samples, schema.structure, schema.fields)
+        room = [block.room(index, len(rows)) for block in blocks]
+        stacked = stack_samples(samples, schema.structure, schema.fields, room)
         if stacked is not None:
-            for block, leaves in zip(self._blocks, stacked, strict=True):
+            for block, leaves in zip(blocks, stacked, strict=True):
                 if isinstance(leaves, tuple):
                     leaves = PackedRows(_as_tensor(leaves[0]), leaves[1])
                 block.put_rows(index, leaves)
             return
         for offset, sample in enumerate(samples):
-            for block, leaf in zip(
-                self._blocks, flatten_row(sample, rows[offset], schema), strict=True
-            ):
+            row = flatten_row(sample, rows[offset], schema)
+            for block, leaf in zip(blocks, row, strict=True):
                 block.put(index + offset, leaf)
 
     def close(self) -> None:
-        """Close the directory and the files."""
+        """Wait for what is being written, and close the directory and the files."""
+        self._thread.shutdown()
         self._files.close()
         os.close(self._journal)
 

@@ -17,7 +17,7 @@ from lightning_memmap.errors import MemmapError, StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Schema
 from lightning_memmap.schema.nesting import SAMPLE
-from lightning_memmap.store.columns import ItemRows, OpenColumn
+from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
 from lightning_memmap.store.manifest import Manifest, check_files, manifest_mark
 from lightning_memmap.store.recognition import check_briefly
 from lightning_memmap.store.recovery import finish_interrupted, is_interrupted
@@ -251,6 +251,20 @@ class Store:
         """
         pairs = zip(self.schema.fields, self.columns, strict=True)
         return [column for field, column in pairs if fields is None or field.name in fields]
+
+    def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
+        """The files that hold the rows of a column, or the items where rows differ in length.
+
+        Args:
+            column: One of the store's.
+
+        Returns:
+            The path of each, where its first byte is in memory, and its bytes; none for a column
+            without bytes.
+        """
+        name = column.rows_name
+        size = column.file_bytes.get(name or "", 0)
+        return [(self.path / str(name), 0, size)] if size else []
 
     def check_in_place(self) -> None:
         """Check that the files at ``path`` are those of this store, however late they are opened.

@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.store.build_plan import PLAN
+from lightning_memmap.store.build_key import KEY
 from lightning_memmap.store.files import TEMPORARY, check_plain, sync_path
 from lightning_memmap.store.journal import JOURNAL
 from lightning_memmap.store.manifest import MANIFEST
@@ -156,7 +156,8 @@ def can_write_manifest(directory: Path) -> bool:
 def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
     """Hold the lock for changes to the store at ``directory``.
 
-    Everyone who may write to the directory above the store may use the lock, no matter who made it.
+    What a killed process has left half done is finished or undone first. Everyone who may write to
+    the directory above the store may use the lock, no matter who made it.
 
     Args:
         directory: Directory of the store.
@@ -166,7 +167,10 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
         Nothing; inside, this process has the lock.
 
     Raises:
-        StoreError: Another process keeps the lock for longer, or this process may not use it.
+        StoreError: Another process keeps the lock for longer, or this process may not use it; or
+            the directory that is to replace the store is not ours, or an old store cannot be
+            removed.
+        OSError: A directory cannot be renamed.
     """
     path = directory.parent / f".{directory.name}.lock"
     try:
@@ -196,6 +200,7 @@ def locked(directory: Path, *, timeout_s: float = math.inf) -> Iterator[None]:
             f" the owner of {directory.parent} build the store or remove {path.name}"
         ) from error
     try:
+        _recover(directory)
         yield
     finally:
         lock.release()
@@ -263,7 +268,7 @@ def finish_interrupted(directory: Path) -> Path:
     if is_interrupted(directory):
         try:
             with locked(directory, timeout_s=_READER_WAIT_S):
-                recover(directory)
+                pass  # That was all.
         except (StoreError, OSError) as error:
             if whole := _whole_path(directory):
                 _log.warning("reading the store at %s where it is: %s", whole, error)
@@ -271,17 +276,8 @@ def finish_interrupted(directory: Path) -> Path:
     return directory
 
 
-def recover(directory: Path) -> None:
-    """Finish or undo what a killed process has left half done. The lock must be held.
-
-    Args:
-        directory: Directory of the store.
-
-    Raises:
-        StoreError: The directory that is to replace the store is not ours, or an old store cannot
-            be removed.
-        OSError: A directory cannot be renamed.
-    """
+def _recover(directory: Path) -> None:
+    """Finish or undo what a killed process has left half done. The lock must be held."""
     if is_interrupted(directory) and (whole := _whole_path(directory)):
         check_ours(whole)
         _rename(whole, directory)
@@ -387,6 +383,6 @@ def _is_directory(path: Path) -> bool:
 
 def _rename(whole: Path, directory: Path) -> None:
     # A build keeps these until its manifest is written, so that no row is lost by a kill before.
-    for path in (whole / PLAN, whole / JOURNAL, *whole.glob(f"*{TEMPORARY}")):
+    for path in (whole / KEY, whole / JOURNAL, *whole.glob(f"*{TEMPORARY}")):
         path.unlink(missing_ok=True)
     os.rename(whole, directory)

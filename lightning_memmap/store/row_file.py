@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.columns import Column
@@ -141,6 +142,34 @@ class RowFile:
             os.posix_fadvise(self._descriptor, begin, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
+class JoinedFile(RowFile):
+    """Several files of rows of one size as one, between which bytes are missing.
+
+    Args:
+        parts: The path of each, where its first byte is, a multiple of `MAX_BLOCK_BYTES`, and its
+            bytes, in ascending order. They do not overlap, even in whole blocks.
+        row_bytes: Bytes of a row, at least 1.
+
+    Raises:
+        OSError: A file cannot be opened.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Path, int, int]], row_bytes: int) -> None:
+        self.row_bytes = row_bytes
+        self._parts = [
+            (RowFile(path, row_bytes), range(first, first + size)) for path, first, size in parts
+        ]
+        self.block_bytes = max(file.block_bytes for file, _ in self._parts)
+
+    @override
+    def read_bytes(self, begin: int, end: int, memory: memoryview) -> None:
+        for file, there in self._parts:
+            first, last = max(begin, there.start), min(end, there.stop)
+            if first < last:
+                here = memory[first - begin : self.whole_blocks(last) - begin]
+                file.read_bytes(first - there.start, last - there.start, here)
+
+
 def aligned_memory(num_bytes: int) -> memoryview:
     """Allocate memory that `RowFile` can read into, in huge pages where it is large enough.
 
@@ -188,12 +217,18 @@ def open_row_files(
     """
     files: list[RowFile | None] = []
     for column in columns:
-        if (name := column.rows_name) is None:
+        if column.rows_name is None:
             raise StoreError(
                 f"field {column.field.name!r} is kept as {column.kind!r} columns, which cannot be"
                 " streamed: choose another residency"
             )
         size = column.field.step_bytes if in_steps else column.field.item_bytes
-        files.append(RowFile(store.path / name, size) if name in column.file_bytes else None)
+        parts = store.row_files(column)
+        if not parts:
+            files.append(None)
+        elif store.has_gaps:
+            files.append(JoinedFile(parts, size))
+        else:
+            files.append(RowFile(parts[0][0], size))
     store.check_in_place()
     return files

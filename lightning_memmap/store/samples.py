@@ -8,19 +8,12 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lightning_memmap.errors import DatasetError, SchemaError, describe_error
+from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
 from lightning_memmap.schema import Schema
 
 
 def read_sample(dataset: Any, row: int) -> Any:
     """Read one sample of a dataset.
-
-    Args:
-        dataset: The dataset.
-        row: The row.
-
-    Returns:
-        The sample as the dataset returns it.
 
     Raises:
         DatasetError: The dataset raised an error at this row.
@@ -77,25 +70,22 @@ def _raised(row: int, error: Exception) -> DatasetError:
 
 
 def flatten_row(sample: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
-    """Return the leaves of the sample at one row, checked against the schema.
+    """Return the leaves of the sample at one row, checked by `Schema.flatten`.
 
     Args:
         sample: The sample.
         row: The row that it was read from, for messages.
         schema: The schema of the store.
 
-    Returns:
-        As of `Schema.flatten`.
-
     Raises:
         SchemaError: The sample does not fit. The message names the row.
     """
     try:
         return schema.flatten(sample)
+    except MismatchError as error:
+        raise SchemaError(f"row {row}, {error}. {_way_out(schema, sample)}") from error
     except SchemaError as error:
-        # With a cause, it is a value that no store could have, and its message says what to do.
-        way_out = "" if error.__cause__ is not None else f". {_way_out(schema, sample)}"
-        raise SchemaError(f"row {row}, {error}{way_out}") from error
+        raise SchemaError(f"row {row}, {error}") from error
 
 
 def _way_out(schema: Schema, sample: Any) -> str:
@@ -135,14 +125,6 @@ def merged_schema(schema: Schema, sample: Any) -> Schema | None:
 
 def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
     """Read the leaves of one row: `read_sample`, then `flatten_row`.
-
-    Args:
-        dataset: The dataset.
-        row: The row.
-        schema: The schema of the store.
-
-    Returns:
-        As of `Schema.flatten`.
 
     Raises:
         DatasetError: The dataset raised an error at this row.

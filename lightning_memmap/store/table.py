@@ -14,6 +14,7 @@ import shutil
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,21 +24,19 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field, RowList
-from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.columns.variable import pack_rows
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.plan import StorePlan
-from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.reader import Store, open_directory
 from lightning_memmap.store.recovery import (
     is_store,
     locked,
     make_room,
     no_store_error,
-    recover,
-    remove_tree,
 )
+from lightning_memmap.store.written import WrittenStore
 
 #: The file with the token, which distinguishes one build from the next in the same place.
 _TOKEN = "token"
@@ -91,11 +90,8 @@ class TableBuild:
         plan.path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.enter_context(locked(plan.path, timeout_s=0))
-            recover(plan.path)
             check_place(plan.path, overwrite=overwrite)
             make_room(plan.path)
-            if os.path.lexists(plan.building):
-                remove_tree(plan.building)
             plan.make_files()
             stack.callback(shutil.rmtree, plan.building, ignore_errors=True)
             with open(self._marks_path, "wb") as file:
@@ -111,9 +107,6 @@ class TableBuild:
                 counts twice.
             **source: Where the table came from, for people to read.
 
-        Returns:
-            The open table.
-
         Raises:
             StoreError: A row was not written, or was written twice. What was written is removed; an
                 old table stays.
@@ -123,11 +116,8 @@ class TableBuild:
             self._check_written(num_written)
             self._marks_path.unlink()
             (plan.building / _TOKEN).unlink()
-            columns = plan.finish_columns()
-            rows = probe_rows(plan.num_rows)
-            probes = tuple((row, plan.hash_row(columns, row)) for row in rows)
-            checksums = compute_checksums(plan.building, columns)
-            plan.commit(columns, probes, checksums, source)
+            written = WrittenStore.finish(plan, 2, partial(show_progress, hidden=True))
+            written.commit(written.probes(), source)
         return open_directory(plan.path)
 
     def abandon(self) -> None:

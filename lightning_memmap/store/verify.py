@@ -13,7 +13,7 @@ from lightning_memmap.store.recovery import finish_interrupted
 
 @dataclass(frozen=True)
 class Damage:
-    """A shard of a field whose bytes are not those that were written.
+    """A shard of a field whose bytes have changed since they were written.
 
     Args:
         field: Name of the field.
@@ -35,7 +35,7 @@ def verify_store(
     num_threads: int = 2,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Damage]:
-    """Check the manifest, the sizes of the files, and every checksum.
+    """Compare every byte of a store with its checksums, and find what is damaged.
 
     Args:
         path: Directory of the store.

@@ -4,21 +4,19 @@ import os
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_memmap.errors import StoreError, with_article
-from lightning_memmap.schema import read_forms
+from lightning_memmap.schema.field_options import FieldOptions
 from lightning_memmap.schema.fields import dtype_name
-from lightning_memmap.schema.narrowing import check_store_dtypes
 from lightning_memmap.store.build import Build
-from lightning_memmap.store.fingerprint import Fingerprint, check_given
-from lightning_memmap.store.manifest import Manifest, check_num_shards
+from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.options import BuildOptions
 from lightning_memmap.store.places import make_parent, store_directory
-from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.reader import Store, open_directory
 from lightning_memmap.store.recognition import check_choice, recognise
 from lightning_memmap.store.recovery import (
@@ -29,11 +27,10 @@ from lightning_memmap.store.recovery import (
     locked,
     make_room,
     no_store_error,
-    recover,
 )
 from lightning_memmap.store.sources.refusals import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
-from lightning_memmap.store.workers import Workers, check_num_workers
+from lightning_memmap.store.workers import Workers
 
 
 def build_store(
@@ -101,35 +98,25 @@ def build_store(
         OSError: The disk is full, or the files cannot be written.
     """
     check_choice(check)
-    check_build(dataset, num_shards, num_workers, fingerprint)
-    num_shards = int(num_shards)
-    dtypes = check_store_dtypes(store_dtypes)
-    forms = read_forms(variable)
+    check_dataset(dataset)
+    fields = FieldOptions.of(variable, store_dtypes)
+    options = BuildOptions(num_shards, num_workers, fingerprint, fields, progress)
     if num_workers and is_stream(dataset):
         raise ValueError(
             f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
             " order in which they arrive, and this process reads them; give num_workers=0"
         )
-    show = partial(show_progress, hidden=not progress)
     directory = store_directory(path)
-
-    def use_what_is_there() -> tuple[Store, Fingerprint | None]:
-        store = reopen(directory, num_shards, dtypes)
-        return store, recognise(
-            store, dataset, fingerprint, check=check, num_workers=num_workers, progress=show
-        )
-
     if not overwrite and can_use_unlocked(directory):
-        store, found = use_what_is_there()
+        store, found = reopen(dataset, directory, options, check)
         if found is not None and can_write_manifest(directory):
-            with suppress(StoreError), locked(directory):
+            with suppress(StoreError, OSError), locked(directory):
                 _record(store, found)
         return store
     make_parent(directory)
     with locked(directory):
-        recover(directory)
         if os.path.lexists(directory) and not (overwrite and is_store(directory)):
-            store, found = use_what_is_there()
+            store, found = reopen(dataset, directory, options, check)
             if found is not None:
                 _record(store, found)
             discard_build(directory)
@@ -140,43 +127,33 @@ def build_store(
         # Before a row is read: a dataset may cache rows, which would change its identity.
         identity = Fingerprint.of(dataset, fingerprint)
         if is_stream(dataset):
-            with show("reading", None, 0) as advance:
-                spool = Spool(dataset, directory.parent, advance, forms, dtypes)
+            with options.show("reading", None, 0) as advance:
+                spool = Spool(dataset, directory.parent, advance, options.fields)
             with closing(spool):
-                build = Build.of_stream(dataset, spool, directory, num_shards, identity)
-                build.run(show, resume=False)
+                build = Build.of_stream(dataset, spool, directory, options.num_shards, identity)
+                build.run(options.show, resume=False)
         else:
-            with Workers(dataset, num_workers) as workers:
-                build = Build.prepare(workers, directory, num_shards, identity, forms, dtypes)
-                build.run(show, resume=not (overwrite or fresh))
+            with Workers(dataset, options.num_workers) as workers:
+                build = Build.prepare(workers, directory, options, identity)
+                build.run(options.show, resume=not (overwrite or fresh))
     return open_directory(directory)
 
 
-def check_build(dataset: Any, num_shards: int, num_workers: int, fingerprint: str | None) -> None:
-    """Check what a user gives for a build.
+def check_dataset(dataset: Any) -> None:
+    """Check that an object that a user gives may be a dataset.
 
     Args:
-        dataset: The dataset.
-        num_shards: Shards that its rows are to be divided into.
-        num_workers: Processes that are to read it.
-        fingerprint: Its identity in the user's own words.
+        dataset: The object.
 
     Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: It is out of range.
+        TypeError: It is not. The message says what to give.
     """
     if (instead := way_out(dataset)) is not None:
         raise TypeError(f"the dataset: {instead}")
-    check_num_shards(num_shards)
-    check_num_workers(num_workers)
-    check_given(fingerprint)
 
 
 def check_length(dataset: Any) -> None:
     """Check that a dataset has rows, and says how many.
-
-    Args:
-        dataset: The dataset.
 
     Raises:
         TypeError: It has no length.
@@ -193,29 +170,34 @@ def check_length(dataset: Any) -> None:
         raise ValueError("the dataset is empty: there is nothing to store")
 
 
-def reopen(directory: Path, num_shards: int, dtypes: Mapping[str, torch.dtype]) -> Store:
-    """Open the store that is where another one was to be built.
+def reopen(
+    dataset: Any, directory: Path, options: BuildOptions, check: str = "probes"
+) -> tuple[Store, Fingerprint | None]:
+    """Open the store that is where one was to be built, if it is the one that would be built.
 
     Args:
-        directory: Its directory.
-        num_shards: Shards that were asked for.
-        dtypes: Other dtypes in which fields were to be kept, by name.
+        dataset: The dataset.
+        directory: Directory of the store.
+        options: How it was to be built.
+        check: How the dataset is compared with the store.
 
     Returns:
-        The store.
+        The store, and the identity of the dataset that is to be recorded in it; see `recognise`.
 
     Raises:
         StoreError: It is not one, is damaged, or has other shards or dtypes.
-        SchemaError: There is no field of a name in ``dtypes``.
+        SchemaError: The options name a field that there is not.
+        DatasetError: It was built from another dataset.
     """
     if not is_store(directory):
         raise no_store_error(directory, "`store_dir`")
     store = open_directory(directory)
-    if store.num_shards != num_shards:
+    if store.num_shards != options.num_shards:
         raise StoreError(
-            f"num_shards={num_shards}: the store at {directory} has {store.num_shards} shards;"
-            f" build it anew with overwrite=True, or give num_shards={store.num_shards}"
+            f"num_shards={options.num_shards}: the store at {directory} has {store.num_shards}"
+            f" shards; build it anew with overwrite=True, or give num_shards={store.num_shards}"
         )
+    dtypes = options.fields.dtypes
     store.schema.stored_as(dtypes)  # Names of no field are refused.
     for field in store.schema.fields:
         if field.dtype != dtypes.get(field.name, field.sample_dtype):
@@ -224,7 +206,15 @@ def reopen(directory: Path, num_shards: int, dtypes: Mapping[str, torch.dtype]) 
                 f" {dtype_name(field.dtype)}; build it anew with overwrite=True, or give"
                 f" store_dtypes={{{field.name!r}: {dtype_name(field.dtype)!r}}}"
             )
-    return store
+    found = recognise(
+        store,
+        dataset,
+        options.fingerprint,
+        check=check,
+        num_workers=options.num_workers,
+        progress=options.show,
+    )
+    return store, found
 
 
 def _record(store: Store, fingerprint: Fingerprint) -> None:

@@ -29,9 +29,6 @@ class CUDAGraph:
         Args:
             run: Enqueues work on the device. Work in the current stream is ordered before and after
                 it.
-
-        Returns:
-            What the function returned.
         """
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
@@ -71,9 +68,6 @@ def make_graph(device: torch.device) -> CUDAGraph:
 
     Args:
         device: The root device.
-
-    Returns:
-        The graph.
 
     Raises:
         ValueError: The device is not a CUDA device.

@@ -1,15 +1,18 @@
 """Checks for strategies under which each process holds only some of the module."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 _ELSEWHERE = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
 #: What torch says of operators that take shards and other tensors, or reshape shards.
@@ -53,43 +56,45 @@ def check_embeddings(module: nn.Module, strategy_name: str) -> None:
             )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], strategy_name: str) -> None:
-    """Refuse optimizers that do not update each parameter by itself.
+class SplitModuleChecks(ParallelStrategy):
+    """Refuses what needs the whole module on one process, for strategies that split it."""
 
-    Args:
-        optimizers: The optimizers of the module.
-        strategy_name: Name of the strategy, for the message.
+    strategy_name: str
 
-    Raises:
-        ValueError: One is LBFGS.
-    """
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise ValueError(
-            "LBFGS: it needs the gradients of the whole module on one process, and under"
-            f" {strategy_name} no process has them all; use an optimizer that updates each"
-            f" parameter by itself, such as AdamW or SGD, or {_ELSEWHERE}"
-        )
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Set up optimizers that update each parameter by itself.
 
+        Raises:
+            ValueError: One is LBFGS.
+        """
+        super().setup_optimizers(trainer)
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+            raise ValueError(
+                "LBFGS: it needs the gradients of the whole module on one process, and under"
+                f" {self.strategy_name} no process has them all; use an optimizer that updates each"
+                f" parameter by itself, such as AdamW or SGD, or {_ELSEWHERE}"
+            )
 
-def check_loss(loss: Tensor, strategy_name: str) -> None:
-    """Refuse a loss with terms of parameters that this process does not hold as a whole.
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run the backward pass of a loss over outputs.
 
-    Args:
-        loss: The loss, before its backward pass.
-        strategy_name: Name of the strategy, for the message.
-
-    Raises:
-        ValueError: It has such terms.
-    """
-    if loss.is_meta or isinstance(loss, DTensor):
-        raise _term_error(strategy_name)
+        Raises:
+            ValueError: The loss has terms of parameters that this process does not hold as a whole.
+        """
+        if closure_loss.is_meta or isinstance(closure_loss, DTensor):
+            raise _term_error(self.strategy_name)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
 
 @contextmanager
 def named_terms(strategy_name: str) -> Iterator[None]:
     """Around a training step: errors of torch about shards of parameters become that of the loss.
 
-    Some operators on shards raise before there is a loss that `check_loss` could refuse.
+    Some operators on shards raise before there is a loss that `SplitModuleChecks` could refuse.
 
     Args:
         strategy_name: Name of the strategy, for the message.

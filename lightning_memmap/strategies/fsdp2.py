@@ -32,10 +32,9 @@ from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
 from lightning_memmap.strategies._unsupported import (
+    SplitModuleChecks,
     check_callbacks,
     check_embeddings,
-    check_loss,
-    check_optimizers,
     named_terms,
 )
 from lightning_memmap.strategies.sharding.module import shard_module
@@ -69,7 +68,7 @@ class _Run:
     mesh: DeviceMesh
 
 
-class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
+class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParallelMesh):
     """Trains with FSDP2: each process holds shards of parameters, gradients and optimizer states.
 
     The module needs no ``configure_model``: layers become units of sharding, by class or by size,
@@ -277,21 +276,9 @@ class FSDP2Strategy(RunState[_Run], RowWeighting, DataParallelMesh):
         self.setup_precision_plugin()
 
     @override
-    def setup_optimizers(self, trainer: L.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers, self.strategy_name)
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with named_terms(self.strategy_name):
             return super().training_step(*args, **kwargs)
-
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        check_loss(closure_loss, self.strategy_name)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def model_to_device(self) -> None:

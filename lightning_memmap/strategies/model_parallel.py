@@ -44,7 +44,7 @@ class _Run:
 
 
 class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
-    """Trains one model whose layers are on several devices, in one process.
+    """Trains one model whose layers are divided among several devices, in one process.
 
     Each of the Trainer's devices holds a stage of the model; the first, the root device, receives
     the super-batches, which are those of ``memmap_superbatch``. Activations move from stage to

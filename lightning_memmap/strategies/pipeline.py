@@ -27,10 +27,9 @@ from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
 from lightning_memmap.strategies._unsupported import (
+    SplitModuleChecks,
     check_callbacks,
     check_embeddings,
-    check_loss,
-    check_optimizers,
 )
 from lightning_memmap.strategies.pipelining.calls import PipelinedCalls
 from lightning_memmap.strategies.pipelining.checkpoints import (
@@ -72,7 +71,7 @@ class _Run:
     restores_late: bool
 
 
-class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
+class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighting, DDPStrategy):
     """Pipeline parallelism, with data parallelism as a second axis.
 
     Each process holds some stages of the module and no memory of the others. Batches go through
@@ -291,11 +290,6 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
             )
 
     @override
-    def setup_optimizers(self, trainer: L.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers, self.strategy_name)
-
-    @override
     def model_to_device(self) -> None:
         """Nothing: `setup` moves the stages of this process."""
 
@@ -351,13 +345,6 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
         super().on_validation_start()
 
     # Gradients
-
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        check_loss(closure_loss, self.strategy_name)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @contextmanager
     @override
@@ -438,6 +425,8 @@ class PipelineStrategy(RunState[_Run], RowWeighting, DDPStrategy):
             work,
             num_rows=num_rows,
             step_s=work.fixed_s + compute_s * (1 + (stages - 1) / num_microbatches),
+            # Activations between stages, whose size depends on where the model is cut.
+            moved_bytes=None if stages > 1 else 0,
             state_share=1 / stages,
             activation_share=1 / num_microbatches,
             num_row_devices=1,

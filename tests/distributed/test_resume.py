@@ -134,6 +134,14 @@ def test_stream_of_several_processes_trains_as_the_mapping_and_resumes_bitwise(
         [],
         whole[1][step - 10 :],
     ]
+    mixed = [steps_of([rank["mixture of the mapping"] for rank in ranks], e) for e in range(2)]
+    assert mixed[0] != mixed[1]
+    # As many rows of 30 as of the others.
+    assert sum(row < 30 for each in mixed[0] for row in each) == -(-ROWS // 2)
+    assert steps_of([rank["mixture"] for rank in ranks], 1) == mixed[1][step - 10 :]
+    for rank in ranks:
+        weights = rank["mixture of the mapping"]["weights"]
+        assert torch.equal(rank["mixture"]["weights"], weights)
     for rank in ranks:
         for run in ("stream", "resumed"):
             assert torch.equal(rank[run]["weights"], rank["mapping"]["weights"])

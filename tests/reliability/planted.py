@@ -83,8 +83,8 @@ FILES = (
 
 #: Where: beside the store, in what an interrupted build left, and in the store.
 BESIDE = (".s.building", ".s.old", ".s.lock", "s")
-IN_BUILDING = ("plan.json", "journal", "x.memmap", "label.memmap", "manifest.json", "meta.json")
-IN_STORE = ("manifest.json", "meta.json", "x.memmap", "plan.json", "journal")
+IN_BUILDING = ("build.json", "journal", "x.memmap", "label.memmap", "manifest.json", "meta.json")
+IN_STORE = ("manifest.json", "meta.json", "x.memmap", "build.json", "journal")
 
 PLACES = (
     *BESIDE,

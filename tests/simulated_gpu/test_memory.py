@@ -114,14 +114,14 @@ def test_copies_to_and_from_replicas_are_counted() -> None:
         replicas.refresh(always_copy=True)
     num_bytes = sum(value.nbytes for value in values)
     # Two dtypes, each of which goes at once, and to both replicas of the device together.
-    assert recorder.movements == [Movement("copy", "cuda:0", "cuda:1", num_bytes, 2)]
+    assert recorder.movements == [Movement("copy", "cuda:0", "cuda:1", num_bytes)]
     for index in range(4):
         for parameter in replicas.module_of(index).parameters():
             parameter.grad = torch.full_like(parameter, 2.0**index)
     with MovementRecorder() as recorder:
         replicas.reduce_gradients()
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    assert recorder.movements == [Movement("copy", "cuda:1", "cuda:0", num_bytes, 1)]
+    assert recorder.movements == [Movement("copy", "cuda:1", "cuda:0", num_bytes)]
     for parameter in module.parameters():
         assert parameter.grad is not None
         assert (parameter.grad == 15).all()

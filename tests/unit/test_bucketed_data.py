@@ -110,12 +110,16 @@ def test_rows_command_lists_the_rows_of_steps(
 BUCKETED = Bucketed(np.arange(101) * 7 % 50, 12, num_buckets=3)
 
 
-def test_rows_are_the_same_in_several_processes(numbered_store: Callable[..., Store]) -> None:
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.parametrize("residency", ["mmap", "stream"])
+def test_rows_are_the_same_in_several_processes(
+    numbered_store: Callable[..., Store], residency: str
+) -> None:
     store = numbered_store(101, 12)
-    steps = epoch_rows(make_loader(store, factory=BUCKETED))
+    options: dict[str, Any] = {"factory": BUCKETED, "residency": residency}
+    steps = epoch_rows(make_loader(store, **options))
     ranks = [
-        epoch_rows(make_loader(store, 2, 3, rank=rank, size=2, factory=BUCKETED))
-        for rank in range(2)
+        epoch_rows(make_loader(store, 2, 3, rank=rank, size=2, **options)) for rank in range(2)
     ]
     for step, first, second in zip(steps, *ranks, strict=True):
         assert sorted(first + second) == sorted(step)
@@ -169,7 +173,7 @@ def test_checkpoint_of_other_buckets_is_refused(tmp_path: Path) -> None:
         (Bucketed("row", 12), {}, "field 'row': all its rows have one length"),
         (Bucketed("noise", 12), {}, "field 'noise': the store at"),
         (Bucketed([1], 12), {}, r"lengths of shape \(1,\), and the dataset has 180 rows"),
-        (Bucketed("sound", 12), {"shuffle_window": 3}, "shuffle_window=3 with a sampler"),
+        (Bucketed("sound", 12), {"shuffle": False}, "shuffle=False with a sampler"),
     ],
 )
 def test_buckets_that_cannot_be_are_refused(
@@ -177,8 +181,3 @@ def test_buckets_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         fit(tmp_path, 1, sampler=sampler, **options)
-
-
-def test_stream_is_refused(numbered_store: Callable[..., Store]) -> None:
-    with pytest.raises(ValueError, match="takes the rows of a step from elsewhere"):
-        make_loader(numbered_store(101, 12), residency="stream", factory=BUCKETED)

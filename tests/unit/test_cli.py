@@ -11,8 +11,8 @@ import yaml
 from markupsafe import escape
 
 from lightning_memmap import MemmapDataModule, build_store, open_store
-from lightning_memmap.cli import main
 from lightning_memmap.errors import StoreNotFoundError
+from tests.command_line import CommandLine
 from tests.models import Points
 from tests.preloaded import python
 
@@ -20,20 +20,8 @@ from tests.preloaded import python
 POINTS = ("--dataset", "tests.models.Points", "--dataset.num_rows", "60")
 
 
-class Command:
-    """Runs ``lightning-memmap store`` in this process and keeps its output."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-        self.out = self.err = ""
-
-    def __call__(self, *arguments: object) -> int:
-        self._capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main(["store", *map(str, arguments)])
-        self.out, self.err = self._capsys.readouterr()
-        assert isinstance(end.value.code, int)
-        return end.value.code
+class Command(CommandLine):
+    """Runs ``lightning-memmap store``."""
 
     def table(self) -> list[list[str]]:
         """The cells of the printed table, row by row."""
@@ -45,7 +33,7 @@ class Command:
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     monkeypatch.setenv("COLUMNS", "250")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return Command(capsys)
+    return Command(capsys, "store")
 
 
 @pytest.fixture

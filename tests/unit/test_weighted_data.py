@@ -47,18 +47,21 @@ def make_loader(
     """A loader of one process, on logical data devices."""
     chosen = factory or Weighted(WEIGHTS, num_samples=SAMPLES)
 
-    def order(shards: Shards, window: int) -> Sampler:
-        return chosen.make(shards, 5, store)
+    window = 3 if residency == "stream" else None
+
+    def order(shards: Shards, _: int) -> Sampler:
+        return chosen.make(shards, 5, store, window)
 
     topology = DataTopology((CPU,) * num_devices, rank, size)
-    sized = SplitSize.of("train", store.manifest, topology, subset, None, order)
+    sized = SplitSize.of("train", store.manifest, topology, subset, window, order)
     placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: 2**40})
     rows = load_split(store, topology, placement.splits["train"])
     sampler = order(sized.shards.base, sized.window)
     return SuperBatchLoader(rows, sampler, batch_size, collate=store.schema.builder(), seed=5)
 
 
-@pytest.mark.parametrize("residency", ["mmap", "device"])
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.parametrize("residency", ["mmap", "device", "stream"])
 @pytest.mark.parametrize("subset", [None, StridedRows(1, 3, excluded=True)])
 def test_rows_are_the_same_on_any_number_of_devices_and_processes(
     numbered_store: Callable[..., Store], residency: str, subset: RowSubset | None
@@ -211,7 +214,9 @@ def test_sampler_that_is_set_later_needs_a_set_up(tmp_path: Path) -> None:
 
 def test_factory_of_a_user_may_look_up_fields(tmp_path: Path) -> None:
     class ByLabel(SamplerFactory):
-        def make(self, shards: Shards, seed: int, fields: Any) -> Sampler:
+        def make(
+            self, shards: Shards, seed: int, fields: Any, window: int | None = None
+        ) -> Sampler:
             return ShuffledSampler(shards, int(fields.values("label").sum()))
 
     data = make_data(tmp_path, sampler=ByLabel())
@@ -226,7 +231,6 @@ def test_factory_of_a_user_may_look_up_fields(tmp_path: Path) -> None:
         (Weighted("labels"), {}, r"field 'labels': the store at .* has \['row', 'x', 'y', 'label'"),
         (Weighted("x"), {}, r"field 'x': its rows are float32 \(8,\)"),
         (Weighted([1.0]), {}, r"weights of shape \(1,\), and the dataset has 90 rows"),
-        (Weighted("label"), {"residency": "stream"}, "takes the rows of a step from elsewhere"),
         (Weighted("label", num_samples=1), {}, "an epoch of 1 rows for 2 data devices"),
     ],
 )
@@ -239,7 +243,10 @@ def test_sampler_that_cannot_be_is_refused(
 
 
 def test_order_that_cannot_be_streamed_is_refused_when_it_is_set_up(tmp_path: Path) -> None:
-    data = make_data(tmp_path, sampler=Weighted("label"), residency="stream")
+    def of_all_rows(shards: Shards, seed: int) -> Sampler:
+        return ShuffledSampler(shards, seed)
+
+    data = make_data(tmp_path, sampler=of_all_rows, residency="stream")
     data.prepare_data()
     with pytest.raises(ValueError, match="takes the rows of a step from elsewhere"):
         data.setup("fit")

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.cli import main
-from lightning_memmap.errors import StoreError
-from lightning_memmap.loading import SuperBatchLoader
+from lightning_memmap.loading import SuperBatchLoader, window_rows
 from lightning_memmap.loading.window_rows import WindowRows
 from lightning_memmap.sampling import (
     KFold,
@@ -160,6 +159,15 @@ def test_store_that_devices_do_not_divide_is_striped_anew(store: Store, residenc
     assert sorted(joined(steps_of(loader))) == EXPECTED
 
 
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_windows_too_many_for_a_table_are_the_same(
+    store: Store, residency: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = steps_of(make_loader(store, WINDOWS, 2, 6, residency=residency))
+    monkeypatch.setattr(window_rows, "TABLE_ROWS", 0)
+    assert steps_of(make_loader(store, WINDOWS, 2, 6, residency=residency)) == expected
+
+
 def test_memory_holds_each_step_once(store: Store) -> None:
     held = 0
     for rank in range(4):
@@ -251,12 +259,6 @@ def test_rows_of_one_shape_are_cut_too(tmp_path: Path, residency: str) -> None:
         windows = Windows(LENGTH, stride)
         loader = make_loader(store, windows, 2, 6, residency=residency)
         assert sorted(joined(steps_of(loader))) == all_windows(lengths, LENGTH, stride)
-
-
-def test_stream_of_windows_by_weight_is_refused(store: Store) -> None:
-    weights = Weighted(np.ones(len(EXPECTED)))
-    with pytest.raises(StoreError, match=r"residency='stream': the sampler draws .* by weight"):
-        make_loader(store, WINDOWS, residency="stream", factory=weights)
 
 
 # Token streams

@@ -29,11 +29,7 @@ _MAX_WIDTH = 2**20
 
 
 def devices_table(step: StepRows) -> Table:
-    """The rows of a step by device.
-
-    Args:
-        step: The step.
-    """
+    """The rows of a step by device."""
     table = Table()
     for name in ("data device", "rank", "rows"):
         table.add_column(name, overflow="fold")

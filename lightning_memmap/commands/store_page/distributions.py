@@ -51,11 +51,6 @@ def distributions(store: Store, field: Field, column: OpenColumn) -> Iterator[Di
     """Count the values of a field, and their number in a row where that differs. Of text and
     bytes, only the lengths are counted.
 
-    Args:
-        store: The store.
-        field: The field.
-        column: Its column.
-
     Yields:
         The distributions, of rows that are not None. Of many rows, some are looked at that are
         evenly spaced.

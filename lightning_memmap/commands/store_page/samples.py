@@ -38,9 +38,6 @@ class Value:
 def samples(store: Store) -> list[tuple[int, list[Value]]]:
     """Show evenly spaced rows.
 
-    Args:
-        store: The store.
-
     Returns:
         For each of them, its number and its fields.
     """

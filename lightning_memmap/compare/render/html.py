@@ -32,14 +32,7 @@ class Section:
 
 
 def render_html(report: Report) -> str:
-    """Make the page. Needs matplotlib and jinja2.
-
-    Args:
-        report: The report of a comparison.
-
-    Returns:
-        The HTML document.
-    """
+    """Make the page. Needs matplotlib and jinja2."""
     return (
         templates(__package__)
         .get_template("report.html")

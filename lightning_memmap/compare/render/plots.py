@@ -75,9 +75,6 @@ def _svg(figure: Figure) -> str:
 def draw_check_losses(report: Report) -> Figure | None:
     """Draw the losses of the check runs in one picture.
 
-    Args:
-        report: The report of a comparison.
-
     Returns:
         The picture; None without any such loss.
     """
@@ -87,9 +84,6 @@ def draw_check_losses(report: Report) -> Figure | None:
 
 def draw_timed_losses(report: Report) -> Figure | None:
     """Draw the losses of the first timed run of each variant in one picture.
-
-    Args:
-        report: The report of a comparison.
 
     Returns:
         The picture, without variants that replay one batch; None without any such loss.
@@ -118,9 +112,6 @@ def _draw_losses(report: Report, title: str, found: Mapping[str, Losses]) -> Fig
 def draw_throughput(report: Report) -> Figure | None:
     """Draw samples per second: the median of each variant, every run as a dot, and the range.
 
-    Args:
-        report: The report of a comparison.
-
     Returns:
         The picture; None without timed runs.
     """
@@ -143,9 +134,6 @@ def draw_throughput(report: Report) -> Figure | None:
 def draw_parts(report: Report) -> Figure | None:
     """Draw where the time of a step goes.
 
-    Args:
-        report: The report of a comparison.
-
     Returns:
         The picture, in ms; None without timed runs.
     """
@@ -160,9 +148,6 @@ def draw_parts(report: Report) -> Figure | None:
 
 def draw_state(report: Report) -> Figure | None:
     """Draw model state and batch on the device where the model state is largest.
-
-    Args:
-        report: The report of a comparison.
 
     Returns:
         The picture, in MiB; None without check runs that saw a model.
@@ -187,9 +172,6 @@ def draw_state(report: Report) -> Figure | None:
 
 def draw_memory(report: Report) -> Figure | None:
     """Draw the pages of each process, and the peak memory of each device if there are any.
-
-    Args:
-        report: The report of a comparison.
 
     Returns:
         The picture, in MiB; None without timed runs.
@@ -235,9 +217,6 @@ def _draw_peaks(axes: Axes, variants: Sequence[VariantResult]) -> None:
 def draw_traces(report: Report) -> Figure | None:
     """Draw the memory of two steps over time, one plot for each variant on common axes.
 
-    Args:
-        report: The report of a comparison.
-
     Returns:
         The picture, in MiB; None without a memory trace.
     """
@@ -268,9 +247,6 @@ def draw_traces(report: Report) -> Figure | None:
 def draw_scaling(report: Report) -> Figure | None:
     """Draw samples per second and device against the number of devices.
 
-    Args:
-        report: The report of a comparison.
-
     Returns:
         The picture; None without figures for several numbers of devices.
     """
@@ -296,9 +272,6 @@ def draw_scaling(report: Report) -> Figure | None:
 
 def draw_movement(report: Report) -> Figure | None:
     """Draw what moves from where to where in a step, one row of arrows for each variant.
-
-    Args:
-        report: The report of a comparison.
 
     Returns:
         The picture; None without check runs.

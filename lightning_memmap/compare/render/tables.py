@@ -15,9 +15,6 @@ _UNKNOWN = Cell("-")
 def parity_table(report: Report) -> Table:
     """Make the table of whether variants train the same.
 
-    Args:
-        report: The report of a comparison.
-
     Returns:
         A row for each variant with a check run; as notes, what differs and what to know.
     """
@@ -69,9 +66,6 @@ def _difference(value: float | None, tolerance: float) -> Cell:
 def figure_tables(report: Report) -> Iterator[tuple[FigureTable, Table]]:
     """Make the tables of figures.
 
-    Args:
-        report: The report of a comparison.
-
     Yields:
         Each of `TABLES` for which there is a figure, with a row for each measured variant. A figure
         that no variant has is left out.
@@ -108,9 +102,6 @@ def _cells(figure: Figure, variant: VariantResult) -> Iterator[Cell]:
 def scaling_table(report: Report) -> Table:
     """Make the table of samples per second and device on several numbers of devices.
 
-    Args:
-        report: The report of a comparison.
-
     Returns:
         The table: a row for each variant, a column for each number of devices; a dash where nothing
         was measured.
@@ -128,9 +119,6 @@ def scaling_table(report: Report) -> Table:
 
 def missing_table(report: Report) -> Table:
     """Make the table of the variants without a result, and why they have none.
-
-    Args:
-        report: The report of a comparison.
 
     Returns:
         The table: a row for each variant that is not ``ok``; without rows where all are.

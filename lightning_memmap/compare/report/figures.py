@@ -139,9 +139,6 @@ def rate_of(run: Run) -> float:
 
     Args:
         run: The records of all processes of the run.
-
-    Returns:
-        Rows per second.
     """
     return sum(min(rank.samples_per_s for rank in share) for share in by_data_rank(run))
 

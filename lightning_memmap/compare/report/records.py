@@ -78,14 +78,12 @@ class Movement(Value, frozen=True):
         source: Where from: a device, or ``process`` for what a process sends.
         target: Where to: a device, or ``processes`` and their number.
         num_bytes: Bytes that leave the source in a step.
-        num_calls: Calls in a step.
     """
 
     kind: str
     source: str
     target: str
     num_bytes: int
-    num_calls: int
 
 
 class Rank(Value, frozen=True):
@@ -125,8 +123,7 @@ class TimedRank(Rank, frozen=True):
 
     Args:
         samples_per_s: Its rows per second in the measured steps.
-        window_s: Seconds of the measured steps together.
-        step_s: Seconds of each of them.
+        step_s: Seconds of each of the measured steps.
         parts_s: Seconds of each of `PARTS`, by step.
         memory: Its memory and that of its child processes, after the last step.
         device_peaks: Peaks of CUDA devices in the measured steps.
@@ -134,7 +131,6 @@ class TimedRank(Rank, frozen=True):
     """
 
     samples_per_s: float
-    window_s: float
     step_s: tuple[float, ...]
     parts_s: tuple[dict[str, float], ...]
     memory: tuple[ProcessMemory, ...]

@@ -2,15 +2,14 @@
 
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from textwrap import shorten
-from typing import Protocol
 
 import msgspec
 import torch
+from rich.console import Console
 from rich.markup import escape
 
 from lightning_memmap.arguments import read_config
@@ -21,6 +20,7 @@ from lightning_memmap.compare.report.report import Report, ScalingPoint, Setting
 from lightning_memmap.compare.run.findings import Findings, VariantRuns
 from lightning_memmap.compare.run.launch import RunResult, run
 from lightning_memmap.compare.run.plan import ComparisonOptions, RunKind, RunSpec, shared_config
+from lightning_memmap.compare.run.progress import ComparisonProgress
 from lightning_memmap.compare.run.variants import Machine, Variant, parse_variants
 from lightning_memmap.compare.run.worker import ConfigCheck, Facts
 from lightning_memmap.errors import MemmapError
@@ -32,52 +32,12 @@ class ComparisonError(MemmapError):
     """The comparison cannot begin: model or data cannot be made, or the store not built."""
 
 
-class Progress(Protocol):
-    """Where a comparison shows its progress."""
-
-    def run(self, title: str, total_steps: int) -> AbstractContextManager["RunProgress"]:
-        """Show a run while it is under way.
-
-        Args:
-            title: What is run.
-            total_steps: Steps of the run.
-
-        Returns:
-            A context whose value shows the progress of the run.
-        """
-
-    def note(self, text: str) -> None:
-        """Show a line.
-
-        Args:
-            text: The line, in rich's markup.
-        """
-
-
-class RunProgress(Protocol):
-    """Where one run shows its progress."""
-
-    def steps(self, done: int) -> None:
-        """Show how many steps are done.
-
-        Args:
-            done: The number of steps.
-        """
-
-    def end(self, text: str) -> None:
-        """Show the outcome.
-
-        Args:
-            text: A few words, in rich's markup.
-        """
-
-
 class Comparison:
     """A comparison that is under way.
 
     Args:
         options: What to compare, and how.
-        progress: Where to show the progress.
+        console: Where to show the progress.
         command: The command line, for the report.
 
     Raises:
@@ -86,7 +46,7 @@ class Comparison:
             unknown.
     """
 
-    def __init__(self, options: ComparisonOptions, progress: Progress, command: str = "") -> None:
+    def __init__(self, options: ComparisonOptions, console: Console, command: str = "") -> None:
         self._options = options
         shared = shared_config(read_config(options.config))
         self._config, self._trainer, self._left_out = shared
@@ -99,7 +59,7 @@ class Comparison:
         # Counting makes no context on a device: the variants need all of its memory.
         count = torch.cuda.device_count() if accelerator == "cuda" else options.devices
         self._machine = Machine(accelerator, count)
-        self._progress = progress
+        self._progress = ComparisonProgress(console)
         self._command = command
         self._out = Path(options.out)
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -29,13 +29,13 @@ from lightning_memmap.compare.report.records import (
     TimedRank,
 )
 from lightning_memmap.compare.run.clock import StepClock
-from lightning_memmap.compare.run.data import resident_bytes
 from lightning_memmap.compare.run.energy import EnergyMeter
 from lightning_memmap.compare.run.memory import (
     device_peaks,
     model_bytes,
     process_memory,
     reset_device_peaks,
+    resident_bytes,
     used_devices,
 )
 from lightning_memmap.compare.run.movement import MovementRecorder
@@ -117,11 +117,7 @@ class RunCallback(L.Callback, ABC):
         """
 
     def end_step(self, trainer: L.Trainer) -> None:
-        """Handle the end of a step, whose loss has been added. By default nothing is done.
-
-        Args:
-            trainer: The Trainer.
-        """
+        """Handle the end of a step, whose loss has been added. By default nothing is done."""
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -152,9 +148,6 @@ class RunCallback(L.Callback, ABC):
     def place(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return the fields that all records have.
 
-        Args:
-            trainer: The Trainer.
-
         Returns:
             The fields of `Rank` by name.
         """
@@ -176,7 +169,7 @@ class RunCallback(L.Callback, ABC):
         }
 
 
-class TimedRun(RunCallback):
+class TimedCallback(RunCallback):
     """Times steps: first those of the warm-up, then those that are measured, then some in parts.
 
     The measured steps are not disturbed: only before the first and after the last of them the
@@ -239,7 +232,6 @@ class TimedRun(RunCallback):
         return TimedRank(
             **self.place(trainer),
             samples_per_s=float(self._throughput.compute()["device/samples_per_sec"]),
-            window_s=ends[-1] - ends[0],
             step_s=tuple(b - a for a, b in pairwise(ends)),
             parts_s=tuple(self._parts_s if on_cpu else self._parts_s[steps:]),
             memory=process_memory(),
@@ -248,7 +240,7 @@ class TimedRun(RunCallback):
         )
 
 
-class CheckRun(RunCallback):
+class CheckCallback(RunCallback):
     """Records what a variant trains on and what comes out: rows, losses, weights, bytes.
 
     Args:

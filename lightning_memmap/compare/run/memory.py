@@ -1,4 +1,4 @@
-"""Memory of processes, devices and the model."""
+"""Memory of processes, devices, the model and the data."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,6 +10,7 @@ import torch
 from lightning_memmap._compat.tensors import dense_parts, storage_key
 from lightning_memmap.callbacks.memory_trace import live_parameters, optimizer_tensors
 from lightning_memmap.compare.report.records import DevicePeak, ModelBytes, ProcessMemory
+from lightning_memmap.placement import Placement
 
 
 def process_memory() -> tuple[ProcessMemory, ...]:
@@ -77,7 +78,7 @@ def device_peaks() -> dict[str, DevicePeak]:
 
 
 def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ModelBytes]:
-    """Measure parameters, gradients and optimizer state in this process.
+    """Measure parameters, gradients and optimizer state in this process, by device.
 
     All living parameters count, including those of replicas of a model on other devices. Each
     storage counts once, and of a sharded tensor the part in this process. DDP's buckets, which are
@@ -85,9 +86,6 @@ def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ModelB
 
     Args:
         optimizers: The optimizers that train.
-
-    Returns:
-        Bytes by device.
     """
     parameters = live_parameters()
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -115,3 +113,18 @@ def _by_device(tensors: Iterable[Any]) -> dict[str, int]:
     for (device, address), num_bytes in seen.items():
         sizes[device] += num_bytes if address else 0
     return sizes
+
+
+def resident_bytes(placement: Placement | None) -> dict[str, dict[str, int]]:
+    """Sum the bytes of the shards that this process keeps, over all splits.
+
+    Args:
+        placement: Where the shards are; None where no `MemmapDataModule` supplies the rows.
+
+    Returns:
+        By data device, such as ``1: cuda:1``, the bytes of each residency.
+    """
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for shards in placement.held() if placement is not None else ():
+        found[shards.device_name][shards.residency.value] += shards.num_bytes
+    return {device: dict(sizes) for device, sizes in found.items()}

@@ -35,12 +35,12 @@ class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._counts: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+        self._num_bytes: dict[tuple[str, str, str], int] = defaultdict(int)
 
     @property
     def movements(self) -> list[Movement]:
         """What was seen, the largest first."""
-        found = [Movement(*key, *counts) for key, counts in self._counts.items()]
+        found = [Movement(*key, num_bytes) for key, num_bytes in self._num_bytes.items()]
         return sorted(found, key=lambda movement: -movement.num_bytes)
 
     @override
@@ -69,9 +69,7 @@ class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             self._count(kind, "process", f"{size} processes", sent_bytes(kind, size, payload))
 
     def _count(self, kind: str, source: str, target: str, num_bytes: int) -> None:
-        counts = self._counts[kind, source, target]
-        counts[0] += num_bytes
-        counts[1] += 1
+        self._num_bytes[kind, source, target] += num_bytes
 
 
 def _num_bytes(value: Any) -> int:

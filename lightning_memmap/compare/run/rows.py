@@ -136,9 +136,6 @@ class HashedTransform(nn.Module):
             batch: A batch of one data device.
             generator: Random generator on the batch's device; passed on to a transform that takes
                 it.
-
-        Returns:
-            What the transform returns.
         """
         self._note(hash_batch(batch))
         if self._takes_generator:

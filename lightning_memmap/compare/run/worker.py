@@ -23,15 +23,16 @@ from lightning_memmap.callbacks import MemoryTrace
 from lightning_memmap.compare.report.records import FIRST_TRACED_STEP, NUM_TRACED_STEPS, Value
 from lightning_memmap.compare.report.report import Data, Environment, Model
 from lightning_memmap.compare.run.clock import StepClock
-from lightning_memmap.compare.run.data import (
-    batch_size_of,
-    comparable,
-    loaded_data,
-    prepare_store,
-)
+from lightning_memmap.compare.run.data import batch_size_of, comparable, prepare_store
 from lightning_memmap.compare.run.environment import describe_environment
 from lightning_memmap.compare.run.launch import RunError
-from lightning_memmap.compare.run.measure import CheckRun, RunCallback, TimedRun, synchronizer
+from lightning_memmap.compare.run.loaders import loaded_data
+from lightning_memmap.compare.run.measure import (
+    CheckCallback,
+    RunCallback,
+    TimedCallback,
+    synchronizer,
+)
 from lightning_memmap.compare.run.plan import RunSpec
 from lightning_memmap.compare.run.rows import HashedTransform, MappedLoader, hash_batch
 from lightning_memmap.compare.run.variants import parse_variants
@@ -135,9 +136,6 @@ def trainer_options(spec: RunSpec) -> dict[str, Any]:
 
     Args:
         spec: The run.
-
-    Returns:
-        The options, as in a config.
     """
     return {
         "logger": False,
@@ -196,11 +194,11 @@ def train_variant(
             _hash_batches(trainer.strategy, hashes)
         else:
             data = data.with_options(transform=HashedTransform(data.transform, hashes))
-        callback = CheckRun(spec, data, hashes)
+        callback = CheckCallback(spec, data, hashes)
         trainer.callbacks.append(MemoryTrace(spec.out, FIRST_TRACED_STEP, NUM_TRACED_STEPS))
     else:
         trainer.profiler = clock = StepClock(synchronizer(trainer.strategy.root_device))
-        callback = TimedRun(spec, data, clock)
+        callback = TimedCallback(spec, data, clock)
     trainer.callbacks.append(callback)
     loaded = loaded_data(data, variant, spec.global_batch, transform_here=is_check)
     trainer.fit(model, datamodule=loaded)

@@ -272,19 +272,35 @@ class Block:
         else:
             self._rows.numpy()[index] = leaf
 
+    def room(self, index: int, num_rows: int) -> Tensor | None:
+        """The memory of consecutive rows, into which they may be put without `put_rows`.
+
+        Args:
+            index: The first of them, counted from 0.
+            num_rows: How many.
+
+        Returns:
+            Of the field's dtype and shape (num_rows, *field shape), on the CPU; None where rows
+            differ in shape.
+        """
+        return self._rows[index : index + num_rows]
+
     def put_rows(self, index: int, leaves: Tensor | np.ndarray | PackedRows) -> None:
         """Put consecutive rows into the block.
 
         Args:
             index: Row of the block that the first of them becomes.
             leaves: The rows, of the field's dtype and shape (n, *field shape), on the CPU, which
-                are copied; where rows differ in shape, all of them packed, in memory of their own.
+                are copied unless they are there already; where rows differ in shape, all of them
+                packed, in memory of their own.
         """
         assert not isinstance(leaves, PackedRows)
+        rows = self._rows[index : index + len(leaves)]
         if isinstance(leaves, Tensor):
-            self._rows[index : index + len(leaves)].copy_(leaves)
-        else:
-            self._rows.numpy()[index : index + len(leaves)] = leaves
+            if leaves.data_ptr() != rows.data_ptr():
+                rows.copy_(leaves)
+        elif leaves.ctypes.data != rows.data_ptr():
+            rows.numpy()[:] = leaves
 
     def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
         """Write the first rows of the block.

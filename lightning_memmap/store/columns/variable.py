@@ -282,6 +282,10 @@ class _VariableBlock(Block):
         self.put_rows(index, PackedRows(row.reshape(-1, *field.item_shape), sizes))
 
     @override
+    def room(self, index: int, num_rows: int) -> None:
+        return None
+
+    @override
     def put_rows(self, index: int, leaves: Tensor | np.ndarray | PackedRows) -> None:
         assert isinstance(leaves, PackedRows)
         if not index:

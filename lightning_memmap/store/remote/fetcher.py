@@ -66,9 +66,6 @@ class RemoteManifest:
         Args:
             files: The directory.
 
-        Returns:
-            The manifest.
-
         Raises:
             StoreNotFoundError: There is no store.
             UnreachableError: The directory cannot be reached.

@@ -145,9 +145,6 @@ class RemoteFiles:
     def remove(self, name: str) -> None:
         """Remove a file, if there is one.
 
-        Args:
-            name: Its name.
-
         Raises:
             StoreError: The directory cannot be reached, or access is refused.
         """

@@ -83,9 +83,6 @@ class _Fetched:
 def open_url(url: StoreUrl) -> RemoteStore:
     """Open a store at a URL.
 
-    Args:
-        url: The URL.
-
     Returns:
         The store, of which nothing but the manifest was read.
 

@@ -20,7 +20,6 @@ from lightning_memmap.store.recovery import (
     make_room,
     no_store_error,
     put_in_place,
-    recover,
     remove_tree,
 )
 from lightning_memmap.store.remote.fetcher import RemoteManifest, ShardFetcher
@@ -47,7 +46,7 @@ def push_store(
         progress: Show a progress bar.
 
     Raises:
-        ValueError: ``path`` is a URL, or ``url`` is none.
+        ValueError: ``path`` is a URL, or ``url`` is not.
         StoreNotFoundError: There is no store at ``path``, or no such bucket.
         StoreError: The store is damaged or replaced meanwhile, something else is at the URL or is
             pushed there at the same time, or it cannot be reached.
@@ -106,7 +105,7 @@ def pull_store(
         The open store.
 
     Raises:
-        ValueError: ``path`` is a URL, or ``url`` is none.
+        ValueError: ``path`` is a URL, or ``url`` is not.
         StoreNotFoundError: There is no store at the URL.
         StoreError: It cannot be reached, is damaged, or was replaced meanwhile; or something else
             is in the directory.
@@ -117,7 +116,6 @@ def pull_store(
     remote = RemoteManifest.read(files)
     make_parent(directory)
     with locked(directory):
-        recover(directory)
         if os.path.lexists(directory):
             if not is_store(directory):
                 raise no_store_error(directory, "path")
@@ -147,9 +145,6 @@ def pull_store(
 
 def stores_at(url: str) -> dict[str, str]:
     """Find the store at a URL, or the stores in the directory there, one for each split.
-
-    Args:
-        url: The URL.
 
     Returns:
         The URL of each store, by its path from there: ``train``, ``val/0``; an empty path for the

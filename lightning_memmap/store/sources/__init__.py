@@ -28,12 +28,12 @@ from lightning_memmap.store.sources.column_dataset import ColumnDataset
 from lightning_memmap.store.sources.field_array import (
     FieldArray,
     FileArray,
-    JoinedRows,
+    JoinedArray,
     MemoryArray,
     NullableRows,
     PartOfRows,
-    PickedRows,
     RowsOfLists,
+    SubsetArray,
 )
 from lightning_memmap.store.sources.image_folder import ImageFolder
 from lightning_memmap.store.sources.stream import Spool, SpooledItems
@@ -118,9 +118,6 @@ def nullable_columns(dataset: Any) -> set[str]:
     """Find the columns that have rows without a value, where that is known without reading all rows
     one by one.
 
-    Args:
-        dataset: The dataset.
-
     Returns:
         The names of their fields.
     """
@@ -169,7 +166,7 @@ def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArra
         return None
     rows = indices.astype(np.int64, copy=False)
     rows = np.where(rows < 0, rows + num_rows, rows) if rows.min() < 0 else rows
-    return [PickedRows(array, rows) for array in arrays]
+    return [SubsetArray(array, rows) for array in arrays]
 
 
 def _joined(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArray] | None:
@@ -178,7 +175,7 @@ def _joined(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArra
     found = [part for part in parts if part is not None]
     if len(found) < len(parts):
         return None
-    return [JoinedRows(arrays, sizes) for arrays in zip(*found, strict=True)]
+    return [JoinedArray(arrays, sizes) for arrays in zip(*found, strict=True)]
 
 
 def _stacked(dataset: Any, node: Node, fields: Sequence[Field]) -> list[FieldArray] | None:

@@ -100,7 +100,9 @@ def _has_missing(column: Any) -> bool:
         return False
     if column.dtype.kind in "mM":
         return bool(np.isnat(column).any())
-    return column.dtype == object and any(map(is_missing, column))
+    # Of texts, the types are told sooner than the values.
+    is_unsure = column.dtype == object and set(map(type, column)) != {str}
+    return is_unsure and any(map(is_missing, column))
 
 
 def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class FileArray(FieldArray):
 
 
 @dataclass(frozen=True, eq=False)
-class PickedRows(FieldArray):
+class SubsetArray(FieldArray):
     """Some rows of another array, in an order of their own.
 
     Args:
@@ -147,7 +147,7 @@ class PickedRows(FieldArray):
 
 
 @dataclass(frozen=True, eq=False)
-class JoinedRows(FieldArray):
+class JoinedArray(FieldArray):
     """The rows of several arrays, one array after the other.
 
     Args:
@@ -247,11 +247,7 @@ class RowsOfLists(FieldArray):
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
-    """Make an array with one object for each value, also where these are lists of one length.
-
-    Args:
-        values: The values.
-    """
+    """Make an array with one object for each value, also where these are lists of one length."""
     objects = np.empty(len(values), object)
     for index, value in enumerate(values):
         objects[index] = value

@@ -10,9 +10,6 @@ from lightning_memmap.store.sources.field_array import NullableRows, object_arra
 def to_numpy(series: Any) -> np.ndarray | NullableRows:
     """Convert a column to a numpy array.
 
-    Args:
-        series: A Series.
-
     Returns:
         The values. Numbers and times of which some are missing are `NullableRows`; of anything else
         an array of objects, in which a missing value is None.

@@ -24,11 +24,7 @@ _FORMATS = {None, "numpy", "torch"}
 
 
 def is_dataset(dataset: Any) -> bool:
-    """Whether a dataset is exactly of the class ``datasets.Dataset``.
-
-    Args:
-        dataset: The dataset.
-    """
+    """Whether a dataset is exactly of the class ``datasets.Dataset``."""
     kind = type(dataset)
     return kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset"
 

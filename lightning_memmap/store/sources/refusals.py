@@ -20,9 +20,6 @@ _FRAMES = {
 def library_of(value: Any) -> str:
     """Find which library of tables a value is of, also where its class is derived from theirs.
 
-    Args:
-        value: The value.
-
     Returns:
         ``pandas``, ``polars`` or ``pyarrow``; empty for any other value.
     """
@@ -32,11 +29,7 @@ def library_of(value: Any) -> str:
 
 
 def is_frame(value: Any) -> bool:
-    """Whether a value is a table of a known library, or will be one when it is computed or read.
-
-    Args:
-        value: The value.
-    """
+    """Whether a value is a table of a known library, or will be one when it is computed or read."""
     return _method_of(value) is not None
 
 
@@ -59,11 +52,7 @@ def _method_of(value: Any) -> str | None:
 
 
 def is_dict_of_splits(value: Any) -> bool:
-    """Whether a value is a ``DatasetDict`` of Hugging Face, whose entries are datasets.
-
-    Args:
-        value: The value.
-    """
+    """Whether a value is a ``DatasetDict`` of Hugging Face, whose entries are datasets."""
     kinds = ("DatasetDict", "IterableDatasetDict")
     return isinstance(value, dict) and any(kind.__name__ in kinds for kind in type(value).__mro__)
 

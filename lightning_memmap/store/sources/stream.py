@@ -8,7 +8,7 @@ and a stream need not give the same rows twice.
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,8 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Form, Schema
+from lightning_memmap.schema import Field
+from lightning_memmap.schema.field_options import FieldOptions
 from lightning_memmap.schema.rows import stack_samples
 from lightning_memmap.store.columns import PackedRows
 from lightning_memmap.store.hashing import hash_row, leaf_bytes
@@ -38,30 +39,19 @@ _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is iterated over: an ``IterableDataset``, a generator or another iterable.
-
-    Args:
-        dataset: The dataset.
-    """
+    """Whether a dataset is iterated over: an ``IterableDataset``, a generator, another iterable."""
     kind = type(dataset)
     is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__")
     return isinstance(dataset, IterableDataset) or is_iterable
 
 
 def is_read_once(dataset: Any) -> bool:
-    """Whether a dataset gives its rows once, as a generator does.
-
-    Args:
-        dataset: The dataset.
-    """
+    """Whether a dataset gives its rows once, as a generator does."""
     return is_stream(dataset) and hasattr(type(dataset), "__next__")
 
 
 def samples_of(stream: Any) -> Iterator[Any]:
     """Iterate over the samples of a stream.
-
-    Args:
-        stream: The stream.
 
     Yields:
         The samples, in their order.
@@ -85,9 +75,7 @@ class Spool:
         stream: The stream, which is read to its end.
         directory: Where the files are.
         advance: Called with the number of rows read since the last call.
-        variable: By name, the form of each field or list whose rows may differ in length, or be
-            None. Those that do among the first `NUM_PROBES` rows need not be named.
-        store_dtypes: Other dtypes in which fields are kept, by name.
+        options: What the user says of fields. The first `NUM_PROBES` rows are read first.
 
     Attributes:
         schema: The schema of all samples.
@@ -101,12 +89,7 @@ class Spool:
     """
 
     def __init__(
-        self,
-        stream: Any,
-        directory: Path,
-        advance: Advance,
-        variable: Mapping[str, Form],
-        store_dtypes: Mapping[str, torch.dtype],
+        self, stream: Any, directory: Path, advance: Advance, options: FieldOptions
     ) -> None:
         self._num_rows = 0
         samples = samples_of(stream)
@@ -115,18 +98,18 @@ class Spool:
             read = " A generator gives its rows once." if is_read_once(stream) else ""
             raise ValueError(f"the dataset is empty: there is nothing to store.{read}")
         try:
-            self.schema = Schema.from_sample(piece[0], variable).stored_as(store_dtypes)
+            self.schema = options.schema_of(piece[0])
         except SchemaError as error:
             raise SchemaError(f"row 0, {error}") from error
         for sample in piece[1:]:
             self.schema = merged_schema(self.schema, sample) or self.schema
-        while self.schema.unknown.keys() & variable.keys() and len(piece) < MAX_PROBES:
+        while self.schema.unknown.keys() & options.forms.keys() and len(piece) < MAX_PROBES:
             if (sample := next(samples, _END)) is _END:
                 break
             piece.append(sample)
             self.schema = merged_schema(self.schema, sample) or self.schema
-        check_known(self.schema, {*variable, *store_dtypes}, len(piece))
-        self.schema = self.schema.declaring(variable)
+        check_known(self.schema, options.names, len(piece))
+        self.schema = self.schema.declaring(options.forms)
         warn_of_mixed_numbers(self.schema)
         with ExitStack() as stack:
             self.arrays = [
@@ -153,11 +136,7 @@ class Spool:
         return max(1, sum(array.num_bytes for array in self.arrays) // self._num_rows)
 
     def hash_row(self, row: int) -> str:
-        """Hash a row; see `lightning_memmap.store.probes.hash_row`.
-
-        Args:
-            row: The row.
-        """
+        """Hash a row; see `lightning_memmap.store.probes.hash_row`."""
         found = (array.read(row, row + 1) for array in self.arrays)
         return hash_row([rows.items if isinstance(rows, PackedRows) else rows for rows in found])
 

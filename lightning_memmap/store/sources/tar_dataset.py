@@ -37,24 +37,21 @@ _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 
 
 class TarDataset(IterableDataset[dict[str, Any]]):
-    """Samples in tar files, as WebDataset has them: members of one sample follow one another.
+    """An iterable dataset of the samples in tar files that WebDataset has written.
 
-    The members ``photos/0001.jpg`` and ``photos/0001.cls`` make the sample
-    ``{"__key__": "photos/0001", "jpg": ..., "cls": ...}``. The key ends at the first dot of the
-    name without its folders; endings are in lower case. What a member becomes depends on the last
-    part of its ending:
+    The members of one sample follow one another: ``photos/0001.jpg`` and ``photos/0001.cls`` make
+    the sample ``{"__key__": "photos/0001", "jpg": ..., "cls": ...}``. The key ends at the first dot
+    of the name without its folders; endings are in lower case. What a member becomes depends on the
+    last part of its ending:
 
-    ========================================== ========================================
-    ``cls``, ``index``, ``id``, ``count``      int
-    ``txt``, ``text``, ``transcript``          str, from UTF-8
-    ``json``                                   what the JSON says
-    ``npy``                                    a numpy array
-    ``jpg``, ``jpeg``, ``png``, ``webp``,      bytes, or with ``mode`` a uint8 tensor of shape
-    ``ppm``, ``pgm``                           (channels, height, width)
-    ``pyd``, ``pkl``, ``pickle``, ``pth``,     refused: unpickling can run code
-    ``pt``
-    others                                     bytes
-    ========================================== ========================================
+    - ``cls``, ``cls2``, ``class``, ``index``, ``inx``, ``id``, ``count``: an int
+    - ``txt``, ``text``, ``transcript``: a str, from UTF-8
+    - ``json``, ``jsn``: what the JSON says
+    - ``npy``: a numpy array
+    - ``jpg``, ``jpeg``, ``png``, ``webp``, ``ppm``, ``pgm``: bytes, or with ``mode`` a uint8 tensor
+      of shape (channels, height, width)
+    - ``pyd``, ``pkl``, ``pickle``, ``pth``, ``pt``: refused, since unpickling can run code
+    - others: bytes
 
     Nothing is extracted to the disk. Links, folders and members without an ending are left out.
 
@@ -166,7 +163,7 @@ class TarDataset(IterableDataset[dict[str, Any]]):
                 return torch.from_numpy(np.array(pixels, order="C"))
             return _READERS.get(kind, bytes)(data)
         except Exception as error:
-            raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from error
+            raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from None
 
 
 def _array(data: bytes) -> np.ndarray:
@@ -197,7 +194,7 @@ def _members(tar: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
     except DatasetError:
         raise
     except Exception as error:  # Each compression has its own errors.
-        raise DatasetError(f"{tar}, at {name!r}: {describe_error(error)}") from error
+        raise DatasetError(f"{tar}, at {name!r}: {describe_error(error)}") from None
 
 
 class _Member(tarfile.TarInfo):
@@ -227,7 +224,7 @@ def _read(tar: str, file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
         source = file.extractfile(member)
         data = b"" if source is None else source.read()
     except Exception as error:  # As above.
-        raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from error
+        raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from None
     if len(data) != member.size:
         raise DatasetError(f"{where} is cut short: the tar file is damaged")
     return data

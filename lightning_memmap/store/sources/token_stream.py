@@ -14,13 +14,13 @@ from lightning_memmap.store.places import local_path
 
 
 class TokenStream(Dataset[dict[str, NDArray[Any]]]):
-    """One long stream of tokens, for training on windows of it.
+    """A map-style dataset of one long stream of tokens, to train on windows of it.
 
     The stream is cut into rows, each a sample ``{"tokens": array}``. With
-    ``variable={"tokens": Windows(length, stride)}`` and the length and stride given here, each
-    window of the stream is there exactly once: rows begin at multiples of the stride, and share the
-    steps by which windows overlap with the row before, ``length - stride`` of them. Shorter windows
-    that begin in the shared steps come in both rows, and longer ones do not cross the cuts.
+    ``variable={"tokens": Windows(length, stride)}``, and the same length and stride here, each
+    window of the stream is there exactly once: a row begins at a multiple of the stride, and
+    repeats the last ``length - stride`` tokens of the row before. Shorter windows that begin in
+    these tokens come in both rows, and longer ones do not cross the cuts.
 
     Args:
         tokens: An array or tensor of one dimension; or a file, whose bytes are mapped.
@@ -33,7 +33,8 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
         row_tokens: Tokens of a row, roughly. A row is the least that a build reads at once.
 
     Raises:
-        TypeError: A number is none.
+        OSError: The file cannot be read.
+        TypeError: An argument is not a number.
         ValueError: A number is out of range, the tokens have more than one dimension, or there are
             fewer of them than a window has.
     """
@@ -106,7 +107,8 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
 
 def _map(path: Path, dtype: str) -> NDArray[Any]:
     try:
-        return np.memmap(path, dtype, "r")
+        with open(path, "rb") as file:
+            return np.memmap(file, dtype, "r")
     except (TypeError, ValueError) as error:  # No such dtype, or no whole number of tokens.
         raise ValueError(
             f"TokenStream: {path} has {path.stat().st_size} bytes, which are no tokens of"

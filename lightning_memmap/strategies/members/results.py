@@ -19,7 +19,7 @@ RUNNING, DONE, FAILED, ABSENT = "running", "done", "failed", "did not run"
 
 @dataclass(frozen=True)
 class MemberResult:
-    """How one stage of one member ended, or that it is running.
+    """How one stage of one member ended, or that it is still running.
 
     Args:
         member: The member.
@@ -54,7 +54,7 @@ class MemberResult:
 
 @dataclass(frozen=True)
 class MemberResults:
-    """One stage of all members.
+    """The results of one stage of all members.
 
     Args:
         stage: Name of the stage.

@@ -26,11 +26,7 @@ class NoStreams:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around all micro-batches of a step.
-
-        Yields:
-            Nothing.
-        """
+        """Around all micro-batches of a step."""
         yield
 
     @contextmanager
@@ -39,9 +35,6 @@ class NoStreams:
 
         Args:
             batch: The micro-batch, on the root device.
-
-        Yields:
-            Nothing.
         """
         yield
 

@@ -45,9 +45,6 @@ class Layout:
                 both are ``auto``.
             pipeline_size: Processes of each pipeline. ``auto``: what the other size leaves.
 
-        Returns:
-            The layout.
-
         Raises:
             ValueError: The sizes do not multiply to the number of processes.
         """

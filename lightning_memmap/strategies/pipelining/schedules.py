@@ -299,9 +299,6 @@ def _describe(tensor: Tensor) -> Tensor:
 def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
     """Clear gradients for a backward pass, and restore them afterwards.
 
-    Args:
-        parameters: The parameters.
-
     Yields:
         A list, into which the new gradients of the parameters are put at the end of the context:
         one per parameter, None where it has none.

@@ -29,9 +29,6 @@ class Chain(nn.Module):
 
         Args:
             args: What the first module is called with.
-
-        Returns:
-            What the last module returns.
         """
         for child in self.chain:
             output = child(*args)

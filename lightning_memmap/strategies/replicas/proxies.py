@@ -50,7 +50,7 @@ class CollectiveActions:
         self.strategy = strategy
         self.replicas = replicas
         self.backward = backward
-        self._merge = merge
+        self.merge = merge
         self._numbers: dict[int, int] = {}
         self._is_stepping = False
 
@@ -133,20 +133,6 @@ class CollectiveActions:
         result = function(*arguments, **options)
         self.replicas.broadcast_gradients()
         return result
-
-    def step_scheduler(self, scheduler: Any, given: list[Any]) -> Any:
-        """Step a scheduler with the merged arguments of all replicas.
-
-        Args:
-            scheduler: The scheduler.
-            given: For each replica, the positional and keyword arguments of its ``step``, as a
-                pair.
-
-        Returns:
-            What its ``step`` returned.
-        """
-        arguments, options = self._merge(given)
-        return scheduler.step(*arguments, **options)
 
     def check_gradients(self) -> None:
         """Check that no replica has gradients that the module's do not include.
@@ -284,14 +270,14 @@ class ReplicaProxies:
         return proxy
 
     def _scheduler(self, scheduler: Any) -> Any:
-        number = self._actions.number_of(scheduler)
+        number, merge = self._actions.number_of(scheduler), self._actions.merge
+
+        def step_all(given: list[Any]) -> Any:
+            arguments, options = merge(given)
+            return scheduler.step(*arguments, **options)
 
         def step(*arguments: Any, **options: Any) -> Any:
-            return self._barrier(
-                f"the step of scheduler {number}",
-                (arguments, options),
-                lambda given: self._actions.step_scheduler(scheduler, given),
-            )
+            return self._barrier(f"the step of scheduler {number}", (arguments, options), step_all)
 
         return make_proxy(scheduler, step=step)
 

@@ -61,9 +61,6 @@ def brought(grads: dict[nn.Parameter, Tensor], device: torch.device) -> dict[nn.
     Args:
         grads: The gradients by parameter, all on one device.
         device: Where they are brought.
-
-    Returns:
-        The same on ``device``.
     """
     found = {p: grad.to(device) for p, grad in grads.items() if grad.is_sparse}
     dense = [p for p in grads if p not in found]

@@ -54,9 +54,6 @@ def post_order(root: nn.Module) -> Iterator[nn.Module]:
 def own_tensors(module: nn.Module) -> Iterator[Tensor]:
     """The parameters and buffers of a module, without those of its children.
 
-    Args:
-        module: The module.
-
     Yields:
         The parameters, and then the buffers.
     """

@@ -7,9 +7,10 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import Subset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.sampling import Weighted
+from lightning_memmap.sampling import Mixture, Weighted
 from lightning_memmap.schema import Windows
 from tests.distributed.scenarios.training import make_strategy
 from tests.models import Points, Regression, make_trainer, weights
@@ -57,18 +58,24 @@ def fit(
     save: bool = False,
     interrupt: int | None = None,
     in_windows: bool = False,
+    in_sets: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Train, from the start or from a checkpoint, and tell which rows each epoch had.
 
-    Where it is ``in_windows``, the rows are the steps of some series, which are cut into windows.
+    Where it is ``in_windows``, the rows are the steps of some series, which are cut into windows;
+    ``in_sets``, two sets are mixed.
     """
     dataset: Any = Points(rows)
     if in_windows:
         whole = vars(dataset)
         dataset = [{name: whole[name][i : i + 40] for name in whole} for i in range(0, rows, 40)]
         options["variable"] = dict.fromkeys(whole, Windows(3, 2))
-    stores = out / ("series" if in_windows else "stores")
+    if in_sets:
+        parts = {"few": range(30), "many": range(30, rows)}
+        dataset = {name: Subset(dataset, part) for name, part in parts.items()}
+        options["sampler"] = Mixture({"few": 0.5, "many": 0.5})
+    stores = out / ("series" if in_windows else "sets" if in_sets else "stores")
     data = MemmapDataModule(dataset, store_dir=stores, batch_size=batch_size, **options)
     saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(
@@ -129,7 +136,8 @@ def stream_and_mapping(
     out: Path, rows: int, variant: dict[str, Any], window: int, step: int
 ) -> dict[str, Any]:
     """Train over the mapping with checkpoints, over the stream, over the stream from one of the
-    checkpoints, and over windows of series; and test what a stream gives where it is not shuffled.
+    checkpoints, over windows of series, and over a mixture in the same ways; and test what a stream
+    gives where it is not shuffled.
 
     Returns:
         By name, the runs; and the rows of each step of an epoch of test.
@@ -140,6 +148,12 @@ def stream_and_mapping(
         "stream": fit(out, rows, **variant, **streamed),
         "resumed": fit(out, rows, **variant, **streamed, checkpoint=f"step={step}.ckpt"),
         "windows": fit(out, rows, **variant, **streamed, in_windows=True),
+        "mixture of the mapping": fit(
+            out / "mixed", rows, **variant, save=True, shuffle_window=window, in_sets=True
+        ),
+        "mixture": fit(
+            out / "mixed", rows, **variant, **streamed, in_sets=True, checkpoint=f"step={step}.ckpt"
+        ),
     }
     data = MemmapDataModule(
         test_dataset=Points(rows), store_dir=out / "tests", batch_size=8, **streamed

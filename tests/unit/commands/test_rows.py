@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule, build_store
-from lightning_memmap.cli import main
+from tests.command_line import CommandLine
 from tests.models import Points, Regression, make_trainer
 from tests.rows import NumberedRows, image_of, joined
 
@@ -27,13 +27,12 @@ class Forbidden(Dataset[Any]):
         raise AssertionError("the dataset was loaded")
 
 
-class Command:
-    """Runs ``lightning-memmap rows`` in this process, with a config of this data."""
+class Command(CommandLine):
+    """Runs ``lightning-memmap rows`` with a config of this data."""
 
     def __init__(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        super().__init__(capsys, "rows", "--config", path / "config.yaml")
         self.path = path
-        self.capsys = capsys
-        self.out = self.err = ""
 
     def write(self, trainer: dict[str, Any] | None = None, **options: Any) -> None:
         data = {
@@ -47,14 +46,6 @@ class Command:
         }
         config = {"data": data, "trainer": {"accelerator": "cpu", **(trainer or {})}}
         (self.path / "config.yaml").write_text(yaml.safe_dump(config))
-
-    def __call__(self, *arguments: object) -> int:
-        self.capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main(["rows", "--config", str(self.path / "config.yaml"), *map(str, arguments)])
-        self.out, self.err = self.capsys.readouterr()
-        assert isinstance(end.value.code, int)
-        return end.value.code
 
     def steps(self, *arguments: object) -> list[dict[str, Any]]:
         assert self(*arguments, "--json") == 0, self.err

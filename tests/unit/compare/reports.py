@@ -53,7 +53,6 @@ def timed_rank(rank: int = 0, size: int = 1, rate: float = 1000.0, **values: Any
     found = {
         **_place(rank, size),
         "samples_per_s": rate,
-        "window_s": STEPS * step_s,
         "step_s": (step_s,) * STEPS,
         "parts_s": (dict.fromkeys(PARTS, step_s / len(PARTS)),) * STEPS,
         "memory": (ProcessMemory(100 + rank, 1, 300 * MIB, 200 * MIB),),
@@ -114,7 +113,7 @@ def make_variant(
     """A variant that ran once for each rate; with two processes where its name begins with ddp."""
     (variant,) = parse_variants(name)
     size = 2 if variant.strategy == "ddp" else 1
-    movements = (Movement("allreduce", "process", "2 processes", 4000, 1),) if size > 1 else ()
+    movements = (Movement("allreduce", "process", "2 processes", 4000),) if size > 1 else ()
     checks = [check_rank(rank, size, movements=movements) for rank in range(size)]
     runs = [[timed_rank(rank, size, rate / size) for rank in range(size)] for rate in rates]
     footprint = footprint_of(checks, variant.loader, GLOBAL_BATCH)

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from lightning_memmap.compare.report.records import DevicePeak, ModelBytes, Movement
-from lightning_memmap.compare.run.data import resident_bytes
 from lightning_memmap.compare.run.memory import (
     device_peaks,
     model_bytes,
     process_memory,
+    resident_bytes,
     used_devices,
 )
 from lightning_memmap.compare.run.movement import MovementRecorder
@@ -104,7 +104,7 @@ def test_copies_between_devices_are_counted_and_others_are_not() -> None:
         torch.ones(10).to("meta")
         torch.ones(6).to("meta")
         torch.ones(3).to(torch.float64).clone().copy_(torch.ones(3))
-    assert recorder.movements == [Movement("copy", "cpu", "meta", 64, 2)]
+    assert recorder.movements == [Movement("copy", "cpu", "meta", 64)]
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,7 @@ def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str) -> N
     rank = timed_rank(make_spec(tmp_path, "timed", variant, sections))
     assert len(rank.losses) == 2 + 6 + 3
     assert len(rank.step_s) == 6
-    assert sum(rank.step_s) == pytest.approx(rank.window_s)
-    assert rank.samples_per_s == pytest.approx(6 * 16 / rank.window_s)
+    assert rank.samples_per_s == pytest.approx(6 * 16 / sum(rank.step_s))
     # The steps after the window have parts too. On a CPU nothing needs to be waited for.
     assert len(rank.parts_s) == 9
     for parts in rank.parts_s:

@@ -15,7 +15,17 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading import SuperBatchLoader, window_items, window_reads
 from lightning_memmap.loading.streamed import StreamedRows
 from lightning_memmap.loading.window_series import SeriesLayout, largest_window_steps
-from lightning_memmap.sampling import BlockShuffledSampler, Shards, StridedRows, WindowShards
+from lightning_memmap.sampling import (
+    BlockShuffledSampler,
+    Bucketed,
+    ReadWindows,
+    Sampler,
+    SequentialSampler,
+    Shards,
+    StridedRows,
+    Weighted,
+    WindowShards,
+)
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, TokenStream, build_store
 from lightning_memmap.store.row_file import RowFile
@@ -66,7 +76,10 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
     assert isinstance(line, WindowShards)
     held = [*range(0, shards.num_shards, size)]
     rows = min(window, shards.longest)
-    most = largest_window_steps(shards, held, rows)
+    order: Sampler = SequentialSampler(shards)
+    if not shards.is_ordered:
+        order = BlockShuffledSampler(shards, seed, rows)
+    most = largest_window_steps(shards, held, ReadWindows(order, rows))
     for number in range(-(-shards.longest // rows)):
         runs = [range(number * rows, min((number + 1) * rows, shards.longest))]
         if not shards.is_ordered:
@@ -85,13 +98,13 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
         assert len(set(found)) == len(found)
         if shards.is_ordered:
             assert set(found) >= set(wanted)
-            assert set(line.series_of(np.array(wanted)).tolist()) == set(series.tolist())
+            assert set(line.on_line(np.array(wanted)).series.tolist()) == set(series.tolist())
         else:
             assert sorted(found) == sorted(wanted)
         # Steps that windows of a run have in common are there once.
         steps = (counts - 1) * line.stride + line.length
         assert steps.sum() <= most
-        assert line.series_of(firsts).tolist() == series.tolist()
+        assert line.on_line(firsts).series.tolist() == series.tolist()
     everything = int((shards.counts[shards.counts > 0] - 1).sum()) * line.stride
     everything += int((shards.counts > 0).sum()) * line.length
     assert shards.steps_before(np.array([0, shards.num_rows])).tolist() == [0, everything]
@@ -139,6 +152,35 @@ def test_windows_are_those_of_the_mapping(
     expected = all_windows(LENGTHS[name], LENGTH, setup["windows"].stride)
     kept = [each for each in expected if setup["subset"] is None or each[0] % 3]
     assert sorted(found) == sorted(kept * 2)
+
+
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.filterwarnings("ignore:the train store has 12 shards")
+@given(
+    setup=setups(),
+    factory=st.sampled_from([Weighted("row"), Weighted("row", 40), Bucketed("name", 12, 2)]),
+    size=st.integers(1, 3),
+)
+@settings(deadline=None, max_examples=8)
+def test_windows_that_are_drawn_are_those_of_the_mapping(
+    stores: dict[str, Store], setup: dict[str, Any], factory: Any, size: int
+) -> None:
+    steps = []
+    for rank in range(size):
+        streamed, mapped = (
+            make_loader(
+                stores["many"],
+                **{**setup, "subset": None, "factory": factory, "residency": residency},
+                rank=rank,
+                size=size,
+            )
+            for residency in ("stream", "mmap")
+        )
+        streamed.set_epoch(1)
+        mapped.set_epoch(1)
+        steps.append(steps_of(streamed))
+        assert steps[-1] == steps_of(mapped)
+    assert len({len(each) for each in steps}) == 1
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -328,5 +370,6 @@ def test_rows_of_processes_that_have_few_windows_each_are_warned_of(
 def test_more_windows_than_can_be_numbered_with_all_steps_are_refused() -> None:
     line = WindowShards.of(Shards(1, 1), ("x",), np.array([2**40]), 1, 1)
     mapped: Any = SimpleNamespace(shifts=np.zeros(1, np.int64), row_bytes=1)
+    windows = ReadWindows(BlockShuffledSampler(line, 0, 1), 1)
     with pytest.raises(ValueError, match=r"shuffle_window=1: .* choose a larger one"):
-        SeriesLayout([], [], mapped, line, held=[0], window=1)
+        SeriesLayout([], [], mapped, line, held=[0], windows=windows)

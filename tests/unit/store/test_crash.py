@@ -72,7 +72,7 @@ def assert_whole_or_old(directory: Path, kind: str) -> int | None:
     assert version is not None or "overwrite" not in kind
     assert version != OLD or "overwrite" in kind
     if version is not None:
-        assert not {"plan.json", "journal"} & set(os.listdir(directory / "s"))
+        assert not {"build.json", "journal"} & set(os.listdir(directory / "s"))
     return version
 
 
@@ -335,7 +335,7 @@ def test_build_that_must_not_resume_starts_anew(
 
 @pytest.mark.parametrize(
     "damage",
-    ["truncated field", "missing field", "linked field", "no plan", "broken plan", "no journal"],
+    ["truncated field", "missing field", "linked field", "no key", "broken key", "no journal"],
 )
 def test_build_resumed_from_what_cannot_be_trusted_starts_anew(
     server: BuildServer, beginnings: dict[str, Path], tmp_path: Path, damage: str
@@ -343,7 +343,7 @@ def test_build_resumed_from_what_cannot_be_trusted_starts_anew(
     directory, log = tmp_path / "resume", tmp_path / "log"
     shutil.copytree(beginnings["resume"], directory)
     building = building_path(directory / "s")
-    field, plan, journal = (building / name for name in ("x.memmap", "plan.json", "journal"))
+    field, key, journal = (building / name for name in ("x.memmap", "build.json", "journal"))
     outside = tmp_path / "outside"
     if damage == "truncated field":
         os.truncate(field, 100)
@@ -353,10 +353,10 @@ def test_build_resumed_from_what_cannot_be_trusted_starts_anew(
         shutil.copy(field, outside)
         field.unlink()
         field.symlink_to(outside)
-    elif damage == "no plan":
-        plan.unlink()
-    elif damage == "broken plan":
-        os.truncate(plan, plan.stat().st_size // 2)
+    elif damage == "no key":
+        key.unlink()
+    elif damage == "broken key":
+        os.truncate(key, key.stat().st_size // 2)
     else:
         journal.unlink()
     before = outside.read_bytes() if outside.exists() else b""

@@ -354,11 +354,11 @@ def test_part_of_a_store_that_is_whole_does_nothing(tmp_path: Path) -> None:
     assert not parts_path(tmp_path / "s").exists()
 
 
-def test_plan_of_parts_that_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_key_of_parts_that_is_damaged_is_refused(tmp_path: Path) -> None:
     build_part(Numbered(30), tmp_path / "s", (0, 1), **QUIET)
-    plan = parts_path(tmp_path / "s") / "plan.json"
-    os.truncate(plan, plan.stat().st_size // 2)
-    with pytest.raises(StoreError, match=r"plan\.json cannot be read: .*: remove"):
+    key = parts_path(tmp_path / "s") / "build.json"
+    os.truncate(key, key.stat().st_size // 2)
+    with pytest.raises(StoreError, match=r"build\.json cannot be read: .*: remove"):
         finish_store(tmp_path / "s", **QUIET)
     with pytest.raises(StoreError, match=r"or remove .* to start anew"):
         build_part(Numbered(30), tmp_path / "s", (0, 1), **QUIET)

@@ -190,7 +190,7 @@ PLANTED: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["plan.json", "journal", "value.memmap"])
+@pytest.mark.parametrize("name", ["build.json", "journal", "value.memmap"])
 @pytest.mark.parametrize(
     "kind",
     [

@@ -38,7 +38,7 @@ from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.range_writer import _fitting
 from lightning_memmap.store.recovery import building_path
 from lightning_memmap.store.sources import field_arrays
-from tests.datasets import Counting, Replaced
+from tests.datasets import Counting, Replaced, Wrapped
 from tests.preloaded import python
 from tests.records import Colour, Scenes
 from tests.unit.store.signing import sign_manifest
@@ -456,19 +456,6 @@ def tables(kind: str, path: Path) -> Any:
     return ColumnDataset(values if kind == "lists" else table)
 
 
-class Items:
-    """The same rows, of which only single ones can be read."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.dataset[row]
-
-
 KINDS = ("pandas", "polars", "pyarrow", "parquet", "hugging face", "lists")
 
 
@@ -487,7 +474,7 @@ def test_missing_values_are_none_by_slices_as_item_by_item(
     assert "i.mask" in names
     assert "b.mask" in names
     variable = dict.fromkeys(store.schema.optional, "nullable")
-    items = build(tmp_path / "t", Items(dataset), variable=variable)
+    items = build(tmp_path / "t", Wrapped(dataset), variable=variable)
     assert items.schema == store.schema
     assert items.manifest.checksums == store.manifest.checksums
     for row in range(len(dataset)):
@@ -715,5 +702,13 @@ def test_numbers_of_several_dtypes_in_a_record_are_warned_of(tmp_path: Path) -> 
 )
 def test_other_keys_are_named(tmp_path: Path, other: dict[str, int], words: str) -> None:
     for first, second in (({"a": 1}, other), ({"o": [{"a": 1}]}, {"o": [other]})):
-        with pytest.raises(SchemaError, match=f"row 1, .*the keys differ \\({words}\\)"):
+        with pytest.raises(SchemaError, match=f"row 1, .*the keys differ \\({words}\\)") as raised:
             build(tmp_path / "s", [first, second])
+        # One way out, and not that of rows of another dtype as well.
+        assert str(raised.value).endswith("give all rows the same, None where it has none")
+
+
+def test_key_that_no_store_has_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match=r"row 1, .* the dict key 1.5") as raised:
+        build(tmp_path / "s", [{"a": {"b": 1}}, {"a": {1.5: 1}}])
+    assert str(raised.value).count("rename it in the dataset") == 1

@@ -1,4 +1,4 @@
-"""What a build makes, written down: only a build that makes the same goes on with its files."""
+"""The key of a build, written down: only a build with the same key goes on with its files."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from lightning_memmap.store.files import TEMPORARY
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.own_files import own_directory, read_own
 
-PLAN = "plan.json"
-_MAX_PLAN_BYTES = 64 * 2**20
+KEY = "build.json"
+_MAX_KEY_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class BuildPlan:
-    """What a build makes. An interrupted build is resumed only by one that makes the same.
+class BuildKey:
+    """What a build makes, and of what. An interrupted build is resumed by one with the same key.
 
     Args:
         fingerprint: The identity of the dataset.
@@ -45,16 +45,16 @@ class BuildPlan:
         }
 
     def difference(self, found: Mapping[str, Any]) -> str | None:
-        """Say in words how the plan of an interrupted build differs from this one.
+        """Say in words how the key of an interrupted build differs from this one.
 
         Args:
-            found: The plan that was found, as JSON values that have not been checked.
+            found: The key that was found, as JSON values that have not been checked.
 
         Returns:
             The first difference; None if there is none.
 
         Raises:
-            ValueError: What was found is not a plan.
+            ValueError: What was found is not a key.
         """
         changed = Fingerprint.from_json(found.get("fingerprint")).difference(self.fingerprint)
         if changed is not None:
@@ -70,33 +70,33 @@ class BuildPlan:
         return None
 
 
-def write_plan(building: Path, plan: BuildPlan, **more: Any) -> None:
-    """Write the plan of a build in parts: all of it or nothing.
+def write_key(building: Path, key: BuildKey, **more: Any) -> None:
+    """Write the key of a build in parts: all of it or nothing.
 
     Args:
-        building: The directory in which the store is being built, and where no plan is.
-        plan: What the build makes.
+        building: The directory in which the store is being built, and where no key is.
+        key: What the build makes.
         **more: JSON values that are kept with it, and are not compared with those of other parts.
 
     Raises:
         OSError: It cannot be written.
     """
-    temporary = building / (PLAN + TEMPORARY)
+    temporary = building / (KEY + TEMPORARY)
     with open(temporary, "x", encoding="utf-8") as file:
-        json.dump({**more, **plan.to_json()}, file)
+        json.dump({**more, **key.to_json()}, file)
         file.flush()
         os.fsync(file.fileno())
-    os.rename(temporary, building / PLAN)
+    os.rename(temporary, building / KEY)
 
 
-def read_plan(building: Path) -> dict[str, Any]:
-    """Read the plan of a build.
+def read_key(building: Path) -> dict[str, Any]:
+    """Read the key of a build.
 
     Args:
         building: The directory in which the store is being built.
 
     Returns:
-        The plan as JSON values, which have not been checked. All belongs to this user.
+        The key as JSON values, which have not been checked. All belongs to this user.
 
     Raises:
         FileNotFoundError: There is none.
@@ -105,7 +105,7 @@ def read_plan(building: Path) -> dict[str, Any]:
         OSError: It cannot be read.
     """
     with own_directory(building) as directory:
-        return read_plan_in(directory)
+        return read_key_in(directory)
 
 
 def this_process() -> str:
@@ -114,15 +114,15 @@ def this_process() -> str:
     return f"process {os.getpid()} on {node()} at {now}"
 
 
-def read_plan_in(directory: int) -> dict[str, Any]:
-    """Read the plan in an open directory; see `read_plan`.
+def read_key_in(directory: int) -> dict[str, Any]:
+    """Read the key in an open directory; see `read_key`.
 
     Args:
         directory: The descriptor of the directory, which belongs to this user.
     """
-    found = json.loads(read_own(PLAN, directory, _MAX_PLAN_BYTES))
+    found = json.loads(read_own(KEY, directory, _MAX_KEY_BYTES))
     if not isinstance(found, dict):
-        raise ValueError(f"{PLAN} holds no JSON object")
+        raise ValueError(f"{KEY} holds no JSON object")
     return found
 
 

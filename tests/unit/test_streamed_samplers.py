@@ -1,0 +1,228 @@
+"""Mixtures, weights, buckets and curricula that are read window by window."""
+
+import os
+import re
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.data import set_up as set_up_module
+from lightning_memmap.errors import PlacementError, StoreError
+from lightning_memmap.loading.window_places import LOOKUP_BYTES
+from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Subset, Weighted
+from lightning_memmap.schema import Windows
+from lightning_memmap.store import TokenStream
+from lightning_memmap.store.row_file import RowFile
+from tests.mixed import SAMPLES, SHARES, checked_numbers
+from tests.rows import NumberedRows, read_in_blocks, rows_of
+from tests.unit.test_mixture import epoch_of, make_data, set_up
+
+MIXTURE = Mixture(SHARES, SAMPLES)
+OTHER = Mixture({"a": 0.1, "b": 0.1, "c": 0.8}, SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stores")
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of each read."""
+    found: list[int] = []
+    read_bytes = RowFile.read_bytes
+
+    def counted(self: RowFile, begin: int, end: int, memory: memoryview) -> None:
+        found.append(end - begin)
+        read_bytes(self, begin, end, memory)
+
+    monkeypatch.setattr(RowFile, "read_bytes", counted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("window", "options"),
+    [
+        (1, {}),
+        (50, {}),
+        (3, {"sampler": Curriculum({0: MIXTURE, 1: OTHER})}),
+        (3, {"subset": {"train/a": Subset([*range(40, 2, -3)])}}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+def test_streamed_mixture_has_the_rows_of_every_residency(
+    stores: Path, window: int, options: dict[str, Any]
+) -> None:
+    found = [
+        [
+            epoch_of(
+                set_up(make_data(stores, **options, residency=residency, shuffle_window=window)),
+                epoch,
+            )
+            for epoch in (0, 1)
+        ]
+        for residency in ("mmap", "stream", "host")
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] != found[0][1]
+    assert sum(map(len, found[0][0])) == SAMPLES
+
+
+def one_store(path: Path, sampler: Any, **options: Any) -> MemmapDataModule:
+    defaults: dict[str, Any] = {"batch_size": 12, "num_shards": 12, "seed": 5}
+    rows = NumberedRows(200)
+    store_dir = path / "numbers"
+    return set_up(
+        MemmapDataModule(rows, store_dir=store_dir, sampler=sampler, **{**defaults, **options})
+    )
+
+
+FACTORIES = {
+    "weighted": Weighted(np.random.default_rng(0).random(200) ** 3),
+    "bucketed": Bucketed(np.arange(200) * 7 % 50, 12, num_buckets=3),
+    "curriculum": Curriculum({0: Weighted(np.arange(200)), 2: None}),
+}
+
+
+def steps_of(data: MemmapDataModule, epoch: int) -> list[list[int]]:
+    loader: Any = data.train_dataloader()
+    loader.set_epoch(epoch)
+    return [rows_of(batch) for batch in loader]
+
+
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("window", [2, 7, 1000])
+def test_streamed_rows_are_those_of_every_residency(stores: Path, name: str, window: int) -> None:
+    factory = FACTORIES[name]
+    whole = one_store(stores, factory)
+    made = [
+        one_store(stores, factory, residency=residency, shuffle_window=window)
+        for residency in ("mmap", "stream", "host")
+    ]
+    for epoch in (0, 1, 2):
+        expected = steps_of(made[0], epoch)
+        for data in made[1:]:
+            assert steps_of(data, epoch) == expected
+        # Each row as often as without windows.
+        drawn = Counter(chain.from_iterable(expected))
+        assert drawn == Counter(chain.from_iterable(steps_of(whole, epoch)))
+
+
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.parametrize("name", ["mixture", *FACTORIES])
+def test_streamed_epoch_is_resumed_after_any_step(stores: Path, name: str) -> None:
+    def loader() -> Any:
+        if name == "mixture":
+            data = set_up(make_data(stores, residency="stream", shuffle_window=3))
+        else:
+            data = one_store(
+                stores, FACTORIES[name], residency="stream", shuffle_window=3, batch_size=24
+            )
+        made: Any = data.train_dataloader()
+        made.set_epoch(1)
+        return made
+
+    read = checked_numbers if name == "mixture" else rows_of
+    whole = [read(batch) for batch in loader()]
+    for count in (1, 4, len(whole) - 1):
+        saved = loader()
+        for _, _ in zip(range(count), saved, strict=False):
+            pass
+        resumed = loader()
+        resumed.load_state_dict(saved.state_dict())
+        assert [read(batch) for batch in resumed] == whole[count:]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 512, 4096])
+def test_rows_of_several_files_are_read_wherever_their_blocks_begin(
+    stores: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    expected = epoch_of(set_up(make_data(stores, shuffle_window=5)))
+    read_in_blocks(monkeypatch, block_bytes, 2 * 4096)
+    data = set_up(make_data(stores, shuffle_window=5, residency="stream"))
+    assert epoch_of(data) == expected
+
+
+def test_file_of_a_set_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    data = set_up(make_data(tmp_path, shuffle_window=5, residency="stream"))
+    (path,) = (tmp_path / "stores" / "train" / "b").glob("pad.*")
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(StoreError, match=re.escape(str(path))):
+        epoch_of(data)
+
+
+# Tokens
+
+
+def token_data(path: Path, sizes: dict[str, int], **options: Any) -> MemmapDataModule:
+    """Tokens of several corpora, of which the first of each window says which it is."""
+    corpora = {
+        name: TokenStream(
+            # A token is its place, in base 2**16, so that a window is known by its first ones.
+            np.arange(size * 64, dtype=np.uint32) // 64 + code * 2**24,
+            65,
+            64,
+            row_tokens=64 * 50,
+        )
+        for code, (name, size) in enumerate(sizes.items())
+    }
+    defaults: dict[str, Any] = {
+        "train_dataset": corpora,
+        "batch_size": 48,
+        "num_shards": 12,
+        "variable": {"tokens": Windows(65, 64)},
+        "residency": "stream",
+    }
+    return set_up(MemmapDataModule(store_dir=path, **{**defaults, **options}))
+
+
+def tokens_of(data: MemmapDataModule, epoch: int = 0) -> list[np.ndarray]:
+    loader: Any = data.train_dataloader()
+    loader.set_epoch(epoch)
+    return [batch["tokens"].numpy() for batch in loader]
+
+
+@pytest.mark.parametrize("shares", [{"a": 0.7, "b": 0.3}, {"a": 0.1, "b": 0.9}])
+@pytest.mark.parametrize("num_samples", [9600, 960])
+def test_bytes_of_a_token_mixture_are_read_about_once(
+    tmp_path: Path, bytes_read: list[int], shares: dict[str, float], num_samples: int
+) -> None:
+    sizes = {"a": 9000, "b": 600}
+    sampler = Mixture(shares, num_samples)
+    data = token_data(tmp_path, sizes, sampler=sampler, shuffle_window=40)
+    del bytes_read[:]
+    steps = tokens_of(data)
+    windows = np.concatenate(steps)
+    assert (windows == windows[:, :1] + (np.arange(65) == 64)).all()
+    codes = windows[:, 0] >> 24
+    for code, (name, size) in enumerate(sizes.items()):
+        expected = num_samples * shares[name]
+        assert (codes == code).sum() == expected
+        counts = np.bincount(windows[codes == code, 0] & (2**24 - 1), minlength=size - 1)
+        assert counts.max() <= -(-expected // (size - 2))
+    used = windows.size * 4
+    # The last token of a window is the first of the next one, and read with it. A window that comes
+    # twice in what is read at once is read once.
+    assert sum(bytes_read) < 1.15 * used
+    mapped = token_data(tmp_path, sizes, sampler=sampler, shuffle_window=40, residency="mmap")
+    for step, other in zip(steps, tokens_of(mapped), strict=True):
+        assert np.array_equal(step, other)
+
+
+def test_window_that_does_not_fit_is_refused_with_one_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of 12 shards, two windows of 40 rows of 65 tokens, and of what it takes to look them up.
+    budget = 2 * 12 * 40 * (65 * 4 + LOOKUP_BYTES)
+    monkeypatch.setattr(set_up_module, "device_budgets", lambda *_: {torch.device("cpu"): budget})
+    options: dict[str, Any] = {"sampler": Mixture({"a": 1, "b": 1})}
+    with pytest.raises(PlacementError, match="shuffle_window=40 or less"):
+        token_data(tmp_path, {"a": 900, "b": 60}, **options, shuffle_window=50)
+    token_data(tmp_path, {"a": 900, "b": 60}, **options, shuffle_window=40)
