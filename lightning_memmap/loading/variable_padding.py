@@ -1,5 +1,6 @@
 """Rows that differ in length, padded to one shape: written once, straight to where they stay."""
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +17,8 @@ from lightning_memmap.store.columns.segments import copy_segments
 #: Where rows have more bytes than this on average, filling what is behind each of them costs less
 #: than filling everything.
 _LONG_BYTES = 2**14
+#: More than a process can address.
+_TOO_MANY_BYTES = 2**47
 
 
 def padded_step(rows: VariableRows, multiple: int, value: float, allocate: Allocate) -> Tensor:
@@ -29,8 +32,18 @@ def padded_step(rows: VariableRows, multiple: int, value: float, allocate: Alloc
 
     Returns:
         Of shape (B, *padded sizes, *item shape), on the device of the rows.
+
+    Raises:
+        ValueError: No memory could hold so much.
     """
     widths = tuple(-(-width // multiple) * multiple for width in rows.widths)
+    num_bytes = len(rows) * math.prod(widths) * rows.field.item_bytes
+    if num_bytes > _TOO_MANY_BYTES:
+        raise ValueError(
+            f"variable: {len(rows)} rows of field {rows.field.name!r}, padded to {widths}, have"
+            f" {num_bytes} bytes: give Pad a smaller multiple than {multiple}, or use smaller"
+            " batches"
+        )
     fetch = rows.fetch
     # Those of several data devices may have the widths of all of them.
     is_alone = fetch is None or fetch.widths[rows.step] != rows.widths
