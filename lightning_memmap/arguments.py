@@ -39,8 +39,24 @@ _BESIDE = "a class has a class_path and init_args, and nothing beside them"
 #: What jsonargparse says of a value that is no class and no function, before the reason.
 _NO_CALLABLE = re.compile(r"Type \S*Callable\[.*\] expects a function or a callable class: ")
 _NO_SUBCLASS = re.compile(r"Import path (?:\S+ )?does not correspond to a subclass of (\w+)")
-_NO_CLASS_OF = re.compile(
-    r"Expected ('\S+') to be a (subclass of|function that returns) <class '(\w+)'>"
+_IS_ABSTRACT = re.compile(r"Expected an instantiatable class, but (?:\S+ )?is abstract")
+_CLASS_PATH = re.compile(r"class_path'?[:=] ?'([\w.]+)'")
+#: Other messages in which it names types, and what to say.
+_IN_WORDS = (
+    (r'Parser key "([^"]+)":', r"\1:"),
+    (r"Expected ('\S+') to be a subclass of <class '(\w+)'>", r"\1 is no subclass of \2"),
+    (
+        r"Expected ('\S+') to be a function that returns <class '(\w+)'>",
+        r"\1 has no annotation that it returns a \2",
+    ),
+    (
+        r"Expected ('\S+') to be a class that instantiates into callable.*",
+        r"the objects of \1 cannot be called",
+    ),
+    (
+        r"(?:Unexpected import object|Expected an import path or a subclass spec, but got) (.*)",
+        r"\1 is no function and no class",
+    ),
 )
 _NO_COMMAND = re.compile(r'expected "subcommand" to be one of .+ not provided\.')
 _NO_ARGUMENT = re.compile(r"the following arguments are required: (.+)")
@@ -50,18 +66,20 @@ _NOISE = re.compile(
     r"|Expected a path but|Subclass types expect|Not a valid subclass|a (class path|dict) "
     r"|in \"<unicode string>\""
 )
-#: Where a mistake is.
-_KEY = re.compile(r'Parser key "([^"]+)":')
 #: Datasets of other packages that come with imports, and that nobody stores.
 _NOT_DATASETS = re.compile(r", (torch\.utils\.data\.(datapipes\.|\w+Pipe\b)|torchmetrics\.)[\w.]*")
+
+#: A type as Python writes it.
+_CLASS = re.compile(r"<class '(\w+)'>")
 
 
 class BriefFormatter(DefaultHelpFormatter):
     """The help of jsonargparse, without marks of code and without classes that nobody means."""
 
     @override
-    def _get_help_string(self, action: Action) -> str:
-        return _NOT_DATASETS.sub("", super()._get_help_string(action)).replace("``", "")
+    def _expand_help(self, action: Action) -> str:
+        text = _NOT_DATASETS.sub("", super()._expand_help(action)).replace("`", "")
+        return _CLASS.sub(r"\1", text).replace(", default: )", ")")
 
 
 class BriefParser(ArgumentParser):
@@ -72,6 +90,15 @@ class BriefParser(ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": BriefFormatter, **kwargs})
+        self._parser: ArgumentParser = self
+
+    @override
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse the arguments, and note their command: not all errors tell it."""
+        given, commands = (*args, kwargs.get("args"))[0], commands_of(self)
+        words = sys.argv[1:] if given is None else given
+        self._parser = commands.get(next(filter(commands.__contains__, words), ""), self)
+        return super().parse_args(*args, **kwargs)
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -81,7 +108,8 @@ class BriefParser(ArgumentParser):
             # jsonargparse names those of a command after the command.
             command, _, name = match[1].partition(".")
             if command in commands_of(parser):
-                parser, message = commands_of(parser)[command], message.replace(match[1], name)
+                message = message.replace(match[1], name)
+        parser = self._parser if parser is self else parser
         message = with_suggestion(message, parser)
         if not self.exit_on_error:
             super().error(message, ex)
@@ -228,7 +256,7 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
     if _NO_COMMAND.search(message):
         return f"name a command: {', '.join(commands_of(parser))}"
     if match := _NO_ARGUMENT.search(message):
-        return f"{match[1]} is missing"
+        return f"{match[1]} {'are' if ',' in match[1] else 'is'} missing"
     if match := _WRONG_OPTION.search(message):
         name = match[1] or match[2]
         if name == "class_path":
@@ -271,7 +299,10 @@ def shortened(message: str, length: int = 600) -> str:
     """
     lines = [line.strip().removeprefix("- ") for line in _without_other_members(message)]
     given = next((line[13:] for line in lines if line.startswith("Given value: ")), "")
+    named = match[1] if (match := _CLASS_PATH.search(given)) else given
     parts: list[str] = []
+    classes: list[str] = []
+    where = 0
     expected: dict[str, None] = {}
     # Members of a union often fail for the same reason.
     for line in dict.fromkeys(lines):
@@ -281,9 +312,18 @@ def shortened(message: str, length: int = 600) -> str:
             choices = [match[1]] if match[1] else match[2].split(", ")
             expected |= dict.fromkeys(choice.strip("'") for choice in choices)
             given = match[3] or given
+        elif _IS_ABSTRACT.match(line):
+            return " ".join([*parts, f"{named!r} is abstract: name a class that is not"])
+        elif match := _NO_SUBCLASS.match(line):
+            # Before further reasons.
+            where = where if classes else len(parts)
+            classes.append(match[1])
         else:
             parts.append(_in_words(line))
-    if expected:
+    if classes:
+        kinds = " and no ".join([*classes, *expected])
+        parts.insert(where, f"{named!r} is no {kinds}" + ";" * (where < len(parts)))
+    elif expected:
         *others, last = expected
         allowed = f"{', '.join(others)} or {last}" if others else last
         parts.append(f"must be {allowed}, not {given!r}{nearest(given, expected)}")
@@ -298,9 +338,9 @@ def _in_words(line: str) -> str:
     """A line of jsonargparse, without the names of its types."""
     if _NO_CALLABLE.match(line):
         line = _NO_CALLABLE.sub("", line).partition(". Got value:")[0].rstrip(".")
-    line = _KEY.sub(r"\1:", _NO_SUBCLASS.sub(r"no \1;", line))
-    line = _NO_CLASS_OF.sub(r"\1 is no \2 \3", line)
-    return line.replace("is no function that returns", "has no annotation that it returns a")
+    for pattern, words in _IN_WORDS:
+        line = re.sub(pattern, words, line)
+    return line
 
 
 def _without_other_members(message: str) -> list[str]:

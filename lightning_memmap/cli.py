@@ -212,17 +212,18 @@ def _run(args: Sequence[str] | None) -> None:
 def _is_mistake(error: BaseException) -> bool:
     """Whether the message of an error is enough for its user.
 
-    It is when this package or the Trainer refuses an argument or a file. When a dataset or a
-    module failed, its author wants the traceback.
+    It is when this package or the Trainer refuses an argument or a file, or a class the arguments
+    that a config has for it. When a dataset or a module failed, its author wants the traceback.
     """
     if isinstance(error, DatasetError) and error.__cause__ is not None:
-        return False
+        return _is_mistake(error.__cause__)
     if isinstance(error, (MemmapError, MisconfigurationException)):
         return True
-    raisers = ("lightning_memmap", "lightning", "fsspec")
+    raiser = _raiser(error)
     if isinstance(error, TypeError) and not _is_raised(error):
-        return False
-    return isinstance(error, (TypeError, ValueError, OSError)) and _raiser(error) in raisers
+        return raiser == "jsonargparse"
+    raisers = ("lightning_memmap", "lightning", "fsspec")
+    return isinstance(error, (TypeError, ValueError, OSError)) and raiser in raisers
 
 
 def _reason(error: BaseException) -> BaseException:

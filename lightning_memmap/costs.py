@@ -143,7 +143,8 @@ class Costs:
         activation_bytes: Activations there at their peak.
         batch_bytes: Rows of a batch there, after the transform.
         num_row_devices: Devices over which the rows of the dataset are spread.
-        moved_bytes: Bytes that the busiest device sends or receives in a step.
+        moved_bytes: Bytes that the busiest device sends or receives in a step; None where a
+            `Workload` does not tell them.
         step_s: Seconds of a step.
         buffer_bytes: What the strategy itself needs there, such as the buckets of DDP.
         effort: What the strategy asks for. 0: one process and any model; 1: several processes;
@@ -159,7 +160,7 @@ class Costs:
     activation_bytes: int
     batch_bytes: int
     num_row_devices: int
-    moved_bytes: int
+    moved_bytes: int | None
     step_s: float
     buffer_bytes: int = 0
     effort: int = 0
@@ -174,7 +175,7 @@ class Costs:
         *,
         num_rows: float,
         step_s: float,
-        moved_bytes: float = 0,
+        moved_bytes: float | None = 0,
         state_share: float = 1.0,
         activation_share: float = 1.0,
         **others: Any,
@@ -185,7 +186,8 @@ class Costs:
             work: Model and data.
             num_rows: Rows of a batch on the device.
             step_s: Seconds of a step.
-            moved_bytes: Bytes that the busiest device sends or receives in a step.
+            moved_bytes: Bytes that the busiest device sends or receives in a step; None where they
+                are not known.
             state_share: Share of parameters, gradients and optimizer state on the device, 0 to 1.
             activation_share: Share of the activations of its rows on the device, 0 to 1.
             **others: Further fields of `Costs`, by name.
@@ -199,7 +201,7 @@ class Costs:
             optimizer_bytes=int(work.optimizer_bytes * state_share),
             activation_bytes=int(work.activation_bytes_per_row * activation_share * num_rows),
             batch_bytes=int(work.batch_bytes_per_row * num_rows),
-            moved_bytes=int(moved_bytes),
+            moved_bytes=None if moved_bytes is None else int(moved_bytes),
             step_s=step_s,
             **others,
         )

@@ -56,6 +56,15 @@ def check_number(name: str, value: object) -> float:
     return float(value)
 
 
+def is_refused_call(error: BaseException) -> bool:
+    """Whether a call failed before any Python code of what was called ran, as with wrong arguments.
+
+    Args:
+        error: What the call raised, where it is caught in the function that calls.
+    """
+    return error.__traceback__ is not None and error.__traceback__.tb_next is None
+
+
 def describe_error(error: Exception) -> str:
     """Return an error as text, even where its own message raises.
 
@@ -100,6 +109,10 @@ class MemmapError(Exception):
 
 class SchemaError(MemmapError, TypeError):
     """A sample has a type, structure, shape or dtype that cannot be stored."""
+
+
+class MismatchError(SchemaError):
+    """A sample is not what a schema expects; what it has may fit another schema."""
 
 
 class DatasetError(MemmapError):

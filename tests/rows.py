@@ -207,9 +207,14 @@ def rows_of(batch: Any) -> list[int]:
     return rows
 
 
+def step_rows(batch: Any) -> list[int]:
+    """The rows of a step, in the order of the assembled batch."""
+    return rows_of(batch.to(CPU) if isinstance(batch, SuperBatch) else batch)
+
+
 def epoch_rows(loader: Loader) -> list[list[int]]:
-    """The rows of each step that is left of an epoch, in the order of the assembled batch."""
-    return [rows_of(batch.to(CPU) if isinstance(batch, SuperBatch) else batch) for batch in loader]
+    """The rows of each step that is left of an epoch."""
+    return [step_rows(batch) for batch in loader]
 
 
 def rows_in(loader: Iterable[Any]) -> list[int]:
@@ -250,14 +255,15 @@ def check_save_and_resume(
     """
     saved = make()
     saved.set_epoch(epoch)
-    whole = epoch_rows(saved)
-    for count in range(1, len(whole) + 1):
-        saved = make()
-        saved.set_epoch(epoch)
-        for _ in take_steps(saved, count):
-            pass
+    whole, states = [], []
+    for batch in saved:
+        whole.append(step_rows(batch))
+        states.append(saved.state_dict())
+    saved.set_epoch(epoch + 1)
+    following = sorted(joined(epoch_rows(saved)))
+    for count, state in enumerate(states, 1):
         loader = (resumed or make)()
-        loader.load_state_dict(saved.state_dict())
+        loader.load_state_dict(state)
         loader.set_epoch(epoch)
         num_steps = len(loader)
         left = epoch_rows(loader)
@@ -267,8 +273,16 @@ def check_save_and_resume(
             assert left == whole[count:]
         # The epoch after a resumed one is whole again.
         loader.set_epoch(epoch + 1)
-        saved.set_epoch(epoch + 1)
-        assert sorted(joined(epoch_rows(loader))) == sorted(joined(epoch_rows(saved)))
+        assert sorted(joined(epoch_rows(loader))) == following
+    # So is the one after an epoch that was left, which is saved as inside of it.
+    left_at = len(whole) // 2 + 1
+    saved = make()
+    saved.set_epoch(epoch)
+    for _ in take_steps(saved, left_at):
+        pass
+    assert saved.state_dict() == states[left_at - 1]
+    saved.set_epoch(epoch + 1)
+    assert sorted(joined(epoch_rows(saved))) == following
 
 
 def read_in_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int, read_bytes: int) -> None:

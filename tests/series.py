@@ -95,11 +95,11 @@ def make_loader(
     """A loader of one process over windows, on logical data devices."""
 
     def order(shards: Shards, rows: int) -> Sampler:
+        is_whole = window is None and residency != "stream"
         if factory is not None:
-            return factory.make(shards, 5, fields_of(store, shards))
+            return factory.make(shards, 5, fields_of(store, shards), None if is_whole else rows)
         if not shuffle:
             return SequentialSampler(shards)
-        is_whole = window is None and residency != "stream"
         return ShuffledSampler(shards, 5) if is_whole else BlockShuffledSampler(shards, 5, rows)
 
     forms: Any = dict.fromkeys(fields, windows)

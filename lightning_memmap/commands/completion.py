@@ -19,7 +19,7 @@ def completion_parser() -> BriefParser:
         " For bash: lightning-memmap completion bash >"
         " ~/.local/share/bash-completion/completions/lightning-memmap",
     )
-    parser.add_argument("shell", choices=SHELLS, help="the shell")
+    parser.add_argument("shell", choices=SHELLS, help="The shell.")
     return parser
 
 

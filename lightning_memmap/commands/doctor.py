@@ -65,7 +65,7 @@ def doctor_parser() -> BriefParser:
         " what will work. Exit code: 0, 1 if something that is needed is missing, or 2 for a wrong"
         " argument.",
     )
-    parser.add_argument("folder", nargs="?", default=".", help="where stores are, or will be")
+    parser.add_argument("folder", nargs="?", default=".", help="Where stores are, or will be.")
     return parser
 
 

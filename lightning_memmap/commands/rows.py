@@ -87,7 +87,7 @@ def rows_parser() -> BriefParser:
     """Make the parser of the command."""
     parser = BriefParser(prog="lightning-memmap rows", description=_DESCRIPTION)
     parser.add_class_arguments(Question, as_group=False, skip={"json"})
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     return parser
 
 

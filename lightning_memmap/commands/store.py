@@ -39,12 +39,12 @@ from lightning_memmap.tables import printable
 #: What is switched on without a value, and what that means.
 _FLAGS = {
     "_build": {
-        "overwrite": "replace a store of another dataset",
-        "fresh": "start anew where an interrupted build would be resumed",
-        "finish": "put a store in place whose parts are all written",
+        "overwrite": "Replace a store of another dataset.",
+        "fresh": "Start anew where an interrupted build would be resumed.",
+        "finish": "Put a store in place whose parts are all written.",
     },
-    "_push": {"overwrite": "replace stores that are there"},
-    "_pull": {"overwrite": "replace stores that are there"},
+    "_push": {"overwrite": "Replace stores that are there."},
+    "_pull": {"overwrite": "Replace stores that are there."},
 }
 
 
@@ -101,15 +101,21 @@ def _make_parser(function: Callable[..., int]) -> BriefParser:
     parser, flags = BriefParser(), _FLAGS.get(function.__name__, {})
     described = {"_build": build_store, "_append": append_store}.get(function.__name__, function)
     is_build = described is not function
-    skip: set[str | int] = {*flags, *(("dataset", "check", "progress") if is_build else ())}
+    own = ("dataset", "store_dtypes", "check", "progress") if is_build else ()
+    skip: set[str | int] = {*flags, *own}
     parser.add_function_arguments(described, as_group=False, as_positional=True, skip=skip)
     if is_build:
-        text, required = "class path of the dataset", function is _append
+        text, required = "The dataset: the name or path of its class.", function is _append
         parser.add_argument("--dataset", type=Dataset, required=required, help=text)
     if function is _build:
-        part = "write part i of n, counted from 0, such as 0/8; then --finish"
+        names = (
+            'By name of a field, the dtype that the store keeps it in, such as {"image": "uint8"}.'
+        )
+        parser.add_argument("--store_dtypes", type=dict[str, str] | None, help=names)
+        part = "Write part i of n, counted from 0, such as 0/8; then --finish."
         parser.add_argument("--part", type=str, metavar="i/n", help=part)
-        checks, meaning = Literal["probes", "full", "off"], "rows to compare with an existing store"
+        checks, few = Literal["probes", "full", "off"], "a few rows, all or none of them"
+        meaning = f"How an existing store is compared with the dataset: {few}."
         parser.add_argument("--check", type=checks, default="probes", help=meaning)
     for flag, meaning in flags.items():
         parser.add_argument(f"--{flag}", action="store_true", help=meaning)
@@ -222,10 +228,11 @@ def _plan(
     Args:
         path: Directory of a store, or of one store per split.
         devices: Counts of devices, like 4 or 1..8.
-        memory: Memory of one device.
-        memory_fraction: Share of it that shards may take.
+        memory: Memory of one device, in bytes or with a unit such as GB or GiB.
+        memory_fraction: Share of it that shards may take, above 0 and at most 1.
         residency: auto, or stream for data larger than memory.
-        shuffle_window: Rows of a shard in a window of stream.
+        shuffle_window: Rows of a shard in a window of stream; by default what makes 512 MiB over
+            all shards.
         html: Where to write the table as a page, with bars.
     """
     opened = stores_in(path)

@@ -39,9 +39,10 @@ from lightning_memmap.store.recovery import is_store, stores_within
 from lightning_memmap.tables import Cell, Table, print_table
 
 _DESCRIPTION = """Predict which strategy is right for a model, its data and some devices: what fits,
-what moves in a step, about how long a step takes. The model is measured: by the variant "auto" of a
-finished comparison (--report), or by running that variant of a config now (--config). Without
---devices the answer is for this machine, and is compared with what was measured."""
+what moves in a step, about how long a step takes. The model is measured: by the variant "auto" or
+"memmap_superbatch" of a finished comparison (--report), or by running "auto" of a config now
+(--config). Without --devices the answer is for this machine, and is compared with what was
+measured."""
 
 
 def advise_parser() -> BriefParser:

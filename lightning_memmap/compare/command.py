@@ -27,11 +27,11 @@ def compare_parser() -> BriefParser:
     """Make the parser of the command."""
     parser = BriefParser(prog="lightning-memmap compare", description=_DESCRIPTION)
     parser.add_class_arguments(ComparisonOptions, as_group=False)
-    parser.add_argument("--baseline", type=str | None, help="a report.json to compare with")
+    parser.add_argument("--baseline", type=str | None, help="A report.json to compare with.")
     parser.add_argument(
         "--report",
         type=str | None,
-        help="a finished report.json to compare with that of --baseline; nothing is run",
+        help="A finished report.json to compare with that of --baseline; nothing is run.",
     )
     return parser
 

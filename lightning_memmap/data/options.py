@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
@@ -106,10 +108,14 @@ class DataOptions:
     def _check_sampler(self) -> None:
         if self.sampler is None:
             return
-        is_class = isinstance(self.sampler, type)
-        if is_class or not (callable(self.sampler) or isinstance(self.sampler, SamplerFactory)):
+        maker: object = self.sampler
+        if isinstance(maker, partial):
+            # So a class in a config comes, in the arguments of what makes it.
+            maker = next(filter(isabstract, (maker.func, *maker.args)), maker)
+        is_class = isinstance(maker, type)
+        if is_class or not (callable(maker) or isinstance(maker, SamplerFactory)):
             raise TypeError(
-                f"sampler={self.sampler!r}: give Weighted(...), or a function of the shards and the"
+                f"sampler={maker!r}: give Weighted(...), or a function of the shards and the"
                 " seed that returns a sampler, such as lambda shards, seed: MySampler(shards)"
             )
         is_function = not isinstance(self.sampler, SamplerFactory)

@@ -2,8 +2,8 @@
 
 row_source       rows in one place, and how they come into a batch
 resident         on a device, on the host, or in the file mapping
-streamed         in the files, read window by window (window_layout, window_items,
-                 window_series, window_reads, window_reader)
+streamed         in the files, read window by window (window_layout, window_places,
+                 window_items, window_series, window_reads, window_reader)
 decoded          the same rows, their images decoded (image_decoder)
 row_numbers      the same rows, each with its number in the dataset
 split            all sources of a split (store_offsets, upload)

@@ -247,5 +247,7 @@ def released_error() -> RuntimeError:
         The error, to be raised by the caller.
     """
     return RuntimeError(
-        "the shards of this loader were freed by teardown(): call setup(), and ask for a new loader"
+        "the shards of this loader were freed by teardown() or another setup(): call setup(), and"
+        " ask for a new loader; a second Trainer within a fit needs a data module of its own, which"
+        " data.with_options() makes"
     )

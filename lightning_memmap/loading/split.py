@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -121,7 +122,7 @@ def load_split(
             one that is read window by window since it was opened, or a shard of a store at a URL
             cannot be fetched.
     """
-    fields = placement.size.fields
+    fields, shards = placement.size.fields, placement.shards
     needed = [
         pair
         for pair in zip(store.manifest.columns, store.columns, strict=True)
@@ -129,50 +130,127 @@ def load_split(
     ]
     columns = [column for column, _ in needed]
     held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
-    opened = store.provide(fields, _stored_shards(store, placement.shards, held))
-    others = [column for column in columns if column.rows_name is None]
-    base = placement.shards.base
-    cut, length = (base.fields, base.length) if isinstance(base, WindowShards) else ((), 0)
-    offsets = StoreOffsets.into(store, placement.shards)
+    opened = store.provide(fields, _stored_shards(store, shards, held))
+    maker = _SourceMaker(store, placement, columns, opened)
     sources: list[RowSource] = []
-    source_of_shard = np.full(placement.shards.num_shards, -1, np.int64)
-    for (residency, device), shards in _held_together(topology, placement).items():
-        source_of_shard[shards] = len(sources)
-        _check_residency(store, residency, others)
-        if cut and not others:
-            pairs = [(c.field, rows) for c, rows in zip(columns, opened, strict=True)]
-            is_copied = residency in (Residency.DEVICE, Residency.HOST)
-            place = device if is_copied else None
-            found = window_rows(store, pairs, placement.shards, shards, place)
-            if residency is Residency.STREAM:
-                sources.append(_streamed_windows(store, columns, found, placement, shards))
-            else:
-                sources.append(found)
-        elif others or not columns:
-            sources.append(ColumnRows(columns, opened))
-        elif residency is Residency.STREAM:
-            sources.append(_streamed_rows(store, columns, opened, offsets, placement, shards))
-        elif residency is Residency.MMAP:
-            sources.append(mapped_rows(opened, offsets))
-        else:
-            sources.append(copied_rows(opened, offsets, shards, device))
+    source_of_shard = np.full(shards.num_shards, -1, np.int64)
+    for (residency, device), group in _held_together(topology, placement).items():
+        source_of_shard[group] = len(sources)
+        sources.append(maker.source(residency, device, group))
     # Not from those that have only the rows of this process.
     if images := image_decoders(columns, [rows for _, rows in needed], forms or {}):
-        if cut:
+        if maker.cut:
             raise ValueError(
-                f"variable: field {cut[0]!r} is cut into windows, and images are decoded for each"
-                " row of a batch, not for each step of a window: leave one of them out"
+                f"variable: field {maker.cut[0]!r} is cut into windows, and images are decoded for"
+                " each row of a batch, not for each step of a window: leave one of them out"
             )
         for index, source in enumerate(sources):
             if isinstance(source, (ResidentRows, StreamedRows)):
                 is_held = source_of_shard == index
                 sources[index] = _decoded_rows(source, images, is_held, topology)
+    length = shards.base.length if isinstance(shards.base, WindowShards) else 0
     absent = tuple(
-        (index, field.windowed(length) if field.name in cut else field)
+        (index, field.windowed(length) if field.name in maker.cut else field)
         for index, field in enumerate(store.schema.fields)
         if fields is not None and field.name not in fields
     )
-    return SplitRows(topology, placement.shards, tuple(sources), source_of_shard, absent)
+    return SplitRows(topology, shards, tuple(sources), source_of_shard, absent)
+
+
+@dataclass(frozen=True)
+class _SourceMaker:
+    """Makes the sources of a split.
+
+    Args:
+        store: The open store.
+        placement: Where each shard goes.
+        columns: The columns that this process needs.
+        opened: The same, open where the rows of this process are.
+    """
+
+    store: Store
+    placement: SplitPlacement
+    columns: list[Column]
+    opened: list[OpenColumn]
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """The fields that are cut into windows."""
+        base = self.placement.shards.base
+        return base.fields if isinstance(base, WindowShards) else ()
+
+    @cached_property
+    def _offsets(self) -> StoreOffsets:
+        return StoreOffsets.into(self.store, self.placement.shards)
+
+    def source(self, residency: Residency, device: torch.device, shards: list[int]) -> RowSource:
+        """The source of some shards.
+
+        Args:
+            residency: Where their rows are to live.
+            device: The device that holds them; a CPU where none does.
+            shards: The shards.
+
+        Raises:
+            StoreError: The columns cannot have this residency.
+        """
+        others = [column for column in self.columns if column.rows_name is None]
+        if others and residency is not Residency.MMAP:
+            raise StoreError(
+                f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
+                f" {self.store.location} can be read from the file mapping alone: use"
+                " residency='mmap'"
+            )
+        if self.cut and not others:
+            pairs = [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]
+            is_copied = residency in (Residency.DEVICE, Residency.HOST)
+            place = device if is_copied else None
+            found = window_rows(self.store, pairs, self.placement.shards, shards, place)
+            return self._streamed_windows(found, shards) if residency is Residency.STREAM else found
+        if others or not self.columns:
+            return ColumnRows(self.columns, self.opened)
+        if residency is Residency.STREAM:
+            return self._streamed_rows(shards)
+        if residency is Residency.MMAP:
+            return mapped_rows(self.opened, self._offsets)
+        return copied_rows(self.opened, self._offsets, shards, device)
+
+    def _streamed_rows(self, shards: list[int]) -> StreamedRows:
+        windows = self.placement.size.windows
+        of_rows = (
+            [column.field for column in self.columns],
+            open_row_files(self.store, self.columns),
+            {index: each for index, each in enumerate(self.opened) if isinstance(each, ItemRows)},
+            self._offsets,
+        )
+        if windows.has_runs:
+            runs = WindowLayout(*of_rows, shards=shards, window=windows.longest)
+            self._warn_of_waste(runs.share_used([range(windows.longest)]))
+            return StreamedRows(runs, windows.rows)
+        layout = PlacedLayout(*of_rows, held=shards, windows=windows)
+        self._warn_of_waste(layout.share_used(windows))
+        return StreamedRows(layout, windows.rows)
+
+    def _streamed_windows(self, mapped: WindowRows, shards: list[int]) -> StreamedRows:
+        line, windows = _line_of(self.placement.shards), self.placement.size.windows
+        assert line is not None
+        cut = [column for column in self.columns if column.field.name in line.fields]
+        files = open_row_files(self.store, cut, in_steps=True)
+        fields = [column.field for column in self.columns]
+        layout = SeriesLayout(fields, files, mapped, line, held=shards, windows=windows)
+        self._warn_of_waste(layout.share_used(windows))
+        return StreamedRows(layout, windows.rows)
+
+    def _warn_of_waste(self, share: float) -> None:
+        """Warn where most of the bytes that are read are not used."""
+        if share < _LEAST_SHARE:
+            warnings.warn(
+                f"residency='stream': {1 / share:.0f} bytes of the store at {self.store.location}"
+                " are read for each one that is used, since the rows of this process lie apart in"
+                " its files: build a store of these rows alone, or one whose num_shards the data"
+                " devices divide",
+                stacklevel=4,
+            )
 
 
 def _held_together(
@@ -188,24 +266,6 @@ def _held_together(
         device = topology.data_devices[owner] if is_on_device else torch.device("cpu")
         groups.setdefault((residency, device), []).append(shard)
     return groups
-
-
-def _check_residency(store: Store, residency: Residency, others: Sequence[Column]) -> None:
-    """Check that the columns of a store can have a residency.
-
-    Args:
-        store: The store.
-        residency: Where its rows are to live.
-        others: Its columns of kinds that only they themselves can read.
-
-    Raises:
-        StoreError: They cannot.
-    """
-    if others and residency is not Residency.MMAP:
-        raise StoreError(
-            f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
-            f" {store.location} can be read from the file mapping alone: use residency='mmap'"
-        )
 
 
 def largest_window_bytes(
@@ -308,55 +368,3 @@ def _decoded_rows(
     usual = default_threads(topology.num_local_processes)
     num_threads = max(usual if threads is None else threads for threads in given)
     return DecodedRows(rows, decoders, is_held, num_threads)
-
-
-def _streamed_rows(
-    store: Store,
-    columns: list[Column],
-    opened: list[OpenColumn],
-    offsets: StoreOffsets,
-    placement: SplitPlacement,
-    shards: list[int],
-) -> StreamedRows:
-    windows = placement.size.windows
-    of_rows = (
-        [column.field for column in columns],
-        open_row_files(store, columns),
-        {index: found for index, found in enumerate(opened) if isinstance(found, ItemRows)},
-        offsets,
-    )
-    if windows.has_runs:
-        runs = WindowLayout(*of_rows, shards=shards, window=windows.longest)
-        _warn_of_waste(store, runs.share_used([range(windows.longest)]))
-        return StreamedRows(runs, windows.rows)
-    layout = PlacedLayout(*of_rows, held=shards, windows=windows)
-    _warn_of_waste(store, layout.share_used(windows))
-    return StreamedRows(layout, windows.rows)
-
-
-def _streamed_windows(
-    store: Store,
-    columns: list[Column],
-    mapped: WindowRows,
-    placement: SplitPlacement,
-    shards: list[int],
-) -> StreamedRows:
-    line, windows = _line_of(placement.shards), placement.size.windows
-    assert line is not None
-    cut = [column for column in columns if column.field.name in line.fields]
-    files = open_row_files(store, cut, in_steps=True)
-    fields = [column.field for column in columns]
-    layout = SeriesLayout(fields, files, mapped, line, held=shards, windows=windows)
-    _warn_of_waste(store, layout.share_used(windows))
-    return StreamedRows(layout, windows.rows)
-
-
-def _warn_of_waste(store: Store, share: float) -> None:
-    """Warn where most of the bytes that are read are not used."""
-    if share < _LEAST_SHARE:
-        warnings.warn(
-            f"residency='stream': {1 / share:.0f} bytes of the store at {store.location} are read"
-            " for each one that is used, since the rows of this process lie apart in its files:"
-            " build a store of these rows alone, or one whose num_shards the data devices divide",
-            stacklevel=3,
-        )

@@ -3,11 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_memmap.sampling import Integers, Sampler, Shards
 from lightning_memmap.store import Store
+
+#: Up to so many rows, a table has their places, in 4 bytes each where these are below 2**32.
+TABLE_ROWS = 2**24
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,15 @@ class StoreOffsets:
 
         None where the rows of a shard do not lie there one after the other.
         """
-        return self._file_starts if self.in_memory is None else None
+        return self.shards.starts_in(self.stored) if self.in_memory is None else None
 
     @cached_property
-    def _file_starts(self) -> Integers | None:
-        return self.shards.starts_in(self.stored)
+    def _table(self) -> NDArray[np.unsignedinteger[Any]]:
+        """Where each row lies, shard after shard, of shape (rows of all shards,)."""
+        sizes = self.shards.sizes.tolist()
+        located = [self.of(np.full(n, c), np.arange(n)) for c, n in enumerate(sizes)]
+        dtype = np.min_scalar_type(max(int(each.max(initial=0)) for each in located))
+        return np.concatenate(located, dtype=dtype, casting="unsafe")
 
     def of(self, shards: Integers, offsets: Integers) -> Integers:
         """Where rows lie in the files.
@@ -78,6 +87,10 @@ class StoreOffsets:
         Returns:
             Rows of the files, int64 of shape (len(positions),).
         """
-        if self._file_starts is None:
+        if self.starts is not None:
+            return sampler.row_offsets(epoch, positions, self.starts)
+        if self.shards.num_rows > TABLE_ROWS:
             return self.of(*sampler.at(epoch, positions))
-        return self._moved(sampler.row_offsets(epoch, positions, self._file_starts))
+        rows = sampler.row_offsets(epoch, positions, self.shards.starts)
+        # No row is outside: "wrap" is the fastest mode.
+        return self._table.take(rows, mode="wrap").astype(np.int64)

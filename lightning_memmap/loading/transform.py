@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_memmap.errors import with_article
+from lightning_memmap.errors import is_refused_call, with_article
 from lightning_memmap.loading.device_streams import current, stream_module
 
 BatchTransform = Callable[..., Any]
@@ -95,13 +95,29 @@ class DeviceTransform:
         self._transform = transform
 
     def __call__(self, batch: Any, seed: int) -> Any:
-        """Transform one batch, with all randomness drawn from the seed."""
+        """Transform one batch, with all randomness drawn from the seed.
+
+        Raises:
+            TypeError: The transform cannot be called with a batch.
+        """
         with torch.no_grad(), current(self._device):
             if self._takes_generator:
                 generator = torch.Generator(self._device).manual_seed(seed)
-                return self._transform(batch, generator=generator)
+                return self._transformed(batch, generator=generator)
             with _seeded(self._device, seed):
-                return self._transform(batch)
+                return self._transformed(batch)
+
+    def _transformed(self, batch: Any, **keywords: Any) -> Any:
+        try:
+            return self._transform(batch, **keywords)
+        except TypeError as error:
+            if not is_refused_call(error):
+                raise
+            raise TypeError(
+                f"transform={short_repr(self._transform)}: it cannot be called with a batch"
+                f" ({error}): give a function of one argument, the {type(batch).__name__} of all"
+                " rows of a batch; PerSample runs one of a single sample"
+            ) from error
 
 
 def takes_generator(transform: BatchTransform) -> bool:

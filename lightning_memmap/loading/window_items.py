@@ -77,12 +77,7 @@ class RowMemory:
         self._pools = [GrowingPool() for _ in items]
 
     def fetch(self, slots: Tensor, out: Buffers) -> list[Leaf]:
-        """Copy rows into a batch; see `WindowMemory.fetch`.
-
-        Args:
-            slots: Where they are, int64 of shape (B,), on the CPU.
-            out: Buffers for the fields whose rows have one shape.
-        """
+        """Copy rows into a batch; see `WindowMemory.fetch`."""
         copy_rows(self.rows, slots, out)
         leaves: list[Leaf] = [*out.tensors]
         for index, items, pool in zip(self._variable, self.items, self._pools, strict=True):

@@ -57,11 +57,6 @@ class RunMemory(RowMemory):
 
         The rows of each run go to consecutive slots, from that of `WindowLayout.run_starts` on.
         Other slots are undefined.
-
-        Args:
-            windows: Which rows are in which window.
-            epoch: Epoch, counted from 0.
-            number: Window of the epoch, counted from 0.
         """
         return self._layout.reads(windows.runs(epoch, number), self)
 
@@ -149,13 +144,7 @@ class WindowLayout:
         return starts
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
-        """Where rows lie, if all windows lay one after the other; see `Layout.locate`.
-
-        Args:
-            windows: Which rows are in which window.
-            epoch: Epoch, counted from 0.
-            positions: As for `lightning_memmap.sampling.Sampler.at`.
-        """
+        """Where rows lie, if all windows lay one after the other; see `Layout.locate`."""
         return windows.row_offsets(epoch, positions, self.num_slots, self.run_starts)
 
     def allocate(self) -> RunMemory:

@@ -47,16 +47,7 @@ class PlacedMemory(RowMemory):
         self._begins = self._shifts = np.zeros(0, np.int64)
 
     def reads(self, windows: ReadWindows, epoch: int, number: int) -> Iterator[Read]:
-        """The reads that fill the window; see `WindowMemory.reads`.
-
-        Args:
-            windows: Which rows are in which window.
-            epoch: Epoch, counted from 0.
-            number: Window of the epoch, counted from 0.
-
-        Yields:
-            The reads.
-        """
+        """The reads that fill the window; see `WindowMemory.reads`."""
         layout = self._layout
         found = layout.located(windows, epoch, number)
         placed = layout.places.place(found)
@@ -127,13 +118,7 @@ class PlacedLayout:
         return sum(sizes + [layout.mean_row_bytes for layout in self.items])
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
-        """Where rows are in the files, if these came anew for each window; see `Layout.locate`.
-
-        Args:
-            windows: Which rows are in which window.
-            epoch: Epoch, counted from 0.
-            positions: As for `lightning_memmap.sampling.Sampler.at`.
-        """
+        """Where rows are in the files, if these came anew for each window; see `Layout.locate`."""
         found = self._offsets.locate(windows.sampler, epoch, positions)
         for number, here in windows.parts(positions):
             found[here] += number * self.num_slots

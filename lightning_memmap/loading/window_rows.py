@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -15,7 +16,7 @@ from lightning_memmap.loading.buffers import Buffers, copy_windows
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.resident import ResidentRows, mapped_tensor, read_slice
 from lightning_memmap.loading.row_source import Leaf, RandomAccessRows, fixed_fields
-from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading.store_offsets import TABLE_ROWS, StoreOffsets
 from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.loading.variable_rows import VariableRows, located_rows
 from lightning_memmap.sampling import Integers, Sampler, Shards, WindowShards, spans_of
@@ -90,10 +91,26 @@ class WindowRows(RandomAccessRows):
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         places = self._offsets.locate(sampler, epoch, positions)
-        series = self._line.series_of(places)
+        shifts = self.shifts
+        if len(shifts) > 1:
+            if self._line.num_rows <= TABLE_ROWS:
+                # No place is outside: "wrap" is the fastest mode.
+                return self._begins.take(places, mode="wrap").astype(np.int64)
+            shifts = shifts[self._line.on_line(places).series]
         places *= self._line.stride
-        places += self.shifts[series] if len(self.shifts) > 1 else self.shifts
+        places += shifts
         return places
+
+    @cached_property
+    def _begins(self) -> NDArray[np.integer[Any]]:
+        """The step at which each window begins, in the order of the line, of shape (windows,).
+
+        To search for a window's series takes as long as to copy a short window.
+        """
+        begins = np.repeat(self.shifts, self._line.counts)
+        stride = self._line.stride
+        begins += np.arange(0, len(begins) * stride, stride)
+        return begins.astype(np.min_scalar_type(int(begins.max())))
 
     @override
     def fetch(

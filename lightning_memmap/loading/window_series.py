@@ -47,16 +47,7 @@ class SeriesMemory:
         self._begins = self._shifts = np.zeros(0, np.int64)
 
     def reads(self, windows: ReadWindows, epoch: int, number: int) -> Iterator[Read]:
-        """The reads that fill the window; see `WindowMemory.reads`.
-
-        Args:
-            windows: Which rows are in which window of the epoch.
-            epoch: Epoch, counted from 0.
-            number: Window of the epoch, counted from 0.
-
-        Yields:
-            The reads.
-        """
+        """The reads that fill the window; see `WindowMemory.reads`."""
         places = self._layout.places
         placed = places.place(self._layout.located(windows, epoch, number))
         self._begins, self._shifts = placed.begins, placed.places - placed.begins
@@ -66,12 +57,7 @@ class SeriesMemory:
                 yield from places.reads(file, placed, each)
 
     def fetch(self, slots: Tensor, out: Buffers) -> list[Leaf]:
-        """Copy windows into a batch; see `WindowMemory.fetch`.
-
-        Args:
-            slots: Their first steps in the files, int64 of shape (B,), on the CPU.
-            out: Buffers for the fields whose rows have one shape.
-        """
+        """Copy windows, told by their first steps, into a batch; see `WindowMemory.fetch`."""
         steps = slots.numpy()
         runs = np.searchsorted(self._begins, steps, side="right") - 1
         starts = torch.from_numpy(steps + self._shifts[runs])
@@ -127,12 +113,8 @@ class SeriesLayout:
         self.places = RunPlaces(shards.fields[0], [f for f in files if f], most, max_runs)
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
-        """Where windows begin in the files, if these came anew for each window of the epoch.
-
-        Args:
-            windows: Which rows are in which window of the epoch.
-            epoch: Epoch, counted from 0.
-            positions: As for `lightning_memmap.sampling.Sampler.at`.
+        """Where windows begin in the files, if these came anew for each window of the epoch; see
+        `Layout.locate`.
         """
         found = self.mapped.locate(windows.sampler, epoch, positions)
         for number, here in windows.parts(positions):
@@ -164,7 +146,7 @@ class SeriesLayout:
         else:
             drawn = windows.offsets(epoch, number, np.array(self._held, np.int64))
             firsts = np.unique(windows.sampler.shards.locations_in(line, *drawn))
-            series, counts = line.series_of(firsts), np.ones_like(firsts)
+            series, counts = line.on_line(firsts).series, np.ones_like(firsts)
         lengths = (counts - 1) * line.stride + line.length
         return Located(firsts * line.stride + self.mapped.shifts[series], lengths[:, None])
 

@@ -93,7 +93,7 @@ class Curriculum(SamplerFactory):
                 " sets"
             )
         union = SharedShards.of(shards, tuple(sampler.shards for sampler in made))
-        stages = Stages(tuple(self.stages), tuple(made))
+        stages = EpochOrders(tuple(self.stages), tuple(made))
         if window is None:
             return CurriculumSampler(union, stages)
         for sampler in made:
@@ -102,7 +102,7 @@ class Curriculum(SamplerFactory):
 
 
 @dataclass(frozen=True)
-class Stages:
+class EpochOrders:
     """The orders of a curriculum.
 
     Args:
@@ -238,7 +238,7 @@ class CurriculumSampler(Sampler):
     """
 
     shards: SharedShards
-    stages: Stages
+    stages: EpochOrders
 
     @property
     @override

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memmap.errors import is_refused_call
 from lightning_memmap.sampling.sampler import Sampler, check_sampler
 from lightning_memmap.sampling.shards import Integers, Shards
 
@@ -109,9 +110,19 @@ def made_sampler(
         The sampler.
 
     Raises:
-        TypeError: It is no frozen dataclass of values that checkpoints can hold.
+        TypeError: It is no frozen dataclass of values that checkpoints can hold, or ``maker`` is no
+            function of two arguments.
         ValueError: It is over other shards, or its first rows are not rows of their shards.
     """
     if isinstance(maker, SamplerFactory):
         return check_sampler(maker.make(shards, seed, fields, window), shards)
-    return check_sampler(maker(shards, seed), shards)
+    try:
+        sampler = maker(shards, seed)
+    except TypeError as error:
+        if not is_refused_call(error):
+            raise
+        raise TypeError(
+            f"sampler={maker!r}: it cannot be called with the shards and the seed ({error}): give a"
+            " function of these two that returns a sampler, or Weighted(...)"
+        ) from error
+    return check_sampler(sampler, shards)

@@ -122,7 +122,14 @@ class MixtureShards(Shards):
 
     @override
     def starts_in(self, stored: Shards) -> Integers | None:
-        return None
+        homes = np.array([piece.shard for piece in self.pieces], np.int64)
+        are_apart = (np.diff(homes) == 0) & (np.diff(self._shifts) != 0)
+        if self.mixed != stored or are_apart.any():
+            return None
+        starts: Integers = self.starts.copy()
+        firsts = np.flatnonzero(np.diff(homes, prepend=-1))
+        starts[homes[firsts]] += self._shifts[firsts]
+        return starts
 
     @override
     def locations_in(self, stored: Shards, shards: Integers, offsets: Integers) -> Integers:

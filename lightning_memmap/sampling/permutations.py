@@ -125,11 +125,12 @@ class _Rotated:
         # A shard that is one row shorter has no last offset. In its place comes what the last
         # offset would become.
         short = np.flatnonzero(sizes < largest)
-        turned = (np.flatnonzero(last == largest - 1) - self._rotations[short]) % largest
         self._short = np.full(num_shards, -1, np.int64)
-        place = np.empty(largest, np.int64)
-        place[self._first] = np.arange(largest)
-        self._short[short] = place[turned]
+        if len(short):
+            turned = (np.flatnonzero(last == largest - 1) - self._rotations[short]) % largest
+            place = np.empty(largest, np.int64)
+            place[self._first] = np.arange(largest)
+            self._short[short] = place[turned]
         self._instead = self._last[self._first[-1] + self._rotations].astype(np.int64)
 
     def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:

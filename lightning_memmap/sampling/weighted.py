@@ -19,6 +19,8 @@ from lightning_memmap.sampling.window_permutation import WindowPermutation
 #: The part of an epoch's random bits for where its points lie, and the first of those for the
 #: orders of rows on the line. Part 0 is for the order of positions.
 _OFFSET, _ORDERS = 1, 2
+#: Shards of about the same size, up to one of so many parts of the largest, share an order.
+_SIZES = 16
 
 
 class Weighted(SamplerFactory):
@@ -197,7 +199,9 @@ class WindowedWeightedSampler(WeightedSampler, WindowedSampler):
 
 
 class _Draws:
-    """The rows of one epoch, shard after shard, each as often as it comes, and their order.
+    """The rows of one epoch, each as often as it comes, and their order.
+
+    Those of a shard are drawn once they are asked for: a process draws those of its own shards.
 
     Args:
         sampler: The sampler.
@@ -205,60 +209,101 @@ class _Draws:
     """
 
     def __init__(self, sampler: WeightedSampler, epoch: int) -> None:
-        shards, line = sampler.shards, sampler.shards.line
-        words = sampler.seed, epoch
-        self._cuts, self._starts = line.cuts, shards.starts
-        self._order = sampler.permutation(epoch)
-        offset = int(random_bits(*words, _OFFSET).random_raw(1)[0]) >> (64 - line.unit_bits)
-        on_line = _permuted_within(shards.sizes, *words)
-        ends = np.cumsum(line.pieces.take(on_line))
-        # The points before an end: point k lies at k, plus the offset.
-        ends += (1 << line.unit_bits) - 1 - offset
-        ends >>= line.unit_bits
-        ends[1:] -= ends[:-1].copy()
-        dtype = np.uint32 if len(on_line) <= 2**32 else np.int64
-        self._drawn = np.repeat(on_line.astype(dtype), ends)
-        if isinstance(sampler, WindowedSampler):
-            self._drawn.sort()
+        shards, words = sampler.shards, (sampler.seed, epoch)
+        self._line, self._starts = shards.line, shards.starts
+        self._positions = sampler.permutation(epoch)
+        self._is_in_windows = isinstance(sampler, WindowedSampler)
+        self._orders = _Orders(shards.sizes, *words)
+        bits = shards.line.unit_bits
+        self._offset = int(random_bits(*words, _OFFSET).random_raw(1)[0]) >> (64 - bits)
+        #: For each place in the order of a shard's positions, shard after shard, the offset of a
+        #: row in its shard.
+        self._drawn = np.empty(shards.num_positions, np.min_scalar_type(shards.longest))
+        self._is_drawn = np.zeros(shards.num_shards, np.bool_)
 
     def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
         """The rows of positions; see `Sampler.grid`."""
-        places = self._order.grid(first, last, columns, self._cuts[columns])
+        for shard in columns[~self._is_drawn[columns]].tolist():
+            self._draw(shard)
+        places = self._positions.grid(first, last, columns, self._line.cuts[columns])
         # Behind the last position, places may be anywhere.
-        drawn = self._drawn.take(places, mode="wrap").reshape(-1, len(columns))
-        rows: Integers = np.add(drawn, begins - self._starts[columns], dtype=np.int64).ravel()
-        return rows
+        drawn = self._drawn.take(places, mode="wrap")
+        np.add(drawn.reshape(-1, len(columns)), begins, out=places.reshape(-1, len(columns)))
+        return places
+
+    def _draw(self, shard: int) -> None:
+        line, order = self._line, self._orders.of(shard)
+        begin, size = int(self._starts[shard]), self._orders.sizes[shard]
+        # A copy: in order, they come from memory in half of the time.
+        lengths = line.pieces[begin : begin + size].copy()
+        # The points before an end: point k lies at k, plus the offset. The first row stays there.
+        lengths[:1] += (1 << line.unit_bits) - 1 - self._offset
+        # The last row has what is left. Numbers of no row have no length.
+        ends = lengths.take(order[:-1], mode="clip").cumsum()
+        ends >>= line.unit_bits
+        # Before the row of a point come as many rows as end at this point or before it.
+        drawn = self._drawn[line.cuts[shard] : line.cuts[shard + 1]]
+        rows = np.bincount(ends, minlength=len(drawn)).cumsum()[: len(drawn)]
+        drawn[:] = order.take(rows, mode="wrap")
+        if self._is_in_windows:
+            drawn.sort()
+        self._is_drawn[shard] = True
 
 
-def _permuted_within(sizes: Integers, seed: int, epoch: int) -> Integers:
-    """A permutation of the rows of each shard, the first and the last of which stay.
+class _Orders:
+    """A permutation of the rows of each shard in one epoch. The first and the last row stay.
 
     Args:
         sizes: Rows of each shard, int64 of shape (C,).
         seed: Seed of the permutations.
         epoch: The epoch.
-
-    Returns:
-        Rows of all shards, numbered shard after shard, int64 of shape (all rows,).
     """
-    rows = np.arange(sizes.sum(), dtype=np.int64)
-    bits = random_bits(seed, epoch, _ORDERS)
-    most = max(1, int(sizes.max()) - 2)
-    starts = (bits.random_raw(len(sizes)) % np.uint64(most)).tolist()
-    shared = np.tile(_permutation(most, bits), 2)
-    end = 0
-    for shard, (size, start) in enumerate(zip(sizes.tolist(), starts, strict=True)):
-        first, end, inner = end + 1, end + size, size - 2
+
+    def __init__(self, sizes: Integers, seed: int, epoch: int) -> None:
+        self.sizes: list[int] = sizes.tolist()
+        self._words = seed, epoch
+        bits = random_bits(seed, epoch, _ORDERS)
+        self._most = max(1, max(self.sizes) - 2)
+        starts = bits.random_raw(len(sizes)) % np.uint64(self._most)
+        self._starts: list[int] = starts.tolist()
+        #: By the largest offset, the order that shards share, twice over, and the place of each
+        #: offset among those of the largest shard.
+        shared = np.tile(_permutation(self._most, bits) + 1, 2)
+        self._shared = {self._most: (shared, np.arange(len(shared)))}
+
+    def of(self, shard: int) -> Integers:
+        """The order of the rows of a shard.
+
+        Args:
+            shard: Its number.
+
+        Returns:
+            Each offset once, int64. Numbers behind the last offset may be among them.
+        """
+        size, most = self.sizes[shard], self._most
+        inner = size - 2
         if inner < 2:
-            continue
+            return np.arange(size, dtype=np.int64)
         if most > 4 * inner:
-            order = _permutation(inner, random_bits(seed, epoch, _ORDERS + 1 + shard))
+            bits = random_bits(*self._words, _ORDERS + 1 + shard)
+            order = _permutation(inner, bits) + 1
         else:
-            # That of the largest shard, from a random place on, without numbers too large.
-            order = shared[start : start + most]
-            order = order[order < inner]
-        np.add(order, first, out=rows[first : end - 1])
-    return rows
+            # That of the largest shard, from a random place on.
+            order, places = self._shared_order(inner)
+            start = self._starts[shard]
+            first, end = np.searchsorted(places, (start, start + most))
+            order = order[first:end]
+        return np.concatenate([[0], order, [size - 1]])
+
+    def _shared_order(self, largest: int) -> tuple[Integers, Integers]:
+        """The order that shards share, without most of the offsets beyond the largest of one."""
+        unit = -(-self._most // _SIZES)
+        largest = min(-(-largest // unit) * unit, self._most)
+        if largest not in self._shared:
+            order, _ = self._shared[self._most]
+            places = np.flatnonzero(order <= largest)
+            self._shared[largest] = order[places], places
+        return self._shared[largest]
 
 
 def _permutation(size: int, bits: np.random.Philox) -> Integers:

@@ -152,15 +152,16 @@ class _Line:
 
     @cached_property
     def pieces(self) -> Integers:
-        """How much of each row is in each shard, shard after shard.
+        """How much of each row is in each shard, shard after shard; 0 for the last row of each.
 
-        Units, int64 of shape (sizes.sum(),).
+        Units, int64 of shape (sizes.sum(),). The last row has what is left of a shard.
         """
         firsts = np.cumsum(self.sizes) - self.sizes
         homes = np.repeat(np.arange(len(self.sizes)), self.sizes)
         rows = self.firsts[homes] + np.arange(len(homes)) - firsts[homes]
         ends = np.minimum(self.ends[rows], (self.cuts << self.unit_bits)[homes + 1])
         pieces: Integers = np.diff(ends, prepend=0)
+        pieces[(firsts + self.sizes)[self.sizes > 0] - 1] = 0
         return pieces
 
 

@@ -156,32 +156,14 @@ class WindowShards(LineShards):
         Returns:
             Series by their places in a file.
         """
-        if not self._has_table:
+        if len(self.counts) == 1 or self.num_rows > _TABLE_WINDOWS:
             return _in_series(self.ends, places)
         series = self._series_of_places[places].astype(np.int64)
         return InSeries(series, places - (self.ends - self.counts)[series])
 
-    @property
-    def _has_table(self) -> bool:
-        """Whether the series of each window is looked up in a table, and not searched for."""
-        return len(self.counts) > 1 and self.num_rows <= _TABLE_WINDOWS
-
     @cached_property
     def _series_of_places(self) -> NDArray[np.uint32]:
         return np.repeat(np.arange(len(self.counts), dtype=np.uint32), self.counts)
-
-    def series_of(self, places: Integers) -> NDArray[Any]:
-        """The series of the windows at places of the line, as of `on_line`, in less time.
-
-        Args:
-            places: Places in ``[0, num_rows)``, int64 of shape (B,).
-
-        Returns:
-            Series by their places in a file, integers of shape (B,).
-        """
-        if self._has_table:
-            return self._series_of_places[places]
-        return _in_series(self.ends, places).series
 
     def numbered(self, numbers: Integers) -> InSeries:
         """The windows of these numbers.

@@ -325,15 +325,15 @@ def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:
 
 
 def _form(name: str, given: Any) -> Form:
-    if isinstance(given, Form):
+    if isinstance(given, Form) and type(given) is not Form:
         return given
     arguments = dict(given) if isinstance(given, Mapping) else {"form": given}
     kind = arguments.pop("form", None)
     if not isinstance(kind, str) or kind not in _FORMS:
-        raise ValueError(
-            f"variable: {short_repr(given)} for field {name!r} is no form: choose one of"
-            f" {', '.join(_FORMS)}"
-        )
+        way_out = f"choose one of {', '.join(_FORMS)}"
+        if isinstance(given, Mapping) and kind is None:
+            way_out += ", and give its name with all of its arguments, as in {form: pad, value: -1}"
+        raise ValueError(f"variable: {short_repr(given)} for field {name!r} is no form: {way_out}")
     lacking = [
         each.name
         for each in fields(_FORMS[kind])

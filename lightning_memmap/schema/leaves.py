@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.errors import SchemaError, with_article
+from lightning_memmap.errors import MismatchError, SchemaError, with_article
 from lightning_memmap.schema.fields import TEXT_KINDS, TIME_UNITS, Field, dtype_name
 from lightning_memmap.schema.narrowing import narrowed
 from lightning_memmap.schema.numbers import array_dtype, number_array, python_dtype
@@ -129,17 +129,16 @@ def leaf_array(field: Field, leaf: Any) -> Tensor | np.ndarray:
         array, kind = to_array(field.name, leaf)
         dtype, shape = array_dtype(field.name, array), tuple(array.shape)
     except SchemaError as error:
-        # Without a cause, it is a value that another schema has.
-        cause = None if is_missing(leaf) else error
-        raise SchemaError(f"{error}; expected {field} ({field.kind})") from cause
+        kind_of_error = MismatchError if is_missing(leaf) else SchemaError
+        raise kind_of_error(f"{error}; expected {field} ({field.kind})") from error
     # Palette and grey images may have the same shape and dtype, but differ in meaning.
     if dtype != field.sample_dtype or not field.admits(shape) or not field.is_kind(kind):
-        raise SchemaError(
+        raise MismatchError(
             f"field {field.name!r}: found {dtype_name(dtype)} {shape} ({kind}), expected"
             f" {replace(field, dtype=field.sample_dtype)} ({field.kind})"
         )
     if field.names and _members(leaf.__class__) != field.names:
-        raise SchemaError(
+        raise MismatchError(
             f"field {field.name!r}: found {leaf!r}, expected a member of an enum of"
             f" {', '.join(name for name, _ in field.names)}"
         )

@@ -11,7 +11,7 @@ import numpy as np
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from lightning_memmap.errors import SchemaError
+from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.schema.leaves import EMPTY, Records, RowList, is_missing
 from lightning_memmap.schema.names import check_name_length, field_name
 from lightning_memmap.schema.numbers import MIN_NUMBERS, number_dtype, stack_numbers
@@ -228,7 +228,7 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: P
         return
     if node.kind == "none":
         if not is_missing(value):
-            raise SchemaError(
+            raise MismatchError(
                 f"field {field_name(path)!r}: found {short_repr(value)}, expected None"
             )
         return
@@ -238,7 +238,7 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: P
         return
     if node.is_field:
         if found is None or found[0] not in ("tuple", "list"):
-            raise SchemaError(
+            raise MismatchError(
                 f"field {field_name(path)!r}: found {type(value).__name__}, expected a list or"
                 " tuple of numbers"
             )
@@ -248,16 +248,22 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: P
         leaves.append(numbers)
         return
     if found is None or found[0] != node.kind:
-        raise SchemaError(
+        raise MismatchError(
             f"field {field_name(path)!r}: found {type(value).__name__}, expected {node.kind}"
             f" of {short_repr(list(node.keys))}"
         )
     _, keys, values = found
     if tuple(keys) != node.keys:
         if node.kind not in ("dict", "tensordict") or set(keys) != set(node.keys):
-            raise SchemaError(
+            text = (
                 f"field {field_name(path)!r}: found {node.kind} of {short_repr(keys)}, expected"
-                f" {short_repr(list(node.keys))}{_differing_keys(node, keys)}"
+                f" {short_repr(list(node.keys))}"
+            )
+            if node.is_list:
+                raise MismatchError(text)
+            raise SchemaError(
+                f"{text}: the keys differ ({_differing_keys(node, keys)}): give all rows the same,"
+                " None where it has none"
             )
         values = [value[key] for key in node.keys]
     for key, child, child_node in zip(node.keys, values, node.children, strict=True):
@@ -266,18 +272,16 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: P
 
 def _differing_keys(node: Node, keys: Collection[str | int]) -> str:
     """Say which keys of a dict or class are not those of a node."""
-    if node.is_list:
-        return ""
     new, missing = [k for k in keys if k not in node.keys], [k for k in node.keys if k not in keys]
     parts = [f"{short_repr(new)} too many"] * bool(new)
     parts += [f"{short_repr(missing)} missing"] * bool(missing)
-    return f": the keys differ ({', '.join(parts)}): give all rows the same, None where it has none"
+    return ", ".join(parts)
 
 
 def _flatten_records(value: Any, found: Any, record: Node, leaves: list[Any], path: Path) -> None:
     """Take the leaves out of a list of records: for each field, those of all records together."""
     if found is None or found[0] not in ("tuple", "list"):
-        raise SchemaError(
+        raise MismatchError(
             f"field {field_name(path)!r}: found {type(value).__name__}, expected a list or tuple"
         )
     rows = []

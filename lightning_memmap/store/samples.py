@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lightning_memmap.errors import DatasetError, SchemaError, describe_error
+from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
 from lightning_memmap.schema import Schema
 
 
@@ -82,10 +82,10 @@ def flatten_row(sample: Any, row: int, schema: Schema) -> list[Tensor | np.ndarr
     """
     try:
         return schema.flatten(sample)
+    except MismatchError as error:
+        raise SchemaError(f"row {row}, {error}. {_way_out(schema, sample)}") from error
     except SchemaError as error:
-        # With a cause, it is a value that no store could have, and its message says what to do.
-        way_out = "" if error.__cause__ is not None else f". {_way_out(schema, sample)}"
-        raise SchemaError(f"row {row}, {error}{way_out}") from error
+        raise SchemaError(f"row {row}, {error}") from error
 
 
 def _way_out(schema: Schema, sample: Any) -> str:

@@ -22,7 +22,7 @@ from lightning_memmap.store.recovery import put_in_place, remove_tree
 
 @dataclass(frozen=True)
 class WrittenStore:
-    """The files of a store with all its rows, on the disk, and without a manifest.
+    """The files of a store with all its rows, hashed, and without a manifest.
 
     Args:
         plan: The store.
@@ -78,7 +78,7 @@ class WrittenStore:
     ) -> None:
         """Write the manifest, which makes the files a store, and put the store in place.
 
-        This process must have the lock.
+        All rows must be on the disk, and this process must have the lock.
 
         Args:
             probes: Row and hash of the probe rows.

@@ -425,6 +425,8 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighting, DDPStrat
             work,
             num_rows=num_rows,
             step_s=work.fixed_s + compute_s * (1 + (stages - 1) / num_microbatches),
+            # Activations between stages, whose size depends on where the model is cut.
+            moved_bytes=None if stages > 1 else 0,
             state_share=1 / stages,
             activation_share=1 / num_microbatches,
             num_row_devices=1,

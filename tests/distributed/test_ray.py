@@ -3,7 +3,6 @@ workers, with `ddp` and with super-batches."""
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from lightning_memmap.store.manifest import Manifest
 from tests.datasets import Numbered, holds
 from tests.distributed.ray_programs import BATCH_SIZE, EPOCHS, NUM_ROWS, PARTS_ROWS, Observed
 from tests.models import Points, make_trainer
+from tests.preloaded import python
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
@@ -24,8 +24,13 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ray")
-    program = [sys.executable, "-m", "tests.distributed.ray_programs", str(path)]
-    environment = {**os.environ, "HOME": str(path), "RAY_AUTH_MODE": "disabled"}
+    program = [python(), "-m", "tests.distributed.ray_programs", str(path)]
+    environment = {
+        **os.environ,
+        "HOME": str(path),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "RAY_AUTH_MODE": "disabled",
+    }
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return path

@@ -2,10 +2,10 @@
 
 Importing them takes seconds of a core, each time, in each of the hundreds of processes that the
 tests start. `python` gives the path of a command that is used like ``sys.executable``. It hands
-its arguments, environment, working directory and standard streams to a server, which forks a
-process that runs the program, and ends as the program ends: with its exit status, or by its
-signal. Signals are passed on to the program; it dies with the command. The program's own
-``sys.executable`` is the same command, so that a launcher's processes start as quickly.
+its arguments, environment, working directory and open files to a server, which forks a process
+that runs the program, and ends as the program ends: with its exit status, or by its signal. Signals
+are passed on to the program; it dies with the command. The program's own ``sys.executable`` is the
+same command, so that a launcher's processes start as quickly.
 
 What differs from a new interpreter: the program is no child of the command and has a session of
 its own, modules are imported before the environment is set, and are not taken apart at the end,
@@ -14,11 +14,15 @@ unless the variable `END_WHOLLY` is in the environment.
 
 import atexit
 import functools
+import multiprocessing
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import spawn
 from pathlib import Path
 
 _HERE = Path(__file__).parent
@@ -51,3 +55,15 @@ def python() -> str:
     if server.stdout.readline() != b"ready\n":
         raise RuntimeError(f"the server of programs ended: {server.wait()}")
     return str(command)
+
+
+@contextmanager
+def preloaded_processes() -> Iterator[None]:
+    """Within, what multiprocessing spawns is this Python. Its process is no child of the one that
+    asks for it."""
+    usual = spawn.get_executable()
+    multiprocessing.set_executable(python())
+    try:
+        yield
+    finally:
+        multiprocessing.set_executable(usual)

@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 
 _PASSED_ON = {
     signal.SIGHUP,
@@ -19,13 +21,27 @@ _PASSED_ON = {
 }
 
 
+def open_for_the_program() -> Iterator[int]:
+    """The standard streams, and what else a starter passes on, such as multiprocessing's pipes."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # The listing's own is closed by now.
+            if os.get_inheritable(number):
+                yield number
+
+
 def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.connect(sys.argv[1])
-    request = {"arguments": sys.argv[2:], "directory": os.getcwd(), "environment": dict(os.environ)}
+    descriptors = [*open_for_the_program()]
+    request = {
+        "arguments": sys.argv[2:],
+        "directory": os.getcwd(),
+        "environment": dict(os.environ),
+        "descriptors": descriptors,
+    }
     data = json.dumps(request).encode()
-    socket.send_fds(server, [len(data).to_bytes(8, "little")], [0, 1, 2])
+    socket.send_fds(server, [len(data).to_bytes(8, "little")], descriptors)
     server.sendall(data)
     answers = server.makefile("r")
     program = int(answers.readline())

@@ -6,6 +6,7 @@ a line when it listens, and ends when its standard input does.
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -44,6 +45,8 @@ _MODULES = (
 #: As in `tests.preloaded`, which is not there before the path is set.
 END_WHOLLY = "PRELOADED_END_WHOLLY"
 _PR_SET_PDEATHSIG = 1
+#: As many as a process of multiprocessing is started with, and more.
+_MAX_DESCRIPTORS = 32
 #: Exit status of this process, if it is a program that ends by itself.
 _status = 1
 
@@ -107,22 +110,25 @@ def serve(address: str) -> dict[str, Any]:
 
 def supervise(client: socket.socket) -> dict[str, Any]:
     """Fork the program, tell the client how it ends, and end it if the client is gone first."""
-    size, streams, _, _ = socket.recv_fds(client, 8, 3)
+    size, received, _, _ = socket.recv_fds(client, 8, _MAX_DESCRIPTORS)
     request = json.loads(_receive(client, int.from_bytes(size, "little")))
+    # Out of the way of the numbers that they get.
+    streams = [fcntl.fcntl(stream, fcntl.F_DUPFD_CLOEXEC, 1000) for stream in received]
+    for stream in received:
+        os.close(stream)
     program = os.fork()
     if program == 0:
         os.setsid()
         # With whoever would end it: a test may take that one for the program's parent.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         client.close()
-        for number, stream in enumerate(streams):
+        for number, stream in zip(request["descriptors"], streams, strict=True):
             os.dup2(stream, number)
             os.close(stream)
         found: dict[str, Any] = request
         return found
-    for number, stream in enumerate(streams):
+    for stream in (*streams, 0, 1, 2):
         os.close(stream)
-        os.close(number)
     watched = os.pidfd_open(program)
     try:
         client.sendall(f"{program}\n".encode())
@@ -164,11 +170,11 @@ def run(request: dict[str, Any], command: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.executable = command
     arguments = list(request["arguments"])
-    while arguments[0] in ("-u", "-W"):
+    while arguments[0] in ("-u", "-W", "-B"):
         option = arguments.pop(0)
         if option == "-u":
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        else:
+        elif option == "-W":
             warnings.filterwarnings(arguments.pop(0))  # type: ignore[arg-type]
     kind = arguments[0] if arguments[0] in ("-c", "-m") else ""
     first = os.getcwd() if kind else os.path.dirname(os.path.abspath(arguments[0]))

@@ -4,7 +4,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.context import ForkServerContext
 
-_PRELOAD = ["tests.reliability.kinds"]
+_PRELOAD = ["tests.reliability.preload"]
 
 
 def fork_server() -> ForkServerContext:

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_memmap._compat.parsers import arguments_of, commands_of
 from lightning_memmap.cli import main
+from lightning_memmap.commands.completion import completion_parser
+from lightning_memmap.commands.doctor import doctor_parser
+from lightning_memmap.commands.rows import rows_parser
+from lightning_memmap.commands.store import store_parser
+from lightning_memmap.compare.advise_command import advise_parser
+from lightning_memmap.compare.command import compare_parser
 from tests.command_line import CommandLine
 
 pytestmark = [
@@ -22,6 +30,7 @@ pytestmark = [
 ]
 DATA = ("data", "init_args")
 POINTS = {"class_path": "tests.models.Points", "init_args": {"num_rows": 40}}
+STORE_COMMANDS = ("build", "append", "info", "verify", "plan", "show", "push", "pull")
 CONFIG: dict[str, Any] = {
     "seed_everything": False,
     "model": {"class_path": "tests.models.Regression", "init_args": {"lr": 0.1}},
@@ -35,6 +44,12 @@ CONFIG: dict[str, Any] = {
         "enable_model_summary": False, "devices": 1,
     },
 }  # fmt: skip
+
+
+def of_store(kind: str, **arguments: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """A change of the config: another dataset, of this package."""
+    dataset = {"class_path": f"lightning_memmap.store.{kind}", "init_args": arguments}
+    return DATA, {"train_dataset": dataset}
 
 
 class Command(CommandLine):
@@ -332,6 +347,7 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
     assert last_line(command).startswith("error: ")
 
 
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
 @pytest.mark.parametrize(
     ("path", "values", "words"),
     [
@@ -340,6 +356,18 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
         (("trainer",), {"default_root_dir": "/proc/none"}, "'/proc/none'"),
         (DATA, {"batch_size": None}, "batch_size=None: give an integer"),
         (DATA, {"sampler": "WeightedSampler"}, "such as Weighted(...)"),
+        (DATA, {"sampler": "Sampler"}, "sampler.Sampler'>: give Weighted(...)"),
+        (DATA, {"transform": "math.sqrt"}, "it cannot be called with a batch (must be real number"),
+        (DATA, {"variable": {"x": {"class_path": "lightning_memmap.schema.Form"}}}, "is no form"),
+        (DATA, {"variable": {"x": {"length": 32}}}, "its name with all of its arguments"),
+        ((*DATA, "train_dataset"), {"dict_kwargs": {"number": 3}}, "unexpected keyword argument"),
+        (*of_store("TokenStream", tokens="confg.yaml", length=4), "did you mean 'config.yaml'?"),
+        (*of_store("TokenStream", tokens="/", length=4), "Is a directory: '/'"),
+        (*of_store("ColumnDataset", columns="confg.yaml"), "did you mean 'config.yaml'?"),
+        (*of_store("ColumnDataset", columns="config.yaml"), "cannot be read as a Parquet file"),
+        (*of_store("TarDataset", tars="confg.yaml"), "did you mean 'config.yaml'?"),
+        (*of_store("TarDataset", tars="config.yaml"), "config.yaml, at 'its first member'"),
+        (*of_store("ImageFolder", root="nowhere"), "there is no such folder"),
     ],
 )
 def test_value_that_its_type_allows_is_refused_without_a_traceback(
@@ -365,6 +393,51 @@ def test_argument_beside_the_class_is_named(
     assert command.err.count("\n") == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "values", "words"),
+    [
+        ((), {"model": "math.sqrt"}, "model: 'math.sqrt' is no LightningModule"),
+        (DATA, {"train_dataset": "math.sqrt"}, " 'math.sqrt' is no Dataset and no dict"),
+        (
+            DATA,
+            {"sampler": "math.sqrt"},
+            " 'math.sqrt' is no SamplerFactory; 'math.sqrt' has no annotation that it returns a"
+            " Sampler",
+        ),
+        (
+            DATA,
+            {"transform": "math.pi"},
+            " transform: 3.141592653589793 is no function and no class",
+        ),
+        (DATA, {"transform": POINTS}, " transform: the objects of 'tests.models.Points' cannot be"),
+        (
+            DATA,
+            {"subset": "Selection"},
+            " subset: 'Selection' is abstract: name a class that is not",
+        ),
+        (
+            DATA,
+            {"sampler": {"class_path": "lightning_memmap.sampling.SamplerFactory"}},
+            " sampler: 'lightning_memmap.sampling.SamplerFactory' is abstract",
+        ),
+        (
+            DATA,
+            {"train_dataset": "torch.utils.data.IterableDataset"},
+            " 'torch.utils.data.IterableDataset' is abstract",
+        ),
+        (DATA, {"sampler": "BucketedSampler"}, "lengths, bucket_size, num_buckets are missing"),
+    ],
+)
+def test_class_of_another_kind_is_refused_in_words(
+    command: Command, path: tuple[str, ...], values: dict[str, Any], words: str
+) -> None:
+    assert command("fit", "--config", command.config(*path, **values)) == 2
+    first, second = command.err.splitlines()
+    assert words in first
+    assert "Expected" not in first
+    assert second == "lightning-memmap fit --help lists the arguments"
+
+
 @pytest.mark.parametrize("sampler", ["tests.models.Points", {}])
 def test_value_that_is_no_sampler_is_refused_in_words(command: Command, sampler: Any) -> None:
     assert command("fit", "--config", command.config(*DATA, sampler=sampler)) == 2
@@ -378,6 +451,21 @@ def test_help_prints_the_usage(command: Command, arguments: list[str]) -> None:
     assert command(*arguments, "--help") == 0
     assert "usage: " in command.out
     assert command.err == ""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(lambda name: commands_of(store_parser())[name], name) for name in STORE_COMMANDS),
+        compare_parser, advise_parser, rows_parser, doctor_parser, completion_parser,
+    ],
+)  # fmt: skip
+def test_help_is_in_sentences_without_marks_of_code(make: Callable[[], Any]) -> None:
+    parser = make()
+    assert not re.search(r"`|<class|default: \)|torch\.dtype", parser.format_help())
+    for action in arguments_of(parser):
+        if not action.dest.endswith("help"):
+            assert re.fullmatch(r"(`*auto`*, |[A-Z]).*\.", action.help or "", re.DOTALL)
 
 
 def raising(error: BaseException) -> Callable[..., int]:

@@ -110,12 +110,16 @@ def test_rows_command_lists_the_rows_of_steps(
 BUCKETED = Bucketed(np.arange(101) * 7 % 50, 12, num_buckets=3)
 
 
-def test_rows_are_the_same_in_several_processes(numbered_store: Callable[..., Store]) -> None:
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.parametrize("residency", ["mmap", "stream"])
+def test_rows_are_the_same_in_several_processes(
+    numbered_store: Callable[..., Store], residency: str
+) -> None:
     store = numbered_store(101, 12)
-    steps = epoch_rows(make_loader(store, factory=BUCKETED))
+    options: dict[str, Any] = {"factory": BUCKETED, "residency": residency}
+    steps = epoch_rows(make_loader(store, **options))
     ranks = [
-        epoch_rows(make_loader(store, 2, 3, rank=rank, size=2, factory=BUCKETED))
-        for rank in range(2)
+        epoch_rows(make_loader(store, 2, 3, rank=rank, size=2, **options)) for rank in range(2)
     ]
     for step, first, second in zip(steps, *ranks, strict=True):
         assert sorted(first + second) == sorted(step)

@@ -161,6 +161,14 @@ def test_sampler_that_cannot_work_is_refused(tmp_path: Path, kind: Any, words: s
         data.setup("fit")
 
 
+def test_function_that_takes_no_shards_and_seed_is_refused(tmp_path: Path) -> None:
+    maker: Any = TwiceSampler.grid
+    data = MemmapDataModule(Points(NUM_ROWS), store_dir=tmp_path, sampler=maker)
+    data.prepare_data()
+    with pytest.raises(TypeError, match=r"sampler=.*: it cannot be called with the shards and"):
+        data.setup("fit")
+
+
 # A row source: rows that are made when they are asked for, as a remote one would fetch them
 
 

@@ -212,8 +212,11 @@ def test_share_of_0_is_left_out(tmp_path: Path) -> None:
         assert seen == {1: 39, 3: 39}
 
 
-def test_command_shows_set_and_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = set_up(make_data(tmp_path))
+@pytest.mark.parametrize("given", [{}, {"residency": "stream", "shuffle_window": 3}])
+def test_command_shows_set_and_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]
+) -> None:
+    data = set_up(make_data(tmp_path, **given))
     second = epoch_of(data)[1]
     mixture = {
         "class_path": "lightning_memmap.sampling.Mixture",
@@ -224,7 +227,7 @@ def test_command_shows_set_and_row(tmp_path: Path, capsys: pytest.CaptureFixture
         name: {"class_path": "tests.unit.test_mixture.Set", "init_args": {"code": 0, "num_rows": 1}}
         for name in SIZES
     }
-    arguments = {**options, "sampler": mixture, "train_dataset": dataset}
+    arguments = {**options, **given, "sampler": mixture, "train_dataset": dataset}
     config = {"data": {"class_path": "lightning_memmap.MemmapDataModule", "init_args": arguments}}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))

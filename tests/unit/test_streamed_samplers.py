@@ -1,5 +1,7 @@
 """Mixtures, weights, buckets and curricula that are read window by window."""
 
+import os
+import re
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.data import set_up as set_up_module
-from lightning_memmap.errors import PlacementError
+from lightning_memmap.errors import PlacementError, StoreError
 from lightning_memmap.loading.window_places import LOOKUP_BYTES
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows
@@ -23,6 +25,11 @@ from tests.unit.test_mixture import epoch_of, make_data, set_up
 
 MIXTURE = Mixture(SHARES, SAMPLES)
 OTHER = Mixture({"a": 0.1, "b": 0.1, "c": 0.8}, SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stores")
 
 
 @pytest.fixture
@@ -39,23 +46,23 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("window", [1, 3, 50])
 @pytest.mark.parametrize(
-    "options",
+    ("window", "options"),
     [
-        {"sampler": MIXTURE},
-        {"sampler": Curriculum({0: MIXTURE, 1: OTHER})},
-        {"sampler": MIXTURE, "subset": {"train/a": Subset([*range(40, 2, -3)])}},
+        (1, {}),
+        (50, {}),
+        (3, {"sampler": Curriculum({0: MIXTURE, 1: OTHER})}),
+        (3, {"subset": {"train/a": Subset([*range(40, 2, -3)])}}),
     ],
 )
 @pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
 def test_streamed_mixture_has_the_rows_of_every_residency(
-    tmp_path: Path, options: dict[str, Any], window: int
+    stores: Path, window: int, options: dict[str, Any]
 ) -> None:
     found = [
         [
             epoch_of(
-                set_up(make_data(tmp_path, **options, residency=residency, shuffle_window=window)),
+                set_up(make_data(stores, **options, residency=residency, shuffle_window=window)),
                 epoch,
             )
             for epoch in (0, 1)
@@ -70,8 +77,9 @@ def test_streamed_mixture_has_the_rows_of_every_residency(
 def one_store(path: Path, sampler: Any, **options: Any) -> MemmapDataModule:
     defaults: dict[str, Any] = {"batch_size": 12, "num_shards": 12, "seed": 5}
     rows = NumberedRows(200)
+    store_dir = path / "numbers"
     return set_up(
-        MemmapDataModule(rows, store_dir=path, sampler=sampler, **{**defaults, **options})
+        MemmapDataModule(rows, store_dir=store_dir, sampler=sampler, **{**defaults, **options})
     )
 
 
@@ -91,11 +99,11 @@ def steps_of(data: MemmapDataModule, epoch: int) -> list[list[int]]:
 @pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("window", [2, 7, 1000])
-def test_streamed_rows_are_those_of_every_residency(tmp_path: Path, name: str, window: int) -> None:
+def test_streamed_rows_are_those_of_every_residency(stores: Path, name: str, window: int) -> None:
     factory = FACTORIES[name]
-    whole = one_store(tmp_path, factory)
+    whole = one_store(stores, factory)
     made = [
-        one_store(tmp_path, factory, residency=residency, shuffle_window=window)
+        one_store(stores, factory, residency=residency, shuffle_window=window)
         for residency in ("mmap", "stream", "host")
     ]
     for epoch in (0, 1, 2):
@@ -109,13 +117,13 @@ def test_streamed_rows_are_those_of_every_residency(tmp_path: Path, name: str, w
 
 @pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
 @pytest.mark.parametrize("name", ["mixture", *FACTORIES])
-def test_streamed_epoch_is_resumed_after_any_step(tmp_path: Path, name: str) -> None:
+def test_streamed_epoch_is_resumed_after_any_step(stores: Path, name: str) -> None:
     def loader() -> Any:
         if name == "mixture":
-            data = set_up(make_data(tmp_path, residency="stream", shuffle_window=3))
+            data = set_up(make_data(stores, residency="stream", shuffle_window=3))
         else:
             data = one_store(
-                tmp_path, FACTORIES[name], residency="stream", shuffle_window=3, batch_size=24
+                stores, FACTORIES[name], residency="stream", shuffle_window=3, batch_size=24
             )
         made: Any = data.train_dataloader()
         made.set_epoch(1)
@@ -134,12 +142,20 @@ def test_streamed_epoch_is_resumed_after_any_step(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("block_bytes", [1, 512, 4096])
 def test_rows_of_several_files_are_read_wherever_their_blocks_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+    stores: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    expected = epoch_of(set_up(make_data(tmp_path, shuffle_window=5)))
+    expected = epoch_of(set_up(make_data(stores, shuffle_window=5)))
     read_in_blocks(monkeypatch, block_bytes, 2 * 4096)
-    data = set_up(make_data(tmp_path, shuffle_window=5, residency="stream"))
+    data = set_up(make_data(stores, shuffle_window=5, residency="stream"))
     assert epoch_of(data) == expected
+
+
+def test_file_of_a_set_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    data = set_up(make_data(tmp_path, shuffle_window=5, residency="stream"))
+    (path,) = (tmp_path / "stores" / "train" / "b").glob("pad.*")
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(StoreError, match=re.escape(str(path))):
+        epoch_of(data)
 
 
 # Tokens

@@ -47,18 +47,21 @@ def make_loader(
     """A loader of one process, on logical data devices."""
     chosen = factory or Weighted(WEIGHTS, num_samples=SAMPLES)
 
-    def order(shards: Shards, window: int) -> Sampler:
-        return chosen.make(shards, 5, store)
+    window = 3 if residency == "stream" else None
+
+    def order(shards: Shards, _: int) -> Sampler:
+        return chosen.make(shards, 5, store, window)
 
     topology = DataTopology((CPU,) * num_devices, rank, size)
-    sized = SplitSize.of("train", store.manifest, topology, subset, None, order)
+    sized = SplitSize.of("train", store.manifest, topology, subset, window, order)
     placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: 2**40})
     rows = load_split(store, topology, placement.splits["train"])
     sampler = order(sized.shards.base, sized.window)
     return SuperBatchLoader(rows, sampler, batch_size, collate=store.schema.builder(), seed=5)
 
 
-@pytest.mark.parametrize("residency", ["mmap", "device"])
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.parametrize("residency", ["mmap", "device", "stream"])
 @pytest.mark.parametrize("subset", [None, StridedRows(1, 3, excluded=True)])
 def test_rows_are_the_same_on_any_number_of_devices_and_processes(
     numbered_store: Callable[..., Store], residency: str, subset: RowSubset | None

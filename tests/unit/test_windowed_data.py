@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.cli import main
-from lightning_memmap.loading import SuperBatchLoader
+from lightning_memmap.loading import SuperBatchLoader, window_rows
 from lightning_memmap.loading.window_rows import WindowRows
 from lightning_memmap.sampling import (
     KFold,
@@ -157,6 +157,15 @@ def test_store_that_devices_do_not_divide_is_striped_anew(store: Store, residenc
     with pytest.warns(UserWarning, match="re-striped over 15"):
         loader = make_loader(store, WINDOWS, 5, 4, residency=residency)
     assert sorted(joined(steps_of(loader))) == EXPECTED
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_windows_too_many_for_a_table_are_the_same(
+    store: Store, residency: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = steps_of(make_loader(store, WINDOWS, 2, 6, residency=residency))
+    monkeypatch.setattr(window_rows, "TABLE_ROWS", 0)
+    assert steps_of(make_loader(store, WINDOWS, 2, 6, residency=residency)) == expected
 
 
 def test_memory_holds_each_step_once(store: Store) -> None:

@@ -1,4 +1,7 @@
-"""The costs of Lightning's own strategies, by the name that they have in a comparison."""
+"""The costs of Lightning's own strategies, by the name that they have in a comparison.
+
+Each function is as `lightning_memmap.costs.Priced.costs`.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,13 +11,7 @@ from lightning_memmap.strategies import FSDP2Strategy
 
 
 def single_device(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-    """Costs of one device that trains alone.
-
-    Args:
-        work: Model and data.
-        cluster: The devices, of which one is used.
-        num_rows: Rows of a step.
-    """
+    """Costs of one device that trains alone."""
     return Costs.of(
         work,
         num_rows=num_rows,
@@ -28,14 +25,6 @@ def ddp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
     """Costs of DDP: a whole model in each process, gradients all-reduced in buckets.
 
     The buckets are as in Li et al., "PyTorch Distributed" (2020).
-
-    Args:
-        work: Model and data.
-        cluster: The devices, one for each process.
-        num_rows: Rows of a step over all devices.
-
-    Returns:
-        The costs on each device, all of which are alike.
     """
     rows = num_rows / cluster.size
     moved = sent_bytes("allreduce", cluster.size, work.gradient_bytes)
@@ -54,16 +43,7 @@ def ddp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
 
 
 def fsdp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-    """Costs of Lightning's FSDP: those of ``memmap_fsdp2``, and only on GPUs.
-
-    Args:
-        work: Model and data.
-        cluster: The devices, one for each process.
-        num_rows: Rows of a step over all devices.
-
-    Returns:
-        The costs on each device; with an ``obstacle`` where there are no GPUs.
-    """
+    """Costs of Lightning's FSDP: those of ``memmap_fsdp2``, and only on GPUs."""
     found = FSDP2Strategy.costs(work, cluster, num_rows)
     return replace(found, obstacle="" if cluster.has_gpus else "GPUs only")
 
@@ -71,15 +51,8 @@ def fsdp(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
 def model_parallel(work: Workload, cluster: Cluster, num_rows: int) -> Costs:
     """Costs of ModelParallelStrategy with all devices data parallel.
 
-    They are those of FSDP2, which ``fully_shard`` in the model's ``configure_model`` amounts to.
-
-    Args:
-        work: Model and data. A model without ``configure_model`` would not be sharded: an obstacle.
-        cluster: The devices, one for each process.
-        num_rows: Rows of a step over all devices.
-
-    Returns:
-        The costs on each device; with an ``obstacle`` where the model would not be sharded.
+    They are those of FSDP2, which ``fully_shard`` in the model's ``configure_model`` amounts to: a
+    model without one would not be sharded.
     """
     return replace(
         FSDP2Strategy.costs(work, cluster, num_rows),

@@ -6,8 +6,9 @@ from statistics import median
 from typing import cast
 
 from lightning_memmap.compare.advise.lightning import LIGHTNING_COSTS
+from lightning_memmap.compare.report.footprint import Footprint
 from lightning_memmap.compare.report.records import PARTS
-from lightning_memmap.compare.report.report import Report
+from lightning_memmap.compare.report.report import Report, VariantResult
 from lightning_memmap.costs import Cluster, Costs, Priced, Workload
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.strategies import STRATEGIES
@@ -17,6 +18,8 @@ from lightning_memmap.strategies import STRATEGIES
 USABLE_SHARE = 0.9
 #: How much faster a strategy must be than a simpler one to be recommended.
 _WORTH = 1.1
+#: The variants that train on all rows of a step on one device, which are served from stores.
+_ONE_DEVICE = ("auto", "memmap_superbatch")
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,32 @@ class Prediction:
         return self.rows_per_step / self.costs.step_s if self.costs.step_s else 0.0
 
 
+def one_device_variant(report: Report) -> tuple[VariantResult, Footprint]:
+    """Find the variant that tells what one device needs, which trains on all rows of a step there.
+
+    Args:
+        report: The report of a comparison.
+
+    Returns:
+        ``auto``, or else ``memmap_superbatch``, and what it keeps where.
+
+    Raises:
+        ValueError: Neither has finished.
+    """
+    finished = {each.variant: each for each in report.variants if each.status == "ok"}
+    for name in _ONE_DEVICE:
+        if name in finished and (footprint := finished[name].footprint) is not None:
+            return finished[name], footprint
+    config = report.settings.config
+    raise ValueError(
+        f"in the report, neither {' nor '.join(_ONE_DEVICE)} has finished, one of which tells what"
+        f" one device needs: run lightning-memmap compare --config {config} --variants auto,... or"
+        f" lightning-memmap advise --config {config}"
+    )
+
+
 def workload_of(report: Report) -> Workload:
-    """Read the workload off a comparison, from its variant ``auto``.
+    """Read the workload off a comparison, from `one_device_variant`.
 
     Args:
         report: The report of the comparison.
@@ -56,25 +83,22 @@ def workload_of(report: Report) -> Workload:
         of the check run.
 
     Raises:
-        ValueError: The report has no finished variant ``auto``, or not all of its figures.
+        ValueError: The report has no such variant, or not all of its figures.
     """
-    found = [each for each in report.variants if each.variant == "auto" and each.status == "ok"]
-    if not found or found[0].footprint is None:
-        raise ValueError(
-            "the report has no finished variant 'auto', which tells what one device needs: run"
-            " lightning-memmap compare --variants auto,..."
-        )
-    auto, footprint, rows = found[0], found[0].footprint, report.settings.global_batch
+    found, footprint = one_device_variant(report)
+    rows = report.settings.global_batch
     needed = ("threads", *(f"{part}_s" for part in PARTS))
-    if missing := ", ".join(key for key in needed if key not in auto.figures):
-        raise ValueError(f"the report lacks {missing} of 'auto': run the comparison again")
-    parts_s = {part: median(auto.figures[f"{part}_s"]) for part in PARTS}
+    if missing := ", ".join(key for key in needed if key not in found.figures):
+        raise ValueError(
+            f"the report lacks {missing} of {found.variant!r}: run the comparison again"
+        )
+    parts_s = {part: median(found.figures[f"{part}_s"]) for part in PARTS}
     models = footprint.model.values()
     return Workload(
         parameter_bytes=sum(model.parameters for model in models),
         gradient_bytes=sum(model.gradients for model in models),
         optimizer_bytes=sum(model.optimizer for model in models),
-        activation_bytes_per_row=max(auto.trace.get("activations", ()), default=0.0) / rows,
+        activation_bytes_per_row=max(found.trace.get("activations", ()), default=0.0) / rows,
         batch_bytes_per_row=footprint.batch_bytes / rows,
         dataset_bytes=report.data.num_bytes,
         compute_s_per_row=(parts_s.pop("forward") + parts_s.pop("backward")) / rows,

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from lightning_memmap.compare.advise.predict import workload_of
+from lightning_memmap.compare.advise.predict import one_device_variant, workload_of
 from lightning_memmap.compare.report.report import Report
 from lightning_memmap.costs import Cluster, Workload
 from lightning_memmap.sizes import parse_bytes
@@ -19,15 +19,17 @@ class Question:
     """The options of the command.
 
     Args:
-        report: The ``report.json`` of a comparison with the variant ``auto``.
+        report: The ``report.json`` of a comparison with a variant that trains on one device,
+            ``auto`` or ``memmap_superbatch``.
         config: Instead of it, a config whose model and data are measured now.
         out: Folder for that measurement.
         devices: Devices of a node; by default those of the comparison.
-        nodes: Nodes.
-        memory: Memory of a device, such as 80GB.
-        bandwidth: Bytes per second from a device to others of its node, such as 400GB.
-        node_bandwidth: Bytes per second from a device to other nodes.
-        latency_s: Seconds that an empty collective takes.
+        nodes: Nodes, which have the same number of devices each.
+        memory: Memory of a device, such as 80GB; by default that of those of the comparison.
+        bandwidth: Bytes per second from a device to others of its node, such as 400GB. For this and
+            the next two, typical values are taken by default.
+        node_bandwidth: Bytes per second from a device to other nodes, such as 12.5GB.
+        latency_s: Seconds that an empty collective takes, such as 2e-5.
         flops: Floating point operations per second that a device reaches on this model; by default
             it computes as fast as the device that was measured.
         rows_per_device: Rows of a step per device; by default those of the comparison.
@@ -146,8 +148,8 @@ class Question:
             )
         cores = float("inf")
         if on_cpu and is_here:
-            auto = next(each for each in report.variants if each.variant == "auto")
-            cores = max(1.0, environment.cores / max(1.0, auto.figures["threads"][0]))
+            found, _ = one_device_variant(report)
+            cores = max(1.0, environment.cores / max(1.0, found.figures["threads"][0]))
         return Cluster(
             devices=devices,
             nodes=self.nodes,

@@ -52,7 +52,7 @@ def prediction_table(predictions: list[Prediction], chosen: str | None, cluster:
                     bar=min(1.0, costs.needed_bytes / max(1, cluster.memory_bytes)),
                 ),
                 Cell(f"{found.resident_share:.0%}", bar=found.resident_share),
-                Cell(format_bytes(costs.moved_bytes)),
+                Cell("unknown" if costs.moved_bytes is None else format_bytes(costs.moved_bytes)),
                 Cell(MILLISECONDS.write(costs.step_s), bar=costs.step_s / slowest_s),
                 Cell(f"{found.samples_per_s:,.0f}"),
             ]
@@ -113,7 +113,9 @@ def _peak(variant: VariantResult) -> float:
     return max((sum(moment) for moment in zip(*kinds, strict=False)), default=0.0)
 
 
-def _ratio(predicted: float, measured: float) -> str:
+def _ratio(predicted: float | None, measured: float) -> str:
+    if predicted is None:
+        return "unknown"
     if not measured:
         return "both none" if not predicted else "none seen"
     return f"{predicted / measured:.2f}"

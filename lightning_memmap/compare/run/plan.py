@@ -34,6 +34,7 @@ class ComparisonOptions:
     Args:
         config: Path of a config, as for ``lightning-memmap fit``. Its model and data are used,
             its seed, and those options of the Trainer that can be the same for all variants.
+            Only needed where something is run.
         variants: Variants, separated by commas. A variant is a strategy, of this pack or ``auto``,
             ``ddp``, ``fsdp`` or ``model_parallel``. With ``+workersN`` its rows come from a
             DataLoader with N workers, with ``+ideal`` one batch is replayed. ``all`` stands for
@@ -42,13 +43,13 @@ class ComparisonOptions:
             ``batch_size`` of the config times this many rows, in every variant.
         repeats: Timed runs of each variant.
         steps: Steps that are measured in each of them.
-        warmup_steps: Steps before those.
+        warmup_steps: Steps before those, which are not measured.
         check_steps: Steps that are checked for parity, in a run of their own.
         scaling: Numbers of devices to measure the speed on as well, such as ``1,2,4``.
         accelerator: ``auto``, ``cpu`` or ``cuda``.
         tolerance: How far losses and weights may differ, relatively; by default as docs/compare.md
             says for the precision.
-        timeout_s: A run that takes longer has failed.
+        timeout_s: Seconds after which a run is ended, and counts as failed.
         out: Folder of the report.
 
     Raises:

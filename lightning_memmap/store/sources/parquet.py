@@ -37,6 +37,7 @@ def parquet_columns(path: Path, names: Sequence[str] | None) -> dict[str, Any]:
     paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not paths:
         raise FileNotFoundError(f"{path}: the directory has no file that ends in .parquet")
+    paths[0].stat()  # Its error has the name of a missing file, which that of pyarrow has not.
     with _reading(paths[0]):
         found = read_schema(paths[0]).names
     return {name: ParquetColumn(paths, name) for name in chosen(names, found)}
@@ -54,7 +55,7 @@ def _reading(path: str | Path) -> Iterator[None]:
     except (ArrowException, OSError) as error:
         raise DatasetError(
             f"{path}: it cannot be read as a Parquet file ({describe_error(error)})"
-        ) from error
+        ) from None
 
 
 class ParquetColumn(FieldArray):

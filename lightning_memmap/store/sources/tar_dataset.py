@@ -163,7 +163,7 @@ class TarDataset(IterableDataset[dict[str, Any]]):
                 return torch.from_numpy(np.array(pixels, order="C"))
             return _READERS.get(kind, bytes)(data)
         except Exception as error:
-            raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from error
+            raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from None
 
 
 def _array(data: bytes) -> np.ndarray:
@@ -194,7 +194,7 @@ def _members(tar: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
     except DatasetError:
         raise
     except Exception as error:  # Each compression has its own errors.
-        raise DatasetError(f"{tar}, at {name!r}: {describe_error(error)}") from error
+        raise DatasetError(f"{tar}, at {name!r}: {describe_error(error)}") from None
 
 
 class _Member(tarfile.TarInfo):
@@ -224,7 +224,7 @@ def _read(tar: str, file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
         source = file.extractfile(member)
         data = b"" if source is None else source.read()
     except Exception as error:  # As above.
-        raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from error
+        raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from None
     if len(data) != member.size:
         raise DatasetError(f"{where} is cut short: the tar file is damaged")
     return data

@@ -33,6 +33,7 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
         row_tokens: Tokens of a row, roughly. A row is the least that a build reads at once.
 
     Raises:
+        OSError: The file cannot be read.
         TypeError: An argument is not a number.
         ValueError: A number is out of range, the tokens have more than one dimension, or there are
             fewer of them than a window has.
@@ -106,7 +107,8 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
 
 def _map(path: Path, dtype: str) -> NDArray[Any]:
     try:
-        return np.memmap(path, dtype, "r")
+        with open(path, "rb") as file:
+            return np.memmap(file, dtype, "r")
     except (TypeError, ValueError) as error:  # No such dtype, or no whole number of tokens.
         raise ValueError(
             f"TokenStream: {path} has {path.stat().st_size} bytes, which are no tokens of"

@@ -1,6 +1,8 @@
 """Fit and test a small regression under any strategy, and tell what each rank saw."""
 
 import json
+import multiprocessing
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,8 @@ def fit_in_children(out: Path, strategy: str, devices: int, rows: int) -> dict[s
     data = MemmapDataModule(Points(rows), store_dir=out / "stores", batch_size=8)
     trainer = make_trainer(out, strategy=strategy, devices=devices, max_epochs=2)
     module = Noting(out)
+    # Processes that are spawned have imported everything, as this one has.
+    multiprocessing.set_executable(sys.executable)
     trainer.fit(module, data)
     return {"weights": weights(module), "num_steps": trainer.global_step}
 

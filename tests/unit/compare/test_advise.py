@@ -56,6 +56,9 @@ def test_pipeline_has_two_micro_batches_for_each_stage() -> None:
     assert costs.step_s == pytest.approx(0.001 + 32 * 0.1 / 8 * (1 + 7 / 16))
     # Its own eighth of the activations, for 8 of 16 micro-batches.
     assert costs.activation_bytes == 32 * GB / 16
+    # Activations move between stages, and how large they are there is not known.
+    assert costs.moved_bytes is None
+    assert by_name(LARGE, replace(NODE, devices=1))["memmap_pipeline"].costs.moved_bytes == 0
 
 
 def test_layers_on_several_devices_are_given_the_rows_of_all() -> None:
@@ -186,6 +189,25 @@ def test_workload_is_read_off_the_variant_auto(report: Path) -> None:
     assert work.compute_s_per_row == pytest.approx(1 / 1050 / 3, rel=0.01)
 
 
+def test_report_without_auto_is_read_from_the_superbatch(report: Path, tmp_path: Path) -> None:
+    names = ("auto+workers0", "memmap_superbatch", "ddp")
+    other = make_report(*(make_variant(name, trace=TRACE) for name in names))
+    assert workload_of(other) == workload_of(read_report(report))
+    other.write(tmp_path / "other.json")
+    assert advise(["--report", str(tmp_path / "other.json")]) == 0
+
+
+def test_report_of_several_devices_alone_names_the_commands_that_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_report(make_variant("auto+workers0"), make_variant("ddp")).write(tmp_path / "report.json")
+    assert advise(["--report", str(tmp_path / "report.json")]) == 2
+    told = capsys.readouterr().err
+    assert "neither auto nor memmap_superbatch has finished" in told
+    assert "lightning-memmap advise --config digits.yaml" in told
+    assert told.count("\n") == 1
+
+
 def test_answer_for_this_machine_is_compared_with_what_was_measured(
     report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +219,10 @@ def test_answer_for_this_machine_is_compared_with_what_was_measured(
     assert ratios["auto"][:4] == ["1.00", "1.00", "both", "none"]
     assert ratios["ddp"][0] == "1.00"
     assert ratios["ddp"][2] == "1.00"
+    # What is not known is not shown as none.
+    (pipeline,) = re.findall(r"^memmap_pipeline .*$", printed, re.MULTILINE)
+    assert "unknown" in pipeline
+    assert " 0 B" not in pipeline
     # All that ran agree and were as fast; what was measured stands beside what is predicted.
     assert "Measured here, of 2 variants that agree" in printed
 

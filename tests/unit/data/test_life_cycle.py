@@ -75,6 +75,26 @@ class TestCopy:
 
         assert len(run(tmp_path, make_data(tmp_path), "fit", callbacks=[Copying()]).seen) == 2
 
+    @pytest.mark.parametrize("has_own", [True, False])
+    def test_second_trainer_in_a_fit_needs_a_data_module_of_its_own(
+        self, tmp_path: Path, has_own: bool
+    ) -> None:
+        other = Regression()
+
+        class Validating(L.Callback):
+            def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+                data = trainer.datamodule
+                second = make_trainer(tmp_path / "second")
+                second.validate(other, datamodule=data.with_options() if has_own else data)
+
+        if has_own:
+            found = run(tmp_path, make_data(tmp_path), "fit", callbacks=[Validating()]).seen
+            assert found == run(tmp_path, make_data(tmp_path), "fit").seen
+        else:
+            with pytest.raises(RuntimeError, match=r"data\.with_options\(\)"):
+                run(tmp_path, make_data(tmp_path), "fit", callbacks=[Validating()])
+        assert sorted(row for rows in other.seen["val"] for row in rows) == [*range(100, 108)]
+
 
 class TestSubclass:
     def test_teardown_of_a_subclass_is_called_by_the_trainer_alone(self, tmp_path: Path) -> None:

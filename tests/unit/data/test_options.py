@@ -24,7 +24,7 @@ from lightning_memmap.sampling import (
     Subset,
     Weighted,
 )
-from lightning_memmap.schema import Decode, Jagged, Pad, Windows
+from lightning_memmap.schema import Decode, Form, Jagged, Pad, Windows, read_forms
 from lightning_memmap.store import ImageFolder, TokenStream
 
 NO_COUNTS = (2**70, -1, math.nan, math.inf, 1.5, True, "3", torch.tensor(3), [], {}, b"3", object())
@@ -80,6 +80,7 @@ def test_count_is_one_of_python_or_refused_by_name(make: Callable[[Any], Any], n
         (lambda: TokenStream(np.zeros(9), 4, start=True), "start=True"),
         (lambda: TokenStream(np.zeros(9), 4, row_tokens=2**70), f"row_tokens={2**70}"),
         (lambda: ImageFolder(None), "None: give a path"),  # type: ignore[arg-type]
+        (lambda: read_forms({"a": Form()}), r"Form\(dims=1, nullable=False\) for field 'a' is no"),
     ],
 )
 def test_value_of_another_kind_is_refused(make: Callable[[], Any], words: str) -> None:

@@ -24,6 +24,7 @@ from lightning_memmap.loading import SuperBatch, SuperBatchLoader
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import BatchSchedule, Sampler, striping
 from lightning_memmap.store import Store, build_store
+from tests.preloaded import preloaded_processes
 from tests.rows import (
     CPU,
     assembled,
@@ -834,7 +835,8 @@ class holding_process:  # noqa: N801  (used as a function)
         context = torch.multiprocessing.get_context("spawn")
         self.inbox, self.outbox = context.Queue(), context.Queue()
         self.process = context.Process(target=keep_batches, args=(self.inbox, self.outbox))
-        self.process.start()
+        with preloaded_processes():
+            self.process.start()
         return self.inbox, self.outbox
 
     def __exit__(self, *exception: object) -> None:

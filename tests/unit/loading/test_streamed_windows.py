@@ -17,11 +17,13 @@ from lightning_memmap.loading.streamed import StreamedRows
 from lightning_memmap.loading.window_series import SeriesLayout, largest_window_steps
 from lightning_memmap.sampling import (
     BlockShuffledSampler,
+    Bucketed,
     ReadWindows,
     Sampler,
     SequentialSampler,
     Shards,
     StridedRows,
+    Weighted,
     WindowShards,
 )
 from lightning_memmap.schema import Windows
@@ -96,13 +98,13 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
         assert len(set(found)) == len(found)
         if shards.is_ordered:
             assert set(found) >= set(wanted)
-            assert set(line.series_of(np.array(wanted)).tolist()) == set(series.tolist())
+            assert set(line.on_line(np.array(wanted)).series.tolist()) == set(series.tolist())
         else:
             assert sorted(found) == sorted(wanted)
         # Steps that windows of a run have in common are there once.
         steps = (counts - 1) * line.stride + line.length
         assert steps.sum() <= most
-        assert line.series_of(firsts).tolist() == series.tolist()
+        assert line.on_line(firsts).series.tolist() == series.tolist()
     everything = int((shards.counts[shards.counts > 0] - 1).sum()) * line.stride
     everything += int((shards.counts > 0).sum()) * line.length
     assert shards.steps_before(np.array([0, shards.num_rows])).tolist() == [0, everything]
@@ -150,6 +152,35 @@ def test_windows_are_those_of_the_mapping(
     expected = all_windows(LENGTHS[name], LENGTH, setup["windows"].stride)
     kept = [each for each in expected if setup["subset"] is None or each[0] % 3]
     assert sorted(found) == sorted(kept * 2)
+
+
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.filterwarnings("ignore:the train store has 12 shards")
+@given(
+    setup=setups(),
+    factory=st.sampled_from([Weighted("row"), Weighted("row", 40), Bucketed("name", 12, 2)]),
+    size=st.integers(1, 3),
+)
+@settings(deadline=None, max_examples=8)
+def test_windows_that_are_drawn_are_those_of_the_mapping(
+    stores: dict[str, Store], setup: dict[str, Any], factory: Any, size: int
+) -> None:
+    steps = []
+    for rank in range(size):
+        streamed, mapped = (
+            make_loader(
+                stores["many"],
+                **{**setup, "subset": None, "factory": factory, "residency": residency},
+                rank=rank,
+                size=size,
+            )
+            for residency in ("stream", "mmap")
+        )
+        streamed.set_epoch(1)
+        mapped.set_epoch(1)
+        steps.append(steps_of(streamed))
+        assert steps[-1] == steps_of(mapped)
+    assert len({len(each) for each in steps}) == 1
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -1,6 +1,7 @@
 """Batch transforms in the loader: repeatable, without a trace outside, and checked."""
 
 import functools
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -285,6 +286,21 @@ class TestOutput:
         )
         with pytest.raises((TypeError, ValueError), match=r"transform: it returned .*ndarray"):
             next(iter(loader)).to(CPU)
+
+    def test_transform_that_takes_no_batch_is_told_apart_from_one_that_fails(
+        self, numbered_store: Stores
+    ) -> None:
+        def sums(batch: Any) -> Any:
+            return {"row": sum(batch, start=None)}  # type: ignore[call-overload]
+
+        def of_two(image: Any, label: Any) -> Any:
+            return image, label
+
+        for transform in (math.sqrt, of_two):
+            with pytest.raises(TypeError, match=r"transform=.*: it cannot be called with a batch"):
+                next(iter(make_loader(numbered_store(97, 24), transform=transform)))
+        with pytest.raises(TypeError, match=r"^unsupported operand"):
+            next(iter(make_loader(numbered_store(97, 24), transform=sums)))
 
     def test_transform_that_is_not_callable_raises(self, numbered_store: Stores) -> None:
         with pytest.raises(TypeError, match="transform='flip': a str cannot be called"):

@@ -95,10 +95,13 @@ def test_lengths_fill_the_line_and_shards_cover_it(
     assert int(shards.lengths.array.sum()) == num_samples << bits
     assert (shards.lengths.array[np.array(given_weights) == 0] == 0).all() or num_shards > 1
     found = np.split(line.pieces, np.cumsum(shards.sizes)[:-1])
-    # Each shard has the share of its positions, and its rows all have some of it.
+    # Each shard has the share of its positions, and its rows all have some of it: the last one has
+    # what is left.
     sizes = [len(range(shard, num_samples, num_shards)) for shard in range(num_shards)]
-    assert [int(each.sum()) for each in found] == [size << bits for size in sizes]
-    assert all((each > 0).all() for each in found)
+    for each, size in zip(found, sizes, strict=True):
+        assert int(each.sum()) < size << bits or not size
+        assert (each[:-1] > 0).all()
+        assert not each[-1:].any()
     assert [len(each) for each in found] == shards.sizes.tolist()
     assert shards.num_rows == shards.sizes.sum()
     # Only a row on a cut is in two shards.
@@ -219,11 +222,16 @@ def test_known_weights_and_seed_give_known_rows() -> None:
     assert sampler.dataset_rows(5, range(24)).tolist() == GOLDEN_SMALL
     large = made(np.arange(100_003) % 11, 24, seed=7)
     assert large.dataset_rows(2, range(50_000, 50_005)).tolist() == GOLDEN_LARGE
+    # Shards of three sizes: the largest, half of it, and less than a quarter.
+    uneven = made(np.array([9, 2, 1])[np.arange(100_003) % 24 // 8], 24, seed=7)
+    assert uneven.dataset_rows(2, range(50_000, 50_024)).tolist() == GOLDEN_UNEVEN
 
 
 GOLDEN_SMALL = [18, 10, 14, 6, 7, 2, 18, 10, 13, 1, 10, 8]
 GOLDEN_SMALL += [18, 10, 10, 3, 1, 11, 6, 1, 16, 6, 10, 17]
 GOLDEN_LARGE = [14096, 75993, 21130, 72323, 62268]
+GOLDEN_UNEVEN = [69315, 38356, 67132, 31925, 40373, 94181, 62982, 10999, 51367, 97375, 35576, 72154]
+GOLDEN_UNEVEN += [95724, 73335, 12641, 10319, 3864, 64392, 13513, 55369, 95473, 26882, 1947, 51243]
 
 
 def test_one_row_of_all_the_weight_is_in_every_shard() -> None:

@@ -702,5 +702,13 @@ def test_numbers_of_several_dtypes_in_a_record_are_warned_of(tmp_path: Path) -> 
 )
 def test_other_keys_are_named(tmp_path: Path, other: dict[str, int], words: str) -> None:
     for first, second in (({"a": 1}, other), ({"o": [{"a": 1}]}, {"o": [other]})):
-        with pytest.raises(SchemaError, match=f"row 1, .*the keys differ \\({words}\\)"):
+        with pytest.raises(SchemaError, match=f"row 1, .*the keys differ \\({words}\\)") as raised:
             build(tmp_path / "s", [first, second])
+        # One way out, and not that of rows of another dtype as well.
+        assert str(raised.value).endswith("give all rows the same, None where it has none")
+
+
+def test_key_that_no_store_has_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match=r"row 1, .* the dict key 1.5") as raised:
+        build(tmp_path / "s", [{"a": {"b": 1}}, {"a": {1.5: 1}}])
+    assert str(raised.value).count("rename it in the dataset") == 1

@@ -1,0 +1,73 @@
+"""Where the rows of a split lie in a store, by table and worked out row by row."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_memmap.loading import store_offsets
+from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.sampling import (
+    ChosenRows,
+    Integers,
+    JoinedShards,
+    RowSubset,
+    Sampler,
+    Shards,
+    ShuffledSampler,
+    StridedRows,
+    WeightedSampler,
+)
+from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.weighted_shards import WeightedShards
+
+
+def moved(locations: Integers) -> Integers:
+    """As if a second store began behind row 20, after a gap of 2**32 rows."""
+    return locations + np.where(locations < 20, 0, 2**32)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[StoreOffsets, Sampler]:
+    num_rows, num_shards = draw(st.integers(12, 90)), draw(st.integers(1, 6))
+    stored = Shards(num_rows, num_shards)
+    kind = draw(st.sampled_from(["chosen", "strided", "striped", "joined", "weighted"]))
+    seed = draw(st.integers(0, 99))
+    if kind == "joined":
+        parts = (Shards(7, num_shards), Shards(num_rows - 7, num_shards))
+        line = JoinedShards(num_rows, num_shards, stores=("a", "b"), parts=parts)
+        return StoreOffsets(line, line, moved), ShuffledSampler(line, seed)
+    if kind == "striped":
+        shards = Shards(num_rows, num_shards + 1)
+        return StoreOffsets(stored, shards), ShuffledSampler(shards, seed)
+    if kind == "weighted":
+        weights = np.random.default_rng(seed).integers(0, 3, num_rows).astype(np.float64)
+        weights[:3] = 1, 0, 4
+        by_weight = WeightedShards.of(stored, weights * (50 / weights.sum()), 50)
+        return StoreOffsets(stored, by_weight), WeightedSampler(by_weight, seed)
+    subset: RowSubset = StridedRows(1, 3, excluded=True)
+    if kind == "chosen":
+        rows = np.random.default_rng(seed).permutation(num_rows)[: num_rows // 2]
+        subset = ChosenRows(Numbers(rows))
+    shards = Shards(subset.num_rows(num_rows), num_shards, subset)
+    return StoreOffsets(stored, shards), ShuffledSampler(shards, seed)
+
+
+@given(cases(), st.integers(0, 3), st.data())
+@settings(max_examples=25)
+def test_rows_are_found_where_they_lie_with_a_table_or_without(
+    case: tuple[StoreOffsets, Sampler], epoch: int, data: st.DataObject
+) -> None:
+    offsets, sampler = case
+    begin = data.draw(st.integers(0, sampler.num_positions))
+    positions = range(begin, sampler.num_positions)
+    rows = sampler.dataset_rows(epoch, positions)
+    expected = offsets.stored.locate(rows)
+    if offsets.in_memory is not None:
+        expected = offsets.in_memory(expected)
+    found = offsets.locate(sampler, epoch, positions)
+    assert found.dtype == np.int64
+    assert found.tolist() == expected.tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_offsets, "TABLE_ROWS", 0)
+        assert offsets.locate(sampler, epoch, positions).tolist() == expected.tolist()
