@@ -61,9 +61,9 @@ def test_rows_that_could_not_be_written_are_read_again(
     with monkeypatch.context() as patch:
         patch.setattr(FixedColumn, "write", fail_once)
         with pytest.raises(OSError, match="full"):
-            build_store(Numbered(100), tmp_path / "s", progress=False)
+            build_store(Numbered(100), tmp_path / "s", progress=False, fingerprint="one")
     assert max(firsts) == 60
     counting = Counting(Numbered(100))
-    store = build_store(counting, tmp_path / "s", progress=False)
+    store = build_store(counting, tmp_path / "s", progress=False, fingerprint="one")
     assert set(counting.rows) == {*probe_rows(100), *range(60, 100)}
     assert holds(store, Numbered(100))
