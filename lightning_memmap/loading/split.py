@@ -225,10 +225,10 @@ class _SourceMaker:
         )
         if windows.has_runs:
             runs = WindowLayout(*of_rows, shards=shards, window=windows.longest)
-            self._warn_of_waste(runs.share_used([range(windows.longest)]))
+            self._warn_of_waste(runs.share_used([range(windows.longest)]), windows)
             return StreamedRows(runs, windows.rows)
         layout = PlacedLayout(*of_rows, held=shards, windows=windows)
-        self._warn_of_waste(layout.share_used(windows))
+        self._warn_of_waste(layout.share_used(windows), windows)
         return StreamedRows(layout, windows.rows)
 
     def _streamed_windows(self, mapped: WindowRows, shards: list[int]) -> StreamedRows:
@@ -238,17 +238,28 @@ class _SourceMaker:
         files = open_row_files(self.store, cut, in_steps=True)
         fields = [column.field for column in self.columns]
         layout = SeriesLayout(fields, files, mapped, line, held=shards, windows=windows)
-        self._warn_of_waste(layout.share_used(windows))
+        self._warn_of_waste(layout.share_used(windows), windows)
         return StreamedRows(layout, windows.rows)
 
-    def _warn_of_waste(self, share: float) -> None:
+    def _warn_of_waste(self, share: float, windows: ReadWindows) -> None:
         """Warn where most of the bytes that are read are not used."""
         if share < _LEAST_SHARE:
+            why, remedy = (
+                (
+                    "of this process",
+                    "build a store of these rows alone, or one whose num_shards the data devices"
+                    " divide",
+                )
+                if windows.has_runs
+                else (
+                    "that the sampler draws",
+                    "let it draw more of them in an epoch (num_samples), or use residency='mmap'",
+                )
+            )
             warnings.warn(
                 f"residency='stream': {1 / share:.0f} bytes of the store at {self.store.location}"
-                " are read for each one that is used, since the rows of this process lie apart in"
-                " its files: build a store of these rows alone, or one whose num_shards the data"
-                " devices divide",
+                f" are read for each one that is used, since the rows {why} lie apart in its"
+                f" files: {remedy}",
                 stacklevel=4,
             )
 

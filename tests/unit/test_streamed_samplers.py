@@ -14,6 +14,7 @@ import torch
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.data import set_up as set_up_module
 from lightning_memmap.errors import PlacementError, StoreError
+from lightning_memmap.loading import window_places, window_reads
 from lightning_memmap.loading.window_places import LOOKUP_BYTES
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows
@@ -140,12 +141,34 @@ def test_streamed_epoch_is_resumed_after_any_step(stores: Path, name: str) -> No
         assert [read(batch) for batch in resumed] == whole[count:]
 
 
+def test_draws_that_lie_far_apart_are_warned_of(tmp_path: Path) -> None:
+    few = Weighted(np.ones(2000), num_samples=200)
+    with pytest.warns(UserWarning, match="10 bytes of the store .*num_samples"):
+        set_up(
+            MemmapDataModule(
+                NumberedRows(2000), store_dir=tmp_path, sampler=few, residency="stream"
+            )
+        )
+
+
 @pytest.mark.parametrize("block_bytes", [1, 512, 4096])
 def test_rows_of_several_files_are_read_wherever_their_blocks_begin(
     stores: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
     expected = epoch_of(set_up(make_data(stores, shuffle_window=5)))
     read_in_blocks(monkeypatch, block_bytes, 2 * 4096)
+    data = set_up(make_data(stores, shuffle_window=5, residency="stream"))
+    assert epoch_of(data) == expected
+
+
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.parametrize("gap_bytes", [8, 2**17])
+def test_one_read_has_rows_of_several_files_and_what_lies_between(
+    stores: Path, monkeypatch: pytest.MonkeyPatch, gap_bytes: int
+) -> None:
+    expected = epoch_of(set_up(make_data(stores, shuffle_window=5)))
+    monkeypatch.setattr(window_places, "MAX_PLACED_RUNS", 0)
+    monkeypatch.setattr(window_reads, "_GAP_BYTES", gap_bytes)
     data = set_up(make_data(stores, shuffle_window=5, residency="stream"))
     assert epoch_of(data) == expected
 
