@@ -229,8 +229,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
     Returns:
         ``; did you mean ...?`` with the nearest of the names, or an empty text if none is near.
     """
-    found = get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    folded = {other.casefold(): other for other in names}
+    found = get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
+    return f"; did you mean {folded[found[0]]!r}?" if found else ""
 
 
 def with_suggestion(message: str, parser: ArgumentParser) -> str:

@@ -14,8 +14,6 @@ import pytest
 
 # Many processes share few cores. Set before torch is imported, here and in what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Large pages where the system has them: processes with few pages are forked in half the time.
-os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 # Hundreds of programs import the package: it is compiled once, whatever the environment says.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Lightning sets it where there are GPUs, and a test leaves the environment as it was.

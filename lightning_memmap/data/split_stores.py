@@ -8,6 +8,7 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any
 
+from lightning_memmap.arguments import nearest, nearest_file
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import argument_of, has_several, named_datasets
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
@@ -137,6 +138,11 @@ class SplitStores:
         """
         given, mixed = self.given["train"], self.mixed
         names = [*given] if has_several(given) else []
+        if unknown := [name for name in mixed if names and name not in names]:
+            raise ValueError(
+                f"sampler={self.options.sampler!r}: train_dataset has no set {unknown[0]!r}, but"
+                f" {', '.join(names)}{nearest(unknown[0], names)}"
+            )
         if names and {*names} != {*mixed}:
             raise ValueError(
                 f"train_dataset has the sets {', '.join(names)}, and sampler="
@@ -285,7 +291,7 @@ class SplitStores:
         elif self.datasets[stored] is None and not is_store(path):
             return StoreNotFoundError(
                 f"{argument_of(stored)}=None and no store at {path}: give the dataset, or a"
-                f" store_dir that holds a store named {stored!r}"
+                f" store_dir that holds a store named {stored!r}{nearest_file(path)}"
             )
         return StoreNotFoundError(f"the {split} split is not set up: call setup() first")
 

@@ -1,26 +1,24 @@
 """Rows that differ in length, padded to one shape: written once, straight to where they stay."""
 
+import math
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, fresh_memory
 from lightning_memmap.loading.variable_steps import Together
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.columns.segments import (
-    LONG_BYTES,
-    Bytes,
-    copy_segments,
-    fill_segments,
-)
+from lightning_memmap.store.columns.segments import copy_segments
 
-#: Rows that are padded to so many bytes are copied together with what follows them in memory: one
-#: call for each step costs less then than dividing rows into blocks does, or a call for each row.
-_LEAST_WINDOW_BYTES, _MOST_WINDOW_BYTES = 2**11, 2**15
-#: At most this many times the bytes of the rows are copied so.
-_MOST_COPIED = 2.5
+#: Where rows have more bytes than this on average, filling what is behind each of them costs less
+#: than filling everything.
+_LONG_BYTES = 2**14
+#: More than a process can address.
+_TOO_MANY_BYTES = 2**47
 
 
 def padded_step(rows: VariableRows, multiple: int, value: float, allocate: Allocate) -> Tensor:
@@ -34,12 +32,22 @@ def padded_step(rows: VariableRows, multiple: int, value: float, allocate: Alloc
 
     Returns:
         Of shape (B, *padded sizes, *item shape), on the device of the rows.
+
+    Raises:
+        ValueError: No memory could hold so much.
     """
     widths = tuple(-(-width // multiple) * multiple for width in rows.widths)
+    num_bytes = len(rows) * math.prod(widths) * rows.field.item_bytes
+    if num_bytes > _TOO_MANY_BYTES:
+        raise ValueError(
+            f"variable: {len(rows)} rows of field {rows.field.name!r}, padded to {widths}, have"
+            f" {num_bytes} bytes: give Pad a smaller multiple than {multiple}, or use smaller"
+            " batches"
+        )
     fetch = rows.fetch
     # Those of several data devices may have the widths of all of them.
     is_alone = fetch is None or fetch.widths[rows.step] != rows.widths
-    if fetch is None or is_alone or rows.device.type != "cpu" or _fit_windows(rows, widths):
+    if fetch is None or is_alone or rows.device.type != "cpu":
         return padded(rows, widths, value, allocate)
 
     def together() -> Together:
@@ -73,65 +81,10 @@ def padded(
     """
     if rows.device.type != "cpu":
         values = _padded_on_device(rows, widths, value)
-    elif _fit_windows(rows, widths):
-        values = _padded_windows(rows, widths[0], value, allocate)
     else:
         each = np.broadcast_to(np.array(widths, np.int64), rows.sizes.shape)
         values = _padded_each(rows, each, value, allocate)
     return values.view(len(rows), *widths, *rows.field.item_shape)
-
-
-def _fit_windows(rows: VariableRows, widths: tuple[int, ...]) -> bool:
-    """Whether rows are best copied together with what follows them in memory."""
-    width = widths[0]
-    return (
-        len(widths) == 1
-        and _LEAST_WINDOW_BYTES <= width * rows.field.item_bytes <= _MOST_WINDOW_BYTES
-        and width <= len(rows.items)
-        and 0 < len(rows) * width <= _MOST_COPIED * np.add.reduce(rows.sizes[:, 0])
-    )
-
-
-def _padded_windows(rows: VariableRows, width: int, value: float, allocate: Allocate) -> Tensor:
-    """Copy rows and what follows them in one call, and overwrite what follows them.
-
-    Args:
-        rows: The rows, on a CPU, of which one dimension differs.
-        width: The size of the result in this dimension.
-        value: What the rest is filled with.
-        allocate: Gives the memory.
-
-    Returns:
-        Of shape (B, width, *item shape).
-    """
-    field, items, stride = rows.field, rows.items, rows.items.stride()
-    starts, sizes, last = rows.starts, rows.sizes[:, 0], len(items) - width
-    memory = allocate(len(rows) * width * field.item_bytes)
-    out = memory.view(field.dtype).view(len(rows), width, *field.item_shape)
-    windows = items.as_strided((last + 1, *out.shape[1:]), (stride[0], *stride))
-    torch.index_select(windows, 0, torch.from_numpy(np.minimum(starts, last)), out=out)
-    # Too close to the end of the memory.
-    for row in np.flatnonzero(starts > last).tolist():
-        start, length = int(starts[row]), int(sizes[row])
-        out[row, :length] = items[start : start + length]
-    shortest = int(sizes.min())
-    # Rows of a mask are pieces of one array too: that costs less than comparing numbers.
-    masks = _tails(width).as_strided((width + 1, width - shortest), (1, 1))
-    tails = torch.from_numpy(width + shortest - sizes)
-    is_padding = masks.index_select(0, tails).numpy()
-    is_padding = is_padding.reshape(*is_padding.shape, *[1] * len(field.item_shape))
-    # numpy has no bfloat16 and no float8, but integers of their size.
-    item = _bytes_of(value, field.dtype)
-    number = np.dtype(f"u{len(item)}" if len(item) <= 8 else np.complex128)
-    target = memory.numpy().view(number).reshape(out.shape)[:, shortest:]
-    np.copyto(target, item.view(number), where=is_padding)
-    return out
-
-
-@lru_cache(maxsize=64)
-def _tails(width: int) -> Tensor:
-    """What is padding from each item on, if a row ends at item ``width``: (2 * width,), bool."""
-    return torch.from_numpy(np.arange(2 * width) >= width)
 
 
 def _padded_each(rows: VariableRows, widths: Integers, value: float, allocate: Allocate) -> Tensor:
@@ -151,12 +104,15 @@ def _padded_each(rows: VariableRows, widths: Integers, value: float, allocate: A
     total = int(widths.prod(axis=1).sum())
     memory = allocate(total * size)
     values = memory.view(field.dtype).view(total, *field.item_shape)
-    out, item = memory.numpy(), _bytes_of(value, field.dtype)
-    # Where pieces are short, filling everything costs less than finding what is between them.
-    begins, ends = np.zeros(1, np.int64), np.full(1, total)
-    if lengths.sum() * size > LONG_BYTES * len(lengths):
-        begins, ends = np.append(0, places + lengths), np.append(places, ends)
-    fill_segments(out, begins * size, (ends - begins) * size, item)
+    out, item = memory.numpy(), _number(value, field.dtype)
+    if lengths.sum() * size > _LONG_BYTES * len(lengths):
+        begins, ends = np.append(0, places + lengths) * size, np.append(places, total) * size
+        padding = np.tile(item, int((ends - begins).max()) // item.nbytes).view(np.uint8)
+        target, source = out.data, padding.data
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            target[begin:end] = source[: end - begin]
+    else:
+        out.view(item.dtype)[:] = item
     copy_segments(rows.memory, starts * size, out, places * size, lengths * size)
     return values
 
@@ -182,9 +138,16 @@ def _pieces(rows: VariableRows, widths: Integers) -> tuple[Integers, Integers, I
 
 
 @lru_cache(maxsize=64)
-def _bytes_of(value: float, dtype: torch.dtype) -> Bytes:
-    """A number as it lies in memory, uint8 of shape (bytes of the dtype,)."""
-    return torch.tensor([value], dtype=dtype).view(torch.uint8).numpy()
+def _number(value: float, dtype: torch.dtype) -> NDArray[Any]:
+    """A number as it lies in memory, of shape (1,).
+
+    numpy has no bfloat16 and no float8, but integers of their size.
+    """
+    item = torch.tensor([value], dtype=dtype).view(torch.uint8).numpy()
+    if (item == item[0]).all():
+        # Bytes are set several times as fast as wider numbers.
+        return item[:1]
+    return item.view(f"u{len(item)}" if len(item) <= 8 else np.complex128)
 
 
 def _padded_on_device(rows: VariableRows, widths: tuple[int, ...], value: float) -> Tensor:

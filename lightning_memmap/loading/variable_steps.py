@@ -42,6 +42,8 @@ class Together:
         if not self._first <= step < self._end:
             limit = edges[step] + self._most_items
             end = max(step + 1, bisect_right(edges, limit) - 1)
+            # The memory of the steps before may be used again, while it is in the caches.
+            self._made, self._end = torch.empty(0), self._first
             # Ordinary tensors in inference mode too: it may be over before the last of the steps.
             with torch.inference_mode(False):
                 self._made = self._make(step, end)

@@ -165,8 +165,9 @@ class MixtureSampler(WindowedSampler):
 
     A shard reads its piece of a set round after round. In an epoch it gives as many rows as the
     shard has positions, and the next epoch goes on behind them: rows that come together lie
-    together, and all come before one comes again. The positions of a shard are then permuted as by
-    `lightning_memmap.sampling.BlockShuffledSampler`, which sees positions instead of rows.
+    together, and all but those on a cut come before one comes again. The positions of a shard are
+    then permuted as by `lightning_memmap.sampling.BlockShuffledSampler`, which sees positions
+    instead of rows.
 
     A row on a cut between shards comes in both: as often as points at a distance of one, from a
     random offset on, lie on its part of the line of positions, as of

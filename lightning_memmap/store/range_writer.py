@@ -168,15 +168,16 @@ class RangeWriter:
         return True
 
     def _write_items(self, rows: range) -> None:
+        # Two blocks take turns where the one that was filled last is still being written.
+        if not self._writing.done():
+            self._blocks.reverse()
         blocks = self._blocks[0]
         if not blocks:
             blocks += [column.block(self._max_item_rows) for column in self._plan.columns]
         for index in range(0, len(rows), self._max_piece_rows):
             self._put_items(blocks, index, rows[index : index + self._max_piece_rows])
-        # Two blocks take turns: the other one is written by now.
         self.finish()
         self._writing = self._thread.submit(self._write_blocks, blocks, self._stored(rows))
-        self._blocks.reverse()
 
     def _write_blocks(self, blocks: Sequence[Block], rows: range) -> None:
         exit_if_orphaned()

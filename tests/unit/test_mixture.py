@@ -17,7 +17,7 @@ from torch.utils.data import Subset as TorchSubset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.cli import main
-from lightning_memmap.errors import SchemaError
+from lightning_memmap.errors import SchemaError, StoreNotFoundError
 from lightning_memmap.sampling import (
     JoinedRows,
     JoinedShards,
@@ -263,6 +263,10 @@ def test_wrong_shares_are_refused(shares: Any, num_samples: Any, words: str) -> 
     [
         ({"sampler": None}, r"sampler=Mixture\(\{'a'"),
         ({"sampler": Mixture({"a": 1, "b": 1})}, "the sets a, b, c"),
+        (
+            {"sampler": Mixture({"A": 1, "b": 1, "c": 1})},
+            r"no set 'A', but a, b, c; did you mean 'a'",
+        ),
         ({"train_dataset": NumberedSet(1, 9)}, "train_dataset is one"),
         ({"train_dataset": [*mixed_sets().values()]}, "give a dict of them by name"),
         ({"subset": RandomSplit(0.1)}, r"none is held out: give subset=\{'train/a': Subset"),
@@ -357,4 +361,7 @@ def test_stores_of_a_mixture_are_used_without_datasets(tmp_path: Path) -> None:
     found = sorted(path.name for path in (tmp_path / "stores" / "train").glob("[!.]*"))
     assert found == [*SIZES]
     assert epoch_of(set_up(make_data(tmp_path, train_dataset=None))) == expected
+    misspelt = make_data(tmp_path, train_dataset=None, sampler=Mixture({"A": 1, "b": 1, "c": 1}))
+    with pytest.raises(StoreNotFoundError, match=r"did you mean '.*train/a'"):
+        set_up(misspelt)
     assert open_store(tmp_path / "stores" / "train" / "a").num_rows == SIZES["a"]

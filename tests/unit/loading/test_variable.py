@@ -323,6 +323,14 @@ def test_steps_padded_together_are_padded_as_wide_as_each_needs(
     assert padded_step(wide, 1, value, fresh_memory).shape[1] == longest
 
 
+@pytest.mark.parametrize("num_variable", [1, 2])
+def test_padding_that_no_memory_can_hold_is_refused(num_variable: int) -> None:
+    field = Field("x", torch.float32, (None,) * num_variable, "tensor")
+    (step,) = rows_in_memory(field, [torch.ones((3,) * num_variable)]).split_with_sizes([1])
+    with pytest.raises(ValueError, match=r"1 rows of field 'x', .* a smaller multiple than 4611"):
+        padded_step(step, 2**62, 0, fresh_memory)
+
+
 def test_form_of_a_user_needs_nothing_but_its_class(store: Store) -> None:
     @dataclass(frozen=True)
     class Longest(Form):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap.schema import Pad, Schema
+from lightning_memmap.schema.leaves import native_tensor
 from lightning_memmap.schema.rows import stack_samples
 from tests.texts import texts
 
@@ -60,3 +61,27 @@ def test_samples_that_may_not_fit_are_not_stacked() -> None:
     for other in (wrong, {**wrong, "array": [1, 2]}, {**wrong, "array": torch.zeros(2, 3)}):
         samples = [a_sample(2, 3, "ab", True), other]
         assert stack_samples(samples, schema.structure, schema.fields) is None
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.sampled_from([2, 2, 2, 1, 3]), min_size=1, max_size=4),
+    st.sampled_from(["i2", ">i2", "f4"]),
+    st.booleans(),
+)
+def test_leaves_are_stacked_in_given_memory_only_where_all_fit(
+    sizes: list[int], dtype: str, are_tensors: bool
+) -> None:
+    arrays = [np.full((size, 3), row, dtype) for row, size in enumerate(sizes)]
+    leaves: Any = [native_tensor(array) for array in arrays] if are_tensors else arrays
+    schema = Schema.from_sample(np.zeros((2, 3), "i2"))
+    # Their sizes may add up all the same.
+    room = torch.full((len(sizes), 2, 3), -1, dtype=torch.int16)
+    stacked = stack_samples(leaves, schema.structure, schema.fields, [room])
+    if set(sizes) != {2} or dtype == "f4":
+        assert stacked is None
+        return
+    assert stacked is not None
+    np.testing.assert_array_equal(np.asarray(stacked[0]), np.stack(arrays))
+    if are_tensors or dtype == "i2":
+        assert np.shares_memory(np.asarray(stacked[0]), room.numpy())

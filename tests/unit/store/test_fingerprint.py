@@ -86,6 +86,11 @@ CHANGED: dict[str, tuple[Any, Any, str]] = {
         Holder(a=np.array(["y", None])),
         "attribute a",
     ),
+    "array of texts": (
+        Holder(a=np.array(["a", "bc"], object)),
+        Holder(a=np.array(["ab", "c"], object)),
+        "attribute a",
+    ),
     "dtype": (Holder(a=np.zeros(3, "<i4")), Holder(a=np.zeros(3, "<f4")), "attribute a"),
     "path": (Holder(root=Path("/a")), Holder(root=Path("/b")), "attribute root"),
     "private text": (Holder(_root="a"), Holder(_root="b"), "attribute _root"),

@@ -17,7 +17,7 @@ from lightning_memmap.loading import FormedCollate
 from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Pad
 from lightning_memmap.store import Store, build_store, open_store, range_writer, verify_store
-from lightning_memmap.store.columns.segments import copy_segments, fill_segments, pack_segments
+from lightning_memmap.store.columns.segments import copy_segments, pack_segments
 from lightning_memmap.store.probes import probe_rows
 from tests.datasets import Counting, Replaced
 from tests.unit.store.signing import sign_manifest
@@ -91,21 +91,6 @@ def test_segments_are_packed_as_slices_are(found: list[tuple[int, int]], seed: i
     pack_segments(source, starts, target, lengths)
     parts = [source[start : start + length] for start, length in found]
     assert np.array_equal(target, np.concatenate(parts))
-
-
-@given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), max_size=20))
-def test_segments_are_filled_between_others(found: list[tuple[int, int]]) -> None:
-    item = np.array([1, 2, 3, 4], np.uint8)
-    target, places, at = np.zeros(4 * sum(map(sum, found)), np.uint8), [], 0
-    expected = target.copy()
-    for gap, length in found:
-        at += 4 * gap
-        places.append(at)
-        expected[at : at + 4 * length] = np.tile(item, length)
-        at += 4 * length
-    lengths = np.array([4 * length for _, length in found], np.int64)
-    fill_segments(target, np.array(places, np.int64), lengths, item)
-    assert np.array_equal(target, expected)
 
 
 @pytest.mark.parametrize(
