@@ -199,6 +199,8 @@ def print_error(error: BaseException) -> None:
     text = str(error)
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         text = f"there is no file {str(error.filename)!r}{nearest_file(error.filename)}"
+        if not (folder := Path(error.filename).parent).is_dir():
+            text = f"there is no directory {str(folder)!r}{nearest_file(folder)}"
     print("error: " + "\n".join(map(printable, text.splitlines())), file=sys.stderr)
 
 

@@ -30,6 +30,7 @@ from lightning_memmap.store import (
     push_store,
     verify_store,
 )
+from lightning_memmap.store.checksums import hashed_bytes
 from lightning_memmap.store.places import check_path
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.transfer import stores_at
@@ -194,7 +195,7 @@ def _verify(path: str) -> int:
         try:
             if isinstance(store, Exception):
                 raise store
-            with show_progress("verifying", store.manifest.num_bytes, 1) as advance:
+            with show_progress("verifying", hashed_bytes(store.manifest.columns), 1) as advance:
                 damages = verify_store(store.path, advance=advance)
         except (MemmapError, OSError) as error:
             print_error(error)

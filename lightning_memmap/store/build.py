@@ -208,6 +208,15 @@ class Build:
         try:
             with progress("storing", len(rows), self.row_bytes, num_done) as advance:
                 written = self._write_rows(journal, todo, advance)
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: rows cannot be written. Make room, or raise the limit that is"
+                " in the way; the same build then goes on",
+                str(self.plan.path),
+            ) from error
         finally:
             self.workers.close()
         with ThreadPoolExecutor(1) as thread:

@@ -61,6 +61,16 @@ def compute_checksums(
     return sums
 
 
+def hashed_bytes(columns: Sequence[Column]) -> int:
+    """The bytes that `compute_checksums` reads.
+
+    Args:
+        columns: The columns of the store.
+    """
+    pieces = chain.from_iterable(chain.from_iterable(c.shard_ranges() for c in columns))
+    return sum(end - start for _, start, end in pieces)
+
+
 def _hash_shards(
     files: Mapping[str, int],
     advance: Callable[[int], None],

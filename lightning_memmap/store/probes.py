@@ -265,7 +265,8 @@ def random_dataset_error(row: int, field: str) -> DatasetError:
     """
     return DatasetError(
         f"row {row}, field {field!r}: two reads of the same row differ, so the dataset is"
-        " random. A store would freeze its augmentation. Take the random part out of the"
-        " dataset and pass it as `transform=`, where it runs on every batch"
-        " (`lightning_memmap.transforms.PerSample` adapts a per-sample callable)"
+        " random, and a store would freeze its augmentation; or it gives arrays that it later"
+        " overwrites. Take the random part out of the dataset and pass it as `transform=`, where"
+        " it runs on every batch (`lightning_memmap.transforms.PerSample` adapts a per-sample"
+        " callable); give copies of arrays that are used again"
     )

@@ -163,8 +163,9 @@ def check_length(dataset: Any) -> None:
         num_rows = len(dataset)
     except TypeError as error:
         raise TypeError(
-            f"the dataset, {with_article(type(dataset).__name__)}, has no length: a store needs a"
-            " map-style dataset with __len__ and __getitem__, or one that can be iterated over"
+            f"the dataset, {with_article(type(dataset).__name__)}, has no length ({error}): a"
+            " store needs a map-style dataset with __len__ and __getitem__, or one that can be"
+            " iterated over"
         ) from error
     if num_rows < 1:
         raise ValueError("the dataset is empty: there is nothing to store")

@@ -26,14 +26,14 @@ def to_numpy(column: Any) -> np.ndarray | NullableRows:
     kind = column.type
     if isinstance(kind, pa.DictionaryType):
         return to_numpy(column.cast(kind.value_type))
+    if _is_list(kind) and pa.types.is_primitive(kind.value_type):
+        return _lists_to_numpy(column)
     if not column.null_count:
         if pa.types.is_primitive(kind):
             values: np.ndarray = column.to_numpy()
             return values
         if isinstance(kind, pa.FixedShapeTensorType):
             return np.concatenate([chunk.to_numpy_ndarray() for chunk in _chunks(column)])
-        if _is_list(kind) and pa.types.is_primitive(kind.value_type):
-            return _lists_to_numpy(column)
     elif pa.types.is_primitive(kind):
         return NullableRows(_filled(column).to_numpy(), column.is_valid().to_numpy())
     if kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
@@ -65,18 +65,17 @@ def _is_list(kind: Any) -> bool:
 
 
 def _lists_to_numpy(column: Any) -> np.ndarray:
-    chunks = _chunks(column)
-    flat = [chunk.flatten() for chunk in chunks]
+    import pyarrow.compute as pc
+
+    flat = [chunk.flatten() for chunk in _chunks(column)]  # Without lists that are missing.
     if any(values.null_count for values in flat):
         return object_array(column.to_pylist())
     values = np.concatenate([part.to_numpy(zero_copy_only=False) for part in flat])
-    lengths = np.concatenate([_lengths(chunk) for chunk in chunks])
-    if len(lengths) and (lengths == lengths[0]).all():
+    lengths = pc.list_value_length(column).fill_null(0).to_numpy()
+    if len(lengths) and (lengths == lengths[0]).all() and not column.null_count:
         return values.reshape(len(lengths), -1)
-    return object_array(np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else [])
-
-
-def _lengths(lists: Any) -> np.ndarray:
-    if hasattr(lists, "offsets"):
-        return np.diff(lists.offsets.to_numpy())
-    return np.full(len(lists), lists.type.list_size)
+    rows: list[Any] = np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
+    if column.null_count:
+        valid = column.is_valid().to_pylist()
+        rows = [row if given else None for row, given in zip(rows, valid, strict=True)]
+    return object_array(rows)

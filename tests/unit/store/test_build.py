@@ -451,9 +451,18 @@ def test_build_empty_dataset_raises_value_error(tmp_path: Path, num_workers: int
 
 
 def test_build_dataset_without_length_raises_type_error(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"WithoutLength.* has no length: .* map-style"):
+    with pytest.raises(TypeError, match=r"WithoutLength.* has no length .* map-style"):
         build(WithoutLength(), tmp_path / "s")
     assert_nothing_built(tmp_path / "s")
+
+
+def test_length_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
+    class Misled(WithoutLength):
+        def __len__(self) -> int:
+            return "abc"  # type: ignore[return-value]
+
+    with pytest.raises(TypeError, match=r"Misled.* has no length \('str' object cannot be"):
+        build(Misled(), tmp_path / "s")
 
 
 @pytest.mark.parametrize(

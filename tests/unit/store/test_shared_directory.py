@@ -352,6 +352,23 @@ def test_build_beyond_the_size_of_a_file_says_so_and_leaves_nothing(shared: Path
     assert os.listdir(shared) == [".s.lock"]
 
 
+def test_rows_beyond_the_size_of_a_file_say_so_and_are_built_on(shared: Path) -> None:
+    shared.chmod(0o777)
+    rows = [torch.full((row % 7 * 20,), row) for row in range(500)]
+
+    def build_limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, resource.RLIM_INFINITY))
+        build(shared / "s", rows)
+
+    kind, text = run_as(OTHER, build_limited)
+    assert kind == "OSError"
+    assert f"[Errno {errno.EFBIG}] File too large: rows cannot be written" in text
+    assert f"'{shared / 's'}'" in text
+    assert run_as(OTHER, lambda: build(shared / "s", rows)) == ["done"]
+    assert [found.tolist() for found in open_store(shared / "s")] == [row.tolist() for row in rows]
+
+
 def test_verify_unreadable_disk_says_so(
     pristine: dict[int, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -649,6 +649,25 @@ def parquet_files(directory: Path, **files: Any) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("dtype", ["int16", "float32", "bool_"])
+def test_lists_of_which_some_are_missing_are_the_same_in_all_groups_of_rows(
+    tmp_path: Path, dtype: str
+) -> None:
+    arrow = import_module("pyarrow")
+    lists = [None if row % 11 == 3 else [row % 2] * (row % 4) for row in range(40)]
+    column = arrow.array(lists, arrow.list_(getattr(arrow, dtype)()))
+    path = tmp_path / "a.parquet"
+    import_module("pyarrow.parquet").write_table(arrow.table({"x": column}), path, row_group_size=5)
+    store = build_store(ColumnDataset(path), tmp_path / "s", num_shards=4, progress=False)
+    for row, expected in enumerate(lists):
+        found = store[row]["x"]
+        if expected is None:
+            assert found is None
+        else:
+            assert found.dtype == getattr(torch, dtype.strip("_"))
+            assert found.tolist() == expected
+
+
 def test_parquet_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for name in ("a", "b"):
         path = parquet_files(tmp_path / name, a={"x": [1]}, b={"x": [2]})

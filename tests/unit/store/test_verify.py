@@ -3,12 +3,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.sampling import shard_starts
 from lightning_memmap.store import Damage, build_store, open_store, verify_store
+from lightning_memmap.store.checksums import hashed_bytes
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.datasets import Numbered
 
@@ -23,6 +25,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("verify") / "s"
     build_store(Numbered(NUM_ROWS), path, num_shards=NUM_SHARDS, progress=False)
     return path
+
+
+def test_all_bytes_that_are_read_are_counted_before(tmp_path: Path) -> None:
+    rows = [torch.full((row % 7,), row) for row in range(100)]
+    store = build_store(rows, tmp_path / "s", num_shards=NUM_SHARDS, progress=False)
+    read: list[int] = []
+    assert verify_store(store.path, advance=read.append) == []
+    assert sum(read) == hashed_bytes(store.manifest.columns)
 
 
 @pytest.fixture
