@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.sources.field_array import FieldArray, NullableRows, join
+from lightning_memmap.store.sources.field_array import FieldArray, join
 from lightning_memmap.store.sources.from_arrow import to_numpy
 from lightning_memmap.store.sources.names import chosen
 
@@ -78,13 +78,8 @@ class ParquetColumn(FieldArray):
 
     @property
     def has_missing(self) -> bool:
-        """Whether rows have no value: by the statistics of the files, where these have them."""
-        groups, _ = self._groups
-        for number, (_, file, group) in enumerate(groups):
-            found = _null_count(file, group, self.name)
-            if found or (found is None and isinstance(self._read_group(number), NullableRows)):
-                return True
-        return False
+        """Whether rows have no value: by the statistics of the files, where these tell."""
+        return any(map(self._lacks_values, self._groups[0]))
 
     @cached_property
     def _groups(self) -> tuple[list[tuple[str, Any, int]], Integers]:
@@ -145,13 +140,18 @@ class ParquetColumn(FieldArray):
             parts.append(values[rows[places] - (int(self._groups[1][number]) - len(values))])
         return join(parts)[np.argsort(order)]
 
+    def _lacks_values(self, place: tuple[str, Any, int]) -> bool:
+        found = _null_count(*place[1:], self.name)
+        return bool(self._read_arrow(*place).null_count if found is None else found)
+
     def _read_group(self, number: int) -> Any:
         if self._last is None or self._last[0] != number:
-            path, file, group = self._groups[0][number]
-            with _reading(path):
-                table = file.read_row_group(group, columns=[self.name])
-            self._last = number, to_numpy(table.column(self.name))
+            self._last = number, to_numpy(self._read_arrow(*self._groups[0][number]))
         return self._last[1]
+
+    def _read_arrow(self, path: str, file: Any, group: int) -> Any:
+        with _reading(path):
+            return file.read_row_group(group, columns=[self.name]).column(self.name)
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process opens the files for itself.
@@ -159,14 +159,21 @@ class ParquetColumn(FieldArray):
 
 
 def _null_count(file: Any, group: int, name: str) -> int | None:
-    """How many rows of a column have no value in a row group; None where the file does not say."""
+    """How many rows of a column have no value in a row group; None where the file does not say.
+
+    Of lists and structs it tells only that nothing is missing: an empty list counts as well.
+    """
     metadata = file.metadata.row_group(group)
-    for index in range(metadata.num_columns):
-        column = metadata.column(index)
-        if column.path_in_schema == name and (found := column.statistics) is not None:
-            count: int | None = found.null_count if found.has_null_count else None
-            return count
-    return None
+    columns = [metadata.column(index) for index in range(metadata.num_columns)]
+    leaves = [c for c in columns if f"{c.path_in_schema}.".startswith(f"{name}.")]
+    counts = []
+    for leaf in leaves:
+        found = leaf.statistics
+        if found is None or not found.has_null_count:
+            return None
+        counts.append(found.null_count)
+    is_whole = [leaf.path_in_schema for leaf in leaves] == [name]
+    return sum(counts) if counts and (is_whole or not any(counts)) else None
 
 
 def _is_alike(one: Any, other: Any) -> bool:
