@@ -247,6 +247,22 @@ def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of each read of rows from a disk."""
+    from lightning_memmap.store.row_file import RowFile
+
+    found: list[int] = []
+    read_bytes = RowFile.read_bytes
+
+    def counted(self: RowFile, begin: int, end: int, memory: memoryview) -> None:
+        found.append(end - begin)
+        read_bytes(self, begin, end, memory)
+
+    monkeypatch.setattr(RowFile, "read_bytes", counted)
+    return found
+
+
 @pytest.fixture(scope="session")
 def numbered_store(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Store]":
     """Builds stores of numbered rows, by rows, shards and extra bytes per row, each one once."""

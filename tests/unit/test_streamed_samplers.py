@@ -19,7 +19,6 @@ from lightning_memmap.loading.window_places import LOOKUP_BYTES
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import TokenStream
-from lightning_memmap.store.row_file import RowFile
 from tests.mixed import SAMPLES, SHARES, checked_numbers
 from tests.rows import NumberedRows, read_in_blocks, rows_of
 from tests.unit.test_mixture import epoch_of, make_data, set_up
@@ -31,20 +30,6 @@ OTHER = Mixture({"a": 0.1, "b": 0.1, "c": 0.8}, SAMPLES)
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stores")
-
-
-@pytest.fixture
-def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The size of each read."""
-    found: list[int] = []
-    read_bytes = RowFile.read_bytes
-
-    def counted(self: RowFile, begin: int, end: int, memory: memoryview) -> None:
-        found.append(end - begin)
-        read_bytes(self, begin, end, memory)
-
-    monkeypatch.setattr(RowFile, "read_bytes", counted)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, TokenStream, build_store
-from lightning_memmap.store.row_file import RowFile
 from tests.rows import read_in_blocks
 from tests.series import Series, all_windows, make_loader, windows_in
 
@@ -271,20 +270,6 @@ def test_steps_that_lie_apart_are_read_in_pieces(
 
 
 # Memory, and bytes
-
-
-@pytest.fixture
-def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The size of each read."""
-    found: list[int] = []
-    read_bytes = RowFile.read_bytes
-
-    def counted(self: RowFile, begin: int, end: int, memory: memoryview) -> None:
-        found.append(end - begin)
-        read_bytes(self, begin, end, memory)
-
-    monkeypatch.setattr(RowFile, "read_bytes", counted)
-    return found
 
 
 @pytest.fixture(scope="module")
