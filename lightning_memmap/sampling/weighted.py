@@ -244,9 +244,11 @@ class _Draws:
         # Before the row of a point come as many rows as end at this point or before it.
         drawn = self._drawn[line.cuts[shard] : line.cuts[shard + 1]]
         rows = np.bincount(ends, minlength=len(drawn)).cumsum()[: len(drawn)]
-        drawn[:] = order.take(rows, mode="wrap")
+        found = order.take(rows, mode="wrap")
         if self._is_in_windows:
-            drawn.sort()
+            found.sort()
+        # At once: a thread that reads windows may look up what another one draws again.
+        drawn[:] = found
         self._is_drawn[shard] = True
 
 
