@@ -18,7 +18,7 @@ from lightning_memmap.compare.report.parity import default_tolerance
 from lightning_memmap.compare.report.records import AnyRank, CheckRank, Rank, TimedRank
 from lightning_memmap.compare.report.report import Report, ScalingPoint, Settings
 from lightning_memmap.compare.run.findings import Findings, VariantRuns
-from lightning_memmap.compare.run.launch import RunResult, run
+from lightning_memmap.compare.run.launch import RunError, RunResult, run
 from lightning_memmap.compare.run.plan import ComparisonOptions, RunKind, RunSpec, shared_config
 from lightning_memmap.compare.run.progress import ComparisonProgress
 from lightning_memmap.compare.run.variants import Machine, Variant, parse_variants
@@ -144,7 +144,11 @@ class Comparison:
         outcome: Callable[[RunResult[AnyRank]], str] = lambda result: "done",
     ) -> RunResult[AnyRank]:
         with self._progress.run(title, spec.total_steps) as progress:
-            result = run(spec, record, self._options.timeout_s, progress.steps)
+            try:
+                result = run(spec, record, self._options.timeout_s, progress.steps)
+            except OSError as error:
+                # What others have measured is worth more than this run.
+                result = RunResult(Path(spec.out), error=RunError(f"it did not start: {error}"))
             if result.error is None:
                 progress.end(outcome(result))
             else:

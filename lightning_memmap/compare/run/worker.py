@@ -3,9 +3,11 @@
 Under a strategy with several processes, each of them runs this file again.
 """
 
+import os
 import sys
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +121,23 @@ def main() -> None:
     try:
         prepare(spec) if spec.kind == "prepare" else train(spec)
     except BaseException as error:
-        _write_error(Path(spec.out), error)
+        write_error(Path(spec.out), error)
         raise
 
 
-def _write_error(out: Path, error: BaseException) -> None:
-    # The first process that fails says why; its failure ends the others.
-    if not (out / "error.json").exists():
-        refused = isinstance(error, REFUSALS) and not (out / "progress").exists()
-        found = RunError(f"{type(error).__name__}: {error}", refused, traceback.format_exc())
-        (out / "error.json").write_bytes(msgspec.json.encode(found))
+def write_error(out: Path, error: BaseException) -> None:
+    """Say why a run failed, unless another of its processes has done so.
+
+    The first process that fails says why; its failure ends the others. A file of its own becomes
+    ``error.json`` as a whole: several processes may fail at once, or be ended while they write.
+    """
+    refused = isinstance(error, REFUSALS) and not (out / "progress").exists()
+    found = RunError(f"{type(error).__name__}: {error}", refused, traceback.format_exc())
+    mine = out / f"error-{os.getpid()}.json"
+    mine.write_bytes(msgspec.json.encode(found))
+    with suppress(FileExistsError):
+        os.link(mine, out / "error.json")
+    mine.unlink()
 
 
 def trainer_options(spec: RunSpec) -> dict[str, Any]:
