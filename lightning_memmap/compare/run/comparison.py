@@ -131,7 +131,6 @@ class Comparison:
             global_batch=0 if facts is None else facts.data.batch_size * devices,
             warmup_steps=options.warmup_steps if timed else 0,
             steps=options.steps if timed else options.check_steps,
-            split_steps=options.split_steps if timed else 0,
             transform_is_random=facts is not None and facts.data.transform_is_random,
             out=str((self._out / RUNS / folder).resolve()),
         )
@@ -228,7 +227,6 @@ class Comparison:
                 "tolerance": default_tolerance(precision) if tolerance is None else tolerance,
             },
             global_batch=facts.data.batch_size * options.devices,
-            split_steps=options.split_steps,
             precision=precision,
             seed=self._config["seed_everything"],
         )

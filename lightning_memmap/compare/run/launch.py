@@ -102,8 +102,8 @@ def run(
         return RunResult(out, error=_read_error(out, process.returncode))
     try:
         ranks = read_ranks(out, record)
-    except (OSError, ValueError) as error:
-        return RunResult(out, error=RunError(f"what it measured cannot be read: {error}"))
+    except (OSError, ValueError) as damage:
+        return RunResult(out, error=RunError(f"what it measured cannot be read: {damage}"))
     found = [rank.rank for rank in ranks]
     if spec.kind != "prepare" and found != list(range(ranks[0].world_size if ranks else 1)):
         error = RunError(f"only the ranks {found} wrote what they measured: {_tail(out)}")

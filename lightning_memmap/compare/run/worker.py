@@ -33,7 +33,6 @@ from lightning_memmap.compare.run.measure import (
     CheckCallback,
     RunCallback,
     TimedCallback,
-    synchronizer,
 )
 from lightning_memmap.compare.run.plan import RunSpec
 from lightning_memmap.compare.run.rows import HashedTransform, MappedLoader, hash_batch
@@ -206,7 +205,7 @@ def train_variant(
         callback = CheckCallback(spec, data, hashes)
         trainer.callbacks.append(MemoryTrace(spec.out, FIRST_TRACED_STEP, NUM_TRACED_STEPS))
     else:
-        trainer.profiler = clock = StepClock(synchronizer(trainer.strategy.root_device))
+        trainer.profiler = clock = StepClock(trainer.strategy.root_device)
         callback = TimedCallback(spec, data, clock)
     trainer.callbacks.append(callback)
     loaded = loaded_data(data, variant, spec.global_batch, transform_here=is_check)

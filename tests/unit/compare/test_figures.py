@@ -122,12 +122,6 @@ def test_peaks_of_processes_on_one_device_add_up_and_the_highest_run_counts() ->
     assert result.figures["device_reserved_bytes"] == (30, 14)
 
 
-def test_energy_is_that_of_a_sample_and_of_all_runs_or_none() -> None:
-    with_energy, without = [timed_rank(joules=64.0)], [timed_rank()]
-    assert figures_of(measured(with_energy))["joules_per_sample"] == (0.2,)
-    assert "joules_per_sample" not in figures_of(measured(with_energy, without))
-
-
 def test_ideal_of_a_strategy_is_its_own() -> None:
     auto, ideal, ddp = results(
         timed((timed_rank(rate=900.0),)),

@@ -15,7 +15,7 @@ from lightning_memmap.compare.run.worker import write_error
 def make_spec(path: Path) -> RunSpec:
     return RunSpec(
         kind="timed", config={}, trainer={}, variant="auto", devices=1, global_batch=8,
-        warmup_steps=1, steps=2, split_steps=1, transform_is_random=False,
+        warmup_steps=1, steps=2, transform_is_random=False,
         out=str(path / "run"),
     )  # fmt: skip
 
