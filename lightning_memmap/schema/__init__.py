@@ -26,6 +26,7 @@ from lightning_memmap.schema.nesting import Masked, Nesting
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import Node
 from lightning_memmap.schema.unchecked import read_schema
+from lightning_memmap.schema.values import Values
 
 __all__ = [
     "DTYPES",
@@ -42,6 +43,7 @@ __all__ = [
     "RowList",
     "Rows",
     "Schema",
+    "Values",
     "Windows",
     "read_forms",
     "read_schema",
