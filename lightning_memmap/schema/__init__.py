@@ -26,7 +26,6 @@ from lightning_memmap.schema.nesting import Masked, Nesting
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import Node
 from lightning_memmap.schema.unchecked import read_schema
-from lightning_memmap.schema.values import Values
 
 __all__ = [
     "DTYPES",
@@ -43,7 +42,6 @@ __all__ = [
     "RowList",
     "Rows",
     "Schema",
-    "Values",
     "Windows",
     "read_forms",
     "read_schema",

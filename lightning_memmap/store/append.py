@@ -15,7 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from lightning_memmap.errors import with_article
-from lightning_memmap.schema import Schema, Values
+from lightning_memmap.schema import Schema
+from lightning_memmap.schema.values import Values
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.build import Build, class_name
 from lightning_memmap.store.columns.variable import pack_rows

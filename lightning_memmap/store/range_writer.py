@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, describe_error
-from lightning_memmap.schema import Field, Values
+from lightning_memmap.schema import Field
 from lightning_memmap.schema.rows import fitting_rows, packed_rows, stack_samples
+from lightning_memmap.schema.values import Values
 from lightning_memmap.store.columns import Block
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.journal import share

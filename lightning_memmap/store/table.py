@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Field, RowList, Values
+from lightning_memmap.schema import Field, RowList
+from lightning_memmap.schema.values import Values
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.columns.variable import pack_rows
 from lightning_memmap.store.files import OpenFiles

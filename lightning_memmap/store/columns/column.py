@@ -13,7 +13,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Field, Values
+from lightning_memmap.schema import Field
+from lightning_memmap.schema.values import Values
 from lightning_memmap.store.files import OpenFiles
 
 #: A piece of a file: its name, the first byte, and one past the last byte.

@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Field, Values
+from lightning_memmap.schema import Field
+from lightning_memmap.schema.values import Values
 from lightning_memmap.store.columns.column import Column, FileRange, OpenColumn
 from lightning_memmap.store.files import OpenFiles, write_all, write_rows
 from lightning_memmap.store.hashing import leaf_bytes

@@ -27,8 +27,9 @@ from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Field, Values
+from lightning_memmap.schema import Field
 from lightning_memmap.schema.leaves import native_tensor
+from lightning_memmap.schema.values import Values
 from lightning_memmap.store.columns.column import Block, Column, FileRange
 from lightning_memmap.store.columns.fixed import map_rows
 from lightning_memmap.store.columns.segments import copy_segments

@@ -22,9 +22,10 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Values
+from lightning_memmap.schema import Field
 from lightning_memmap.schema.field_options import FieldOptions
 from lightning_memmap.schema.rows import stack_samples
+from lightning_memmap.schema.values import Values
 from lightning_memmap.store.hashing import hash_row, leaf_bytes
 from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, check_known, warn_of_mixed_numbers
 from lightning_memmap.store.progress import Advance

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Field, Values
+from lightning_memmap.schema import Field
+from lightning_memmap.schema.values import Values
 from lightning_memmap.store.columns import Column, OpenColumn
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.files import OpenFiles, sync_path, write_all
