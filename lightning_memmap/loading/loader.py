@@ -108,7 +108,8 @@ class SuperBatchLoader:
     def batch_sampler(self) -> Any:
         """Where Lightning looks for ``sampler.set_epoch`` and for the rows of each step.
 
-        Prediction writers get the numbers of these rows in the dataset; they are known where the order is that of the dataset.
+        Prediction writers get the numbers of these rows in the dataset. They are known where the
+        order is that of the dataset.
 
         It is made anew each time: one that is kept would keep the loader and its rows in memory
         until garbage is collected.

@@ -468,7 +468,7 @@ def test_row_numbers_of_windows_in_a_part_are_those_of_the_dataset(
         subset=part,
         member=1 if isinstance(part, KFold) else None,
         sampler=sampler,
-        variable={name: WINDOWS for name in ("value", "time")},
+        variable=dict.fromkeys(("value", "time"), WINDOWS),
         with_row_numbers=True,
     )
     data.prepare_data()
