@@ -3,7 +3,7 @@
 ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI with the strategy names of this
 pack registered. ``store`` works on stores: ``build``, ``append``, ``info``, ``verify``, ``plan``,
 ``show``, ``push``, ``pull``.
-``compare`` trains under several strategies and reports what each one costs; ``advise`` predicts it.
+``compare`` trains under several strategies and reports what each one costs.
 ``rows`` lists the rows of any step, and ``doctor`` says what will work on this machine.
 """
 
@@ -33,7 +33,6 @@ from lightning_memmap.commands.completion import completion_parser, completion_s
 from lightning_memmap.commands.doctor import doctor, doctor_parser
 from lightning_memmap.commands.rows import rows, rows_parser
 from lightning_memmap.commands.store import store_command, store_parser
-from lightning_memmap.compare.advise_command import advise, advise_parser
 from lightning_memmap.compare.command import compare, compare_parser
 from lightning_memmap.errors import DatasetError, MemmapError
 from lightning_memmap.strategies import STRATEGIES
@@ -52,7 +51,6 @@ train, from a config (these are the commands of LightningCLI):
 before and after:
   store       build, describe, check, plan for, show and copy stores
   compare     train under several strategies: do they agree, and what does each cost?
-  advise      predict which strategy is right for a model, its data and some devices
   rows        list the rows of any step
   doctor      say what will work on this machine
   completion  print what makes a shell complete these commands
@@ -148,8 +146,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: With code 1 or 2 after a user's mistake, 130 after Ctrl-C, and the code of
-            ``store``, ``compare``, ``advise``, ``rows`` or
-            ``doctor``.
+            ``store``, ``compare``, ``rows`` or ``doctor``.
     """
     try:
         try:
@@ -180,7 +177,6 @@ def _run(args: Sequence[str] | None) -> None:
     commands = {
         "store": store_command,
         "compare": compare,
-        "advise": advise,
         "rows": rows,
         "doctor": doctor,
         "completion": _completion_command,
@@ -259,7 +255,6 @@ class CompletionCLI(TrainingCLI):
         others = {
             "store": store_parser(),
             "compare": compare_parser(),
-            "advise": advise_parser(),
             "rows": rows_parser(),
             "doctor": doctor_parser(),
             "completion": completion_parser(),

@@ -40,7 +40,7 @@ NAMES = {
         "verify_store",
     ],
     "lightning_memmap.callbacks": ["MemoryTrace", "PredictionTable", "RunSummary"],
-    "lightning_memmap.compare": ["advise", "compare"],
+    "lightning_memmap.compare": ["compare"],
     "lightning_memmap.loading": [
         "BatchLoader",
         "DeviceLoader",

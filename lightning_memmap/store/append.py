@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import with_article
 from lightning_memmap.schema import Schema
+from lightning_memmap.schema.values import Values
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.build import Build, class_name, explained
 from lightning_memmap.store.columns.variable import pack_rows
@@ -157,7 +158,9 @@ def _copy_rows(store: Store, plan: StorePlan, advance: Advance) -> None:
             rows = range(first, min(first + step, store.num_rows))
             for column, opened in zip(plan.columns, store.columns, strict=True):
                 found = opened.fetch(np.arange(rows.start, rows.stop, dtype=np.int64))
-                values = found if isinstance(found, Tensor) else pack_rows(column.field, found)
+                values = (
+                    Values(found) if isinstance(found, Tensor) else pack_rows(column.field, found)
+                )
                 column.write(files, rows, values)
             advance(len(rows))
     finally:

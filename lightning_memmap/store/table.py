@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field, RowList
+from lightning_memmap.schema.values import Values
 from lightning_memmap.store.build import explained
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.columns.variable import pack_rows
@@ -206,7 +207,7 @@ class TableWriter:
             )
         marks = torch.ones(len(numbers), dtype=torch.uint8)
         for column, leaf in zip(self._columns, (*leaves, marks), strict=True):
-            packed = pack_rows(column.field, leaf) if isinstance(leaf, RowList) else leaf
+            packed = pack_rows(column.field, leaf) if isinstance(leaf, RowList) else Values(leaf)
             column.write(self._files, numbers, packed)
         self.num_written += len(numbers)
 

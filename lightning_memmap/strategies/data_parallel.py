@@ -16,7 +16,6 @@ from lightning_memmap._compat.modules import (
     restore_before_transfer,
     skip_before_transfer,
 )
-from lightning_memmap.costs import Cluster, Costs, Workload
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies.replicas.module import Replicas, check_module
 from lightning_memmap.strategies.replicas.proxies import CollectiveActions, ReplicaProxies
@@ -204,26 +203,3 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
     def _merge(self, values: list[Any]) -> Any:
         # Outside of a step there is one caller.
         return values[0] if self._batch is None else self._batch.merge(values)
-
-    @classmethod
-    def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """A replica on every device; see `Priced.costs`.
-
-        The root device receives the gradients of all others, and sends them the parameters, one
-        after the other.
-
-        Returns:
-            The costs on each device; with an ``obstacle`` where the cluster has several nodes.
-        """
-        rows = num_rows / cluster.size
-        moved = (cluster.size - 1) * (work.gradient_bytes + work.parameter_bytes)
-        return Costs.of(
-            work,
-            num_rows=rows,
-            step_s=work.fixed_s
-            + cluster.compute_s(work, rows, busy=cluster.devices)
-            + moved / cluster.bandwidth,
-            moved_bytes=moved,
-            num_row_devices=cluster.size,
-            obstacle=cluster.one_node,
-        )

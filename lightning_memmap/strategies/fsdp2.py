@@ -27,7 +27,6 @@ from typing_extensions import override
 
 from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap._compat.processes import DataParallelMesh
-from lightning_memmap.costs import Cluster, Costs, Workload, sent_bytes
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
@@ -403,28 +402,3 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
             )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(distributed(state, optimizer))
-
-    @classmethod
-    def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """Parameters, gradients and optimizer state sharded over all devices; see `Priced.costs`.
-
-        As stage 3 of ZeRO (Rajbhandari et al., 2020): parameters are gathered for the forward and
-        for the backward pass, and gradients reduced and scattered, while computing goes on.
-
-        Returns:
-            The costs on each device, all of which are alike.
-        """
-        rows, size = num_rows / cluster.size, cluster.size
-        moved = 2 * sent_bytes("allgather", size, work.parameter_bytes)
-        moved += sent_bytes("reduce_scatter", size, work.gradient_bytes)
-        compute_s = cluster.compute_s(work, rows, busy=cluster.devices)
-        return Costs.of(
-            work,
-            num_rows=rows,
-            step_s=work.fixed_s + max(compute_s, moved / cluster.link) + 3 * cluster.collective_s,
-            moved_bytes=moved,
-            state_share=1 / size,
-            num_row_devices=size,
-            effort=2,
-            note="plus one wrapped block, whole, at a time",
-        )

@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_memmap._compat.processes import LaunchedStrategy, is_interactive
-from lightning_memmap.costs import Cluster, Costs, Workload
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._devices import OneNode, was_started_in_several
 from lightning_memmap.strategies.members.launcher import MEMBER_VARIABLE, member_of_this_process
@@ -247,21 +246,3 @@ class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
         super().on_exception(exception)
         if self._members is not None:
             self._members.on_exception(exception)
-
-    @classmethod
-    def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """A whole model on each device, and nothing moves; see `Priced.costs`.
-
-        Returns:
-            The costs on each device; with an ``obstacle`` where the cluster has several nodes.
-        """
-        rows = num_rows / cluster.size
-        return Costs.of(
-            work,
-            num_rows=rows,
-            step_s=work.fixed_s + cluster.compute_s(work, rows, busy=cluster.devices),
-            num_row_devices=cluster.size,
-            trains_one_model=cls.trains_one_model,
-            obstacle=cluster.one_node,
-            note="a separate model on each device",
-        )

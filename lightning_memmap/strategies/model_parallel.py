@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_memmap._compat.loops import make_trainer_proxy
-from lightning_memmap.costs import Cluster, Costs, Workload
 from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies.model_stages.cut import (
@@ -174,30 +173,3 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
                 with run.streams.microbatch(own):
                     outputs.append(step(own, *args, **kwargs))
         return outputs
-
-    @classmethod
-    def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """Stages of equal size; see `Priced.costs`.
-
-        As by default, the whole batch is one micro-batch, so that one device computes at a time.
-        Super-batches are assembled on the first device.
-
-        Returns:
-            The costs on the fullest device; with an ``obstacle`` where the cluster has several
-            nodes.
-        """
-        moved = work.assembled_bytes(num_rows, cluster.size)
-        return Costs.of(
-            work,
-            num_rows=num_rows,
-            step_s=work.fixed_s
-            + cluster.compute_s(work, num_rows, busy=1)
-            + moved / cluster.bandwidth,
-            moved_bytes=moved,
-            state_share=1 / cluster.size,
-            activation_share=1 / cluster.size,
-            num_row_devices=cluster.size,
-            effort=3,
-            obstacle=cluster.one_node,
-            note="equal stages, one computes at a time; activations between them not counted",
-        )

@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from lightning_memmap._compat.modules import is_compiled
 from lightning_memmap._compat.processes import syncs_batch_norm
-from lightning_memmap.costs import Cluster, Costs, Workload
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
@@ -403,36 +402,3 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighting, DDPStrat
         pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         local = [{**state, "state": local_state(each, state["state"])} for each, state in pairs]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": local})
-
-    @classmethod
-    def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """One pipeline of all devices with the defaults: 1F1B, two micro-batches for each stage.
-
-        Stages have equal size. Every stage is idle for ``stages - 1`` micro-batches, as in GPipe
-        (Huang et al., 2019), and 1F1B keeps the activations of at most as many micro-batches as
-        there are stages (Narayanan et al., 2021).
-
-        See `Priced.costs`.
-
-        Returns:
-            The costs on the fullest device; with an ``obstacle`` where there are more than 16
-            stages.
-        """
-        stages = cluster.size
-        num_microbatches = 2 * stages
-        compute_s = cluster.compute_s(work, num_rows, busy=cluster.devices) / stages
-        return Costs.of(
-            work,
-            num_rows=num_rows,
-            step_s=work.fixed_s + compute_s * (1 + (stages - 1) / num_microbatches),
-            # Activations between stages, whose size depends on where the model is cut.
-            moved_bytes=None if stages > 1 else 0,
-            state_share=1 / stages,
-            activation_share=1 / num_microbatches,
-            num_row_devices=1,
-            effort=3,
-            # Few models have layers for more stages of equal cost.
-            obstacle=f"{stages} stages" if stages > 16 else "",
-            note=f"equal stages, {num_microbatches} micro-batches; activations between stages not"
-            " counted",
-        )

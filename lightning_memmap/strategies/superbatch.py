@@ -15,7 +15,6 @@ from lightning_memmap._compat.optimization import (
     run_steps_by,
     skip_unused_hooks,
 )
-from lightning_memmap.costs import Cluster, Costs, Workload
 from lightning_memmap.strategies._assembly import SuperBatchAssembly
 from lightning_memmap.strategies._cuda_graph import make_graph
 from lightning_memmap.strategies._devices import LocalDevices
@@ -116,25 +115,3 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
                 " to hold data; use at least 2 devices"
             )
         return devices if self._root_holds_data else devices[1:]
-
-    @classmethod
-    def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """The model on the root device, to which the other devices send their rows.
-
-        See `Priced.costs`.
-
-        Returns:
-            The costs on the root device; with an ``obstacle`` where the cluster has several nodes.
-        """
-        moved = work.assembled_bytes(num_rows, cluster.size)
-        return Costs.of(
-            work,
-            num_rows=num_rows,
-            step_s=work.fixed_s
-            + cluster.compute_s(work, num_rows, busy=1)
-            + moved / cluster.bandwidth,
-            moved_bytes=moved,
-            num_row_devices=cluster.size,
-            obstacle=cluster.one_node,
-            note="one device computes; the memory of all holds the data",
-        )

@@ -6,7 +6,6 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from lightning_memmap.costs import Cluster, Costs, Workload, sent_bytes, with_reduction_s
 from lightning_memmap.loading.device_streams import has_streams, stream_module
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._assembly import RowWeighting
@@ -136,33 +135,3 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
             # Lightning wraps the module in a stream of its own, and nothing waits for the weights
             # that DDP broadcasts there.
             stream_module(self.root_device).synchronize(self.root_device)
-
-    @classmethod
-    def costs(cls, work: Workload, cluster: Cluster, num_rows: int) -> Costs:
-        """Super-batches within a node, gradients all-reduced between nodes; see `Priced.costs`.
-
-        As by default, a node is one process. DDP keeps a second copy of the gradients in buckets,
-        and reduces them during the backward pass.
-
-        Returns:
-            The costs on the root device of a node.
-        """
-        rows = num_rows / cluster.nodes
-        gathered = work.assembled_bytes(rows, cluster.devices)
-        reduced = sent_bytes("allreduce", cluster.nodes, work.gradient_bytes)
-        compute_s = cluster.compute_s(work, rows, busy=1)
-        reduce_s = 0.0
-        if cluster.nodes > 1:
-            reduce_s = reduced / cluster.node_bandwidth + cluster.latency_s
-        return Costs.of(
-            work,
-            num_rows=rows,
-            step_s=work.fixed_s
-            + gathered / cluster.bandwidth
-            + with_reduction_s(compute_s, reduce_s),
-            moved_bytes=gathered + reduced,
-            buffer_bytes=work.gradient_bytes,
-            num_row_devices=cluster.size,
-            effort=1,
-            note="one device of each node computes",
-        )

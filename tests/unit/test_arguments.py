@@ -20,7 +20,6 @@ from lightning_memmap.commands.completion import completion_parser
 from lightning_memmap.commands.doctor import doctor_parser
 from lightning_memmap.commands.rows import rows_parser
 from lightning_memmap.commands.store import store_parser
-from lightning_memmap.compare.advise_command import advise_parser
 from lightning_memmap.compare.command import compare_parser
 from tests.command_line import CommandLine
 
@@ -136,7 +135,6 @@ def test_misspelt_name_in_a_config_suggests_the_nearest(
         (["store", "bild"], "'build'"),
         (["store", "plan", "x", "--memori", "3GB"], "'memory'"),
         (["compare", "--repeat_s", "3"], "'repeats'"),
-        (["advise", "--node_bandwith", "3GB"], "'node_bandwidth'"),
         (["fit", "--halp"], "'help'"),
         (["fit", "--data", "MemmapDatamodul"], "'MemmapDataModule'"),
         (["store", "build", "x", "--dataset", "ColumnDatase"], "'ColumnDataset'"),
@@ -177,7 +175,7 @@ def test_missing_argument_is_named(
         ["fit", "--config", "config.yaml", "--model", "confg.yaml"],
         ["store", "build", "made", "--dataset", "confg.yaml"],
         ["compare", "--config", "confg.yaml"],
-        ["advise", "--report", "confg.yaml"],
+        ["compare", "--report", "confg.yaml", "--baseline", "confg.yaml"],
         ["rows", "--config", "confg.yaml"],
         ["store", "info", "confg.yaml"],
     ],
@@ -269,16 +267,14 @@ def test_mistake_in_the_config_of_a_comparison_is_reported_before_anything_runs(
     run = "lightning_memmap.compare.run.comparison.run"
     monkeypatch.setattr(run, raising(AssertionError("ran")))
     out = ("--out", tmp_path / "out")
-    for task in ("compare", "advise"):
-        assert command(task, "--config", command.config(*path, **values), *out) == 2
-        assert words in command.err
-        assert command.err.count("\n") == 1
+    assert command("compare", "--config", command.config(*path, **values), *out) == 2
+    assert words in command.err
+    assert command.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("task", ["compare", "advise"])
-def test_second_config_of_a_comparison_is_refused(command: Command, task: str) -> None:
-    assert command(task, "--config", command.config(), "--config=other.yaml") == 2
+def test_second_config_of_a_comparison_is_refused(command: Command) -> None:
+    assert command("compare", "--config", command.config(), "--config=other.yaml") == 2
     assert command.err.startswith("error: --config is given 2 times")
     assert "--print_config" in command.err
 
@@ -457,7 +453,7 @@ def test_help_prints_the_usage(command: Command, arguments: list[str]) -> None:
     "make",
     [
         *(partial(lambda name: commands_of(store_parser())[name], name) for name in STORE_COMMANDS),
-        compare_parser, advise_parser, rows_parser, doctor_parser, completion_parser,
+        compare_parser, rows_parser, doctor_parser, completion_parser,
     ],
 )  # fmt: skip
 def test_help_is_in_sentences_without_marks_of_code(make: Callable[[], Any]) -> None:
@@ -476,23 +472,23 @@ def raising(error: BaseException) -> Callable[..., int]:
 
 
 def test_interrupt_prints_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_memmap.cli.advise", raising(KeyboardInterrupt()))
-    assert command("advise") == 130
+    monkeypatch.setattr("lightning_memmap.cli.rows", raising(KeyboardInterrupt()))
+    assert command("rows") == 130
     assert command.err == "interrupted\n"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("of somebody else")])
 def test_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    monkeypatch.setattr("lightning_memmap.cli.advise", raising(error))
+    monkeypatch.setattr("lightning_memmap.cli.rows", raising(error))
     with pytest.raises(type(error)):
-        main(["advise"])
+        main(["rows"])
 
 
 @pytest.mark.usefixtures("command")
 def test_closed_output_ends_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in (["--help"], ["store", "--help"], ["advise", "--help"]):
+    for arguments in (["--help"], ["store", "--help"], ["rows", "--help"]):
         reader, writer = os.pipe()
         os.close(reader)
         with os.fdopen(writer, "w") as pipe, monkeypatch.context() as patched:

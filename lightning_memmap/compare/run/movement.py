@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from lightning_memmap._compat.tensors import TorchDispatchMode, process_group_size, tree_leaves
 from lightning_memmap.compare.report.records import Movement
-from lightning_memmap.costs import sent_bytes
 
 #: Operations in which a process sends something, the longer names first.
 _KINDS = (
@@ -70,6 +69,19 @@ class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     def _count(self, kind: str, source: str, target: str, num_bytes: int) -> None:
         self._num_bytes[kind, source, target] += num_bytes
+
+
+def sent_bytes(kind: str, size: int, payload: int) -> int:
+    """Bytes that each of ``size`` processes sends in a collective, on average.
+
+    That is ``(size - 1) / size`` of the payload (of the whole, where something is gathered or
+    scattered), twice that for ``allreduce``, and all of it for ``send``: the least that ring
+    algorithms need, as in the "bus bandwidth" factors of NVIDIA's nccl-tests (PERFORMANCE.md).
+    """
+    if kind == "send":
+        return payload
+    factor = 2 if kind == "allreduce" else 1
+    return factor * payload * (size - 1) // size
 
 
 def _num_bytes(value: Any) -> int:

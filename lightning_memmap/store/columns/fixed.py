@@ -21,7 +21,8 @@ from typing_extensions import override
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns.column import Column, FileRange, OpenColumn, PackedRows
+from lightning_memmap.schema.values import Values
+from lightning_memmap.store.columns.column import Column, FileRange, OpenColumn
 from lightning_memmap.store.files import OpenFiles, read_exactly, write_all, write_rows
 from lightning_memmap.store.hashing import leaf_bytes
 
@@ -82,12 +83,11 @@ class FixedColumn(Column):
         return [[(self.file_name, first * size, end * size)] for first, end in pairwise(bounds)]
 
     @override
-    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor | PackedRows) -> None:
+    def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
         size = self.field.row_bytes
         if not size or not len(rows):
             return
-        assert isinstance(values, Tensor)
-        file, data = files.open(self.file_name), leaf_bytes(values.detach().cpu())
+        file, data = files.open(self.file_name), leaf_bytes(values.data.detach().cpu())
         if isinstance(rows, range):
             # As numbers, small rows are copied faster than as bytes.
             kind = "u" if size in (1, 2, 4, 8) else "V"

@@ -28,7 +28,8 @@ from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.leaves import native_tensor
-from lightning_memmap.store.columns.column import Block, Column, FileRange, PackedRows
+from lightning_memmap.schema.values import Values
+from lightning_memmap.store.columns.column import Block, Column, FileRange
 from lightning_memmap.store.columns.fixed import map_rows
 from lightning_memmap.store.columns.segments import copy_segments
 from lightning_memmap.store.files import (
@@ -173,11 +174,11 @@ class VariableColumn(Column):
         return _VariableBlock(self)
 
     @override
-    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor | PackedRows) -> None:
+    def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
         if not len(rows):
             return
-        assert isinstance(values, PackedRows)
-        items = values.items.detach().cpu().contiguous()
+        assert values.sizes is not None
+        items = values.data.detach().cpu().contiguous()
         # Without items, or with one, any stride counts as contiguous.
         data = items.as_strided((items.numel(),), (1,)).view(torch.uint8).numpy()
         _check_sizes(self.field, values.sizes)
@@ -297,7 +298,7 @@ class _VariableBlock(Block):
     def __init__(self, column: VariableColumn) -> None:
         self._column = column
         #: By the row of the block at which they begin.
-        self._pieces: dict[int, PackedRows] = {}
+        self._pieces: dict[int, Values] = {}
 
     @override
     def put(self, index: int, leaf: Tensor | np.ndarray) -> None:
@@ -305,15 +306,15 @@ class _VariableBlock(Block):
         row = leaf.clone() if isinstance(leaf, Tensor) else native_tensor(leaf)
         field = self._column.field
         sizes = np.array([row.shape[: field.num_variable]], np.int64)
-        self.put_rows(index, PackedRows(row.reshape(-1, *field.item_shape), sizes))
+        self.put_rows(index, Values(row.reshape(-1, *field.item_shape), sizes))
 
     @override
     def room(self, index: int, num_rows: int) -> None:
         return None
 
     @override
-    def put_rows(self, index: int, leaves: Tensor | np.ndarray | PackedRows) -> None:
-        assert isinstance(leaves, PackedRows)
+    def put_rows(self, index: int, leaves: Tensor | np.ndarray | Values) -> None:
+        assert isinstance(leaves, Values)
         if not index:
             # Rows of a range that failed may be there still.
             self._pieces.clear()
@@ -322,9 +323,9 @@ class _VariableBlock(Block):
     @override
     def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
         pieces = self._pieces.values()
-        items = torch.cat([piece.items for piece in pieces])
-        sizes = np.concatenate([piece.sizes for piece in pieces])
-        self._column.write(files, range(first, first + num_rows), PackedRows(items, sizes))
+        items = torch.cat([piece.data for piece in pieces])
+        sizes = np.concatenate([piece.sizes for piece in pieces if piece.sizes is not None])
+        self._column.write(files, range(first, first + num_rows), Values(items, sizes))
         self._pieces.clear()
 
 
@@ -343,7 +344,7 @@ def packed_index(sizes: Integers) -> Integers:
     return index
 
 
-def pack_rows(field: Field, rows: Sequence[Tensor]) -> PackedRows:
+def pack_rows(field: Field, rows: Sequence[Tensor]) -> Values:
     """Lay rows one after the other.
 
     Args:
@@ -353,7 +354,7 @@ def pack_rows(field: Field, rows: Sequence[Tensor]) -> PackedRows:
     """
     count = field.num_variable
     sizes = np.array([row.shape[:count] for row in rows], np.int64)
-    return PackedRows(torch.cat([row.reshape(-1, *field.item_shape) for row in rows]), sizes)
+    return Values(torch.cat([row.reshape(-1, *field.item_shape) for row in rows]), sizes)
 
 
 class Located(NamedTuple):

@@ -51,7 +51,6 @@ def printed(shell: str) -> str:
         (["fit", "--trainer.max_e"], {"--trainer.max_epochs"}),
         (["predict", "--trainer.max_e"], {"--trainer.max_epochs"}),
         (["rows", "--ep"], {"--epoch"}),
-        (["advise", "--nod"], {"--node_bandwidth", "--nodes"}),
         (["completion", ""], set(SHELLS)),
     ],
 )

@@ -19,8 +19,7 @@ from lightning_memmap.compare.run.memory import (
     resident_bytes,
     used_devices,
 )
-from lightning_memmap.compare.run.movement import MovementRecorder
-from lightning_memmap.costs import sent_bytes
+from lightning_memmap.compare.run.movement import MovementRecorder, sent_bytes
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.store import Store
 
