@@ -320,6 +320,7 @@ def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
         rows: Tensors of its dtype and of shapes that it admits, on one device, at least one.
     """
     items, sizes = pack_rows(field, rows)
+    assert sizes is not None
     lengths = sizes.prod(axis=1)
     return VariableRows(field, items, np.cumsum(lengths) - lengths, sizes, largest(sizes))
 

@@ -107,6 +107,10 @@ class Shards:
         """
         return list(rows.tolist())
 
+    def numbers(self, rows: Integers) -> Integers:
+        """The numbers of rows, or of windows, in the whole dataset, int64 of shape (B,)."""
+        return rows
+
     def stored_rows(self, rows: Integers) -> Integers:
         """The rows of a store that rows are, or are parts of.
 
@@ -195,6 +199,9 @@ class Shards:
         Returns:
             Locations, int64 of shape (B,).
         """
+        if self == stored:
+            # Of a subset too, whose rows have other numbers in the dataset.
+            return self.starts[shards] + offsets
         return stored.locate(self.dataset_rows(shards, offsets))
 
     def locate(self, rows: range | Integers) -> Integers:

@@ -15,7 +15,8 @@ from torch import Tensor
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.rows import fitting_rows, packed_rows, stack_samples
-from lightning_memmap.store.columns import Block, PackedRows
+from lightning_memmap.schema.values import Values
+from lightning_memmap.store.columns import Block
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.journal import share
 from lightning_memmap.store.plan import StorePlan
@@ -145,7 +146,7 @@ class RangeWriter:
 
         False where they must be read as items. So must rows that do not fit, to be named.
         """
-        slices = list[Tensor | PackedRows]()
+        slices = list[Values]()
         for array, field in zip(self._arrays, self._fields, strict=True):
             try:
                 found = array.read(rows.start, rows.stop)
@@ -154,7 +155,7 @@ class RangeWriter:
                     f"the dataset raised at rows {rows.start} to {rows.stop - 1}, field"
                     f" {field.name!r}: {describe_error(error)}"
                 ) from error
-            values = found if isinstance(found, PackedRows) else _fitting(field, found, len(rows))
+            values = found if isinstance(found, Values) else _fitting(field, found, len(rows))
             if values is None:
                 return False
             slices.append(values)
@@ -201,8 +202,9 @@ class RangeWriter:
         if stacked is not None:
             for block, leaves in zip(blocks, stacked, strict=True):
                 if isinstance(leaves, tuple):
-                    leaves = PackedRows(_as_tensor(leaves[0]), leaves[1])
-                block.put_rows(index, leaves)
+                    block.put_rows(index, Values(_as_tensor(leaves[0]), leaves[1]))
+                else:
+                    block.put_rows(index, leaves)
             return
         for offset, sample in enumerate(samples):
             row = flatten_row(sample, rows[offset], schema)
@@ -216,15 +218,15 @@ class RangeWriter:
         os.close(self._journal)
 
 
-def _fitting(field: Field, found: Any, num_rows: int) -> Tensor | PackedRows | None:
+def _fitting(field: Field, found: Any, num_rows: int) -> Values | None:
     """Rows of a field, in the memory in which they lie where torch can use it; else None."""
     if field.num_variable:
         packed = packed_rows(field, found)
         if packed is None or len(packed[1]) != num_rows:
             return None
-        return PackedRows(_as_tensor(packed[0]), packed[1])
+        return Values(_as_tensor(packed[0]), packed[1])
     values = fitting_rows(field, found)
-    return None if values is None or len(values) != num_rows else _as_tensor(values)
+    return None if values is None or len(values) != num_rows else Values(_as_tensor(values))
 
 
 def _as_tensor(values: Tensor | np.ndarray) -> Tensor:

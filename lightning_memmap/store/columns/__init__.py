@@ -18,7 +18,6 @@ from lightning_memmap.store.columns.column import (
     Column,
     FileRange,
     OpenColumn,
-    PackedRows,
 )
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.columns.variable import ItemRows, VariableColumn
@@ -29,7 +28,6 @@ __all__ = [
     "FileRange",
     "ItemRows",
     "OpenColumn",
-    "PackedRows",
     "VariableColumn",
     "columns_from_json",
     "columns_to_json",

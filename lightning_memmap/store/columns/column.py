@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -14,19 +14,11 @@ from typing_extensions import Self
 
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
+from lightning_memmap.schema.values import Values
 from lightning_memmap.store.files import OpenFiles
 
 #: A piece of a file: its name, the first byte, and one past the last byte.
 FileRange = tuple[str, int, int]
-
-
-class PackedRows(NamedTuple):
-    """Rows that differ in length, one after the other."""
-
-    items: Tensor
-    """Of shape (items of all rows, *item shape), on any device."""
-    sizes: Integers
-    """Sizes of each row in the dimensions that differ, int64 of shape (B, number of these)."""
 
 
 class OpenColumn(Protocol):
@@ -188,7 +180,7 @@ class Column(ABC):
         return Block(self, max_rows)
 
     @abstractmethod
-    def write(self, files: OpenFiles, rows: range | Integers, values: Tensor | PackedRows) -> None:
+    def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
         """Write rows in any order. Several processes may do this at once, each with other rows.
 
         When this returns, the rows survive a kill of the process. Once ``file_bytes`` and all
@@ -197,8 +189,7 @@ class Column(ABC):
         Args:
             files: The files of the store that is being built.
             rows: The rows in dataset order, a range of step 1 or int64 of shape (B,).
-            values: A tensor of shape (B, *field shape), on any device; where rows differ in shape,
-                all of them packed.
+            values: The rows, on any device.
 
         Raises:
             OSError: The files cannot be written.
@@ -285,7 +276,7 @@ class Block:
         """
         return self._rows[index : index + num_rows]
 
-    def put_rows(self, index: int, leaves: Tensor | np.ndarray | PackedRows) -> None:
+    def put_rows(self, index: int, leaves: Tensor | np.ndarray | Values) -> None:
         """Put consecutive rows into the block.
 
         Args:
@@ -294,7 +285,7 @@ class Block:
                 are copied unless they are there already; where rows differ in shape, all of them
                 packed, in memory of their own.
         """
-        assert not isinstance(leaves, PackedRows)
+        assert not isinstance(leaves, Values)
         rows = self._rows[index : index + len(leaves)]
         if isinstance(leaves, Tensor):
             if leaves.data_ptr() != rows.data_ptr():
@@ -313,4 +304,4 @@ class Block:
         Raises:
             OSError: The files cannot be written.
         """
-        self._column.write(files, range(first, first + num_rows), self._rows[:num_rows])
+        self._column.write(files, range(first, first + num_rows), Values(self._rows[:num_rows]))

@@ -25,7 +25,7 @@ from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.field_options import FieldOptions
 from lightning_memmap.schema.rows import stack_samples
-from lightning_memmap.store.columns import PackedRows
+from lightning_memmap.schema.values import Values
 from lightning_memmap.store.hashing import hash_row, leaf_bytes
 from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, check_known, warn_of_mixed_numbers
 from lightning_memmap.store.progress import Advance
@@ -138,7 +138,7 @@ class Spool:
     def hash_row(self, row: int) -> str:
         """Hash a row; see `lightning_memmap.store.probes.hash_row`."""
         found = (array.read(row, row + 1) for array in self.arrays)
-        return hash_row([rows.items if isinstance(rows, PackedRows) else rows for rows in found])
+        return hash_row([rows.data if isinstance(rows, Values) else rows for rows in found])
 
     def close(self) -> None:
         """Remove the files."""
@@ -225,7 +225,7 @@ class SpooledItems:
 
         Args:
             rows: Of the field's dtype, and of a shape that it admits; or the items of several rows,
-                and their sizes as in `PackedRows`.
+                and their sizes as in `Values`.
         """
         items, sizes = (
             rows if isinstance(rows, tuple) else (rows, [rows.shape[: self._field.num_variable]])
@@ -237,7 +237,7 @@ class SpooledItems:
         self.num_bytes += self._items.write(leaf_bytes(items).data)
         self.num_bytes += self._index.write(index.data)
 
-    def read(self, first: int, end: int) -> PackedRows:
+    def read(self, first: int, end: int) -> Values:
         """Read consecutive rows.
 
         Args:
@@ -249,7 +249,7 @@ class SpooledItems:
         begin, stop = int(index[0, 0]), int(index[-1, 0])
         items = torch.empty((stop - begin, *self._field.item_shape), dtype=self._field.dtype)
         _read_into(leaf_bytes(items), self._items, begin * self._field.item_bytes)
-        return PackedRows(items, index[1:, 1:])
+        return Values(items, index[1:, 1:])
 
     def close(self) -> None:
         """Remove the files."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
+from lightning_memmap.schema.values import Values
 from lightning_memmap.store.columns import Column, OpenColumn
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.files import OpenFiles, sync_path, write_all
@@ -54,9 +55,9 @@ class Bits(FixedColumn):
     def shard_ranges(self) -> list[list[tuple[str, int, int]]]:
         return self.packed.shard_ranges()
 
-    def write(self, files: OpenFiles, rows: Integers, values: Tensor) -> None:
-        packed = np.packbits(values.numpy().reshape(len(rows), -1), axis=1)
-        self.packed.write(files, rows, torch.from_numpy(packed))
+    def write(self, files: OpenFiles, rows: Integers, values: Values) -> None:
+        packed = np.packbits(values.data.numpy().reshape(len(rows), -1), axis=1)
+        self.packed.write(files, rows, Values(torch.from_numpy(packed)))
 
     def unpack(self, packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return np.unpackbits(packed, axis=-1, count=int(np.prod(self.field.shape)))
@@ -158,9 +159,9 @@ class Compressed(Column):
             )
         ]
 
-    def write(self, files: OpenFiles, rows: Integers, values: Tensor) -> None:
+    def write(self, files: OpenFiles, rows: Integers, values: Values) -> None:
         first = int(rows[0])
-        data = [zlib.compress(value.numpy().tobytes()) for value in values]
+        data = [zlib.compress(value.numpy().tobytes()) for value in values.data]
         piece = files.open(self.piece(first), os.O_CREAT | os.O_TRUNC)
         write_all(piece, memoryview(b"".join(data)), 0)
         os.fsync(piece)
