@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -239,6 +240,7 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighting, DDPStrat
         module, options = self.module, self._options()
         if trainer.state.fn == TrainerFn.FITTING:
             check_callbacks(trainer, self.strategy_name)
+            _check_finetuning(trainer)
             if self.layout.data_parallel_size > 1:
                 check_embeddings(module, self.strategy_name)
         self._refuse(module)
@@ -402,3 +404,15 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighting, DDPStrat
         pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         local = [{**state, "state": local_state(each, state["state"])} for each, state in pairs]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": local})
+
+
+def _check_finetuning(trainer: L.Trainer) -> None:
+    """Refuse callbacks that compare the values of parameters, which other processes hold."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BaseFinetuning):
+            raise ValueError(
+                f"{type(callback).__name__}: it finds parameters by their values, and under"
+                " memmap_pipeline a process has those of its own stages alone; give all parameters"
+                " to the optimizer, and freeze and unfreeze them in hooks of the module, such as"
+                " on_train_epoch_start, with requires_grad_"
+            )
