@@ -194,7 +194,7 @@ DATA_PARALLEL = {
 MODEL_PARALLEL = {"layers": None, "num_microbatches": 1, **STRATEGY}
 
 SUPERBATCH_DDP = {
-    "data_devices_per_process": None,
+    "data_devices_per_process": 1,
     "root_holds_data": True,
     "prefetch": None,
     "kwargs": inspect.Parameter.empty,
