@@ -102,7 +102,9 @@ def test_sync_batchnorm_is_refused_where_a_step_is_computed_in_parts(
     tmp_path: Path, make: Any, is_whole: bool
 ) -> None:
     trainer = make_trainer(tmp_path, strategy=make(), devices=2, sync_batchnorm=True)
-    data = MemmapDataModule(Points(48), store_dir=tmp_path / "stores", batch_size=8)
+    data = MemmapDataModule(
+        Points(48), Points(16, 100), store_dir=tmp_path / "stores", batch_size=8
+    )
     refused = pytest.raises(ValueError, match=r"sync_batchnorm=True with (2 replicas|num_micro)")
     with nullcontext() if is_whole else refused:
         trainer.fit(Normed(), data)
