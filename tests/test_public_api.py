@@ -222,7 +222,6 @@ FSDP2 = {
 INDEPENDENT = {
     "num_members": None,
     "raise_on_failure": True,
-    "processes": True,
     "accelerator": None,
     "checkpoint_io": None,
     "precision_plugin": None,
