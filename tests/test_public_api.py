@@ -194,7 +194,7 @@ DATA_PARALLEL = {
 MODEL_PARALLEL = {"layers": None, "num_microbatches": 1, **STRATEGY}
 
 SUPERBATCH_DDP = {
-    "data_devices_per_process": None,
+    "data_devices_per_process": 1,
     "root_holds_data": True,
     "prefetch": None,
     "kwargs": inspect.Parameter.empty,
@@ -222,7 +222,6 @@ FSDP2 = {
 INDEPENDENT = {
     "num_members": None,
     "raise_on_failure": True,
-    "processes": True,
     "accelerator": None,
     "checkpoint_io": None,
     "precision_plugin": None,

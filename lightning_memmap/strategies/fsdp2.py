@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memmap._compat.modules import set_device_attribute
-from lightning_memmap._compat.processes import DataParallelMesh
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
@@ -71,7 +71,7 @@ class _Run:
     mesh: DeviceMesh
 
 
-class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParallelMesh):
+class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, ModelParallelStrategy):
     """Trains with FSDP2: each process holds shards of parameters, gradients and optimizer states.
 
     The module needs no ``configure_model``: layers become units of sharding, by class or by size,
@@ -217,6 +217,9 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
 
     @override
     def setup_environment(self) -> None:
+        # All processes are data parallel. The parent chooses other sizes, and has no other setter.
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._tensor_parallel_size = 1
         # Before the processes make further groups together.
         if self._options.cpu_offload and dist.is_initialized():
             self._check_backend()

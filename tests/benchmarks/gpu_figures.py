@@ -302,12 +302,6 @@ def scale_worker(
     data = MemmapDataModule(
         Images(num_rows), store_dir=directory / "scale", batch_size=batch, drop_last=True
     )
-    options = {"data_devices_per_process": 1} if strategy == "memmap_superbatch_ddp" else {}
-    chosen: Any = strategy
-    if options:
-        from lightning_memmap.strategies import SuperBatchDDPStrategy
-
-        chosen = SuperBatchDDPStrategy(**options)
     device = torch.device(kind)
 
     def wait() -> None:
@@ -317,7 +311,7 @@ def scale_worker(
     trainer = L.Trainer(
         accelerator="cpu" if kind == "cpu" else "gpu",
         devices=count,
-        strategy=chosen,
+        strategy=strategy,
         max_epochs=3,
         limit_val_batches=0,
         **_QUIET,
