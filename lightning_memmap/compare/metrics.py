@@ -228,7 +228,8 @@ def _peak_bytes(run: Run, index: int) -> float | None:
 
 
 def _state_bytes(run: Run) -> float:
-    return max((sum(v.values()) for own in run.values(state) for v in own.values()), default=0)
+    sizes = [sum(found.values()) for own in run.values(state) for found in own.values()]
+    return float(max(sizes, default=0))
 
 
 _PART_MEANINGS = {

@@ -6,6 +6,7 @@ side by side.
 
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -46,7 +47,7 @@ def render_html(report: Report) -> str:
     columns = [Column("variant"), Column("what it is", is_text=True)]
     parity = parity_table(report)
     # Its notes stand beside the verdict.
-    without_notes = Table(parity.title, parity.columns, parity.rows)
+    tables = [replace(each, notes=()) if each == parity else each for each in all_tables(report)]
     return (
         templates(__package__)
         .get_template("report.html")
@@ -54,10 +55,7 @@ def render_html(report: Report) -> str:
             report=report,
             verdict=_verdict(report),
             parity_notes=parity.notes,
-            tables=[
-                *(without_notes if each.title == parity.title else each for each in all_tables(report)),
-                Table("The variants", columns, described),
-            ],
+            tables=[*tables, Table("The variants", columns, described)],
             pictures=_pictures(report),
         )
     )
@@ -143,7 +141,7 @@ def _state(report: Report) -> Figure | None:
     kinds = ("parameters", "gradients", "optimizer")
     fullest = [max(each.model_bytes.values(), key=lambda v: sum(v.values())) for each in variants]
     rows = [[sizes[kind] / _MIB for kind in kinds] for sizes in fullest]
-    return _stacked("Model state on the fullest device, MiB", variants, rows, kinds, _COLORS)
+    return _stacked("Model state per device, MiB", variants, rows, kinds, _COLORS)
 
 
 def _stacked(

@@ -1,7 +1,7 @@
 """The parity check: do all variants train on the same rows, with equal losses, to equal weights?"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, isnan
 from pathlib import Path
 
@@ -59,8 +59,8 @@ class Parity:
     loss_difference: float | None = None
     weight_difference: float | None = None
     max_weight_difference: float | None = None
-    problems: Sequence[str] = ()
-    notes: Sequence[str] = ()
+    problems: Sequence[str] = field(default_factory=list)
+    notes: Sequence[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class VariantResult:
     parity: Parity | None = None
     figures: dict[str, list[float]] = field(default_factory=dict)
     model_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
-    check_losses: Sequence[float | None] = ()
-    logs: Sequence[str] = ()
+    check_losses: Sequence[float | None] = field(default_factory=list)
+    logs: Sequence[str] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -76,7 +76,7 @@ class ScalingPoint:
     variant: str
     devices: int
     global_batch: int
-    samples_per_s: Sequence[float] = ()
+    samples_per_s: Sequence[float] = field(default_factory=list)
     reason: str = ""
 
 
@@ -142,8 +142,8 @@ class Report:
     model: dict[str, Any]
     reference: str
     variants: Sequence[VariantResult]
-    scaling: Sequence[ScalingPoint] = ()
-    left_out: Sequence[str] = ()
+    scaling: Sequence[ScalingPoint] = field(default_factory=list)
+    left_out: Sequence[str] = field(default_factory=list)
     interrupted: bool = False
     regression: Regression | None = None
 

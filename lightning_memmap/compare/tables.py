@@ -90,9 +90,7 @@ def figure_table(report: Report, key: str) -> Table:
         for name, share in shares.items()
         if share > 1.02 and any(metric.key == _BOUND for metric in metrics)
     ]
-    return Table(
-        title, columns, rows if metrics else [], [Cell(note, "unsure") for note in notes]
-    )
+    return Table(title, columns, rows if metrics else [], [Cell(note, "unsure") for note in notes])
 
 
 def _columns(metric: Metric, unit: Unit | None) -> Iterator[Column]:
