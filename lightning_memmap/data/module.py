@@ -578,9 +578,7 @@ class MemmapDataModule(L.LightningDataModule):
         """
         made, order = self._set_up, None
         if not self._is_overfitting and made is not None and "train" in self._rows:
-            # The order may have been set since the set-up.
-            planner = self._planner(made.placement.topology)
-            order = planner.order(made.stores["train"], made.placement.splits["train"].size)
+            order = self._present_order(made)
         loader = self._loader(
             "train",
             self.transform,
@@ -594,14 +592,30 @@ class MemmapDataModule(L.LightningDataModule):
             self._resume = None
         return loader
 
+    def _present_order(self, made: SetUp) -> Sampler:
+        """The order of the training rows that are set up: it may have been set since."""
+        stores, was = self._split_stores, made.options
+        window = stores.options.shuffle_window
+        if was.residency == Residency.STREAM.value and window != was.shuffle_window:
+            raise ValueError(
+                f"shuffle_window={window}: under residency='stream' the rows are set up with"
+                f" shuffle_window={was.shuffle_window}: call setup() after you set it"
+            )
+        # Where the rows live is as it was set up.
+        stores = replace(stores, options=replace(stores.options, residency=was.residency))
+        planner = Planner(stores, made.placement.topology, self._is_overfitting)
+        return planner.order(made.stores["train"], made.placement.splits["train"].size)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the training loader stands, the same on every rank.
 
         Returns:
             ``train``, the state of the loader, and once the Trainer has been given a batch,
-            ``num_trained``, the batches of the epoch that its weights were trained on. Empty where
-            no training loader was made.
+            ``num_trained``, the batches of the epoch that its weights were trained on. What was
+            loaded, until a fit goes on from there. Empty where no training loader was made.
         """
+        if self._resume is not None:
+            return self._resume.as_dict()
         if self._train_loader is None:
             return {}
         state: dict[str, Any] = {"train": self._train_loader.state_dict()}
@@ -776,7 +790,9 @@ class MemmapDataModule(L.LightningDataModule):
         return loader_for(loader, rows.topology)
 
     def _collate(self, split: str) -> Collate:
-        stores = self._split_stores
+        assert self._set_up is not None
+        # The forms of the set-up, as the rows were set up for them.
+        stores, options = self._split_stores, self._set_up.options
         stored = stores.parts(stores.stored_split(split))[0]
         schema, dataset = self.stores[split].schema, stores.datasets[stored]
         sample = None
@@ -786,8 +802,7 @@ class MemmapDataModule(L.LightningDataModule):
             sample = next(samples_of(dataset))
         else:
             sample = first_sample(dataset, self.num_workers)
-        collate = FormedCollate(schema, stores.options.fields.forms, sample)
-        # As the rows were set up.
+        collate = FormedCollate(schema, options.fields.forms, sample)
         return NumberedCollate(collate, schema) if self._rows[split].are_numbered else collate
 
 

@@ -52,6 +52,11 @@ class Resume:
             )
         return cls(LoaderState.read(state["train"]), num_trained) if "train" in state else None
 
+    def as_dict(self) -> dict[str, Any]:
+        """What `read` has read."""
+        state: dict[str, Any] = {"train": self.loader.as_dict()}
+        return state if self.num_trained is None else {**state, "num_trained": self.num_trained}
+
     def check_rows(self, subset: Mapping[str, Any] | None) -> None:
         """Check that training goes on with the rows that it had.
 

@@ -198,11 +198,12 @@ class Planner:
         Raises:
             ValueError: The sampler needs other rows than those of ``size``.
         """
-        order = self._make_order(store, size.shards.base, size.window)
+        options = self.stores.options
+        order = self._make_order(store, size.shards.base, options.shuffle_window or size.window)
         if order.shards != size.shards and not self.is_overfitting:
             raise ValueError(
-                f"sampler={self.stores.options.sampler!r}: it needs other rows than those that are"
-                " set up: call setup() after you set it"
+                f"sampler={options.sampler!r}: it needs other rows than those that are set up: call"
+                " setup() after you set it"
             )
         return order
 

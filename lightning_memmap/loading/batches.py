@@ -59,7 +59,11 @@ class BatchLoader(DeviceLoader, DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a saved loader stood; see `SuperBatchLoader.load_state_dict`."""
         super().load_state_dict(state)
-        self.set_epoch(state["epoch"] + self.loader.is_at_end(state["position"]))
+        # Of another order, its position says nothing: the next iteration tells how they differ.
+        position, count = state["position"], state["num_positions"]
+        is_same = count == self.loader.order.num_positions
+        is_at_end = position == count or (is_same and self.loader.is_at_end(position))
+        self.set_epoch(state["epoch"] + is_at_end)
 
     @override
     def __iter__(self) -> Any:

@@ -95,7 +95,10 @@ class _Sorted:
         """Permuted offsets; see `Permutation`."""
         rows = self._offsets[first : last + 1]
         step = max(1, rows.shape[1] // len(columns))
-        offsets: Integers = np.add(rows[:, columns[0] :: step], begins).ravel()
+        # Most callers ask for every so many shards, and a slice is several times as fast.
+        every = slice(int(columns[0]), int(columns[-1]) + 1, step)
+        is_slice = np.array_equal(columns, np.arange(every.start, every.stop, step))
+        offsets: Integers = np.add(rows[:, every if is_slice else columns], begins).ravel()
         return offsets
 
 

@@ -195,6 +195,9 @@ class Shards:
         Returns:
             Locations, int64 of shape (B,).
         """
+        if self == stored:
+            # Of a subset too, whose rows have other numbers in the dataset.
+            return self.starts[shards] + offsets
         return stored.locate(self.dataset_rows(shards, offsets))
 
     def locate(self, rows: range | Integers) -> Integers:

@@ -15,10 +15,14 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.cli import main
 from lightning_memmap.sampling import (
     Curriculum,
+    KFold,
     Mixture,
+    Parts,
+    RandomSplit,
     SequentialSampler,
     Shards,
     ShuffledSampler,
+    Subset,
     Weighted,
 )
 from lightning_memmap.schema import Windows
@@ -102,6 +106,34 @@ def test_fit_is_resumed_on_either_side_of_a_change(tmp_path: Path, stop: int) ->
         resumed = fit(devices, tmp_path / "stopped.ckpt")
         assert resumed.seen["train"] == whole.seen["train"][stop:]
         assert torch.equal(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize(
+    "selected",
+    [
+        Subset(np.arange(20, ROWS)),
+        RandomSplit(0.2),
+        KFold(3),
+        KFold(3, shuffle=False),
+        Parts(3),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("residency", ["mmap", "host", "stream"])
+@pytest.mark.filterwarnings("ignore:residency='stream'")
+def test_rows_are_those_of_a_selection(tmp_path: Path, selected: Any, residency: str) -> None:
+    options = {"subset": selected, "residency": residency, "shuffle_window": 4}
+    if not isinstance(selected, (Subset, RandomSplit)):
+        options["member"] = 1
+    shuffled = epochs_of(make_data(tmp_path, sampler=None, **options), 3)
+    count = len(shuffled[0])
+    weighted = Weighted(HALF + 0.5, num_samples=count)
+    drawn = epochs_of(make_data(tmp_path, sampler=weighted, **options), 2)
+    sampler = Curriculum({0: weighted, 2: None})
+    found = epochs_of(make_data(tmp_path, sampler=sampler, **options), 3)
+    assert found == [*drawn, shuffled[2]]
+    assert sorted(shuffled[2]) == sorted(set(shuffled[0]))
+    assert {*drawn[0]} <= {*shuffled[0]} < {*range(ROWS)}
 
 
 @pytest.mark.parametrize(

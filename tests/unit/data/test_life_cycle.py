@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
@@ -158,6 +159,35 @@ class TestSubclass:
         with pytest.raises(RuntimeError, match="the first one"):
             trainer.fit(Regression(), datamodule=data, **resume)
         assert run(tmp_path, data, "fit", limit_train_batches=2).seen == seen
+
+    def test_resumed_fit_that_fails_before_its_first_loader_saves_where_it_was_to_go_on(
+        self, tmp_path: Path
+    ) -> None:
+        class Failing(L.Callback):
+            def on_fit_start(self, *_: Any) -> None:
+                raise RuntimeError("the first one")
+
+        class Saving(L.Callback):
+            def on_train_batch_end(
+                self, trainer: L.Trainer, _: Any, outputs: Any, *__: Any
+            ) -> None:
+                if trainer.global_step == 1:
+                    trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+        def fit(callback: L.Callback, **options: Any) -> Regression:
+            module = Regression()
+            make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0).fit(
+                module, datamodule=make_data(tmp_path), **options
+            )
+            return module
+
+        seen = fit(Saving()).seen["train"]
+        failing = [Failing(), OnExceptionCheckpoint(tmp_path, filename="mid")]
+        with pytest.raises(RuntimeError, match="the first one"):
+            make_trainer(tmp_path, callbacks=failing, enable_checkpointing=True).fit(
+                Regression(), datamodule=make_data(tmp_path), ckpt_path=tmp_path / "mid.ckpt"
+            )
+        assert fit(Saving(), ckpt_path=tmp_path / "mid.ckpt").seen["train"] == seen[1:]
 
     def test_hyperparameters_of_a_subclass_come_back_from_a_checkpoint(
         self, tmp_path: Path

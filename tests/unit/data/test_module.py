@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_memmap import MemmapDataModule, build_store, host_memory, open_store
 from lightning_memmap.errors import DatasetError, PlacementError, StoreError, StoreNotFoundError
-from lightning_memmap.loading import SuperBatch
+from lightning_memmap.loading import Padded, SuperBatch
 from lightning_memmap.placement import budgets
 from lightning_memmap.sampling import BlockShuffledSampler, default_window
 from lightning_memmap.strategies import SuperBatchStrategy
@@ -537,6 +537,44 @@ class TestAttributes:
         data.fingerprint = "v2"
         data.prepare_data()
         assert open_store(tmp_path / "stores" / "train").manifest.fingerprint.given == "v2"
+
+    def test_order_that_is_set_after_setup_is_that_of_the_next_loader(self, tmp_path: Path) -> None:
+        changes: list[tuple[dict[str, Any], str, Any]] = [
+            ({}, "shuffle_window", 1),
+            ({"shuffle_window": 2}, "shuffle_window", 1),
+            ({"shuffle_window": 2}, "shuffle_window", None),
+            ({}, "seed", 9),
+            ({}, "shuffle", False),
+        ]
+        for before, name, value in changes:
+            data = set_up(make_data(tmp_path, **before), "fit")
+            was = rows(data.train_dataloader())
+            setattr(data, name, value)
+            fresh = set_up(make_data(tmp_path, **{**before, name: value}), "fit")
+            found = rows(data.train_dataloader())
+            assert found == rows(fresh.train_dataloader()) != was
+            # Where rows live takes effect at the next set-up alone, in their order too.
+            data.residency = "stream"
+            assert rows(data.train_dataloader()) == found
+
+    def test_window_of_a_stream_that_is_set_after_setup_is_refused(self, tmp_path: Path) -> None:
+        data = set_up(make_data(tmp_path, residency="stream", shuffle_window=2), "fit")
+        for value in (1, None):
+            data.shuffle_window = value
+            with pytest.raises(ValueError, match=rf"window={value}: .* call setup\(\) after you"):
+                data.train_dataloader()
+        set_up(data, "fit")
+        assert sorted(rows(data.train_dataloader())) == list(range(60))
+        data.teardown()
+
+    def test_form_that_is_set_after_setup_waits_for_the_next_one(self, tmp_path: Path) -> None:
+        texts = [{"tokens": list(range(1 + row % 3))} for row in range(24)]
+        data = MemmapDataModule(texts, store_dir=tmp_path / "stores", batch_size=4)
+        set_up(data, "fit")
+        data.variable = {"tokens": "list"}
+        assert isinstance(next(iter(data.train_dataloader()))["tokens"], Padded)
+        set_up(data, "fit")
+        assert isinstance(next(iter(data.train_dataloader()))["tokens"], list)
 
     def test_dataset_that_is_set_is_the_one_that_is_stored(self, tmp_path: Path) -> None:
         data = make_data(tmp_path)

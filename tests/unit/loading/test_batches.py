@@ -76,6 +76,15 @@ def test_loader_that_is_saved_in_any_epoch_goes_on_with_the_next_row(
         assert joined(epoch_rows(resumed)) == order(3)
 
 
+def test_state_of_a_longer_dataset_is_told_from_this_one(numbered_store: Stores) -> None:
+    saved = make_batches(numbered_store(197, 24))
+    list(take_steps(saved, 20))
+    loader = make_batches(numbered_store(97, 24))
+    loader.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match=r"num_rows=197, .* has num_rows=97"):
+        next(iter(loader))
+
+
 def test_batches_of_a_data_module_unpack_in_a_plain_loop(tmp_path: Path) -> None:
     points = Points(20)
     pairs = [(points[row]["row"], points[row]["x"]) for row in range(20)]

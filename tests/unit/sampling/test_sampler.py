@@ -369,6 +369,16 @@ def test_sampler_row_offsets_are_starts_and_offsets(
     assert (sampler.row_offsets(epoch, positions, starts) == starts[shards] + offsets).all()
 
 
+@pytest.mark.parametrize("size", [40, 1500, 2**16])
+def test_sampler_any_shards_give_the_orders_of_each(size: int) -> None:
+    sampler = make_sampler(6 * size, 6, 3, shuffle=True)
+    _, whole = sampler.at(2, range(20 * 6))
+    for shards in ([0, 1], [4], [0, 1, 5], [2, 3, 4, 5], [0, 2, 4], [5, 0]):
+        columns = np.array(shards)
+        found = sampler.grid(2, 0, 19, columns, 10 * columns)
+        assert (found.reshape(20, -1) == whole.reshape(20, 6)[:, shards] + 10 * columns).all()
+
+
 def orders(size: int, num_shards: int, seed: int, epoch: int = 0) -> np.ndarray:
     """The offsets of each shard in its order, of shape (size, num_shards)."""
     sampler = make_sampler(size * num_shards, num_shards, seed, shuffle=True)
