@@ -197,6 +197,8 @@ def _collect(values: Sequence[Any], node: Node, columns: list[list[Any]]) -> boo
     if node.kind == "leaf":
         columns.append(list(values))
         return True
+    if node.kind == "none":
+        return all(map(is_missing, values))
     if node.kind == "optional":
         return _collect_optional(values, node.children[0], columns)
     kinds = set(map(type, values))
@@ -206,7 +208,9 @@ def _collect(values: Sequence[Any], node: Node, columns: list[list[Any]]) -> boo
     if node.kind == "records":
         return kinds <= {list, tuple} and _collect_records(values, node.children[0], columns)
     children = _children(values, kinds.pop(), node) if len(kinds) == 1 else None
-    return children is not None and all(map(_collect, children, node.children, [columns] * len(node.keys)))
+    return children is not None and all(
+        map(_collect, children, node.children, [columns] * len(node.keys))
+    )
 
 
 def _children(values: Sequence[Any], kind: Any, node: Node) -> Sequence[Any] | None:
@@ -268,9 +272,7 @@ def _collect_records(values: Sequence[Any], record: Node, columns: list[list[Any
     return True
 
 
-def _stack_leaves(
-    field: Field, leaves: list[Any], room: Tensor | None = None
-) -> Values | None:
+def _stack_leaves(field: Field, leaves: list[Any], room: Tensor | None = None) -> Values | None:
     """Stack the leaves of one field; None if one may not fit."""
     if isinstance(leaves, _Records):
         return _stack_records(field, leaves)
@@ -298,6 +300,7 @@ def _stack_given(field: Field, leaves: list[Any], is_given: list[bool]) -> Value
         sizes = np.zeros((len(leaves), count), np.int64)
         if found is None:
             return Values(torch.empty((0, *field.item_shape), dtype=field.dtype), sizes)
+        assert found.sizes is not None
         sizes[is_given] = found.sizes
         return Values(found.data, sizes)
     data = torch.zeros((len(leaves), *field.item_shape), dtype=field.dtype)

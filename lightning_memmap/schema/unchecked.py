@@ -136,9 +136,7 @@ def _wrapper(kind: str, children: list[Any], depth: int) -> Node:
     node = Node(kind, (), tuple(_node(child, depth + 1) for child in children))
     if kind == "optional" and (node.children[0].kind == kind or node.children[1] != LEAF):
         raise SchemaError("what may be None has no field that says in which rows it is")
-    if kind == "records" and any(
-        part.kind == kind for _, part in node.children[0].walk()
-    ):
+    if kind == "records" and any(part.kind == kind for _, part in node.children[0].walk()):
         raise SchemaError("a list of records has lists in its records")
     return node
 

@@ -7,10 +7,13 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema.stack import join_rows, stack_samples
-from lightning_memmap.store.columns import Block
+from lightning_memmap.schema import Field
+from lightning_memmap.schema.stack import join_rows, join_values, stack_samples
+from lightning_memmap.schema.values import Values
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.journal import share
 from lightning_memmap.store.plan import StorePlan
@@ -29,6 +32,42 @@ _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 _SYNC_BYTES = 8 * 2**20
 #: Files that a worker keeps open. With more fields than that, it opens them again when needed.
 _MAX_OPEN_FILES = 64
+
+
+class _Block:
+    """Memory for rows of one field that are written together.
+
+    Args:
+        field: The field.
+        max_rows: Rows that fit into the block.
+    """
+
+    def __init__(self, field: Field, max_rows: int) -> None:
+        self._rows = None
+        if not field.num_variable:
+            self._rows = torch.empty((max_rows, *field.item_shape), dtype=field.dtype, device="cpu")
+        #: Rows that differ in length, by the row of the block at which they begin.
+        self._pieces: dict[int, Values] = {}
+
+    def room(self, index: int, num_rows: int) -> Tensor | None:
+        """The memory of rows, into which they may be put without `put`."""
+        return None if self._rows is None else self._rows[index : index + num_rows]
+
+    def put(self, index: int, values: Values) -> None:
+        """Put rows into the block, which are copied unless they are there already."""
+        if self._rows is None:
+            if not index:
+                # Rows of a range that failed may be there still.
+                self._pieces.clear()
+            self._pieces[index] = values
+        elif values.data.data_ptr() != self._rows[index : index + 1].data_ptr():
+            self._rows[index : index + len(values.data)].copy_(values.data)
+
+    def values(self, num_rows: int) -> Values:
+        """The first rows of the block."""
+        if self._rows is not None:
+            return Values(self._rows[:num_rows])
+        return join_values(list(self._pieces.values()))
 
 
 class RangeWriter:
@@ -57,7 +96,7 @@ class RangeWriter:
         self._row_bytes = max(1, row_bytes)
         self._source = source_of(dataset, plan.schema)
         self._order = reading_order(self._source, len(dataset))
-        self._blocks: list[list[Block]] = [[], []]
+        self._blocks: list[list[_Block]] = [[], []]
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
@@ -156,16 +195,16 @@ class RangeWriter:
             self._blocks.reverse()
         blocks = self._blocks[0]
         if not blocks:
-            blocks += [column.block(self._max_item_rows) for column in self._plan.columns]
+            blocks += [_Block(field, self._max_item_rows) for field in self._plan.schema.fields]
         for index in range(0, len(rows), self._max_piece_rows):
             self._put_items(blocks, index, rows[index : index + self._max_piece_rows])
         self.finish()
         self._writing = self._thread.submit(self._write_blocks, blocks, self._stored(rows))
 
-    def _write_blocks(self, blocks: Sequence[Block], rows: range | Integers) -> None:
+    def _write_blocks(self, blocks: Sequence[_Block], rows: range | Integers) -> None:
         exit_if_orphaned()
-        for block in blocks:
-            block.write(self._files, rows)
+        for column, block in zip(self._plan.columns, blocks, strict=True):
+            column.write(self._files, rows, block.values(len(rows)))
         self._begin_sync(len(rows))
 
     def _begin_sync(self, num_rows: int) -> None:
@@ -175,7 +214,7 @@ class RangeWriter:
             self._files.begin_sync()
             self._num_waiting = 0
 
-    def _put_items(self, blocks: Sequence[Block], index: int, rows: range | Integers) -> None:
+    def _put_items(self, blocks: Sequence[_Block], index: int, rows: range | Integers) -> None:
         """Copy items into blocks, whose row ``index`` is the first of them."""
         schema = self._plan.schema
         samples = read_samples(self._dataset, rows)
@@ -189,7 +228,7 @@ class RangeWriter:
             columns = zip(*leaves, strict=True)
             stacked = [join_rows(*each) for each in zip(schema.fields, columns, strict=True)]
         for block, values in zip(blocks, stacked, strict=True):
-            block.put_rows(index, values)
+            block.put(index, values)
 
     def close(self) -> None:
         """Wait for what is being written, and close the directory and the files."""

@@ -214,8 +214,9 @@ def _method_of(value: Any) -> str | None:
 
 def is_frame(value: Any) -> bool:
     """Whether a value is a table, or will be one when it is computed or read."""
-    has_columns = hasattr(value, "columns") or hasattr(value, "schema")
-    is_arrow = hasattr(value, "__arrow_c_stream__") or hasattr(value, "__arrow_c_array__")
+    kind = type(value)  # Of an instance, a property may be costly.
+    has_columns = hasattr(kind, "columns") or hasattr(kind, "schema")
+    is_arrow = hasattr(kind, "__arrow_c_stream__") or hasattr(kind, "__arrow_c_array__")
     return (has_columns and is_arrow) or _method_of(value) is not None
 
 

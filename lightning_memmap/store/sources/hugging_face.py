@@ -25,7 +25,9 @@ class HuggingFaceColumn:
 
     def take(self, rows: range | Integers) -> Any:
         """Rows in any order, as an array of Arrow."""
-        found = self.dataset[rows.start : rows.stop] if isinstance(rows, range) else self.dataset[rows]
+        found = (
+            self.dataset[rows.start : rows.stop] if isinstance(rows, range) else self.dataset[rows]
+        )
         return found.column(self.name)
 
     def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values] | None:

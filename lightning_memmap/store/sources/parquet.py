@@ -98,6 +98,8 @@ class _Files:
         ]
         self._names = names
         self._open: dict[str, Any] = {}
+        #: By column, the row group that was read last.
+        self._last: dict[str, tuple[int, Any]] = {}
 
     @cached_property
     def _groups(self) -> tuple[list[tuple[str, int]], Integers, dict[str, list[int | None]]]:
@@ -146,6 +148,12 @@ class _Files:
             table = self._file(path).read_row_group(number, columns=[name])
         return ArrowColumn(table.column(name)).column
 
+    def group(self, group: int, name: str) -> Any:
+        """One column of a row group, kept until another one is asked for."""
+        if name not in self._last or self._last[name][0] != group:
+            self._last[name] = group, self.read(group, name)
+        return self._last[name][1]
+
     def has_missing(self, name: str) -> bool:
         """Whether rows of a column have no value: by the statistics, or where these do not tell, by
         the rows."""
@@ -168,20 +176,16 @@ class _Files:
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process opens the files for itself.
-        return {"states": self.states, "_names": self._names, "_open": {}}
+        return {"states": self.states, "_names": self._names, "_open": {}, "_last": {}}
 
 
 class ParquetColumn:
-    """One column of Parquet files, whose item ``i`` is what sample ``i`` has.
-
-    The row group that was read last is kept.
-    """
+    """One column of Parquet files, whose item ``i`` is what sample ``i`` has."""
 
     def __init__(self, files: _Files, name: str) -> None:
         self._files = files
         self.files = files.states
         self.name = name
-        self._last: tuple[int, Any] | None = None
 
     @property
     def has_missing(self) -> bool:
@@ -194,7 +198,7 @@ class ParquetColumn:
 
     def __getitem__(self, row: int) -> Any:
         group = int(self.pieces(np.array([row]))[0])
-        return ArrowColumn(self._group(group))[row - self._start(group)]
+        return ArrowColumn(self._files.group(group, self.name))[row - self._start(group)]
 
     def pieces(self, rows: Integers) -> Integers:
         """The row group of each row."""
@@ -215,20 +219,12 @@ class ParquetColumn:
             within = numbers[mine] - self._start(group)
             first = int(within[0])
             one = range(first, first + len(mine)) if isinstance(rows, range) else within
-            parts += take(self._group(group), one).chunks
+            parts += take(self._files.group(group, self.name), one).chunks
         joined = pa.chunked_array(parts)
         return joined if order is None else take(joined, np.argsort(order))
 
     def _start(self, group: int) -> int:
         return int(self._files.ends[group - 1]) if group else 0
-
-    def _group(self, number: int) -> Any:
-        if self._last is None or self._last[0] != number:
-            self._last = number, self._files.read(number, self.name)
-        return self._last[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None}
 
 
 def _null_count(file: Any, group: int, name: str) -> int | None:

@@ -281,7 +281,9 @@ class _Joined(Source):
                 return None
             found.append(values)
         joined = [join_values(values) for values in zip(*found, strict=True)]
-        return joined if order is None else [take_values(each, np.argsort(order)) for each in joined]
+        return (
+            joined if order is None else [take_values(each, np.argsort(order)) for each in joined]
+        )
 
     @override
     def pieces(self, rows: Integers) -> Integers | None:
