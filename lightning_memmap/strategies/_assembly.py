@@ -11,13 +11,11 @@ from typing_extensions import override
 
 from lightning_memmap.loading import (
     BatchLoader,
-    DeviceLoader,
     Padded,
     RowList,
     SuperBatch,
     SuperBatchLoader,
     has_streams,
-    loader_for,
 )
 from lightning_memmap.placement import DataTopology, data_parallel_rank, local_processes
 from lightning_memmap.schema import Masked
@@ -79,8 +77,8 @@ class SuperBatchAssembly(Strategy):
         if isinstance(dataloader, BatchLoader):
             dataloader = dataloader.loader
         if isinstance(dataloader, SuperBatchLoader):
-            dataloader = loader_for(dataloader, self.data_topology)
-        if isinstance(dataloader, DeviceLoader):
+            if dataloader.device is None:
+                dataloader = dataloader.placed(self.data_topology)
             dataloader.subscribe(self.on_super_batch)
         return super().process_dataloader(dataloader)
 
