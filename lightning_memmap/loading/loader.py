@@ -437,39 +437,37 @@ class SuperBatchLoader:
     def _super_batches(self, fetched: Fetched, epoch: int) -> Iterator[SuperBatch]:
         """The super-batches of some steps."""
         collator, devices, steps = self._collator, self.data_devices, fetched.steps
-        topology, first = self._rows.topology, fetched.first
-        if not fetched.is_whole:
-            batches = []
-            for device, leaves in enumerate(fetched.leaves):
-                batch = collator.collate(leaves)
-                if collator.is_apart:
-                    index = topology.rank + topology.size * device
-                    seed = derive_seed(self.seed, epoch, steps.first_step, index)
-                    batch = collator.transformed(batch, devices[device], seed, device)
-                batches.append(batch)
-            parts: list[Any] = [(None, batches)]
-            fetched.leaves.clear()
-            del batches, leaves, batch
+        first, number, rank = fetched.first, steps.first_step, self._rows.topology.rank
+        if fetched.is_whole:
+            split = [leaf.split_with_sizes(steps.lengths) for leaf in fetched.leaves.pop()]
+            parts = [*zip(*split, strict=True)]
+            del split
         else:
-            columns = [leaf.split_with_sizes(steps.lengths) for leaf in fetched.leaves.pop()]
-            parts = [([*step], None) for step in zip(*columns, strict=True)]
-            del columns
+            parts = [tuple(self._batches(fetched, epoch))]
         # The last reference to a step's rows goes with its super-batch.
         parts.reverse()
-        for number, (length, step_rows) in enumerate(
-            zip(steps.lengths, steps.step_rows, strict=True), steps.first_step
-        ):
-            columns, batches = parts.pop()
+        for length, step_rows in zip(steps.lengths, steps.step_rows, strict=True):
             super_batch = SuperBatch(
-                devices, length, first, columns=columns, batches=batches, collator=collator
+                devices, length, step_rows, first, parts.pop(), collator, fetched.is_whole
             )
-            del columns, batches
-            super_batch.step_rows = step_rows
             if collator.is_on_super_batch:
-                super_batch.seed = derive_seed(self.seed, epoch, number, topology.rank)
+                super_batch.seed = derive_seed(self.seed, epoch, number, rank)
+                number += 1
             first = (first + length) % len(devices)
             yield super_batch
             del super_batch
+
+    def _batches(self, fetched: Fetched, epoch: int) -> Iterator[Any]:
+        """The batch of each data device in a step, transformed there if it is to be."""
+        collator, topology = self._collator, self._rows.topology
+        for index, device in enumerate(self.data_devices):
+            batch = collator.collate(fetched.leaves.pop(0))
+            if collator.is_apart:
+                words = fetched.steps.first_step, topology.rank + topology.size * index
+                seed = derive_seed(self.seed, epoch, *words)
+                batch = collator.transformed(batch, device, seed, index)
+            yield batch
+            del batch
 
     def _blocks(self, start: LoaderState) -> Iterator[Steps]:
         """The steps of an epoch, divided into blocks that are located together."""

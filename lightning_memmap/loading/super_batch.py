@@ -136,11 +136,13 @@ class SuperBatch:
     Args:
         data_devices: The ``D`` devices of the batches.
         num_rows: Rows of all batches.
+        step_rows: Rows of the step over all processes.
         first: The data device whose batch has the first row.
+        parts: All rows in order where they lie on one device: one leaf per field, of shape
+            (num_rows, *field shape) or rows that are not copied yet. Otherwise the batch of each
+            data device.
         collator: Collates and assembles.
-        columns: One tensor per field of shape (num_rows, *field shape), or rows that are not copied
-            yet, all rows in order, where they lie on one device.
-        batches: Otherwise, the batch of each data device.
+        is_whole: Which of the two it is.
 
     Attributes:
         num_rows: Rows of all batches.
@@ -165,29 +167,24 @@ class SuperBatch:
         self,
         data_devices: Sequence[torch.device],
         num_rows: int,
+        step_rows: int,
         first: int,
-        *,
+        parts: Sequence[Any],
         collator: Collator,
-        columns: Sequence[Tensor | VariableRows] | None = None,
-        batches: list[Any] | None = None,
+        is_whole: bool,
     ) -> None:
         self.data_devices = data_devices
         self.num_rows = num_rows
-        self.step_rows = num_rows
+        self.step_rows = step_rows
         self.first = first
         self.seed = 0
-        self._columns = columns
-        self._batches = batches or []
+        self._columns = parts if is_whole else None
+        self._batches: list[Any] = [] if is_whole else [*parts]
         self._collator = collator
 
     @property
     def batches(self) -> list[Any]:
-        """The batch of each data device, on that device.
-
-        It is the batch before a transform of the assembled rows, and has the structure of the
-        dataset's samples, or whatever the transform on the data device made of it. Fetched rows lie
-        one after the other in memory.
-        """
+        """The batch of each data device, on that device, as its transform left it."""
         if self._columns is not None and not self._batches:
             count = len(self.data_devices)
             self._batches = [
