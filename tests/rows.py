@@ -184,14 +184,10 @@ def loader_over(
 def assembled(
     loader: SuperBatchLoader,
     device: torch.device = CPU,
-    on_step: Callable[[SuperBatch], None] | None = None,
     prefetch: int = 0,
 ) -> SuperBatchLoader:
     """The batches of a loader, assembled on a device."""
-    found = loader.assembled(device, prefetch)
-    if on_step is not None:
-        found.subscribe(on_step)
-    return found
+    return loader.assembled(device, prefetch)
 
 
 def noisy(batch: Any, generator: torch.Generator) -> Any:

@@ -1,7 +1,7 @@
 """The super-batch loader: one super-batch per step from the shards of all data devices."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import chain
@@ -83,7 +83,6 @@ class SuperBatchLoader:
         self.device: torch.device | None = None
         #: Coming steps that are made ready while the consumer has one.
         self.prefetch = 0
-        self._on_step: Callable[[SuperBatch], None] | None = None
         self._epoch = 0
         self._began = self._state_at_start()
         #: Steps of the epoch that were delivered, and what a Trainer had counted at the last one.
@@ -230,10 +229,6 @@ class SuperBatchLoader:
             device = topology.data_devices[0]
         return self if device is None else self.assembled(device, topology.prefetch)
 
-    def subscribe(self, on_step: Callable[[SuperBatch], None]) -> None:
-        """Call a function with each super-batch before its assembled batch is yielded."""
-        self._on_step = on_step
-
     def of_process(self, rank: int, size: int) -> "SuperBatchLoader":
         """A loader over the same shards that serves the rows of one of several processes.
 
@@ -340,14 +335,14 @@ class SuperBatchLoader:
 
     def _delivered_steps(self) -> Iterator[SuperBatch]:
         for super_batch in self._steps():
-            self._deliver(super_batch)
+            self._deliver()
             yield super_batch
             # Not referenced while the next one is made: its memory may be free by then.
             del super_batch
 
     def _assembled(self, device: torch.device) -> Iterator[Any]:
         for super_batch in self._steps():
-            self._deliver(super_batch)
+            self._deliver()
             batch = super_batch.to(device)
             del super_batch
             yield batch
@@ -401,16 +396,14 @@ class SuperBatchLoader:
             order.num_positions, self.global_batch, order.num_shards, self.drop_last, start
         )
 
-    def _deliver(self, super_batch: SuperBatch) -> None:
+    def _deliver(self) -> None:
         """Count a step as delivered."""
         counts = None if self._progress is None else self._progress.counts()
         # In one assignment: a signal may come at any time.
         self._delivered = self._delivered[0] + 1, counts
-        if self._on_step is not None:
-            self._on_step(super_batch)
 
     def _steps(self) -> Iterator[SuperBatch]:
-        """The steps of the epoch. Each counts as delivered once `_deliver` is called with it.
+        """The steps of the epoch. Each counts as delivered once `_deliver` is called.
 
         Raises:
             RuntimeError: The rows were freed.

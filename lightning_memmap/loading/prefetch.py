@@ -25,7 +25,7 @@ def prefetched(
     coming: Iterator[SuperBatch],
     devices: Sequence[torch.device],
     depth: int,
-    deliver: Callable[[SuperBatch], None],
+    deliver: Callable[[], None],
 ) -> Iterator[Any]:
     """The assembled batches of an epoch, made ready some steps ahead.
 
@@ -41,7 +41,7 @@ def prefetched(
         coming: The steps of an epoch.
         devices: Where they are assembled, and then the data devices.
         depth: Steps in flight beside the one that the consumer has, at least 1.
-        deliver: Called with each super-batch when the consumer gets its batch.
+        deliver: Called for each step when the consumer gets its batch.
 
     Returns:
         An iterator over the batches on the first device, in the order of the steps.
@@ -71,7 +71,7 @@ def prefetched(
             if not ready:
                 break
             super_batch, batch, event = ready.popleft()
-            deliver(super_batch)
+            deliver()
             tensors = chain.from_iterable(dense_tensors(leaf) for _, leaf in named_leaves(batch))
             streams.hand_over(event, [tensor for tensor in tensors if not tensor.is_meta])
             del tensors

@@ -4,11 +4,12 @@ A batch is contiguous on its data device, and so is a copy to another device. On
 assembles them, rows are interleaved: those of data device ``d`` go to every ``D``-th place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading.buffers import BufferPool
@@ -21,6 +22,7 @@ from lightning_memmap.loading.transform import (
     check_callable,
 )
 from lightning_memmap.loading.variable_leaves import (
+    dense_tensors,
     interleaved,
     is_on,
     is_variable,
@@ -31,6 +33,9 @@ from lightning_memmap.schema import RowList
 
 #: Nests one leaf per field like the dataset's samples; see `FormedCollate`.
 Collate: TypeAlias = Callable[[Sequence[Tensor | VariableRows]], Any]
+
+#: The rows of this process and of all of its step, by the leaves of an assembled batch.
+_STEP_ROWS: Any = WeakIdKeyDictionary()
 
 
 class Collator:
@@ -222,7 +227,10 @@ class SuperBatch:
             send = send_rows if non_blocking else _copied
             batch = self._collator.collate([send(leaf, target) for leaf in self._columns])
         if self._collator.is_on_super_batch:
-            return self._collator.transformed(batch, target, self.seed)
+            batch = self._collator.transformed(batch, target, self.seed)
+        if self.step_rows != self.num_rows:
+            for leaf in _with_memory(batch):
+                _STEP_ROWS[leaf] = self.num_rows, self.step_rows
         return batch
 
     def __len__(self) -> int:
@@ -231,6 +239,32 @@ class SuperBatch:
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self.data_devices)
         return f"SuperBatch({self.num_rows} rows on {devices})"
+
+
+def step_rows_of(batch: Any) -> set[tuple[int, int]]:
+    """The rows that a batch has of its step, and the rows of the step over all processes.
+
+    Args:
+        batch: A batch of a super-batch, or any nesting of such batches, each with at least one of
+            the tensors that it was made with; or super-batches that are not assembled.
+
+    Returns:
+        One pair for each different one; empty for batches of one process, or of other loaders.
+    """
+    found = set()
+    for leaf in _with_memory(batch):
+        if isinstance(leaf, SuperBatch):
+            found.add((leaf.num_rows, leaf.step_rows))
+        elif leaf in _STEP_ROWS:
+            found.add(_STEP_ROWS[leaf])
+    return found
+
+
+def _with_memory(batch: Any) -> Iterator[Any]:
+    """The tensors of a batch, also those in batches of other libraries; lists of rows are whole."""
+    for _, leaf in named_leaves(batch):
+        is_known = isinstance(leaf, (Tensor, RowList, SuperBatch))
+        yield from [leaf] if is_known else dense_tensors(leaf)
 
 
 def _copied(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:

@@ -472,6 +472,7 @@ def test_scale_of_images_in_their_own_size_is_one(tmp_path: Path) -> None:
         store_dir=tmp_path,
         variable={"image": Decode(with_scale=True), "mask": Decode(mode="L")},
     )
+    data.prepare_data()
     batch = _first_batch(data)
     assert torch.equal(batch["image"].scale, torch.ones(8))
     assert torch.equal(batch["image"].offset, torch.zeros(8, 2))
