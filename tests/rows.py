@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.loading import (
-    DeviceLoader,
     SplitRows,
     SuperBatch,
     SuperBatchLoader,
@@ -41,7 +40,7 @@ from lightning_memmap.store.row_file import RowFile
 
 CPU = torch.device("cpu")
 
-Loader: TypeAlias = SuperBatchLoader | DeviceLoader
+Loader: TypeAlias = SuperBatchLoader
 
 
 class NumberedRows(Dataset[dict[str, Any]]):
@@ -185,14 +184,10 @@ def loader_over(
 def assembled(
     loader: SuperBatchLoader,
     device: torch.device = CPU,
-    on_step: Callable[[SuperBatch], None] | None = None,
     prefetch: int = 0,
-) -> DeviceLoader:
+) -> SuperBatchLoader:
     """The batches of a loader, assembled on a device."""
-    found = DeviceLoader(loader, device, prefetch)
-    if on_step is not None:
-        found.subscribe(on_step)
-    return found
+    return loader.assembled(device, prefetch)
 
 
 def noisy(batch: Any, generator: torch.Generator) -> Any:

@@ -22,18 +22,23 @@ def is_variable(leaf: Any) -> bool:
     return isinstance(leaf, RowList) or (isinstance(leaf, Tensor) and leaf.is_nested)
 
 
-def dense_tensors(leaf: Any) -> list[Tensor]:
-    """The tensors in a leaf of a batch that have memory.
-
-    Args:
-        leaf: A tensor, a `RowList`, or anything else, which has none.
-    """
+def dense_tensors(leaf: Any, seen: tuple[int, ...] = ()) -> list[Tensor]:
+    """The tensors in a leaf of a batch that have memory: a tensor, a `RowList`, or any object."""
     if isinstance(leaf, RowList):
         return [part for row in leaf for _, part in named_leaves(row) if isinstance(part, Tensor)]
     if isinstance(leaf, Tensor) and leaf.is_nested:
         nested: Any = leaf
-        return [nested.values(), nested.offsets()]
-    return [leaf] if isinstance(leaf, Tensor) else []
+        found = [nested.values(), nested.offsets(), nested.lengths()]
+        return [tensor for tensor in found if tensor is not None]
+    if isinstance(leaf, Tensor):
+        return [leaf]
+    if id(leaf) in seen or isinstance(leaf, type) or not hasattr(leaf, "__dict__"):
+        return []
+    # A batch of another library, which an `OnSuperBatch` returned.
+    within = (*seen, id(leaf))
+    return [
+        tensor for _, each in named_leaves(vars(leaf)) for tensor in dense_tensors(each, within)
+    ]
 
 
 def is_on(leaf: Any, device: torch.device) -> bool:
@@ -95,6 +100,13 @@ def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.
         for index, leaf in enumerate(sent):
             rows[(index - first) % count :: count] = leaf
         return RowList(rows)
+    ragged = next(dim for dim, size in enumerate(sent[0].shape) if not isinstance(size, int))
+    if ragged > 1:
+        # They were transposed: the dimension that differs is not the first one of the values.
+        turned = [leaf.transpose(1, ragged) for leaf in sent]
+        return interleaved(turned, first, num_rows, device).transpose(1, ragged)
+    # `torch.nested.narrow` leaves holes between rows.
+    sent = [leaf if leaf.lengths() is None else leaf.contiguous() for leaf in sent]
     # Where each row of the result is among those of all leaves, one after the other.
     places = np.concatenate(
         [np.arange((index - first) % count, num_rows, count) for index in range(count)]

@@ -107,6 +107,10 @@ class Shards:
         """
         return list(rows.tolist())
 
+    def numbers(self, rows: Integers) -> Integers:
+        """The numbers of rows, or of windows, in the whole dataset, int64 of shape (B,)."""
+        return rows
+
     def stored_rows(self, rows: Integers) -> Integers:
         """The rows of a store that rows are, or are parts of.
 

@@ -71,6 +71,8 @@ class WindowShards(LineShards):
             (of_series.num_rows,).
         length: Steps of a window.
         stride: Steps from the beginning of a window to that of the next one.
+        before: For each row of the dataset, the windows of all rows before it, where the series are
+            only some of its rows.
     """
 
     of_series: Shards
@@ -78,10 +80,17 @@ class WindowShards(LineShards):
     steps: Numbers
     length: int
     stride: int
+    before: Numbers | None = None
 
     @classmethod
     def of(
-        cls, series: Shards, fields: Sequence[str], steps: Integers, length: int, stride: int
+        cls,
+        series: Shards,
+        fields: Sequence[str],
+        steps: Integers,
+        length: int,
+        stride: int,
+        steps_of_rows: Integers | None = None,
     ) -> "WindowShards":
         """Divide the windows over series into shards.
 
@@ -92,6 +101,8 @@ class WindowShards(LineShards):
                 (series.num_rows,).
             length: Steps of a window, at least 1.
             stride: Steps from the beginning of a window to that of the next one, at least 1.
+            steps_of_rows: The steps of all rows of the dataset, in its order, where the series are
+                only some of them.
 
         Returns:
             The shards.
@@ -105,6 +116,10 @@ class WindowShards(LineShards):
                 f"Windows: length={length}, and the longest of the {len(steps)} rows has"
                 f" {steps.max()} steps: use shorter windows, or longer rows"
             )
+        before = None
+        if steps_of_rows is not None:
+            counts = _num_windows(steps_of_rows, length, stride)
+            before = Numbers(np.cumsum(counts) - counts)
         return cls(
             num_windows,
             series.num_shards,
@@ -114,6 +129,7 @@ class WindowShards(LineShards):
             steps=Numbers(steps),
             length=length,
             stride=stride,
+            before=before,
         )
 
     @property
@@ -249,6 +265,14 @@ class WindowShards(LineShards):
     @override
     def stored_rows(self, rows: Integers) -> Integers:
         return self.of_series.stored_rows(self.numbered(rows).series)
+
+    @override
+    def numbers(self, rows: Integers) -> Integers:
+        if self.before is None:
+            return rows
+        series, windows = self.numbered(rows)
+        found: Integers = self.before.array[series] + windows
+        return found
 
     @override
     def dataset_rows_at(self, locations: Integers) -> Integers:
