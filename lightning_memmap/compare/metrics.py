@@ -204,7 +204,7 @@ def _part_s(run: Run, *parts: str) -> float:
 
 
 def _first_batch_s(run: Run, index: int) -> float:
-    return max(found[index] for found in run.values(first_batch))
+    return float(max(found[index] for found in run.values(first_batch)))
 
 
 def _all_processes(run: Run) -> list[Any]:

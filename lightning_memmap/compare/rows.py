@@ -18,9 +18,9 @@ from lightning_memmap.callbacks.memory_trace import batches_of
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import has_several
 from lightning_memmap.loading import FormedCollate, Padded, RowList
-from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.split import image_decoders
+from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.transform import DeviceTransform, takes_generator
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.sampling import Integers, Shards, WindowShards
@@ -279,7 +279,9 @@ def stored_leaves(
             else:
                 leaves.append(column.fetch(rows))
         for place, decoder in decoders.items():
-            leaves[place] = decoder.decoded([row.numpy() for row in leaves[place]])
+            leaves[place], places = decoder.decoded([row.numpy() for row in leaves[place]])
+            if decoder.form.with_scale:
+                leaves.append(places)
         return leaves
 
     return read
