@@ -93,24 +93,21 @@ def run(spec: RunSpec, timeout_s: float, on_step: Callable[[int], None]) -> list
             raise RunError(f"not finished after {timeout_s:g} s (--timeout_s): {tail}")
         if launched.returncode:
             raise _read_error(out, launched)
-        return [] if spec.kind == "prepare" else read_ranks(out)
+        ranks = read_ranks(out)
+        found = [rank.rank for rank in ranks]
+        if spec.kind != "prepare" and found != list(range(ranks[0].world_size if ranks else 1)):
+            tail = " | ".join(launched.tail())
+            raise RunError(f"only the ranks {found} wrote what they measured: {tail}")
+        return ranks
     except (OSError, ValueError, TypeError) as error:
         # What others have measured is worth more than this run.
         raise RunError(f"its files cannot be written or read: {error}") from error
 
 
 def read_ranks(folder: Path) -> list[Rank]:
-    """Read what the processes of a run wrote, by rank.
-
-    Raises:
-        RunError: A rank is missing.
-    """
+    """Read what the processes of a run have written, by rank."""
     texts = [path.read_text(encoding="utf-8") for path in folder.glob("rank*.json")]
-    ranks = sorted((Rank(**json.loads(text)) for text in texts), key=lambda rank: rank.rank)
-    found = [rank.rank for rank in ranks]
-    if found != list(range(ranks[0].world_size if ranks else 1)):
-        raise RunError(f"only the ranks {found} wrote what they measured: see {folder / 'log.txt'}")
-    return ranks
+    return sorted((Rank(**json.loads(text)) for text in texts), key=lambda rank: rank.rank)
 
 
 def _read_progress(out: Path) -> int:
