@@ -185,14 +185,10 @@ def loader_over(
 def assembled(
     loader: SuperBatchLoader,
     device: torch.device = CPU,
-    on_step: Callable[[SuperBatch], None] | None = None,
     prefetch: int = 0,
 ) -> DeviceLoader:
     """The batches of a loader, assembled on a device."""
-    found = DeviceLoader(loader, device, prefetch)
-    if on_step is not None:
-        found.subscribe(on_step)
-    return found
+    return DeviceLoader(loader, device, prefetch)
 
 
 def noisy(batch: Any, generator: torch.Generator) -> Any:

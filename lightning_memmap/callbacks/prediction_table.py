@@ -90,6 +90,7 @@ class PredictionTable(BasePredictionWriter):
             loaders.items(), trainer.num_predict_batches, strict=True
         ):
             table = _Table(path, self.overwrite, *_rows_and_shards(loader))
+            table.loader = _super_batch_loader(loader)
             check_place(path, overwrite=self.overwrite)
             if num_batches < len(loader) and not getattr(trainer, "fast_dev_run", False):
                 raise _incomplete(trainer, f"{num_batches} of {len(loader)} batches")
@@ -107,7 +108,11 @@ class PredictionTable(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         """Write the rows of a batch. At the first batch, all ranks make the table together."""
-        self._tables[dataloader_idx].write(trainer, prediction, batch_indices, batch_idx)
+        table = self._tables[dataloader_idx]
+        if batch_indices and table.loader is not None:
+            # The rows of the table are those of the loader, which may have a part of the dataset.
+            batch_indices = table.loader.step_positions(batch_idx)
+        table.write(trainer, prediction, batch_indices, batch_idx)
 
     @override
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -146,6 +151,8 @@ class _Table:
     def __init__(self, path: Path, overwrite: bool, num_rows: int, num_shards: int) -> None:
         self._path, self._overwrite = path, overwrite
         self._num_rows, self._num_shards = num_rows, num_shards
+        #: The loader of the rows, where it is this package's.
+        self.loader: SuperBatchLoader | None = None
         self._schema: Schema | None = None
         self._build: TableBuild | None = None
         self._writer: TableWriter | None = None
@@ -242,11 +249,15 @@ def _path_of_member(path: Path, trainer: L.Trainer) -> Path:
     return Path(str(path).replace("{member}", str(member)))
 
 
+def _super_batch_loader(loader: Any) -> SuperBatchLoader | None:
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return sampler if isinstance(sampler, SuperBatchLoader) else None
+
+
 def _rows_and_shards(loader: Any) -> tuple[int, int]:
     """The number of rows of a loader's dataset, and the number of shards for them."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if isinstance(sampler, SuperBatchLoader):
-        return sampler.order.num_positions, sampler.order.num_shards
+    if (ours := _super_batch_loader(loader)) is not None:
+        return ours.order.num_positions, ours.order.num_shards
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         return len(loader.dataset), _NUM_SHARDS  # type: ignore[arg-type]
     raise _unknown_rows(loader)

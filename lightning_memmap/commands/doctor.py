@@ -35,7 +35,6 @@ _EXTRAS = {
     "compare": "the pages of lightning-memmap compare and of lightning-memmap store show",
     "images": "image folders, and encoded images",
     "remote": "stores at s3://",
-    "nvml": "energy of GPUs in lightning-memmap compare",
     "completion": "lightning-memmap completion",
     "examples": "the examples",
 }

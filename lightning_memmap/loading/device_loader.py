@@ -1,13 +1,12 @@
 """A loader whose super-batches are assembled on one device: it yields plain batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.prefetch import prefetched
-from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.placement import DataTopology
 
 
@@ -30,15 +29,6 @@ class DeviceLoader:
         self.loader = loader
         self.device = device
         self._prefetch = prefetch
-        self._on_step: Callable[[SuperBatch], None] | None = None
-
-    def subscribe(self, on_step: Callable[[SuperBatch], None]) -> None:
-        """Call a function with each super-batch before its batch is yielded.
-
-        Args:
-            on_step: The function; it replaces the one of an earlier call.
-        """
-        self._on_step = on_step
 
     @property
     def batch_sampler(self) -> Any:
@@ -88,13 +78,11 @@ class DeviceLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self._prefetch:
-            return prefetched(self.loader, self.device, self._prefetch, self._on_step)
+            return prefetched(self.loader, self.device, self._prefetch)
         return self._one_by_one()
 
     def _one_by_one(self) -> Iterator[Any]:
         for super_batch in self.loader:
-            if self._on_step is not None:
-                self._on_step(super_batch)
             batch = super_batch.to(self.device)
             del super_batch
             yield batch

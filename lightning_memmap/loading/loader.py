@@ -108,7 +108,8 @@ class SuperBatchLoader:
     def batch_sampler(self) -> Any:
         """Where Lightning looks for ``sampler.set_epoch`` and for the rows of each step.
 
-        Prediction writers get these rows; they are known where the order is that of the dataset.
+        Prediction writers get the numbers of these rows in the dataset. They are known where the
+        order is that of the dataset.
 
         It is made anew each time: one that is kept would keep the loader and its rows in memory
         until garbage is collected.
@@ -319,6 +320,10 @@ class SuperBatchLoader:
         """
         return self._schedule(0).bounds(step)
 
+    def step_positions(self, step: int) -> range:
+        """The positions of a step of an epoch that is not resumed which this process serves."""
+        return self.positions(*self.bounds(step))
+
     def positions(self, first: int, last: int) -> range:
         """The positions in a range that this process serves.
 
@@ -432,4 +437,6 @@ class RowsByStep(Sequence[list[int]]):
     def __getitem__(self, step: Any) -> Any:
         if isinstance(step, slice):
             return [self[index] for index in range(*step.indices(len(self)))]
-        return list(self._loader.positions(*self._loader.bounds(step)))
+        order = self._loader.order
+        rows = order.dataset_rows(0, self._loader.step_positions(step))
+        return order.shards.base.numbers(rows).tolist()

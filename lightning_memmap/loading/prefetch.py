@@ -1,7 +1,7 @@
 """Prefetch: coming steps are made ready while the present one is computed."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ def prefetched(
     loader: SuperBatchLoader,
     device: torch.device,
     depth: int,
-    on_step: Callable[[SuperBatch], None] | None = None,
 ) -> Iterator[Any]:
     """The assembled batches of an epoch, made ready some steps ahead.
 
@@ -42,7 +41,6 @@ def prefetched(
         loader: Where the steps come from.
         device: Where they are assembled.
         depth: Steps in flight beside the one that the consumer has, at least 1.
-        on_step: Called with each super-batch when it is delivered.
 
     Returns:
         An iterator over the batches on ``device``, in the order of the steps.
@@ -73,8 +71,6 @@ def prefetched(
                 break
             super_batch, batch, event = ready.popleft()
             loader.deliver(super_batch)
-            if on_step is not None:
-                on_step(super_batch)
             tensors = chain.from_iterable(dense_tensors(leaf) for _, leaf in named_leaves(batch))
             streams.hand_over(event, [tensor for tensor in tensors if not tensor.is_meta])
             del tensors

@@ -36,7 +36,8 @@ class _NumberedEpoch:
         self._rows, self._sampler, self._epoch = rows, sampler, epoch
 
     def locate(self, positions: range) -> Integers:
-        numbers = self._sampler.dataset_rows(self._epoch, positions)
+        rows = self._sampler.dataset_rows(self._epoch, positions)
+        numbers = self._sampler.shards.base.numbers(rows)
         return np.column_stack([self._rows.locate(positions), numbers])
 
     def fetch(

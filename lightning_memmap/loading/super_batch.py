@@ -5,9 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memmap.loading.collate import Collator
+from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.variable_rows import VariableRows, send_rows
+from lightning_memmap.schema import RowList
+
+#: The rows of this process and of all of its step, by the leaves of an assembled batch.
+_STEP_ROWS: Any = WeakIdKeyDictionary()
 
 
 class SuperBatch:
@@ -106,7 +112,12 @@ class SuperBatch:
         else:
             send = send_rows if non_blocking else _copied
             batch = self._collator.collate([send(leaf, target) for leaf in self._columns])
-        return self._collator.finish(batch, self.num_rows, target, self.seed)
+        batch = self._collator.finish(batch, self.num_rows, target, self.seed)
+        if self.step_rows != self.num_rows:
+            for _, leaf in named_leaves(batch):
+                if isinstance(leaf, (Tensor, RowList)):
+                    _STEP_ROWS[leaf] = self.num_rows, self.step_rows
+        return batch
 
     def __len__(self) -> int:
         return self.num_rows
@@ -114,6 +125,25 @@ class SuperBatch:
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self.data_devices)
         return f"SuperBatch({self.num_rows} rows on {devices})"
+
+
+def step_rows_of(batch: Any) -> set[tuple[int, int]]:
+    """The rows that a batch has of its step, and the rows of the step over all processes.
+
+    Args:
+        batch: A batch of a super-batch, or any nesting of such batches, each with at least one of
+            the tensors that it was made with; or super-batches that are not assembled.
+
+    Returns:
+        One pair for each different one; empty for batches of one process, or of other loaders.
+    """
+    found = set()
+    for _, leaf in named_leaves(batch):
+        if isinstance(leaf, SuperBatch):
+            found.add((leaf.num_rows, leaf.step_rows))
+        elif isinstance(leaf, (Tensor, RowList)) and leaf in _STEP_ROWS:
+            found.add(_STEP_ROWS[leaf])
+    return found
 
 
 def _copied(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:

@@ -32,7 +32,8 @@ def dense_tensors(leaf: Any) -> list[Tensor]:
         return [part for row in leaf for _, part in named_leaves(row) if isinstance(part, Tensor)]
     if isinstance(leaf, Tensor) and leaf.is_nested:
         nested: Any = leaf
-        return [nested.values(), nested.offsets()]
+        found = [nested.values(), nested.offsets(), nested.lengths()]
+        return [tensor for tensor in found if tensor is not None]
     return [leaf] if isinstance(leaf, Tensor) else []
 
 
@@ -95,6 +96,13 @@ def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.
         for index, leaf in enumerate(sent):
             rows[(index - first) % count :: count] = leaf
         return RowList(rows)
+    ragged = next(dim for dim, size in enumerate(sent[0].shape) if not isinstance(size, int))
+    if ragged > 1:
+        # They were transposed: the dimension that differs is not the first one of the values.
+        turned = [leaf.transpose(1, ragged) for leaf in sent]
+        return interleaved(turned, first, num_rows, device).transpose(1, ragged)
+    # `torch.nested.narrow` leaves holes between rows.
+    sent = [leaf if leaf.lengths() is None else leaf.contiguous() for leaf in sent]
     # Where each row of the result is among those of all leaves, one after the other.
     places = np.concatenate(
         [np.arange((index - first) % count, num_rows, count) for index in range(count)]

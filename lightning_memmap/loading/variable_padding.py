@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, fresh_memory
 from lightning_memmap.loading.variable_steps import Together
 from lightning_memmap.sampling import Integers
@@ -17,8 +18,8 @@ from lightning_memmap.store.columns.segments import copy_segments
 #: Where rows have more bytes than this on average, filling what is behind each of them costs less
 #: than filling everything.
 _LONG_BYTES = 2**14
-#: More than a process can address.
-_TOO_MANY_BYTES = 2**47
+#: From here on the memory of the machine is looked at before a step is allocated.
+_MANY_BYTES = 2**33
 
 
 def padded_step(rows: VariableRows, multiple: int, value: float, allocate: Allocate) -> Tensor:
@@ -38,11 +39,11 @@ def padded_step(rows: VariableRows, multiple: int, value: float, allocate: Alloc
     """
     widths = tuple(-(-width // multiple) * multiple for width in rows.widths)
     num_bytes = len(rows) * math.prod(widths) * rows.field.item_bytes
-    if num_bytes > _TOO_MANY_BYTES:
+    if num_bytes > _MANY_BYTES and num_bytes > available_bytes():
         raise ValueError(
             f"variable: {len(rows)} rows of field {rows.field.name!r}, padded to {widths}, have"
-            f" {num_bytes} bytes: give Pad a smaller multiple than {multiple}, or use smaller"
-            " batches"
+            f" {num_bytes} bytes, more than this machine has free: give Pad a smaller multiple than"
+            f" {multiple}, or use smaller batches"
         )
     fetch = rows.fetch
     # Those of several data devices may have the widths of all of them.

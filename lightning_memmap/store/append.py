@@ -18,7 +18,7 @@ from lightning_memmap.errors import with_article
 from lightning_memmap.schema import Schema
 from lightning_memmap.schema.values import Values
 from lightning_memmap.sizes import format_bytes
-from lightning_memmap.store.build import Build, class_name
+from lightning_memmap.store.build import Build, class_name, explained
 from lightning_memmap.store.columns.variable import pack_rows
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
@@ -132,9 +132,12 @@ def _write(build: Build, store: Store, show: Any) -> None:
     plan.make_files()
     journal = Journal.create(plan.building, build.key())
     try:
-        with show("copying", store.num_rows, store.manifest.row_bytes) as advance:
+        then = "then append again: the store is as it was"
+        copying = show("copying", store.num_rows, store.manifest.row_bytes)
+        with explained(plan.path, then), copying as advance:
             _copy_rows(store, plan, advance)
-        with build.write(journal, range(store.num_rows, plan.num_rows), show):
+        rows = range(store.num_rows, plan.num_rows)
+        with build.write(journal, rows, show, then):
             written = WrittenStore.finish(plan, build.workers.num_workers, show)
     except BaseException:
         remove_tree(plan.building)

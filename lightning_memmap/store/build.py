@@ -9,7 +9,7 @@ written; the next build does not read them again.
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
+from lightning_memmap.errors import StoreError
 from lightning_memmap.schema import Nullable
 from lightning_memmap.store.build_key import BuildKey
 from lightning_memmap.store.fingerprint import Fingerprint
@@ -30,7 +31,7 @@ from lightning_memmap.store.probes import probe_rows, take_probes
 from lightning_memmap.store.progress import Advance, ShowProgress
 from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
-from lightning_memmap.store.recovery import is_store
+from lightning_memmap.store.recovery import is_store, remove_tree
 from lightning_memmap.store.sources import nullable_columns
 from lightning_memmap.store.sources.stream import Spool
 from lightning_memmap.store.workers import Workers
@@ -40,6 +41,30 @@ from lightning_memmap.store.written import WrittenStore
 _SLICE_SPEED = 32
 _JOURNAL_INTERVAL_S = 5.0
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def explained(path: Path, then: str) -> Iterator[None]:
+    """Say what to do about a file that cannot be written.
+
+    Args:
+        path: Directory of the store.
+        then: What follows.
+
+    Raises:
+        OSError: As the system says, with the way out.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(
+            error.errno,
+            f"{error.strerror or error}: rows cannot be written. Make room, or raise the limit that"
+            f" is in the way; {then}",
+            str(path),
+        ) from error
 
 
 def class_name(dataset: Any) -> str:
@@ -150,11 +175,19 @@ class Build:
             resume: Whether to go on from an interrupted build.
         """
         plan, journal = self.plan, self._open_journal(resume)
+        is_kept = not isinstance(self.workers.dataset, Spool) and (
+            resume or not is_store(plan.path)
+        )
+        then = "the same build then goes on" if is_kept else "nothing was changed"
         try:
-            with self.write(journal, range(plan.num_rows), progress):
+            with self.write(journal, range(plan.num_rows), progress, then):
                 written = WrittenStore.finish(plan, self.workers.num_workers, progress)
-        except KeyboardInterrupt:
-            self._log_what_is_kept(journal, resume)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                self._log_what_is_kept(journal, resume)
+            if not is_kept:  # It would keep the disk full, and no build would go on with it.
+                with suppress(StoreError):
+                    remove_tree(plan.building)
             raise
         finally:
             journal.close()
@@ -194,7 +227,13 @@ class Build:
         return journal
 
     @contextmanager
-    def write(self, journal: Journal, rows: range, progress: ShowProgress) -> Iterator[None]:
+    def write(
+        self,
+        journal: Journal,
+        rows: range,
+        progress: ShowProgress,
+        then: str = "the same build then goes on",
+    ) -> Iterator[None]:
         """Write those of some rows that are not yet written; the workers end with that. Then the
         block of the ``with`` statement runs, at the end of which all are on the disk.
 
@@ -202,24 +241,19 @@ class Build:
             journal: Lists the rows that are.
             rows: The rows, in a range of step 1.
             progress: Shows the progress.
+            then: What is said to follow where the disk is full.
         """
         todo = missing_ranges(journal.done, rows.stop, rows.start)
         num_done = len(rows) - sum(map(len, todo))
         try:
-            with progress("storing", len(rows), self.row_bytes, num_done) as advance:
+            with (
+                explained(self.plan.path, then),
+                progress("storing", len(rows), self.row_bytes, num_done) as advance,
+            ):
                 written = self._write_rows(journal, todo, advance)
-        except OSError as error:
-            if error.filename is not None:
-                raise
-            raise OSError(
-                error.errno,
-                f"{error.strerror}: rows cannot be written. Make room, or raise the limit that is"
-                " in the way; the same build then goes on",
-                str(self.plan.path),
-            ) from error
         finally:
             self.workers.close()
-        with ThreadPoolExecutor(1) as thread:
+        with explained(self.plan.path, then), ThreadPoolExecutor(1) as thread:
             noting = thread.submit(self._note, journal, written)
             yield
             noting.result()

@@ -1,5 +1,6 @@
 """Checksums: XXH3 of each shard of each field, computed by reading the files."""
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,7 +83,9 @@ def _hash_shards(
     for pieces in shards:
         digest = xxhash.xxh3_64()
         for name, start, end in pieces:
-            while start < end and (count := os.preadv(files[name], [memory[: end - start]], start)):
+            while start < end:
+                if not (count := os.preadv(files[name], [memory[: end - start]], start)):
+                    raise OSError(errno.EIO, f"it ends at byte {start}, and should have {end}")
                 digest.update(memory[:count])
                 start += count
                 advance(count)

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import secrets
 import stat
 import sys
 from itertools import pairwise
@@ -107,6 +108,45 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
+def read_exactly(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+    """Read bytes of a file, not through a mapping: there, an error of the disk ends the process.
+
+    Raises:
+        OSError: The file cannot be read, or ends before.
+    """
+    data = np.empty(num_bytes, np.uint8)
+    done = 0
+    while done < num_bytes:
+        count = os.preadv(descriptor, [data[done:].data], offset + done)
+        if not count:
+            raise OSError(errno.EIO, f"a file ends at byte {offset + done}, before what it is for")
+        done += count
+    return data
+
+
+def claim(descriptor: int, num_bytes: int, purpose: str) -> None:
+    """Give a file its size, and its place on the disk.
+
+    Args:
+        descriptor: The file, open for writing.
+        num_bytes: Its size.
+        purpose: What it is for, for the message.
+
+    Raises:
+        OSError: The disk is too small.
+    """
+    os.truncate(descriptor, num_bytes)
+    if num_bytes and hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise OSError(
+                error.errno, f"{error.strerror}: {num_bytes} bytes are needed {purpose}"
+            ) from error
+
+
 def write_rows(descriptor: int, locations: Integers, rows: NDArray[np.uint8]) -> None:
     """Write rows of one size into a file.
 
@@ -162,6 +202,8 @@ class OpenFiles:
     def __init__(self, directory: Path, max_open: int = sys.maxsize) -> None:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self.directory = os.open(directory, flags)
+        #: Distinguishes the files that are made through this object from those of all others.
+        self.number = secrets.randbits(63)
         self._max_open = max_open
         self._files: dict[str, int] = {}
 
@@ -181,7 +223,7 @@ class OpenFiles:
         if name not in self._files:
             if len(self._files) >= self._max_open:
                 os.close(self._files.pop(next(iter(self._files))))
-            flags |= os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             self._files[name] = os.open(name, flags, 0o666, dir_fd=self.directory)
         return self._files[name]
 

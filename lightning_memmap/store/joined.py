@@ -24,6 +24,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
+from lightning_memmap.store.columns.fixed import take_rows
 from lightning_memmap.store.columns.variable import Located
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.reader import Store
@@ -211,7 +212,7 @@ class _JoinedColumn:
 
     def fetch(self, rows: Integers) -> Tensor:
         """Copy rows into one batch."""
-        return self.tensor.index_select(0, torch.from_numpy(self.locate(rows)))
+        return take_rows(self.tensor, self.locate(rows))
 
 
 @dataclass(frozen=True)

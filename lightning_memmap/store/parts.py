@@ -18,7 +18,7 @@ import torch
 from lightning_memmap.errors import StoreError, check_integer
 from lightning_memmap.schema import read_schema
 from lightning_memmap.schema.field_options import FieldOptions
-from lightning_memmap.store.build import Build
+from lightning_memmap.store.build import Build, explained
 from lightning_memmap.store.build_key import KEY, read_key, write_key
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.journal import Journal, PartInUseError, read_part
@@ -205,9 +205,9 @@ def finish_store(
         plan, found = _read_plan(directory)
         _check_parts(plan, found["num_parts"])
         probes = tuple((row, digest) for row, digest in found["probes"])
-        written = WrittenStore.finish(
-            plan, num_threads, partial(show_progress, hidden=not progress)
-        )
+        with explained(directory, "then finish the store again"):
+            show = partial(show_progress, hidden=not progress)
+            written = WrittenStore.finish(plan, num_threads, show)
         written.check(probes)
         fingerprint = Fingerprint.from_json(found["fingerprint"])
         written.commit(probes, {"dataset": found["dataset"]}, fingerprint)

@@ -14,7 +14,7 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.columns import Column, columns_to_json, grow_columns
-from lightning_memmap.store.files import TEMPORARY, sync_path
+from lightning_memmap.store.files import TEMPORARY, claim, sync_path
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.recovery import building_path, parts_path, remove_tree
 from lightning_memmap.store.row_bytes import rows_bytes
@@ -182,6 +182,4 @@ def _disk_full(path: Path, needed: int, free: int) -> OSError:
 
 def _allocate(path: Path, num_bytes: int) -> None:
     with open(path, "xb") as file:
-        file.truncate(num_bytes)
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        claim(file.fileno(), num_bytes, "for its rows")

@@ -64,7 +64,12 @@ def division_of(store: Store, variable: Mapping[str, Form]) -> Callable[[Shards]
     def divide(shards: Shards) -> Shards:
         shards = store.shards_of(shards)
         steps = read_series(store, tuple(forms), shards).steps
-        return WindowShards.of(shards, tuple(forms), steps, form.length, form.stride)
+        all_steps = None
+        if shards.subset is not None:
+            every = store.shards_of(Shards(store.num_rows, shards.num_shards))
+            places = every.locate(range(store.num_rows))
+            all_steps = read_series(store, (first,), every).steps[places]
+        return WindowShards.of(shards, tuple(forms), steps, form.length, form.stride, all_steps)
 
     return divide
 

@@ -25,6 +25,7 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field, RowList
 from lightning_memmap.schema.values import Values
+from lightning_memmap.store.build import explained
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.columns.variable import pack_rows
 from lightning_memmap.store.files import OpenFiles
@@ -117,7 +118,8 @@ class TableBuild:
             self._check_written(num_written)
             self._marks_path.unlink()
             (plan.building / _TOKEN).unlink()
-            written = WrittenStore.finish(plan, 2, partial(show_progress, hidden=True))
+            with explained(plan.path, "nothing was changed"):
+                written = WrittenStore.finish(plan, 2, partial(show_progress, hidden=True))
             written.commit(written.probes(), source)
         return open_directory(plan.path)
 
@@ -164,7 +166,8 @@ class TableWriter:
 
     def __init__(self, plan: StorePlan, token: str) -> None:
         self._plan = plan
-        self._columns = (_marks(plan.shards), *plan.columns)
+        # The marks last: a row with one has all its values.
+        self._columns = (*plan.columns, _marks(plan.shards))
         self.num_written = 0
         with ExitStack() as stack:
             found = ""
@@ -203,7 +206,7 @@ class TableWriter:
                 f"rows {numbers.min()} to {numbers.max()}: the table has {self._plan.num_rows}"
             )
         marks = torch.ones(len(numbers), dtype=torch.uint8)
-        for column, leaf in zip(self._columns, (marks, *leaves), strict=True):
+        for column, leaf in zip(self._columns, (*leaves, marks), strict=True):
             packed = pack_rows(column.field, leaf) if isinstance(leaf, RowList) else Values(leaf)
             column.write(self._files, numbers, packed)
         self.num_written += len(numbers)

@@ -8,9 +8,10 @@ from importlib.metadata import version
 import tensordict
 import torch
 
+from lightning_memmap.errors import StoreError
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column
-from lightning_memmap.store.files import sync_path
+from lightning_memmap.store.files import check_plain, sync_path
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.hashing import hash_row
 from lightning_memmap.store.manifest import Manifest
@@ -44,6 +45,10 @@ class WrittenStore:
             progress: Shows the progress.
         """
         columns = tuple(column.finish(plan.building) for column in plan.columns)
+        for column in columns:
+            for name, size in column.file_bytes.items():
+                if (found := check_plain(plan.building / name)) != size:
+                    raise StoreError(f"{plan.building / name} has {found} bytes, and not {size}")
         num_bytes = sum(size for column in columns for size in column.file_bytes.values())
         with progress("checksums", num_bytes, 1) as advance:
             checksums = compute_checksums(

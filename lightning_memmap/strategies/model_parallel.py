@@ -74,6 +74,7 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
     """
 
     strategy_name = "memmap_model_parallel"
+    _trains_alone = False
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
                 " training_step would step the optimizers once for each micro-batch; use"
                 " num_microbatches=1"
             )
+        self.refuse_sync_batchnorm(f"num_microbatches={self.num_microbatches}")
         for device in self.parallel_devices:
             check_device(device)
         super().setup(trainer)

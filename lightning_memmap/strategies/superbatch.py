@@ -8,6 +8,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memmap._compat.optimization import (
@@ -15,6 +17,7 @@ from lightning_memmap._compat.optimization import (
     run_steps_by,
     skip_unused_hooks,
 )
+from lightning_memmap.loading import BatchLoader
 from lightning_memmap.strategies._assembly import SuperBatchAssembly
 from lightning_memmap.strategies._cuda_graph import make_graph
 from lightning_memmap.strategies._devices import LocalDevices
@@ -56,6 +59,8 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
     """
 
     strategy_name = "memmap_superbatch"
+    #: Whether devices other than the root device only hold data.
+    _trains_alone = True
 
     def __init__(
         self,
@@ -84,6 +89,19 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
         self._root_holds_data = root_holds_data
         self._cuda_graph = cuda_graph
         self._skip_unused_hooks = skip_unused_hooks
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        module, count = self.lightning_module, len(self.data_devices)
+        is_other = isinstance(dataloader, DataLoader) and not isinstance(dataloader, BatchLoader)
+        if is_other and self._trains_alone and count > 1 and module and module.trainer.training:
+            rank_zero_warn(
+                f"a DataLoader under {self.strategy_name} with {count} data devices: a step has the"
+                " rows of its batch, and the other devices do nothing; train from a"
+                f" MemmapDataModule, whose steps have {count} times its batch_size, or with"
+                " Trainer(devices=1)"
+            )
+        return super().process_dataloader(dataloader)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:

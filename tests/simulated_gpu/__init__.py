@@ -14,6 +14,7 @@ What would come too early on a GPU is reported: memory that is read or overwritt
 stream may still work on it, memory that is used again without ``record_stream``, host memory that
 changes while a device may copy from it. A report fails the test.
 
-Not simulated: time, cuDNN, peer-to-peer copies. Uses are compared by allocation
+Time passes for streams and events: each operation takes as long as `devices.operations_take` says.
+Not simulated: cuDNN, peer-to-peer copies. Uses are compared by allocation
 and not by byte. What several threads of the program enqueue counts as one order.
 """

@@ -9,7 +9,8 @@ import ctypes
 import dataclasses
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ _library.sim_current_stream.restype = ctypes.c_int64
 _library.sim_set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
 _library.sim_resize_storage.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _library.sim_memory.restype = ctypes.c_uint64
+_library.sim_set_operation_s.argtypes = [ctypes.c_double]
 _library.sim_page_locked.restype = ctypes.c_uint64
 
 import torch  # noqa: E402
@@ -79,6 +81,16 @@ def page_locked_bytes() -> int:
     """Page-locked memory of the host, in bytes, with what its allocator keeps for later."""
     found: int = _library.sim_page_locked()
     return found
+
+
+@contextmanager
+def operations_take(seconds: float) -> Iterator[None]:
+    """In this block each operation keeps its stream busy for a while, by the clock of the host."""
+    _library.sim_set_operation_s(seconds)
+    try:
+        yield
+    finally:
+        _library.sim_set_operation_s(0.0)
 
 
 def resize_storage(storage: torch.UntypedStorage, num_bytes: int) -> None:

@@ -20,6 +20,7 @@ from lightning_memmap.loading import SuperBatchLoader, window_rows
 from lightning_memmap.loading.window_rows import WindowRows
 from lightning_memmap.sampling import (
     KFold,
+    RandomSplit,
     SequentialSampler,
     Shards,
     ShuffledSampler,
@@ -453,6 +454,32 @@ def test_row_numbers_are_those_of_windows(tmp_path: Path) -> None:
         for batch in found:
             numbers = batch["row_number"].tolist()
             assert windows_in(batch, LENGTH) == [expected[number] for number in numbers]
+
+
+@pytest.mark.parametrize("sampler", [None, Weighted("row")])
+@pytest.mark.parametrize("part", [Subset(range(7, 40, 2)), KFold(4), RandomSplit(0.3)])
+def test_row_numbers_of_windows_in_a_part_are_those_of_the_dataset(
+    tmp_path: Path, part: Any, sampler: Any
+) -> None:
+    data = MemmapDataModule(
+        Series(LENGTHS),
+        store_dir=tmp_path / "stores",
+        batch_size=6,
+        subset=part,
+        member=1 if isinstance(part, KFold) else None,
+        sampler=sampler,
+        variable=dict.fromkeys(("value", "time"), WINDOWS),
+        with_row_numbers=True,
+    )
+    data.prepare_data()
+    data.setup("fit")
+    loaders = [data.train_dataloader()]
+    if not isinstance(part, Subset):
+        loader: Any = data.val_dataloader()
+        loaders.append(loader)
+    for batch in chain(*loaders):
+        numbers = batch["row_number"].tolist()
+        assert windows_in(batch, LENGTH) == [EXPECTED[number] for number in numbers]
 
 
 @pytest.mark.parametrize("residency", ["mmap", "stream"])

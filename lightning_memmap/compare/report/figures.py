@@ -39,7 +39,6 @@ SHARE = Unit("", "{:.0%}".format)
 BYTES = Unit("", lambda value: format_bytes(int(value)))
 SECONDS = Unit("s", "{:.2f}".format)
 MILLISECONDS = Unit("ms", lambda value: f"{value * 1e3:.2f}")
-MILLIJOULES = Unit("mJ", lambda value: f"{value * 1e3:.2f}")
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ TABLES = {
     "speed": FigureTable("Speed", "Speed: the median of the runs, and lowest..highest"),
     "parts": FigureTable("Speed", "Where a step goes: means in ms", MILLISECONDS),
     "memory": FigureTable("Memory and movement", "Memory, and what moves in a step"),
-    "devices": FigureTable("Memory and movement", "GPUs: peak in the measured steps, energy"),
+    "devices": FigureTable("Memory and movement", "GPUs: peak in the measured steps"),
 }
 
 
@@ -180,15 +179,6 @@ def _peak(kind: Literal["allocated", "reserved"]) -> Callable[[Run], float | Non
     return peak
 
 
-def _joules_per_sample(measured: Measured) -> list[float | None]:
-    found = []
-    for run in measured.runs:
-        joules = [rank.joules for rank in run if rank.joules is not None]
-        rows = measured.steps * measured.global_batch
-        found.append(sum(joules) / rows if joules else None)
-    return found
-
-
 def _of_footprint(value: Callable[[Footprint], int]) -> Callable[[Measured], list[float | None]]:
     return lambda measured: [value(measured.footprint) if measured.footprint else None]
 
@@ -197,9 +187,9 @@ _PART_MEANINGS = {
     "data": "waiting for the loader; where super-batches are assembled in the loader, as under"
     " `memmap_superbatch`, this includes bringing them to the root device",
     "transfer": "the strategy's `batch_to_device`",
-    "forward": "`training_step`; everything, in manual optimization",
+    "forward": "`training_step`; with the optimizer, in manual optimization",
     "backward": "the backward pass, with the collectives that it waits for",
-    "optimizer": "the rest of `optimizer_step`: clearing gradients, clipping, the step itself",
+    "optimizer": "`optimizer_step`: clearing gradients, clipping, the step itself",
     "other": "the Trainer's own work, callbacks, logging, and the stop signal that Lightning"
     " broadcasts in each step of several processes",
 }
@@ -209,7 +199,7 @@ FIGURES = {
     for figure in (
         Figure(
             SPEED, "samples/s", COUNT,
-            "rows per second over all processes, by Lightning's `Throughput`",
+            "rows per second over all processes",
             each_run(rate_of), better="more", table="speed", shows_range=True,
         ),
         Figure(
@@ -282,12 +272,6 @@ FIGURES = {
         Figure(
             "device_reserved_bytes", "reserved", BYTES,
             "the same of reserved memory", each_run(_peak("reserved")), table="devices",
-        ),
-        Figure(
-            "joules_per_sample", "per sample", MILLIJOULES,
-            "energy of the GPUs (experimental), by NVML, with"
-            ' `pip install "lightning_memmap[nvml]"`',
-            _joules_per_sample, better="less", table="devices",
         ),
         Figure(
             "flops_per_s", "FLOP/s", COUNT,

@@ -127,7 +127,6 @@ class TimedRank(Rank, frozen=True):
         parts_s: Seconds of each of `PARTS`, by step.
         memory: Its memory and that of its child processes, after the last step.
         device_peaks: Peaks of CUDA devices in the measured steps.
-        joules: Energy of the GPUs in the measured steps; None where it is not known.
     """
 
     samples_per_s: float
@@ -135,7 +134,6 @@ class TimedRank(Rank, frozen=True):
     parts_s: tuple[dict[str, float], ...]
     memory: tuple[ProcessMemory, ...]
     device_peaks: dict[str, DevicePeak]
-    joules: float | None
 
 
 class CheckRank(Rank, frozen=True):

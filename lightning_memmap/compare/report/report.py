@@ -12,7 +12,7 @@ from lightning_memmap.compare.report.parity import Parity
 from lightning_memmap.compare.report.records import Count, DevicePeak, Size, Value
 
 #: Goes up when a field changes its meaning or goes away. See docs/compare.md.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _SCHEMA = "lightning_memmap.compare"
 #: The largest report that is read. Most have some ten kilobytes beside their memory traces.
 _MAX_BYTES = 2**26
@@ -72,7 +72,6 @@ class Settings(Value, frozen=True):
 
     Args:
         global_batch: Rows of a step.
-        split_steps: Steps in which parts are timed.
         precision: The Trainer's precision, from the config.
         seed: The seed, from the config.
     """
@@ -90,7 +89,6 @@ class Settings(Value, frozen=True):
     timeout_s: float
     out: str
     global_batch: Count
-    split_steps: Size
     precision: str
     seed: int
 

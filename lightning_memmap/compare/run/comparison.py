@@ -18,7 +18,7 @@ from lightning_memmap.compare.report.parity import default_tolerance
 from lightning_memmap.compare.report.records import AnyRank, CheckRank, Rank, TimedRank
 from lightning_memmap.compare.report.report import Report, ScalingPoint, Settings
 from lightning_memmap.compare.run.findings import Findings, VariantRuns
-from lightning_memmap.compare.run.launch import RunResult, run
+from lightning_memmap.compare.run.launch import RunError, RunResult, run
 from lightning_memmap.compare.run.plan import ComparisonOptions, RunKind, RunSpec, shared_config
 from lightning_memmap.compare.run.progress import ComparisonProgress
 from lightning_memmap.compare.run.variants import Machine, Variant, parse_variants
@@ -131,7 +131,6 @@ class Comparison:
             global_batch=0 if facts is None else facts.data.batch_size * devices,
             warmup_steps=options.warmup_steps if timed else 0,
             steps=options.steps if timed else options.check_steps,
-            split_steps=options.split_steps if timed else 0,
             transform_is_random=facts is not None and facts.data.transform_is_random,
             out=str((self._out / RUNS / folder).resolve()),
         )
@@ -144,7 +143,11 @@ class Comparison:
         outcome: Callable[[RunResult[AnyRank]], str] = lambda result: "done",
     ) -> RunResult[AnyRank]:
         with self._progress.run(title, spec.total_steps) as progress:
-            result = run(spec, record, self._options.timeout_s, progress.steps)
+            try:
+                result = run(spec, record, self._options.timeout_s, progress.steps)
+            except OSError as error:
+                # What others have measured is worth more than this run.
+                result = RunResult(Path(spec.out), error=RunError(f"it did not start: {error}"))
             if result.error is None:
                 progress.end(outcome(result))
             else:
@@ -224,7 +227,6 @@ class Comparison:
                 "tolerance": default_tolerance(precision) if tolerance is None else tolerance,
             },
             global_batch=facts.data.batch_size * options.devices,
-            split_steps=options.split_steps,
             precision=precision,
             seed=self._config["seed_everything"],
         )

@@ -95,7 +95,15 @@ class Findings:
     @property
     def results(self) -> tuple[VariantResult, ...]:
         """What the report says of the variants."""
-        return tuple(map(self._result, self.variants))
+        return tuple(map(self._result_or_failure, self.variants))
+
+    def _result_or_failure(self, runs: VariantRuns) -> VariantResult:
+        """A variant whose records fit no other's has failed, and costs the others nothing."""
+        try:
+            return self._result(runs)
+        except Exception as error:
+            reason = f"what it measured cannot be evaluated: {type(error).__name__}: {error}"
+            return self._result(VariantRuns(runs.variant, "failed", reason))
 
     def _result(self, runs: VariantRuns) -> VariantResult:
         variant, status, reason = runs.variant, runs.status, runs.reason

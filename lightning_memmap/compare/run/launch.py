@@ -100,7 +100,10 @@ def run(
         return RunResult(out, error=error)
     if process.returncode != 0:
         return RunResult(out, error=_read_error(out, process.returncode))
-    ranks = read_ranks(out, record)
+    try:
+        ranks = read_ranks(out, record)
+    except (OSError, ValueError) as damage:
+        return RunResult(out, error=RunError(f"what it measured cannot be read: {damage}"))
     found = [rank.rank for rank in ranks]
     if spec.kind != "prepare" and found != list(range(ranks[0].world_size if ranks else 1)):
         error = RunError(f"only the ranks {found} wrote what they measured: {_tail(out)}")
@@ -168,11 +171,11 @@ def _is_alive(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _read_error(out: Path, code: int) -> RunError:
-    path = out / "error.json"
-    if not path.exists():
+    try:
+        return msgspec.json.decode((out / "error.json").read_bytes(), type=RunError)
+    except (OSError, ValueError):  # It is missing, or damaged, as on a full disk.
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
         return RunError(f"it ended with {ended}: {_tail(out)}")
-    return msgspec.json.decode(path.read_bytes(), type=RunError)
 
 
 def _tail(out: Path) -> str:

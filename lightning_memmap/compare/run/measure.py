@@ -2,9 +2,8 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from itertools import pairwise
 from math import nan
 from pathlib import Path
 from time import monotonic, perf_counter, time
@@ -14,7 +13,6 @@ import lightning as L
 import msgspec
 import psutil
 import torch
-from lightning.fabric.utilities.throughput import Throughput
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,20 +21,17 @@ from typing_extensions import override
 from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
 from lightning_memmap.compare.report.records import (
     CheckRank,
-    DevicePeak,
     ModelBytes,
     Rank,
     TimedRank,
 )
 from lightning_memmap.compare.run.clock import StepClock
-from lightning_memmap.compare.run.energy import EnergyMeter
 from lightning_memmap.compare.run.memory import (
     device_peaks,
     model_bytes,
     process_memory,
     reset_device_peaks,
     resident_bytes,
-    used_devices,
 )
 from lightning_memmap.compare.run.movement import MovementRecorder
 from lightning_memmap.compare.run.plan import RunSpec
@@ -86,7 +81,8 @@ class RunCallback(L.Callback, ABC):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self._losses:
-            synchronize(trainer)
+            if (device := trainer.strategy.root_device).type != "cpu":
+                torch.accelerator.current_stream(device).synchronize()
             self._first_batch_s = perf_counter() - self._started_s
             self._process_to_first_batch_s = time() - psutil.Process().create_time()
         self.begin_step(batch)
@@ -170,10 +166,7 @@ class RunCallback(L.Callback, ABC):
 
 
 class TimedCallback(RunCallback):
-    """Times steps: first those of the warm-up, then those that are measured, then some in parts.
-
-    The measured steps are not disturbed: only before the first and after the last of them the
-    device is waited for. In the steps after them it is waited for at both ends of each part.
+    """Times steps, after those of the warm-up.
 
     Args:
         spec: The run.
@@ -184,59 +177,27 @@ class TimedCallback(RunCallback):
     def __init__(self, spec: RunSpec, data: MemmapDataModule, clock: StepClock) -> None:
         super().__init__(spec, data)
         self._clock = clock
-        self._ends_s: list[float] = []
-        self._parts_s: list[dict[str, float]] = []
-        self._throughput = Throughput(window_size=spec.steps + 1)
-        self._energy = EnergyMeter(0)
-        self._joules: list[float | None] = []
-        self._peaks: dict[str, DevicePeak] = {}
-
-    @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.strategy.root_device.type == "cuda" and trainer.local_rank == 0:
-            # One process of each machine reads the devices of all.
-            self._energy = EnergyMeter(torch.accelerator.device_count())
 
     @override
     def end_step(self, trainer: L.Trainer) -> None:
-        spec = self.spec
-        measured = len(self._losses) - spec.warmup_steps
-        if measured < 0:
-            return
+        measured = len(self._losses) - self.spec.warmup_steps
         if measured == 0:
             reset_device_peaks()
-            self._joules.append(self._energy.read_joules())
-        if measured in (0, spec.steps):
-            synchronize(trainer)
-        now = self._clock.now()
-        if measured <= spec.steps:
-            rows = spec.global_batch // data_parallel_rank(trainer.strategy)[1]
-            # Only its rates within the window are used, so that the time may start anywhere.
-            self._throughput.update(time=now, batches=measured, samples=measured * rows)
-        if measured == spec.steps:
-            self._peaks = device_peaks()
-            self._joules.append(self._energy.read_joules())
-        parts_s = self._clock.take(now - self._ends_s[-1] if measured else 0.0)
-        if measured:
-            self._parts_s.append(parts_s)
-        self._clock.is_synchronizing = measured >= spec.steps
-        self._ends_s.append(now)
+        if measured >= 0:
+            self._clock.end_step()
 
     @override
     def record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> TimedRank:
-        steps = self.spec.steps
-        ends = self._ends_s[: steps + 1]
-        start, end = self._joules
-        # Where nothing needs to be waited for, the measured steps have parts too.
-        on_cpu = trainer.strategy.root_device.type == "cpu"
+        parts_s = self._clock.steps()
+        step_s = tuple(sum(parts.values()) for parts in parts_s)
+        rows = self.spec.global_batch // data_parallel_rank(trainer.strategy)[1]
         return TimedRank(
             **self.place(trainer),
-            samples_per_s=float(self._throughput.compute()["device/samples_per_sec"]),
-            step_s=tuple(b - a for a, b in pairwise(ends)),
-            parts_s=tuple(self._parts_s if on_cpu else self._parts_s[steps:]),
+            samples_per_s=rows * len(step_s) / sum(step_s),
+            step_s=step_s,
+            parts_s=tuple(parts_s),
             memory=process_memory(),
-            device_peaks=self._peaks,
-            joules=None if start is None or end is None else end - start,
+            device_peaks=device_peaks(),
         )
 
 
@@ -331,33 +292,3 @@ class CheckCallback(RunCallback):
                 {key: value.detach().cpu().clone() for key, value in whole.items()},
                 Path(self.spec.out) / name,
             )
-
-
-def synchronize(trainer: L.Trainer) -> None:
-    """Wait until the devices have finished what this process gave them to do.
-
-    Args:
-        trainer: The Trainer, whose root device is waited for as by `synchronizer`.
-    """
-    synchronizer(trainer.strategy.root_device)()
-
-
-def synchronizer(device: torch.device) -> Callable[[], None]:
-    """Make a function that waits for a device.
-
-    Args:
-        device: The device. For an accelerator, all of its kind on which this process has memory
-            are waited for; on a CPU there is nothing to wait for.
-
-    Returns:
-        The function. It returns when all work enqueued so far is done.
-    """
-
-    def wait() -> None:
-        # Waiting for a device of another process would take memory on it.
-        for index in used_devices():
-            torch.accelerator.synchronize(index)
-        if device.type == "mps":  # Its memory is not counted.
-            torch.accelerator.synchronize()
-
-    return wait

@@ -39,18 +39,6 @@ def _counting_module() -> Any:
     return module if hasattr(module, "memory_reserved") and module.is_initialized() else None
 
 
-def used_devices() -> list[int]:
-    """The accelerators on which this process has memory.
-
-    Returns:
-        Their indices; nothing where torch does not count, as for Apple's.
-    """
-    module = _counting_module()
-    if module is None:
-        return []
-    return [index for index in range(module.device_count()) if module.memory_reserved(index)]
-
-
 def reset_device_peaks() -> None:
     """Forget the peaks of all accelerators that this process has used."""
     module = _counting_module()

@@ -99,11 +99,6 @@ class ComparisonOptions:
         parts = [part.strip() for part in self.scaling.split(",") if part.strip()]
         return tuple(int(part) if part.isdecimal() else 0 for part in parts)
 
-    @property
-    def split_steps(self) -> int:
-        """Steps after those that are measured, in which each part of a step is waited for."""
-        return min(10, self.steps)
-
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -120,7 +115,6 @@ class RunSpec:
         global_batch: Rows of a step over all processes; 0 until ``prepare`` has found it.
         warmup_steps: Steps before those that are measured.
         steps: Steps that are measured, or checked.
-        split_steps: Steps after them, in which the parts of a step are timed.
         transform_is_random: What ``prepare`` found.
         out: Folder of this run's files.
     """
@@ -133,14 +127,13 @@ class RunSpec:
     global_batch: int
     warmup_steps: int
     steps: int
-    split_steps: int
     transform_is_random: bool
     out: str
 
     @property
     def total_steps(self) -> int:
         """All steps of the run."""
-        return self.warmup_steps + self.steps + self.split_steps
+        return self.warmup_steps + self.steps
 
     def write(self) -> Path:
         """Write this into its folder, which is made where it is missing.

@@ -3,9 +3,11 @@
 Under a strategy with several processes, each of them runs this file again.
 """
 
+import os
 import sys
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,6 @@ from lightning_memmap.compare.run.measure import (
     CheckCallback,
     RunCallback,
     TimedCallback,
-    synchronizer,
 )
 from lightning_memmap.compare.run.plan import RunSpec
 from lightning_memmap.compare.run.rows import HashedTransform, MappedLoader, hash_batch
@@ -119,16 +120,23 @@ def main() -> None:
     try:
         prepare(spec) if spec.kind == "prepare" else train(spec)
     except BaseException as error:
-        _write_error(Path(spec.out), error)
+        write_error(Path(spec.out), error)
         raise
 
 
-def _write_error(out: Path, error: BaseException) -> None:
-    # The first process that fails says why; its failure ends the others.
-    if not (out / "error.json").exists():
-        refused = isinstance(error, REFUSALS) and not (out / "progress").exists()
-        found = RunError(f"{type(error).__name__}: {error}", refused, traceback.format_exc())
-        (out / "error.json").write_bytes(msgspec.json.encode(found))
+def write_error(out: Path, error: BaseException) -> None:
+    """Say why a run failed, unless another of its processes has done so.
+
+    The first process that fails says why; its failure ends the others. A file of its own becomes
+    ``error.json`` as a whole: several processes may fail at once, or be ended while they write.
+    """
+    refused = isinstance(error, REFUSALS) and not (out / "progress").exists()
+    found = RunError(f"{type(error).__name__}: {error}", refused, traceback.format_exc())
+    mine = out / f"error-{os.getpid()}.json"
+    mine.write_bytes(msgspec.json.encode(found))
+    with suppress(FileExistsError):
+        os.link(mine, out / "error.json")
+    mine.unlink()
 
 
 def trainer_options(spec: RunSpec) -> dict[str, Any]:
@@ -197,7 +205,7 @@ def train_variant(
         callback = CheckCallback(spec, data, hashes)
         trainer.callbacks.append(MemoryTrace(spec.out, FIRST_TRACED_STEP, NUM_TRACED_STEPS))
     else:
-        trainer.profiler = clock = StepClock(synchronizer(trainer.strategy.root_device))
+        trainer.profiler = clock = StepClock(trainer.strategy.root_device)
         callback = TimedCallback(spec, data, clock)
     trainer.callbacks.append(callback)
     loaded = loaded_data(data, variant, spec.global_batch, transform_here=is_check)

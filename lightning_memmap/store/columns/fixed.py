@@ -23,7 +23,7 @@ from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.values import Values
 from lightning_memmap.store.columns.column import Column, FileRange, OpenColumn
-from lightning_memmap.store.files import OpenFiles, write_all, write_rows
+from lightning_memmap.store.files import OpenFiles, read_exactly, write_all, write_rows
 from lightning_memmap.store.hashing import leaf_bytes
 
 _MAX_FILE_BYTES = 2**62
@@ -114,9 +114,7 @@ class FixedColumn(Column):
             return np.empty(0, np.uint8)
         location = int(self.shards.locate(np.array(row)))
         with open(directory / self.file_name, "rb", buffering=0) as file:
-            file.seek(location * size)
-            # One call reads at most 2 GiB.
-            return np.fromfile(file, np.uint8, size)
+            return read_exactly(file.fileno(), location * size, size)
 
     @override
     def open(self, directory: Path) -> OpenColumn:
@@ -175,5 +173,22 @@ class _Mapped:
 
     def fetch(self, rows: Integers) -> Tensor:
         """Copy rows into one batch."""
-        locations = torch.from_numpy(self.shards.locate(rows))
-        return self._rows.index_select(0, locations)
+        return take_rows(self._rows, self.shards.locate(rows))
+
+
+#: torch copies no rows of these, but of integers of their size.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def take_rows(rows: Tensor, locations: Integers) -> Tensor:
+    """Copy rows of a tensor.
+
+    Args:
+        rows: Of any dtype, on the CPU.
+        locations: int64 of shape (B,).
+
+    Returns:
+        Of shape (B, *row shape).
+    """
+    numbers = rows.view(_SIGNED.get(rows.dtype, rows.dtype))
+    return numbers.index_select(0, torch.from_numpy(locations)).view(rows.dtype)

@@ -11,7 +11,6 @@ says where each row is.
 
 import math
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.errors import StoreError
+from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.leaves import native_tensor
@@ -33,7 +32,14 @@ from lightning_memmap.schema.values import Values
 from lightning_memmap.store.columns.column import Block, Column, FileRange
 from lightning_memmap.store.columns.fixed import map_rows
 from lightning_memmap.store.columns.segments import copy_segments
-from lightning_memmap.store.files import TEMPORARY, OpenFiles, sync_path, write_all, write_rows
+from lightning_memmap.store.files import (
+    TEMPORARY,
+    OpenFiles,
+    claim,
+    read_exactly,
+    write_all,
+    write_rows,
+)
 
 _MAX_FILE_BYTES = 2**62
 #: No dimension of a row is larger, so that products of sizes can be checked.
@@ -43,8 +49,9 @@ _JOIN_BYTES = 32 * 2**20
 _LOCATED_ROWS = 2**18
 #: What the names of the files have beside the field's.
 _MAX_SUFFIX = len(".0123456789abcdef") + len(TEMPORARY)
-#: By process, the number of the file that it appends rows to.
-_pieces: dict[int, int] = {}
+#: The largest size of a row without items in a dimension that differs: nothing else bounds it, and
+#: whoever pads such rows makes memory of that size.
+_MAX_EMPTY_SIZE = 2**16
 
 
 @dataclass(frozen=True)
@@ -174,14 +181,14 @@ class VariableColumn(Column):
         items = values.data.detach().cpu().contiguous()
         # Without items, or with one, any stride counts as contiguous.
         data = items.as_strided((items.numel(),), (1,)).view(torch.uint8).numpy()
-        piece = _pieces.setdefault(os.getpid(), secrets.randbits(63))
-        file = files.open(self._piece_name(piece), os.O_CREAT)
-        # At its end: this process has written there before, perhaps part of a row.
+        _check_sizes(self.field, values.sizes)
+        file = files.open(self._piece_name(files.number), os.O_CREAT)
+        # At its end: rows were written there before, perhaps part of one.
         begin = os.fstat(file).st_size
         write_all(file, data.data, begin)
         num_bytes = values.sizes.prod(axis=1) * self.field.item_bytes
         places = np.empty((len(rows), 2 + self.field.num_variable), np.int64)
-        places[:, 0] = piece
+        places[:, 0] = files.number
         places[:, 1] = begin + np.cumsum(num_bytes) - num_bytes
         places[:, 2:] = values.sizes
         write_rows(
@@ -192,33 +199,52 @@ class VariableColumn(Column):
 
     @override
     def finish(self, directory: Path) -> "VariableColumn":
-        shape = (self.shards.num_rows, 2 + self.field.num_variable)
-        places = np.memmap(directory / self._places_name, np.int64, "r", shape=shape)
-        sizes = places[:, 2:]
-        index = packed_index(sizes)
-        ends = index[:, 0]
-        np.ascontiguousarray(index).tofile(directory / self._index_name)
-        sync_path(directory / self._index_name)
-        with open(directory / self.rows_name, "wb") as values:
-            for joined in self._joined(directory, places, ends * self.field.item_bytes):
-                values.write(joined.data)
-        sync_path(directory / self.rows_name)
-        if not ends[-1]:
-            (directory / self.rows_name).unlink()
-        bounds = np.append(self.shards.starts, self.shards.num_rows)
-        return replace(self, shard_items=tuple(np.diff(np.append(0, ends)[bounds]).tolist()))
+        files = OpenFiles(directory)
+        try:
+            bounds = np.append(self.shards.starts, self.shards.num_rows)
+            edges = np.zeros(len(bounds), np.int64)
+            index = files.open(self._index_name, os.O_CREAT)
+            end, width = 0, self._index_width
+            for first, places in self._places(files):
+                packed = packed_index(places[:, 2:])
+                packed[:, 0] += end
+                within = (bounds > first) & (bounds <= first + len(places))
+                edges[within] = packed[bounds[within] - first - 1, 0]
+                end = int(packed[-1, 0])
+                data = np.ascontiguousarray(packed).reshape(-1).view(np.uint8).data
+                write_all(index, data, first * 8 * width)
+            if end:
+                values = files.open(self.rows_name, os.O_CREAT)
+                claim(values, end * self.field.item_bytes, "to lay rows of one shard together")
+                begin = 0
+                for _, places in self._places(files):
+                    for joined in self._joined(directory, places):
+                        write_all(values, joined.data, begin)
+                        begin += len(joined)
+            files.sync()
+        finally:
+            files.close()
+        return replace(self, shard_items=tuple(np.diff(edges).tolist()))
 
-    def _joined(
-        self, directory: Path, places: Integers, ends: Integers
-    ) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of all rows in their order, some rows at a time.
+    def _places(self, files: OpenFiles) -> Iterator[tuple[int, Integers]]:
+        """Where all rows are in the pieces, in the order of the file, some rows at a time: the
+        first of them, and for each row its piece, the first byte in it, and its sizes."""
+        width = 2 + self.field.num_variable
+        file = files.open(self._places_name)
+        for first in range(0, self.shards.num_rows, _LOCATED_ROWS):
+            count = min(_LOCATED_ROWS, self.shards.num_rows - first)
+            data = read_exactly(file, first * 8 * width, count * 8 * width)
+            yield first, data.view(np.int64).reshape(count, width)
+
+    def _joined(self, directory: Path, places: Integers) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of some rows in their order.
 
         Args:
             directory: The directory in which the store is being built.
-            places: For each row its piece, the first byte in it, and its sizes.
-            ends: Where each row ends in what is returned, in bytes.
+            places: As from `_places`.
         """
         pieces: dict[int, NDArray[np.uint8]] = {}
+        ends = np.cumsum(places[:, 2:].prod(axis=1)) * self.field.item_bytes
         first, begin = 0, 0
         while first < len(ends):
             end = max(first + 1, int(np.searchsorted(ends, begin + _JOIN_BYTES, side="right")))
@@ -242,16 +268,16 @@ class VariableColumn(Column):
         width, size = 8 * self._index_width, self.field.item_bytes
         with ExitStack() as stack:
             index = stack.enter_context(open(directory / self._index_name, "rb", buffering=0))
-            data = os.pread(index.fileno(), 2 * width, max(0, location - 1) * width)
-            ends = np.frombuffer(data, np.int64).reshape(-1, self._index_width)[:, 0].tolist()
-            first, end = (0, ends[0]) if not location else (ends[0], ends[1])
+            before = min(location, 1)
+            data = read_exactly(index.fileno(), (location - before) * width, (1 + before) * width)
+            ends = [0, *data.view(np.int64).reshape(-1, self._index_width)[:, 0].tolist()]
+            first, end = ends[-2:]
             if not 0 <= first <= end <= sum(self.shard_items):
                 raise _damaged(self.field)
             if first == end:
                 return np.empty(0, np.uint8)
             values = stack.enter_context(open(directory / self.rows_name, "rb", buffering=0))
-            values.seek(first * size)
-            return np.fromfile(values, np.uint8, (end - first) * size)
+            return read_exactly(values.fileno(), first * size, (end - first) * size)
 
     @override
     def open(self, directory: Path) -> "ItemRows":
@@ -395,7 +421,8 @@ class ItemRows:
         sizes = lengths[:, None]
         if is_valid and self.field.num_variable > 1:
             sizes = self.index[:, 1:].take(locations, axis=0)
-            is_small = ((sizes >= 0) & (sizes < _MAX_SIZE)).all()
+            most = np.where(lengths, _MAX_SIZE, _MAX_EMPTY_SIZE)[:, None]
+            is_small = ((sizes >= 0) & (sizes <= most)).all()
             # As floats too, which do not overflow.
             products = sizes.astype(np.float64).prod(axis=1)
             is_valid = bool(is_small and (products == lengths).all())
@@ -432,6 +459,23 @@ class ItemRows:
             items[start : start + math.prod(shape)].clone().view(*shape, *self.field.item_shape)
             for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)
         ]
+
+
+def _check_sizes(field: Field, sizes: Integers) -> None:
+    """Check that rows without items can be read again.
+
+    Raises:
+        SchemaError: They cannot.
+    """
+    if field.num_variable > 1:
+        most = sizes.max(axis=1, initial=0)
+        empty = np.flatnonzero((sizes.prod(axis=1) == 0) & (most > _MAX_EMPTY_SIZE))
+        if len(empty):
+            raise SchemaError(
+                f"field {field.name!r}: a row of shape {tuple(sizes[empty[0]].tolist())} has no"
+                f" values, and a size of more than {_MAX_EMPTY_SIZE}: give such rows a shape of"
+                " zeros"
+            )
 
 
 def _damaged(field: Field) -> StoreError:

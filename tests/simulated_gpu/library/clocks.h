@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -12,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -55,6 +57,7 @@ struct Stream {
   int64_t id;
   Clock clock;
   uint64_t count = 0;
+  double ready_s = 0;  // When its operations so far are done.
 
   std::string name() const {
     return "cuda:" + std::to_string(device) + "/stream " + std::to_string(id);
@@ -76,16 +79,28 @@ inline int64_t current_stream_id(int device) {
 
 inline int stream_number(int device, int64_t id) {
   auto [found, is_new] = stream_numbers.try_emplace({device, id}, streams.size());
-  if (is_new) streams.push_back({device, id, {}, 0});
+  if (is_new) streams.push_back({device, id, {}, 0, 0});
   return found->second;
 }
 
 inline int current_stream(int device) { return stream_number(device, current_stream_id(device)); }
 
+// Time passes for streams too: each operation takes this long, and begins when it is enqueued or when
+// the one before it is done. The values are there at once; only events tell when they would be.
+inline double operation_s = 0;
+
+inline double now_s() {
+  auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(since).count();
+}
+
+inline double ready_s(int stream) { return std::max(streams[stream].ready_s, now_s()); }
+
 // An operation that is enqueued now: it comes after all that the program has waited for.
 inline Operation launch(int stream) {
   Stream& state = streams[stream];
   state.count++;
+  state.ready_s = ready_s(stream) + operation_s;
   merge(state.clock, host);
   if (state.clock.size() <= (size_t)stream) state.clock.resize(stream + 1);
   state.clock[stream] = state.count;
@@ -98,6 +113,11 @@ inline Clock enqueued(int stream) {
   if (clock.size() <= (size_t)stream) clock.resize(stream + 1);
   clock[stream] = streams[stream].count;
   return clock;
+}
+
+inline void wait_for(int waiting, int other) {
+  merge(streams[waiting].clock, enqueued(other));
+  streams[waiting].ready_s = std::max(streams[waiting].ready_s, streams[other].ready_s);
 }
 
 // Reports go to Python, or to standard error before it is there.

@@ -105,6 +105,7 @@ struct Hooks : at::CUDAHooksInterface {
 
 struct Event {
   Clock clock;
+  double ready_s = 0;
 };
 
 int number_of(const c10::Stream& stream) {
@@ -162,17 +163,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, DeviceIndex, c10::EventFlag) const override {
     Lock lock(mutex);
     if (!*event) *event = new Event;
-    ((Event*)*event)->clock = enqueued(number_of(stream));
+    *(Event*)*event = {enqueued(number_of(stream)), ready_s(number_of(stream))};
   }
   void block(void* event, const c10::Stream& stream) const override {
     Lock lock(mutex);
-    if (event) merge(streams[number_of(stream)].clock, ((Event*)event)->clock);
+    if (!event) return;
+    Stream& waiting = streams[number_of(stream)];
+    merge(waiting.clock, ((Event*)event)->clock);
+    waiting.ready_s = std::max(waiting.ready_s, ((Event*)event)->ready_s);
   }
   bool queryEvent(void* event) const override {
     Lock lock(mutex);
     return !event || covers(host, ((Event*)event)->clock);
   }
+  double elapsedTime(void* begin, void* end, const DeviceIndex) const override {
+    return 1e3 * (((Event*)end)->ready_s - ((Event*)begin)->ready_s);
+  }
   void synchronizeEvent(void* event) const override {
+    double late_s = event ? ((Event*)event)->ready_s - now_s() : 0;
+    if (late_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(late_s));
     Lock lock(mutex);
     if (event) wait_on_host(((Event*)event)->clock, "synchronize an event");
   }
@@ -248,11 +257,11 @@ void enqueue(const std::string& name, DeviceIndex device, const std::vector<Tens
 void copy_between_devices(const Tensor& target, const Tensor& source) {
   // As in torch, in the source's stream, and the streams of both wait for each other.
   int from = current_stream(source.device().index()), to = current_stream(target.device().index());
-  if (from != to) merge(streams[from].clock, enqueued(to));
+  if (from != to) wait_for(from, to);
   Operation now = launch(from);
   use(source, now, false, "copy_");
   use(target, now, true, "copy_");
-  if (from != to) merge(streams[to].clock, enqueued(from));
+  if (from != to) wait_for(to, from);
   on_cpu(target).copy_(on_cpu(source));
 }
 
@@ -609,6 +618,7 @@ uint64_t sim_memory(int which, int device) {
                           total_bytes};
   return all[which];
 }
+void sim_set_operation_s(double seconds) { operation_s = seconds; }
 uint64_t sim_page_locked() {
   Lock lock(mutex);
   uint64_t bytes = 0;

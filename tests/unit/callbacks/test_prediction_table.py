@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
@@ -19,6 +20,7 @@ from lightning_memmap.callbacks import PredictionTable
 from lightning_memmap.cli import main
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import RowList
+from lightning_memmap.sampling import Subset as ChosenRows
 from tests.datasets import in_dataset_order
 from tests.models import Points, Regression, make_trainer
 
@@ -116,6 +118,34 @@ class TestRows:
     def test_table_of_a_part_of_a_dataset_counts_its_rows(self, tmp_path: Path) -> None:
         loader = DataLoader(Subset(POINTS, range(10, 30)), batch_size=7)
         assert_holds(predict(tmp_path, loader=loader), Points(20, 10))
+
+    @pytest.mark.parametrize("devices", [1, 2])
+    def test_writers_are_told_dataset_rows_and_a_table_counts_the_rows_of_a_part(
+        self, tmp_path: Path, devices: int
+    ) -> None:
+        told: list[tuple[list[int], list[int]]] = []
+
+        class Notes(BasePredictionWriter):
+            def write_on_batch_end(self, *arguments: Any) -> None:
+                _, _, prediction, batch_indices, *_ = arguments
+                told.append((prediction["row"].tolist(), list(batch_indices)))
+
+        data = MemmapDataModule(
+            predict_dataset=POINTS,
+            store_dir=tmp_path / "stores",
+            batch_size=7,
+            subset={"predict": ChosenRows(range(10, 30))},
+        )
+        trainer = make_trainer(
+            tmp_path,
+            callbacks=[Notes("batch"), PredictionTable(tmp_path / "table")],
+            strategy="memmap_superbatch",
+            devices=devices,
+        )
+        trainer.predict(Regression(), datamodule=data, return_predictions=False)
+        assert told
+        assert all(rows == indices for rows, indices in told)
+        assert_holds(open_store(tmp_path / "table"), Points(20, 10))
 
     def test_table_of_a_zipped_loader_has_the_prediction_of_each_row(self, tmp_path: Path) -> None:
         data = MemmapDataModule(test_dataset=POINTS, store_dir=tmp_path / "stores", num_shards=5)

@@ -87,7 +87,6 @@ def test_doctor_names_what_is_needed_and_missing(
     assert found["no-such-package"].text == "it is not installed"
     assert found["extra compare"].state == found["extra examples"].state == "limited"
     assert 'pip install "lightning_memmap[compare]"' in found["extra compare"].text
-    assert found["extra nvml"].state == "ok"
     assert not {"nothing", "pytest"} & found.keys()
     assert run(str(tmp_path))[0] == 1
 

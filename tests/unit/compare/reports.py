@@ -57,7 +57,6 @@ def timed_rank(rank: int = 0, size: int = 1, rate: float = 1000.0, **values: Any
         "parts_s": (dict.fromkeys(PARTS, step_s / len(PARTS)),) * STEPS,
         "memory": (ProcessMemory(100 + rank, 1, 300 * MIB, 200 * MIB),),
         "device_peaks": {},
-        "joules": None,
     }
     return TimedRank(**{**found, **values})
 
@@ -164,7 +163,6 @@ SETTINGS = Settings(
     timeout_s=60.0,
     out="runs/compare",
     global_batch=GLOBAL_BATCH,
-    split_steps=10,
     precision="32-true",
     seed=0,
 )

@@ -91,7 +91,6 @@ def make_spec(
     values = {
         "warmup_steps": 2 if kind == "timed" else 0,
         "steps": STEPS,
-        "split_steps": 3 if kind == "timed" else 0,
         "transform_is_random": False,
         **options,
     }

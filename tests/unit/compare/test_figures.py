@@ -60,6 +60,16 @@ def timed(*runs: tuple[TimedRank, ...], variant: Variant = AUTO) -> VariantRuns:
     return VariantRuns(variant, timed=[RunResult(Path("unused"), ranks) for ranks in runs])
 
 
+def test_variant_whose_records_do_not_fit_costs_no_other(tmp_path: Path) -> None:
+    # Its check run says that it succeeded, and its weights are not there.
+    broken = timed((timed_rank(),), variant=Variant("ddp"))
+    broken.checks = [RunResult(tmp_path, (check_rank(0, 2), check_rank(1, 2, loader_hashes=())))]
+    found, good = results(broken, timed((timed_rank(rate=700.0),)))
+    assert (found.status, good.status) == ("failed", "ok")
+    assert "cannot be evaluated" in found.reason
+    assert good.figures["samples_per_s"] == (700.0,)
+
+
 def test_rates_of_data_parallel_processes_add_up() -> None:
     found = figures_of(measured([timed_rank(0, 2, 500.0), timed_rank(1, 2, 490.0)]))
     assert found["samples_per_s"] == (990.0,)
@@ -110,12 +120,6 @@ def test_peaks_of_processes_on_one_device_add_up_and_the_highest_run_counts() ->
     assert result.device_peaks == {"cuda:0": DevicePeak(15, 30)}
     assert result.figures["device_peak_bytes"] == (15, 7)
     assert result.figures["device_reserved_bytes"] == (30, 14)
-
-
-def test_energy_is_that_of_a_sample_and_of_all_runs_or_none() -> None:
-    with_energy, without = [timed_rank(joules=64.0)], [timed_rank()]
-    assert figures_of(measured(with_energy))["joules_per_sample"] == (0.2,)
-    assert "joules_per_sample" not in figures_of(measured(with_energy, without))
 
 
 def test_ideal_of_a_strategy_is_its_own() -> None:

@@ -2,18 +2,20 @@
 
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from lightning_memmap.compare.report.records import TimedRank
-from lightning_memmap.compare.run.launch import run
+from lightning_memmap.compare.run.launch import RunError, run
 from lightning_memmap.compare.run.plan import RunSpec, shared_config
+from lightning_memmap.compare.run.worker import write_error
 
 
 def make_spec(path: Path) -> RunSpec:
     return RunSpec(
         kind="timed", config={}, trainer={}, variant="auto", devices=1, global_batch=8,
-        warmup_steps=1, steps=2, split_steps=1, transform_is_random=False,
+        warmup_steps=1, steps=2, transform_is_random=False,
         out=str(path / "run"),
     )  # fmt: skip
 
@@ -30,6 +32,26 @@ def test_run_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
     assert "not finished after 0.3 s" in result.error.message
     assert not result.error.refused
     assert children() <= before
+
+
+def test_errors_that_two_processes_wrote_over_each_other_cost_the_run_and_no_more(
+    tmp_path: Path,
+) -> None:
+    spec = make_spec(tmp_path)
+    spec.write()
+    (tmp_path / "run" / "error.json").write_bytes(b'{"message": "short"}nger than the other"}')
+    # It has no model, so that it fails at once.
+    result = run(spec, TimedRank, timeout_s=100)
+    assert result.error is not None
+    assert "exit code 1" in result.error.message
+
+
+def test_first_process_that_fails_says_why(tmp_path: Path) -> None:
+    write_error(tmp_path, ValueError("the reason"))
+    write_error(tmp_path, RuntimeError("a connection was closed, " * 20))
+    found = msgspec.json.decode((tmp_path / "error.json").read_bytes(), type=RunError)
+    assert found.message == "ValueError: the reason"
+    assert found.refused
 
 
 def test_interrupt_ends_the_run(tmp_path: Path) -> None:

@@ -104,13 +104,13 @@ def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str) -> N
     sections = config(tmp_path)
     facts_of(tmp_path, sections)
     rank = timed_rank(make_spec(tmp_path, "timed", variant, sections))
-    assert len(rank.losses) == 2 + 6 + 3
+    assert len(rank.losses) == 2 + 6
     assert len(rank.step_s) == 6
     assert rank.samples_per_s == pytest.approx(6 * 16 / sum(rank.step_s))
-    # The steps after the window have parts too. On a CPU nothing needs to be waited for.
-    assert len(rank.parts_s) == 9
-    for parts in rank.parts_s:
+    assert len(rank.parts_s) == 6
+    for parts, step_s in zip(rank.parts_s, rank.step_s, strict=True):
         assert tuple(parts) == PARTS
+        assert sum(parts.values()) == pytest.approx(step_s)
         assert min(parts.values()) >= 0
         assert parts["forward"] > 0
         assert parts["backward"] > 0

@@ -159,6 +159,30 @@ def test_transform_sees_the_form_that_is_declared(store: Store) -> None:
     assert set(seen) == {"Padded"}
 
 
+@pytest.mark.parametrize("change", ["narrowed", "transposed"])
+def test_jagged_rows_that_a_transform_cuts_or_turns_are_assembled_whole(
+    store: Store, change: str
+) -> None:
+    def changed(batch: Any) -> Any:
+        rows = batch["ids"]
+        if change == "transposed":
+            return {"ids": torch.stack([rows, -rows], dim=2).transpose(1, 2)}
+        lengths = rows.offsets().diff()
+        padded = rows.to_padded_tensor(0)
+        kept = torch.minimum(lengths, torch.tensor(2))
+        starts = lengths - kept
+        return {"ids": torch.nested.narrow(padded, 1, starts, kept, layout=torch.jagged)}
+
+    def rows_with(num_devices: int) -> list[list[int]]:
+        split = make_split(store, num_devices)
+        loader = loader_over(store, split, 12 // num_devices, "jagged", transform=changed)
+        return [row.tolist() for step in loader for row in step.to("cpu")["ids"].unbind()]
+
+    expected = rows_with(1)
+    assert any(map(len, expected))
+    assert rows_with(2) == rows_with(3) == expected
+
+
 def test_transform_that_drops_rows_of_a_list_is_refused(store: Store) -> None:
     def drop(batch: Any) -> Any:
         return {**batch, "sound": RowList(batch["sound"][1:])}

@@ -5,11 +5,12 @@ import random
 import shutil
 import signal
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Barrier
 from time import monotonic, sleep
 from typing import Any
 
@@ -379,3 +380,19 @@ def test_parts_by_an_executor_make_the_store(tmp_path: Path) -> None:
     finish_store(tmp_path / "s", **QUIET)
     build_store(Mixed(100), tmp_path / "one", variable=VARIABLE, **QUIET)
     assert_same_store(tmp_path / "s", tmp_path / "one")
+
+
+def test_parts_built_by_threads_of_one_process_hold_their_own_rows(tmp_path: Path) -> None:
+    # Such as those of an actor with threads.
+    rows = [{"text": f"{row} " * (row % 9)} for row in range(20_000)]
+    num_parts = 4
+    start = Barrier(num_parts)
+
+    def build(part: int) -> None:
+        start.wait()
+        build_part(rows, tmp_path / "s", (part, num_parts), num_shards=3, progress=False)
+
+    with ThreadPoolExecutor(num_parts) as threads:
+        list(threads.map(build, range(num_parts)))
+    store = finish_store(tmp_path / "s", progress=False)
+    assert [store[row] for row in range(len(rows))] == rows

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError
 from lightning_memmap.loading import FormedCollate
 from lightning_memmap.sampling import Shards
@@ -364,7 +365,9 @@ def test_hostile_index_is_refused_before_a_row_is_copied(
         store.manifest.columns[1].read(store.path, row)
 
 
-@pytest.mark.parametrize("sizes", [(2**32, 2**32), (-1, -1), (2**62, 0), (3, 1), (2**40, 0)])
+@pytest.mark.parametrize(
+    "sizes", [(2**32, 2**32), (-1, -1), (2**62, 0), (3, 1), (2**40, 0), (0, 2**39), (2**17, 0)]
+)
 def test_hostile_sizes_are_refused(ragged: Path, sizes: tuple[int, int]) -> None:
     store = open_store(ragged)
     index = np.memmap(store.path / "image.index", np.int64, "r+").reshape(-1, 3)
@@ -433,3 +436,20 @@ def test_rows_that_differ_in_length_do_not_lie_in_one_tensor(tmp_path: Path) -> 
     for ask in (lambda: store.tensors, lambda: store.shard(0), store.as_tensordict):
         with pytest.raises(StoreError, match="'sound': its rows differ in length"):
             ask()
+
+
+def test_row_without_items_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
+    rows = [{"x": torch.zeros(2, 3)}, {"x": torch.zeros(0, 2**16)}, {"x": torch.zeros(0, 2**17)}]
+    store = build_store(rows[:2], tmp_path / "s", num_shards=1, progress=False)
+    assert store[1]["x"].shape == (0, 2**16)
+    with pytest.raises(SchemaError, match=r"'x': a row of shape \(0, 131072\) has no values"):
+        build_store(rows, tmp_path / "t", num_shards=1, progress=False)
+
+
+def test_padded_step_larger_than_memory_is_refused_before_it_is_allocated(tmp_path: Path) -> None:
+    rows = [{"x": torch.zeros(3000, 1)}, {"x": torch.zeros(0, 2**16)}] * 40
+    build_store(rows, tmp_path / "s" / "train", num_shards=1, progress=False)
+    data = MemmapDataModule(store_dir=tmp_path / "s", batch_size=80, num_shards=1, shuffle=False)
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"padded to \(3000, 65536\), have 62914560000 bytes"):
+        next(iter(data.train_dataloader()))
