@@ -47,7 +47,7 @@ class Requests:
 
     def __init__(self, rows: SplitRows) -> None:
         self._rows = rows
-        owner, shards = rows.topology.owner, range(rows.shards.num_shards)
+        owner, shards = rows.topology.owner, range(rows.pool.num_shards)
         #: By data device, the sources that have rows for it.
         self._sources_of: list[list[int]] = [
             np.unique(rows.source_of_shard[[s for s in shards if owner(s) == device]]).tolist()
@@ -116,7 +116,7 @@ class Requests:
         if self._is_mixed:
             for at, device in enumerate(users):
                 positions = np.array(served[device][rows[device]])
-                home = self._rows.source_of_shard[positions % self._rows.shards.num_shards]
+                home = self._rows.source_of_shard[positions % self._rows.pool.num_shards]
                 places[at] = mine = np.flatnonzero(home == which)
                 wanted[at] = wanted[at][torch.from_numpy(mine)]
         locations = wanted[0] if len(wanted) == 1 else torch.cat(wanted)

@@ -36,8 +36,7 @@ class _NumberedEpoch:
         self._rows, self._sampler, self._epoch = rows, sampler, epoch
 
     def locate(self, positions: range) -> Integers:
-        rows = self._sampler.dataset_rows(self._epoch, positions)
-        numbers = self._sampler.shards.base.numbers(rows)
+        numbers = self._sampler.dataset_rows(self._epoch, positions)
         return np.column_stack([self._rows.locate(positions), numbers])
 
     def fetch(

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import call_text, check_integer
@@ -59,7 +58,8 @@ class Bucketed(SamplerFactory):
         """
         found = self._lengths(fields)[pool.dataset_rows(*pool.all_offsets())]
         lengths = Numbers(found.astype(np.min_scalar_type(int(found.max(initial=0)))))
-        return BucketedSampler(pool, lengths, self.bucket_size, self.num_buckets, seed=seed)
+        counts = {"bucket_size": self.bucket_size, "num_buckets": self.num_buckets}
+        return BucketedSampler(pool, seed, lengths=lengths, **counts)
 
     def _lengths(self, fields: Fields) -> Integers:
         """The length of each row of the dataset."""
@@ -81,7 +81,7 @@ class Bucketed(SamplerFactory):
         return given.astype(np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BucketedSampler(Sampler):
     """A shuffled epoch whose rows are sorted by length within windows, bucket by bucket.
 

@@ -80,7 +80,7 @@ class Curriculum(SamplerFactory):
                 " sets"
             )
         stages = EpochOrders(tuple(self.stages), tuple(made))
-        return CurriculumSampler(united([sampler.pool for sampler in made]), stages)
+        return CurriculumSampler(united([sampler.pool for sampler in made]), stages=stages)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class EpochOrders:
         return {f"epoch {epoch}": sampler.identity for epoch, sampler in pairs}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CurriculumSampler(Sampler):
     """Another order from an epoch on.
 
@@ -122,9 +122,10 @@ class CurriculumSampler(Sampler):
         offsets = order.grid(epoch, 0, count - 1, column, zero)
         held, used = self.pool.begins, order.pool.begins
         if held is not None and used is not None:
-            return offsets + (used[shard] - held[shard])
-        places = self.pool.places(*self.pool.offsets_of(shard))
-        at = np.searchsorted(places, order.pool.places(*order.pool.offsets_of(shard)))
+            shifted: Integers = offsets + (used[shard] - held[shard])
+            return shifted
+        line = self.pool.line(*self.pool.offsets_of(shard))
+        at = np.searchsorted(line, order.pool.line(*order.pool.offsets_of(shard)))
         found: Integers = at[offsets]
         return found
 

@@ -1,6 +1,6 @@
 """Several training sets in given shares."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from reprlib import repr as short_repr
@@ -96,7 +96,7 @@ class Mixture(SamplerFactory):
         shares /= shares.max()  # The sum of very large numbers would be infinite.
         counts = _rounded(count * (shares / shares.sum()), count)
         sets = Sets(tuple(sizes.tolist()), tuple(counts))
-        return MixtureSampler(sets.pool_of(pool), sets, seed=seed)
+        return MixtureSampler(sets.pool_of(pool), seed, sets=sets)
 
 
 def _rounded(numbers: NDArray[np.float64], total: int) -> list[int]:
@@ -172,7 +172,7 @@ class Sets:
         return pool.drawing(sizes, counts, Runs(begins[is_new], shifts[is_new]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MixtureSampler(Sampler):
     """Several sets in given shares, each of which is read on and on.
 

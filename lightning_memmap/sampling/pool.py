@@ -1,7 +1,7 @@
 """Which rows each shard has: what orders draw from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class Pool:
         rows: The rows.
         num_shards: Shards, ``C``.
         is_striped: Whether row ``i`` is in shard ``i % C``, as dataset order needs. Otherwise a
-            shard is a piece of the rows in the order of the files.
+            shard is a piece of the line of rows.
         sizes: Rows of each shard, int64 of shape (C,).
         counts: Positions of each shard in an epoch, int64 of shape (C,): those of shard ``c`` are
             ``c``, ``c + C``, ``c + 2C`` and so on.
@@ -48,9 +48,9 @@ class Pool:
     rows: Rows
     num_shards: int
     is_striped: bool
-    sizes: Integers
-    counts: Integers
-    chosen: NDArray[Any] | Runs | None = None
+    sizes: Integers = field(repr=False)
+    counts: Integers = field(repr=False)
+    chosen: NDArray[Any] | Runs | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, rows: Rows, num_shards: int, is_striped: bool | None = None) -> "Pool":
@@ -86,17 +86,23 @@ class Pool:
         """What tells its rows from others, as JSON values."""
         return {**self.rows.identity, "num_shards": self.num_shards}
 
-    def has_rows_of(self, other: "Pool") -> bool:
-        """Whether each shard has the same rows as that of another pool."""
-        if self is other:
-            return True
-        if self.identity != other.identity or self.is_striped != other.is_striped:
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Pool):
+            return NotImplemented
+        same = (self.is_striped, type(self.chosen)) == (other.is_striped, type(other.chosen))
+        if not same or self.identity != other.identity:
             return False
-        if not np.array_equal(self.sizes, other.sizes) or type(self.chosen) is not type(
-            other.chosen
-        ):
-            return False
-        return self.chosen is None or np.array_equal(self.chosen, other.chosen)  # type: ignore[arg-type]
+        pairs = [(self.sizes, other.sizes), (self.counts, other.counts)]
+        if self.chosen is not None:
+            pairs.append((np.asarray(self.chosen), np.asarray(other.chosen)))
+        return all(np.array_equal(one, two) for one, two in pairs)
+
+    def __hash__(self) -> int:
+        return hash((self.num_shards, self.rows.num_rows))
+
+    def with_positions(self, num_positions: int) -> "Pool":
+        """The same rows for an epoch of another number of positions."""
+        return replace(self, counts=shard_rows(num_positions, self.num_shards))
 
     @cached_property
     def starts(self) -> Integers:
@@ -129,9 +135,7 @@ class Pool:
         None where the rows of a shard do not lie there one after the other.
         """
         are_files = (
-            self.rows == StoreRows(self._striping)
-            if self.is_striped
-            else self.rows.sorted_places is None
+            self.rows == StoreRows(self._striping) if self.is_striped else self.rows.is_in_files
         )
         if not are_files or isinstance(self.chosen, np.ndarray):
             return None
@@ -149,20 +153,32 @@ class Pool:
         if self.chosen is None and self.is_striped:
             return offsets * self.num_shards + shards
         index = self._whole(self.starts[shards] + offsets)
-        return self._striping.rows_at(index) if self.is_striped else self._numbers_at(index)
+        return self._striping.rows_at(index) if self.is_striped else self.rows.on_line(index)
 
     def places(self, shards: Integers, offsets: Integers) -> Integers:
         """Where the rows at offsets of shards lie in the files: all int64 of shape (B,)."""
         if self.begins is not None:
             found: Integers = self.begins[shards] + offsets
             return found
-        if self.is_striped:
-            return self.rows.places(self.numbers(shards, offsets))
-        return self._places_at(self._whole(self.starts[shards] + offsets))
+        if not self.is_striped and self.rows.is_in_files:
+            return self._whole(self.starts[shards] + offsets)
+        return self.rows.places(self.numbers(shards, offsets))
+
+    def line(self, shards: Integers, offsets: Integers) -> Integers:
+        """Where the rows at offsets of shards are on the line of all rows."""
+        if not self.is_striped:
+            return self._whole(self.starts[shards] + offsets)
+        return self.rows.line(self.numbers(shards, offsets))
 
     def dataset_rows(self, shards: Integers, offsets: Integers) -> Integers:
         """The same as numbers in the whole dataset."""
         return self.rows.dataset_rows(self.numbers(shards, offsets))
+
+    def rows_of(self, shard: int) -> range | Integers:
+        """The dataset rows of one shard, in its order."""
+        if self.chosen is None and self.is_striped and isinstance(self.rows, StoreRows):
+            return self._striping.rows_of(shard)
+        return self.dataset_rows(*self.offsets_of(shard))
 
     def offsets_of(self, shard: int) -> tuple[Integers, Integers]:
         """The shard of each row of a shard, and its offset, int64 of shape (rows,)."""
@@ -180,26 +196,17 @@ class Pool:
             return self.chosen.at(index)
         return index if self.chosen is None else self.chosen[index].astype(np.int64)
 
-    def _places_at(self, index: Integers) -> Integers:
-        ascending = self.rows.sorted_places
-        return index if ascending is None else ascending[index]
-
-    def _numbers_at(self, index: Integers) -> Integers:
-        return self.rows.numbers(self._places_at(index))
-
 
 def united(pools: Sequence[Pool]) -> Pool:
     """A pool whose shards have what those of several pools over the same rows have, each row once,
-    in the order of the files.
+    in the order of their line.
     """
     first = pools[0]
-    ascending = first.rows.sorted_places
     each = []
     for shard in range(first.num_shards):
-        places = np.concatenate([pool.places(*pool.offsets_of(shard)) for pool in pools])
-        places = np.sort(places)
-        places = places[np.diff(places, prepend=-1) > 0]
-        each.append(places if ascending is None else np.searchsorted(ascending, places))
+        found = np.concatenate([pool.line(*pool.offsets_of(shard)) for pool in pools])
+        found = np.sort(found)
+        each.append(found[np.diff(found, prepend=-1) > 0])
     sizes = np.array([len(found) for found in each], np.int64)
     firsts = np.array([found[0] if len(found) else 0 for found in each], np.int64)
     lasts = np.array([found[-1] if len(found) else -1 for found in each], np.int64)

@@ -1,11 +1,12 @@
 """What an order orders: rows that are numbered, and where they lie in the files of a store.
 
 Rows are those of a store, some of them, those of several stores, or windows over series. They are
-numbered in dataset order; the place of a row counts rows in the order of the files. Integers only.
+numbered in dataset order; the place of a row counts rows on their line. They also lie
+on a line, which shards may be pieces of: it follows the files as far as all rows are used.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -37,10 +38,6 @@ class RowSubset(ABC):
     @abstractmethod
     def rows(self, numbers: Integers) -> Integers:
         """The dataset rows that the rows of the subset are, int64 of shape (B,)."""
-
-    @abstractmethod
-    def numbers(self, rows: Integers) -> Integers:
-        """The rows of the subset that dataset rows are, which must be among them."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +81,6 @@ class StridedRows(RowSubset):
         rounds, left = np.divmod(numbers, self.count - 1)
         return rounds * self.count + left + (left >= self.index)
 
-    @override
-    def numbers(self, rows: Integers) -> Integers:
-        rounds, left = np.divmod(rows, self.count)
-        return rounds * (self.count - 1) + left - (left > self.index) if self.excluded else rounds
-
 
 @dataclass(frozen=True)
 class ChosenRows(RowSubset):
@@ -109,20 +101,6 @@ class ChosenRows(RowSubset):
     def rows(self, numbers: Integers) -> Integers:
         found: Integers = self.chosen.array[numbers]
         return found
-
-    @override
-    def numbers(self, rows: Integers) -> Integers:
-        order, ascending = self._ascending
-        found = np.searchsorted(ascending, rows)
-        return found if order is None else order[found]
-
-    @cached_property
-    def _ascending(self) -> tuple[Integers | None, Integers]:
-        chosen = self.chosen.array
-        if (np.diff(chosen) > 0).all():
-            return None, chosen
-        order = np.argsort(chosen)
-        return order, chosen[order]
 
 
 class Rows(ABC):
@@ -146,14 +124,16 @@ class Rows(ABC):
     def places(self, numbers: Integers) -> Integers:
         """Where rows lie in the files, counted in rows, int64 of shape (B,)."""
 
-    @abstractmethod
-    def numbers(self, places: Integers) -> Integers:
-        """The rows that lie at places: the inverse of `places`."""
+    #: Whether the line is the files: row 0 of it lies at place 0, and so on.
+    is_in_files = True
 
-    @property
-    def sorted_places(self) -> Integers | None:
-        """The places of all rows, ascending; None where they are 0, 1, 2 and so on."""
-        return None
+    @abstractmethod
+    def line(self, numbers: Integers) -> Integers:
+        """Where rows are on the line, int64 of shape (B,)."""
+
+    @abstractmethod
+    def on_line(self, index: Integers) -> Integers:
+        """The numbers of the rows that are there: the inverse of `line`."""
 
     def dataset_rows(self, numbers: Integers) -> Integers:
         """The numbers of rows in the whole dataset, of which these may be some."""
@@ -192,16 +172,21 @@ class StoreRows(Rows):
         return self.shards.locate(numbers)
 
     @override
-    def numbers(self, places: Integers) -> Integers:
-        return self.shards.rows_at(places)
+    def line(self, numbers: Integers) -> Integers:
+        return self.shards.locate(numbers)
+
+    @override
+    def on_line(self, index: Integers) -> Integers:
+        return self.shards.rows_at(index)
 
 
 @dataclass(frozen=True)
 class PickedRows(Rows):
-    """Some rows of others, which are treated as if they alone had been stored."""
+    """Some rows of a store, which are treated as if they alone had been stored."""
 
-    of: Rows
+    of: StoreRows
     subset: RowSubset
+    is_in_files = False
 
     @cached_property
     def _num_rows(self) -> int:
@@ -222,18 +207,17 @@ class PickedRows(Rows):
     def places(self, numbers: Integers) -> Integers:
         return self.of.places(self.subset.rows(numbers))
 
-    @override
-    def numbers(self, places: Integers) -> Integers:
-        return self.subset.numbers(self.of.numbers(places))
-
     @cached_property
-    def _sorted_places(self) -> Integers:
-        return np.sort(self.places(np.arange(self.num_rows, dtype=np.int64)))
+    def _alone(self) -> Shards:
+        return Shards(self.num_rows, self.of.shards.num_shards)
 
-    @property
     @override
-    def sorted_places(self) -> Integers:
-        return self._sorted_places
+    def line(self, numbers: Integers) -> Integers:
+        return self._alone.locate(numbers)
+
+    @override
+    def on_line(self, index: Integers) -> Integers:
+        return self._alone.rows_at(index)
 
     @override
     def dataset_rows(self, numbers: Integers) -> Integers:
@@ -256,6 +240,11 @@ class JoinedRows(Rows):
     is_lined = True
 
     @property
+    def is_in_files(self) -> bool:  # type: ignore[override]
+        """Whether the line is the files."""
+        return all(part.is_in_files for part in self.parts)
+
+    @property
     @override
     def num_rows(self) -> int:
         return sum(self.chosen_sizes)
@@ -266,7 +255,7 @@ class JoinedRows(Rows):
         return [part.num_rows for part in self.parts]
 
     @cached_property
-    def _firsts(self) -> Integers:
+    def firsts(self) -> Integers:
         """The first row of each store, and its first place, int64 of shape (stores,)."""
         return firsts_of(np.array(self.sizes, np.int64))
 
@@ -283,55 +272,42 @@ class JoinedRows(Rows):
 
     def stores_of(self, rows: Integers) -> Integers:
         """The store of each dataset row, or of each place: they are numbers of stores."""
-        return np.searchsorted(self._firsts, rows, side="right") - 1
-
-    def stores_at(self, numbers: Integers) -> Integers:
-        """The store of each number."""
-        firsts = firsts_of(np.array(self.chosen_sizes, np.int64))
-        return np.searchsorted(firsts, numbers, side="right") - 1
+        return np.searchsorted(self.firsts, rows, side="right") - 1
 
     @override
     def places(self, numbers: Integers) -> Integers:
-        return self._each(numbers, lambda part, within: part.places(within))
+        return self._each(numbers, "places", self.firsts)
 
     @override
     def dataset_rows(self, numbers: Integers) -> Integers:
-        return self._each(numbers, lambda part, within: part.dataset_rows(within))
-
-    def _each(
-        self, numbers: Integers, function: Callable[[Rows, Integers], Integers]
-    ) -> Integers:
-        stores, found = self.stores_at(numbers), np.empty_like(numbers)
-        firsts = firsts_of(np.array(self.chosen_sizes, np.int64))
-        for store, part in enumerate(self.parts):
-            here = stores == store
-            found[here] = function(part, numbers[here] - firsts[store]) + self._firsts[store]
-        return found
+        return self._each(numbers, "dataset_rows", self.firsts)
 
     @override
-    def numbers(self, places: Integers) -> Integers:
-        stores, found = self.stores_of(places), np.empty_like(places)
-        firsts = firsts_of(np.array(self.chosen_sizes, np.int64))
-        for store, part in enumerate(self.parts):
-            here = stores == store
-            found[here] = part.numbers(places[here] - self._firsts[store]) + firsts[store]
-        return found
+    def line(self, numbers: Integers) -> Integers:
+        return self._each(numbers, "line", self._chosen_firsts)
+
+    @override
+    def on_line(self, index: Integers) -> Integers:
+        return self._each(index, "on_line", self._chosen_firsts)
 
     @cached_property
-    def _sorted_places(self) -> Integers | None:
-        if all(part.sorted_places is None for part in self.parts):
-            return None
-        return np.sort(self.places(np.arange(self.num_rows, dtype=np.int64)))
+    def _chosen_firsts(self) -> Integers:
+        return firsts_of(np.array(self.chosen_sizes, np.int64))
 
-    @property
-    @override
-    def sorted_places(self) -> Integers | None:
-        return self._sorted_places
+    def _each(self, numbers: Integers, method: str, firsts: Integers) -> Integers:
+        """What the parts say of their rows, each counted from its place among some firsts."""
+        begins = self._chosen_firsts
+        parts = np.searchsorted(begins + self.chosen_sizes, numbers, side="right")
+        found = np.empty_like(numbers)
+        for index, part in enumerate(self.parts):
+            here = parts == index
+            found[here] = getattr(part, method)(numbers[here] - begins[index]) + firsts[index]
+        return found
 
     @override
     def names(self, rows: Integers) -> list[Any]:
         stores = self.stores_of(rows)
-        within = (rows - self._firsts[stores]).tolist()
+        within = (rows - self.firsts[stores]).tolist()
         return [
             [self.stores[store], row] for store, row in zip(stores.tolist(), within, strict=True)
         ]
@@ -341,7 +317,7 @@ class Stretches(NamedTuple):
     """Windows that follow one another in a series."""
 
     series: Integers
-    """The series of each stretch, in the order of the files, int64 of shape (n,)."""
+    """The series of each stretch, on their line, int64 of shape (n,)."""
     firsts: Integers
     """The place of its first window, int64 of shape (n,)."""
     counts: Integers
@@ -372,7 +348,7 @@ class WindowedRows(Rows):
     Args:
         series: The rows that are cut into windows.
         fields: The names of the fields that are cut.
-        steps: The steps of each series, in the order of the files, int64 of shape (series,).
+        steps: The steps of each series, on their line, int64 of shape (series,).
         length: Steps of a window, at least 1.
         stride: Steps from the beginning of a window to that of the next one, at least 1.
         whole: The windows over all series of the dataset, where these are over some of them.
@@ -415,7 +391,7 @@ class WindowedRows(Rows):
 
     @cached_property
     def counts(self) -> Integers:
-        """Windows of each series, in the order of the files, int64 of shape (series,)."""
+        """Windows of each series, on their line, int64 of shape (series,)."""
         counts: Integers = np.maximum(0, (self.steps.array - self.length) // self.stride + 1)
         return counts
 
@@ -426,10 +402,8 @@ class WindowedRows(Rows):
 
     @cached_property
     def _ranks(self) -> Integers:
-        """Which series of the files each number is, int64 of shape (series,)."""
-        places = self.series.places(np.arange(self.series.num_rows, dtype=np.int64))
-        ascending = self.series.sorted_places
-        return places if ascending is None else np.searchsorted(ascending, places)
+        """Where each series is on the line of series, int64 of shape (series,)."""
+        return self.series.line(np.arange(self.series.num_rows, dtype=np.int64))
 
     @cached_property
     def _number_ends(self) -> Integers:
@@ -437,7 +411,7 @@ class WindowedRows(Rows):
         return np.cumsum(self.counts[self._ranks])
 
     def in_series(self, places: Integers) -> InSeries:
-        """The windows at places; series are counted in the order of the files."""
+        """The windows at places; series are counted on their line."""
         if len(self.counts) == 1 or self.num_rows > _TABLE_WINDOWS:
             return _in_series(self.ends, places)
         series = self._series_of_places[places].astype(np.int64)
@@ -455,10 +429,13 @@ class WindowedRows(Rows):
         return located
 
     @override
-    def numbers(self, places: Integers) -> Integers:
-        ranks, windows = self.in_series(places)
-        ascending = self.series.sorted_places
-        series = self.series.numbers(ranks if ascending is None else ascending[ranks])
+    def line(self, numbers: Integers) -> Integers:
+        return self.places(numbers)
+
+    @override
+    def on_line(self, index: Integers) -> Integers:
+        ranks, windows = self.in_series(index)
+        series = self.series.on_line(ranks)
         numbers: Integers = self._number_ends[series] - self.counts[ranks] + windows
         return numbers
 

@@ -88,7 +88,7 @@ class _Drawn:
 
 
 @dataclass(frozen=True)
-class Sampler:
+class Sampler(Identified):
     """Decides which rows an epoch has and in what order: a frozen value, the same on every process.
 
     As it stands, the rows of each shard come once, permuted. A subclass is a frozen dataclass that
@@ -109,7 +109,7 @@ class Sampler:
     """
 
     pool: Pool
-    seed: int = field(default=0, kw_only=True)
+    seed: int = 0
     shuffle_window: int | None = field(default=None, kw_only=True)
     _tables: _Tables = field(
         default_factory=_Tables, init=False, repr=False, compare=False, kw_only=True
@@ -166,7 +166,7 @@ class Sampler:
 
         Args:
             epoch: Epoch, counted from 0.
-            first: First row of the grid: row ``j`` has the positions ``j * C`` to ``j * C + C - 1``.
+            first: First row of the grid: row ``j`` has the positions from ``j * C`` on.
             last: Last row of the grid.
             shards: The columns that are wanted, int64 of shape (S,).
             starts: Added to the offsets of each of these shards, int64 of shape (S,).
@@ -261,8 +261,10 @@ class Sampler:
     def identity(self) -> dict[str, Any]:
         """What decides the order, as JSON values."""
         values = {each.name: identity_of(getattr(self, each.name)) for each in _identifying(self)}
-        pool = values.pop("pool")
-        return {"sampler": type(self).__name__, "shards": pool, **values}
+        found = {"sampler": type(self).__name__, "shards": values.pop("pool")}
+        if self.num_positions != self.pool.rows.num_rows:
+            found["num_positions"] = self.num_positions
+        return {**found, **values}
 
     def at(self, epoch: int, positions: range) -> tuple[Integers, Integers]:
         """Which rows supply these positions.
@@ -381,7 +383,6 @@ class ShuffledSampler(Sampler):
         ValueError: The seed is out of range, or ``shuffle_window`` is below 1.
     """
 
-    seed: int = 0
     shuffle_window: int | None = None
 
     @property
@@ -402,7 +403,8 @@ class ShuffledSampler(Sampler):
 
 
 def _identifying(sampler: Sampler) -> list[Any]:
-    return [each for each in fields(sampler) if each.init]
+    """The fields that decide the order, which has no seed in dataset order."""
+    return [each for each in fields(sampler) if each.init][: 1 if sampler.is_sequential else None]
 
 
 def check_seed(seed: int) -> None:

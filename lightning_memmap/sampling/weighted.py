@@ -90,7 +90,7 @@ class Weighted(SamplerFactory):
         else:
             lengths = _in_units(_at_most_once(weights, count), count, 1)
         line = _Line.of(lengths, count, pool.num_shards)
-        return WeightedSampler(line.pool_of(pool), Numbers(lengths), seed=seed)
+        return WeightedSampler(line.pool_of(pool), seed, lengths=Numbers(lengths))
 
     def _weights(self, rows: Integers, fields: Fields) -> NDArray[np.float64]:
         """The weights of rows, the largest of which is 1."""
@@ -120,7 +120,7 @@ class Weighted(SamplerFactory):
         return weights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WeightedSampler(Sampler):
     """Rows by weight: the points of a grid on the line of the rows, in random order.
 
@@ -169,7 +169,7 @@ class WeightedSampler(Sampler):
         return np.sort(order[rows]) if self.shuffle_window is not None else order[rows]
 
     def _order(self, epoch: int, shard: int, size: int, most: int) -> Integers:
-        """A permutation of the rows of a shard in one epoch, of whose largest there are ``most``."""
+        """A permutation of the rows of a shard; the largest has ``most``."""
         if most > 4 * size:
             return permutation(size, random_bits(self.seed, epoch, _ORDERS + 1 + shard))
         # That of the largest shard, without what this one lacks: shards share tables.

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ from lightning_memmap.callbacks import RunSummary
 from lightning_memmap.loading import SuperBatchLoader, load_split
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
+    Pool,
     RowSubset,
     Sampler,
     SamplerFactory,
-    Shards,
     ShuffledSampler,
     StridedRows,
     Subset,
     Weighted,
 )
+from lightning_memmap.sampling.factory import made_sampler
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
 from tests.rows import CPU, check_save_and_resume, epoch_rows, joined
@@ -49,14 +51,14 @@ def make_loader(
 
     window = 3 if residency == "stream" else None
 
-    def order(shards: Shards, _: int) -> Sampler:
-        return chosen.make(shards, 5, store, window)
+    def order(pool: Pool, _: int) -> Sampler:
+        return made_sampler(chosen, pool, 5, store, window)
 
     topology = DataTopology((CPU,) * num_devices, rank, size)
-    sized = SplitSize.of("train", store.manifest, topology, subset, window, order)
+    sized = SplitSize.of("train", store.manifest, topology, store.rows(subset), window, order)
     placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: 2**40})
     rows = load_split(store, topology, placement.splits["train"])
-    sampler = order(sized.shards.base, sized.window)
+    sampler = order(Pool.of(sized.pool.rows, sized.pool.num_shards), sized.window)
     return SuperBatchLoader(rows, sampler, batch_size, collate=store.schema.builder(), seed=5)
 
 
@@ -214,10 +216,8 @@ def test_sampler_that_is_set_later_needs_a_set_up(tmp_path: Path) -> None:
 
 def test_factory_of_a_user_may_look_up_fields(tmp_path: Path) -> None:
     class ByLabel(SamplerFactory):
-        def make(
-            self, shards: Shards, seed: int, fields: Any, window: int | None = None
-        ) -> Sampler:
-            return ShuffledSampler(shards, int(fields.values("label").sum()))
+        def make(self, pool: Pool, seed: int, fields: Any) -> Sampler:
+            return ShuffledSampler(pool, int(fields.values("label").sum()))
 
     data = make_data(tmp_path, sampler=ByLabel())
     data.prepare_data()
@@ -243,12 +243,14 @@ def test_sampler_that_cannot_be_is_refused(
 
 
 def test_order_that_cannot_be_streamed_is_refused_when_it_is_set_up(tmp_path: Path) -> None:
-    def of_all_rows(shards: Shards, seed: int) -> Sampler:
-        return ShuffledSampler(shards, seed)
+    @dataclass(frozen=True)
+    class Reversed(Sampler):
+        def offsets(self, epoch: int, shard: int) -> Any:
+            return np.arange(self.pool.sizes[shard])[::-1]
 
-    data = make_data(tmp_path, sampler=of_all_rows, residency="stream")
+    data = make_data(tmp_path, sampler=lambda pool, seed: Reversed(pool), residency="stream")
     data.prepare_data()
-    with pytest.raises(ValueError, match="takes the rows of a step from elsewhere"):
+    with pytest.raises(ValueError, match="Reversed decides itself how rows come"):
         data.setup("fit")
 
 
