@@ -14,10 +14,15 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -26,7 +31,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memmap._compat.modules import set_device_attribute
-from lightning_memmap._compat.processes import DataParallelMesh
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
@@ -67,7 +71,7 @@ class _Run:
     mesh: DeviceMesh
 
 
-class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParallelMesh):
+class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, ModelParallelStrategy):
     """Trains with FSDP2: each process holds shards of parameters, gradients and optimizer states.
 
     The module needs no ``configure_model``: layers become units of sharding, by class or by size,
@@ -213,6 +217,9 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
 
     @override
     def setup_environment(self) -> None:
+        # All processes are data parallel. The parent chooses other sizes, and has no other setter.
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._tensor_parallel_size = 1
         # Before the processes make further groups together.
         if self._options.cpu_offload and dist.is_initialized():
             self._check_backend()
@@ -263,6 +270,8 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
                     " module"
                 )
         else:
+            if self._layer_sync is not None:
+                self._layer_sync.apply(module)
             buffers = shard_module(
                 module, mesh, self.root_device, self._options, self._sharded_precision
             )
@@ -376,6 +385,7 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
         """Load a file or a folder, whichever this strategy saves itself. All ranks must call it.
 
         Raises:
+            RuntimeError: Under strict loading, a weight is missing or unknown.
             KeyError: A fit is to be resumed from a file with weights only.
         """
         path = Path(self.broadcast(checkpoint_path))
@@ -385,9 +395,19 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
         checkpoint: dict[str, Any] = torch.load(
             path, map_location="cpu", mmap=True, weights_only=weights_only
         )
+        weights = checkpoint.pop("state_dict")
+        # torch takes the shards as they are for what is missing.
+        if self.module.strict_loading and (
+            missing := [name for name in get_model_state_dict(self.module) if name not in weights]
+        ):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self.module).__name__}: Missing key(s)"
+                f" in state_dict: {', '.join(map(repr, missing))}. Set strict_loading=False in the"
+                " module to keep their values"
+            )
         set_model_state_dict(
             self.module,
-            checkpoint.pop("state_dict"),
+            weights,
             options=StateDictOptions(full_state_dict=True, strict=self.module.strict_loading),
         )
         if self.module.trainer.state.fn == TrainerFn.FITTING:

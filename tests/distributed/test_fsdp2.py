@@ -226,6 +226,18 @@ def test_sharded_checkpoint_becomes_a_plain_one(two: Runs, one: Runs, tmp_path: 
     assert [path.name for path in tmp_path.glob("o*")] == ["one.ckpt"]
 
 
+def test_missing_weights_are_an_error_unless_loading_is_not_strict(two: Runs) -> None:
+    for found in two.reports("missing"):
+        assert "Missing key(s) in state_dict: 'net.2.weight'" in found["True"]
+        assert "strict_loading=False" in found["True"]
+        assert found["False"] == ""
+
+
+def test_metrics_are_no_units_under_manual_optimization(two: Runs, one: Runs) -> None:
+    assert_as(two.state("measured"), one.state("Momentum"))
+    assert len(set(two.reports("measured"))) == 1
+
+
 def test_copies_of_shards_are_one_process(four: Runs, one: Runs) -> None:
     assert_as(four.state("hybrid"), one.state("clipped"))
     assert not torch.allclose(
@@ -257,6 +269,9 @@ def test_modules_that_cannot_be_sharded_are_refused(two: Runs) -> None:
             ("sparse", "net.0: Embedding with sparse=True", "sparse=False"),
             ("swa", "StochasticWeightAveraging: it averages", "memmap_superbatch_ddp"),
             ("ema", "EMAWeightAveraging: it averages", "memmap_superbatch_ddp"),
+            ("pruning", "ModelPruning: it compares", "prune a trained checkpoint"),
+            # torch has these layers for GPUs alone.
+            ("sync_batchnorm", "SyncBatchNorm expected input tensor to be on GPU"),
             ("lbfgs", "LBFGS", "AdamW"),
             ("penalty", "a term computed from the parameters", "weight_decay"),
             ("anchor", "a term computed from the parameters", "memmap_superbatch_ddp"),

@@ -107,7 +107,9 @@ def _outermost(module: L.LightningModule) -> list[nn.Module]:
     The backward pass is then inside of training_step, where FSDP2 would reduce the gradients of
     the module itself too late.
     """
-    units = without_shared(module, roots(module))
+    # A metric, or a loss without parameters, has nothing to shard.
+    with_parameters = [each for each in roots(module) if next(each.parameters(), None) is not None]
+    units = without_shared(module, with_parameters)
     found = {parameter for unit in units for parameter in unit.parameters()}
     left = [name for name, parameter in module.named_parameters() if parameter not in found]
     if left:

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memmap.errors import UnsuitableModuleError
+from lightning_memmap.process_group import broadcast
 
 #: Their forward pass reads the parameters of their children directly.
 _WHOLE = (
@@ -240,15 +240,9 @@ def shard(
             reset()
         for tensor in own_tensors(module):
             tensor.data = tensor.data.to(device)
-            _broadcast_from_rank_0(tensor)
+            broadcast(tensor, 0)
         if module in fully_shard:
             fully_shard[module](module)
-
-
-def _broadcast_from_rank_0(tensor: Tensor) -> None:
-    contiguous = tensor.detach().contiguous()
-    dist.broadcast(contiguous, src=0)
-    tensor.copy_(contiguous)
 
 
 def recompute(module: nn.Module) -> None:
