@@ -600,6 +600,8 @@ class MemmapDataModule(L.LightningDataModule):
                 f" shuffle_window={was.shuffle_window}: call setup() after you set it"
             )
         # Where the rows live is as it was set up.
+        if made.order is not None and _ordering(stores.options) == _ordering(was):
+            return made.order
         stores = replace(stores, options=replace(stores.options, residency=was.residency))
         planner = Planner(stores, made.placement.topology, self._is_overfitting)
         return planner.order(made.stores["train"], made.placement.splits["train"].size)
@@ -802,6 +804,11 @@ class MemmapDataModule(L.LightningDataModule):
             sample = first_sample(dataset, self.num_workers)
         collate = FormedCollate(schema, options.fields.forms, sample)
         return NumberedCollate(collate, schema) if self._rows[split].are_numbered else collate
+
+
+def _ordering(options: DataOptions) -> tuple[Any, ...]:
+    """The options that the order depends on."""
+    return options.sampler, options.shuffle, options.seed, options.shuffle_window
 
 
 @rank_zero_only

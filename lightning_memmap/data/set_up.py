@@ -65,9 +65,11 @@ class SetUp:
         return any(rows.is_released for rows in self.rows.values())
 
     def release(self) -> None:
-        """Free the rows."""
+        """Free the rows, and what their order has computed."""
         for rows in self.rows.values():
             rows.release()
+        if self.order is not None:
+            self.order.clear()
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,9 @@ class Planner:
             rows = {split: replace(found, are_numbered=True) for split, found in rows.items()}
         order = None
         if "train" in opened:
-            order = self.order(opened["train"], splits["train"].size)
+            size = splits["train"].size
+            # The plan has made it, except where training rows come in dataset order.
+            order = self.order(opened["train"], size) if self.is_overfitting else size.order
             if not self.is_overfitting:
                 rows["train"].check_order(order)
         return SetUp(options, opened, placement, rows, order)
