@@ -4,8 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from math import isfinite
@@ -18,13 +17,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_memmap.arguments import read_config
 from lightning_memmap.compare.config import ComparisonOptions, RunKind, RunSpec, shared_config
 from lightning_memmap.compare.metrics import Rank, Run, figures_of, rate_of, shares_of
 from lightning_memmap.compare.parity import CheckedRun, check_parity, default_tolerance
-from lightning_memmap.compare.report import Report, ScalingPoint, Status, VariantResult
+from lightning_memmap.compare.report import Report, Status, VariantResult
 from lightning_memmap.compare.variants import Machine, Variant, parse_variants
 from lightning_memmap.compare.worker import ConfigCheck
 from lightning_memmap.errors import MemmapError
@@ -171,7 +169,6 @@ class Comparison:
         self._out = Path(options.out)
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._variants = [_Variant(variant) for variant in parse_variants(options.variants)]
-        self._scaling: list[ScalingPoint] = []
         self._facts: dict[str, Any] = {}
 
     def run(self) -> Report:
@@ -198,7 +195,10 @@ class Comparison:
         is_interrupted = False
         try:
             for each in self._variants:
-                each.reason = self._obstacle(each.variant, self._options.devices)
+                configures_itself = self._facts["model"]["configures_itself"]
+                each.reason = each.variant.obstacle(
+                    self._machine, self._options.devices, configures_itself
+                )
                 if each.reason:
                     each.status = "unavailable"
                     self._note(f"[yellow]{each.variant.name}: cannot run here: {each.reason}[/]")
@@ -208,7 +208,6 @@ class Comparison:
             for repeat in range(1, self._options.repeats + 1):
                 for each in self._pending():
                     self._time(each, repeat)
-            self._scale()
         except KeyboardInterrupt:
             is_interrupted = True
             self._note("[yellow]interrupted: the report has what is finished[/]")
@@ -227,11 +226,9 @@ class Comparison:
             (out / name).unlink(missing_ok=True)
         out.mkdir(parents=True, exist_ok=True)
 
-    def _spec(
-        self, kind: RunKind, folder: str, variant: Variant | None = None, devices: int | None = None
-    ) -> RunSpec:
+    def _spec(self, kind: RunKind, folder: str, variant: Variant | None = None) -> RunSpec:
         options, data = self._options, self._facts.get("data", {})
-        devices = devices or options.devices
+        devices = options.devices
         mine = {"devices": 1} if variant is None else variant.trainer_options(devices)
         timed = kind == "timed"
         return RunSpec(
@@ -248,47 +245,30 @@ class Comparison:
         )
 
     def _run(self, title: str, spec: RunSpec) -> list[Rank]:
-        """Do a run, with a progress bar and then a line that says what came out."""
-        with self._progress(title, spec) as (on_step, end):
-            try:
-                ranks = run(spec, self._options.timeout_s, on_step)
-            except RunError as error:
-                word = "cannot do this" if error.refused else "failed"
-                end(f"[red]{word}[/]: {escape(shorten(str(error), 300, placeholder=' ...'))}")
-                raise
-            rate = spec.kind == "timed" and rate_of(Run(ranks, spec.global_batch))
-            end(f"{rate:,.0f} samples/s" if rate else "done")
-        return ranks
-
-    @contextmanager
-    def _progress(
-        self, title: str, spec: RunSpec
-    ) -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
-        bar = Progress(
-            TextColumn("  {task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("steps"),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        task = bar.add_task(escape(title), total=spec.total_steps)
-        started_s, outcome = monotonic(), ["[red]interrupted[/]"]
+        """Do a run, and print a line that says what came out."""
+        started_s, outcome = monotonic(), "[red]interrupted[/]"
         try:
-            with bar:
-                yield lambda done: bar.update(task, completed=done), outcome.append
+            with self._console.status(escape(title)) as status:
+                ranks = run(
+                    spec,
+                    self._options.timeout_s,
+                    lambda done: status.update(
+                        f"{escape(title)}, step {done} of {spec.total_steps}"
+                    ),
+                )
+            rate = spec.kind == "timed" and rate_of(Run(ranks, spec.global_batch))
+            outcome = f"{rate:,.0f} samples/s" if rate else "done"
+        except RunError as error:
+            word = "cannot do this" if error.refused else "failed"
+            outcome = f"[red]{word}[/]: {escape(shorten(str(error), 300, placeholder=' ...'))}"
+            raise
         finally:
             seconds = f"[dim]{monotonic() - started_s:.1f} s[/]"
-            self._note(f"{escape(title):<42} {outcome[-1]}  {seconds}")
+            self._note(f"{escape(title):<42} {outcome}  {seconds}")
+        return ranks
 
     def _note(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False)
-
-    def _obstacle(self, variant: Variant, devices: int) -> str:
-        configures_itself = self._facts["model"]["configures_itself"]
-        return variant.obstacle(self._machine, devices, configures_itself)
 
     def _check(self, each: _Variant) -> None:
         name = each.variant.name
@@ -313,24 +293,6 @@ class Comparison:
             each.timed.append(self._run(title, spec))
         except RunError as error:
             each.stop(RunError(str(error)))
-
-    def _scale(self) -> None:
-        batch_size = self._facts["data"]["batch_size"]
-        for devices in self._options.scaling_counts:
-            for each in self._pending():
-                variant, name = each.variant, each.variant.name
-                if variant.strategy == "auto":
-                    continue
-                reason, done = self._obstacle(variant, devices), each.timed
-                if not reason and devices != self._options.devices:
-                    spec = self._spec("timed", f"{name}/scaling{devices}", variant, devices)
-                    try:
-                        done = [self._run(f"{name}: on {devices} devices", spec)]
-                    except RunError as error:
-                        reason = str(error)
-                batch = batch_size * devices
-                rates = [] if reason else [rate_of(Run(ranks, batch)) for ranks in done]
-                self._scaling.append(ScalingPoint(name, devices, batch, rates, reason))
 
     def _pending(self) -> list[_Variant]:
         """The variants that nothing has stopped."""
@@ -365,7 +327,6 @@ class Comparison:
             model=self._facts["model"],
             reference="" if reference is None else reference.variant.name,
             variants=[self._result_of(each, settings) for each in self._variants],
-            scaling=self._scaling,
             left_out=self._left_out,
             interrupted=is_interrupted,
         )
