@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.loading import SuperBatchLoader, window_items, window_reads
+from lightning_memmap.loading import SuperBatchLoader, stream_layout, window_reads
+from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading.stream_layout import StreamLayout
 from lightning_memmap.loading.streamed import StreamedRows
-from lightning_memmap.loading.window_series import SeriesLayout, largest_window_steps
+from lightning_memmap.loading.window_sizes import largest_window_steps
 from lightning_memmap.sampling import (
     BlockShuffledSampler,
     Bucketed,
@@ -26,7 +29,7 @@ from lightning_memmap.sampling import (
     Weighted,
     WindowShards,
 )
-from lightning_memmap.schema import Windows
+from lightning_memmap.schema import Field, Windows
 from lightning_memmap.store import Store, TokenStream, build_store
 from tests.rows import read_in_blocks
 from tests.series import Series, all_windows, make_loader, windows_in
@@ -253,7 +256,7 @@ def test_steps_that_lie_apart_are_read_in_pieces(
 ) -> None:
     monkeypatch.setattr(window_reads, "_READ_BYTES", read_bytes)
     monkeypatch.setattr(window_reads, "_GAP_BYTES", read_bytes // 2)
-    monkeypatch.setattr(window_items, "_MAX_FREE_BYTES", 0)
+    monkeypatch.setattr(stream_layout, "_MAX_FREE", 0)
     for num_devices in (1, 5):
         streamed, mapped = (
             make_loader(
@@ -316,9 +319,7 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
     (source,) = loader._rows.sources
     assert isinstance(source, StreamedRows)
     layout = source._layout
-    assert isinstance(layout, SeriesLayout)
-    steps = layout.allocate()._steps[0]
-    assert steps is not None
+    steps = layout.allocate()._items[0]
     # Of 40,000 windows of 64 tokens, and blocks at both ends of each run.
     assert 40_000 * 2 <= steps.nbytes < 44_000 * 2 + 12 * 2 * 4096
     for memory in (2 * 44_000 * 2, 2 * 30_000 * 2):
@@ -354,7 +355,9 @@ def test_rows_of_processes_that_have_few_windows_each_are_warned_of(
 
 def test_more_windows_than_can_be_numbered_with_all_steps_are_refused() -> None:
     line = WindowShards.of(Shards(1, 1), ("x",), np.array([2**40]), 1, 1)
-    mapped: Any = SimpleNamespace(shifts=np.zeros(1, np.int64), row_bytes=1)
+    series: Any = SimpleNamespace(line=line, is_cut=[True], num_places=2**40, row_bytes=1)
     windows = ReadWindows(BlockShuffledSampler(line, 0, 1), 1)
+    fields, offsets = [Field("x", torch.uint8, (None,), "array")], StoreOffsets(line, line)
+    options: dict[str, Any] = {"held": [0], "windows": windows, "series": series}
     with pytest.raises(ValueError, match=r"shuffle_window=1: .* choose a larger one"):
-        SeriesLayout([], [], mapped, line, held=[0], windows=windows)
+        StreamLayout(fields, [None], {}, offsets, **options)
