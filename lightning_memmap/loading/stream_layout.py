@@ -30,7 +30,6 @@ from lightning_memmap.loading.window_sizes import (
     largest_of_any,
     largest_window,
     largest_window_steps,
-    line_of,
 )
 from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
@@ -299,25 +298,24 @@ class StreamLayout:
         windows: ReadWindows,
         series: WindowRows | None = None,
     ) -> None:
-        self.windows, self.line = series, line_of(offsets.shards)
+        self.windows, self._pool = series, windows.sampler.pool
         self.fields = list(fields)
         #: The places among the fields of those whose rows differ in length, but for series.
         self.variable = sorted(items) if series is None else []
         self._offsets, self._held = offsets, np.array(held, np.int64)
         count = len(held)
         if series is not None:
-            line = self.line
-            assert line is not None
+            line = series.line
             self.num_slots = series.num_places
             _check_numbers(windows, self.num_slots)
             pairs = list(zip(fields, series.is_cut, strict=True))
             #: The fields of the items that all rows have, and one item of each.
             self.item_fields = [replace(f, shape=f.shape[1:]) for f, cut in pairs if cut]
             self.fields = [f.windowed(line.length) if cut else f for f, cut in pairs]
-            most = largest_window_steps(line, held, windows)
-            if line.is_ordered:
+            most = largest_window_steps(held, windows)
+            if self._pool.is_striped:
                 # In dataset order, series that follow one another are in all shards of the store.
-                count = line.num_shards
+                count = self._pool.num_shards
             chosen = [file for file, cut in zip(files, series.is_cut, strict=True) if cut]
         else:
             self.item_fields = [f for index, f in enumerate(fields) if index not in items]
@@ -378,8 +376,8 @@ class StreamLayout:
     def located(self, windows: ReadWindows, epoch: int, number: int) -> Located:
         """The items of a window in the files: the first of each run, and their number."""
         if self.windows is not None:
-            return self._located_steps(self.windows.shifts, windows, epoch, number)
-        starts, sizes = self._offsets.starts, self._offsets.shards.sizes[self._held]
+            return located_steps(self.windows, self._held, windows, epoch, number)
+        starts, sizes = self._offsets.starts, self._pool.sizes[self._held]
         if starts is not None and windows.has_runs:
             runs = windows.runs(epoch, number)
             begins = np.array([run.start for run in runs])
@@ -390,32 +388,44 @@ class StreamLayout:
         rows = distinct(self._offsets.of(*windows.offsets(epoch, number, self._held)))
         return Located(rows, np.ones((len(rows), 1), np.int64))
 
-    def _located_steps(
-        self, shifts: Integers, windows: ReadWindows, epoch: int, number: int
-    ) -> Located:
-        line = self.line
-        assert line is not None
-        if windows.has_runs:
-            runs = windows.runs(epoch, number)
-            numbers, firsts, counts = line.stretches(self._held.tolist(), runs)
-        else:
-            drawn = windows.offsets(epoch, number, self._held)
-            firsts = distinct(windows.sampler.shards.locations_in(line, *drawn))
-            numbers, counts = line.on_line(firsts).series, np.ones_like(firsts)
-        lengths = (counts - 1) * line.stride + line.length
-        return Located(firsts * line.stride + shifts[numbers], lengths[:, None])
-
     def share_used(self, windows: ReadWindows) -> float:
         """Estimate the share of the bytes read that is used, from the first window."""
         found = self.located(windows, 0, 0)
-        if (line := self.line) is None:
+        if self.windows is None:
             # As if rows that differ in length did not.
             return self.space.share_used(found, max(1, self.row_bytes))
         # In dataset order, neighbours belong to all shards in turn.
-        part = len(self._held) / line.num_shards if line.is_ordered else 1.0
+        line, pool = self.windows.line, self._pool
+        part = len(self._held) / pool.num_shards if pool.is_striped else 1.0
         used = min(1.0, part * line.length / line.stride)
         sizes = [field.item_bytes for field in self.item_fields]
         return used * self.space.share_used(found, max(sizes, default=1))
+
+
+def located_steps(
+    series: WindowRows, held: Integers, windows: ReadWindows, epoch: int, number: int
+) -> Located:
+    """The steps of a window of the epoch: the first of each run, and their number."""
+    line, pool = series.line, windows.sampler.pool
+    if windows.has_runs:
+        runs, num_shards = windows.runs(epoch, number), pool.num_shards
+        if pool.is_striped:
+            edges = [(run.start * num_shards, run.stop * num_shards) for run in runs]
+            found = line.stretches(num_shards, edges, held.tolist())
+        else:
+            sizes = zip(pool.starts[held], pool.sizes[held], strict=True)
+            edges = [
+                (start + run.start, start + min(run.stop, size))
+                for start, size in sizes
+                for run in runs
+            ]
+            found = line.stretches(num_shards, edges, None)
+        numbers, firsts, counts = found
+    else:
+        firsts = distinct(pool.places(*windows.offsets(epoch, number, held)))
+        numbers, counts = line.in_series(firsts).series, np.ones_like(firsts)
+    lengths = (counts - 1) * line.stride + line.length
+    return Located(firsts * line.stride + series.shifts[numbers], lengths[:, None])
 
 
 def distinct(numbers: Integers) -> Integers:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lightning_memmap.loading.store_offsets import StoreOffsets
-from lightning_memmap.sampling import Integers, ReadWindows, Shards, WindowShards
+from lightning_memmap.sampling import Integers, ReadWindows, WindowedRows
 from lightning_memmap.store.columns import ItemRows
 
 #: What is kept for each row of a window beside the row, and taken while it is looked up, in bytes.
@@ -53,7 +53,7 @@ def largest_window(
             ends.append(ends[-1][-1] + np.cumsum(found.sizes.prod(axis=1)))
         return np.concatenate(ends)[places]
 
-    sizes, is_one_run = offsets.shards.sizes, offsets.starts is not None
+    sizes, is_one_run = offsets.pool.sizes, offsets.starts is not None
     return most_items(sizes, shards, window, in_one_run if is_one_run else apart, not is_one_run)
 
 
@@ -77,7 +77,7 @@ def largest_of_any(
     total = 0
     for shard in shards:
         longest = np.zeros(0, np.int64)
-        size = int(offsets.shards.sizes[shard])
+        size = int(offsets.pool.sizes[shard])
         for first in range(0, size, _LOOKUP_ROWS):
             some = np.arange(first, min(first + _LOOKUP_ROWS, size))
             found = rows.at(offsets.of(np.full(len(some), shard), some))
@@ -128,11 +128,10 @@ def most_items(
     return int((totals[ends] - totals[:num_begins]).max()) + extra
 
 
-def largest_window_steps(shards: WindowShards, held: Sequence[int], windows: ReadWindows) -> int:
+def largest_window_steps(held: Sequence[int], windows: ReadWindows) -> int:
     """How many steps a window of the epoch has at most, each counted once for each shard.
 
     Args:
-        shards: The windows over series, divided into shards; see `SeriesLayout`.
         held: The shards that this process holds.
         windows: Which rows are in which window of the epoch.
 
@@ -141,25 +140,20 @@ def largest_window_steps(shards: WindowShards, held: Sequence[int], windows: Rea
         with others. In dataset order it is that of the windows of all shards. Where a sampler draws
         windows, it is counted as if they had no step in common.
     """
-    window = windows.longest
+    window, pool = windows.longest, windows.sampler.pool
+    line = pool.rows
+    assert isinstance(line, WindowedRows)
     if not windows.has_runs:
-        return len(held) * window * shards.length
+        return len(held) * window * line.length
     # A run that begins inside of a series.
-    shared = max(0, shards.length - shards.stride)
-    if shards.is_ordered:
-        size = window * shards.num_shards
-        edges = np.append(np.arange(0, shards.num_rows, size), shards.num_rows)
-        return int(np.diff(shards.steps_before(edges)).max()) + shared
+    shared = max(0, line.length - line.stride)
+    if pool.is_striped:
+        size = window * pool.num_shards
+        edges = np.append(np.arange(0, line.num_rows, size), line.num_rows)
+        return int(np.diff(line.steps_before(edges, True)).max()) + shared
 
     def steps_before(shard: int, offsets: Integers) -> Integers:
-        return shards.steps_before(shards.starts[shard] + offsets)
+        return line.steps_before(pool.starts[shard] + offsets, False)
 
-    most = most_items(shards.sizes, held, window, steps_before)
+    most = most_items(pool.sizes, held, window, steps_before)
     return most + _MAX_RUNS * shared * len(held)
-
-
-def line_of(shards: Shards) -> WindowShards | None:
-    """The windows over series that shards are, or that a sampler has made them of."""
-    if isinstance(shards, WindowShards):
-        return shards
-    return shards.base if isinstance(shards.base, WindowShards) else None
