@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_memmap.sampling import Fields, Integers, Shards, WindowShards
 from lightning_memmap.schema import Form, Windows
 from lightning_memmap.store.columns import ItemRows, OpenColumn
-from lightning_memmap.store.reader import Store
+from lightning_memmap.store.store import Store
 
 
 class Series(NamedTuple):

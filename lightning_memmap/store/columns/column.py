@@ -247,7 +247,6 @@ class Block:
     """
 
     def __init__(self, column: Column, max_rows: int) -> None:
-        self._column = column
         shape, dtype = (max_rows, *column.field.item_shape), column.field.dtype
         self._rows = torch.empty(shape, dtype=dtype, device="cpu")
 
@@ -293,15 +292,10 @@ class Block:
         elif leaves.ctypes.data != rows.data_ptr():
             rows.numpy()[:] = leaves
 
-    def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
-        """Write the first rows of the block.
+    def values(self, num_rows: int) -> Values:
+        """The first rows of the block.
 
         Args:
-            files: The files of the store that is being built.
-            first: The dataset row that row 0 of the block is.
-            num_rows: Rows to write.
-
-        Raises:
-            OSError: The files cannot be written.
+            num_rows: How many.
         """
-        self._column.write(files, range(first, first + num_rows), Values(self._rows[:num_rows]))
+        return Values(self._rows[:num_rows])

@@ -289,7 +289,7 @@ class VariableColumn(Column):
             items = map_rows(directory / self.rows_name, self.field.dtype, shape)
         else:
             items = torch.empty(shape, dtype=self.field.dtype, device="cpu")
-        return ItemRows(self.field, self.shards, items.as_subclass(Tensor), index.numpy())
+        return ItemRows(self.field, self.shards, items, index.numpy())
 
 
 class _VariableBlock(Block):
@@ -321,12 +321,13 @@ class _VariableBlock(Block):
         self._pieces[index] = leaves
 
     @override
-    def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
-        pieces = self._pieces.values()
-        items = torch.cat([piece.data for piece in pieces])
-        sizes = np.concatenate([piece.sizes for piece in pieces if piece.sizes is not None])
-        self._column.write(files, range(first, first + num_rows), Values(items, sizes))
+    def values(self, num_rows: int) -> Values:
+        pieces = [*self._pieces.values()]
         self._pieces.clear()
+        items = torch.cat([piece.data for piece in pieces])
+        return Values(
+            items, np.concatenate([each.sizes for each in pieces if each.sizes is not None])
+        )
 
 
 def packed_index(sizes: Integers) -> Integers:
@@ -453,8 +454,7 @@ class ItemRows:
     def fetch(self, rows: Integers) -> list[Tensor]:
         """Copy rows, given in dataset order: one tensor for each."""
         starts, sizes = self._at_rows(rows)
-        # An index into a tensor of the subclass takes many times as long.
-        items = self.items.as_subclass(Tensor)
+        items = self.items
         return [
             items[start : start + math.prod(shape)].clone().view(*shape, *self.field.item_shape)
             for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)

@@ -231,7 +231,8 @@ class ShardFetcher:
                 for first in range(start, end, _READ_BYTES):
                     if stop.is_set():
                         return None
-                    data = self._files.read(name, first, min(first + _READ_BYTES, end))
+                    there = f"{self.manifest.generation}/{name}"
+                    data = self._files.read(there, first, min(first + _READ_BYTES, end))
                     digest.update(data)
                     write_all(files.open(name), memoryview(data), first)
                     advance(len(data))

@@ -11,8 +11,8 @@ from typing_extensions import override
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.columns import OpenColumn
 from lightning_memmap.store.places import StoreUrl
-from lightning_memmap.store.reader import Store
 from lightning_memmap.store.remote.cache import CachedShards
+from lightning_memmap.store.store import Store
 
 
 class RemoteStore(Store):
@@ -29,6 +29,7 @@ class RemoteStore(Store):
         mapped = [column.open(shards.directory) for column in shards.manifest.columns]
         fetched = [_Fetched(column, index, shards) for index, column in enumerate(mapped)]
         super().__init__(shards.directory, shards.manifest, fetched)
+        self.files = shards.directory
         self._shards, self._mapped = shards, mapped
 
     @property
@@ -42,10 +43,6 @@ class RemoteStore(Store):
         found = [index for index, name in enumerate(names) if fields is None or name in fields]
         self._shards.require(found, shards)
         return [self._mapped[index] for index in found]
-
-    @override
-    def check_in_place(self) -> None:
-        """Nothing replaces the files of an entry of the cache."""
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:

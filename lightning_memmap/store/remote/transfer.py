@@ -6,26 +6,23 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.store.files import TEMPORARY, sync_path
-from lightning_memmap.store.manifest import MANIFEST, Manifest, check_files
-from lightning_memmap.store.places import StoreUrl, make_parent, place_of, store_directory
-from lightning_memmap.store.plan import allocate_files
-from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.reader import Store, open_directory
-from lightning_memmap.store.recovery import (
-    check_ours,
-    finish_interrupted,
+from lightning_memmap.store.building import allocate_files
+from lightning_memmap.store.directory import (
+    KEY,
+    StoreDirectory,
+    check_free,
     is_store,
-    locked,
-    make_room,
-    no_store_error,
-    put_in_place,
     remove_tree,
 )
+from lightning_memmap.store.files import TEMPORARY, own_directory, read_own, sync_path
+from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_files
+from lightning_memmap.store.places import StoreUrl, make_parent, place_of, store_directory
+from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.fetcher import RemoteManifest, ShardFetcher
 from lightning_memmap.store.remote.files import RemoteFiles
+from lightning_memmap.store.store import Store, open_directory
 
-#: At a URL: the manifest of what is being pushed. In a directory: of what is being pulled.
+#: The manifest of what is being pushed.
 _UNFINISHED = MANIFEST + TEMPORARY
 _STATES = "states" + TEMPORARY
 
@@ -51,10 +48,11 @@ def push_store(
         StoreError: The store is damaged or replaced meanwhile, something else is at the URL or is
             pushed there at the same time, or it cannot be reached.
     """
-    directory = finish_interrupted(store_directory(path))
+    directory = store_directory(path)
     manifest = Manifest.read(directory)
-    check_files(directory, manifest)
-    data = (directory / MANIFEST).read_bytes()
+    files_here = directory / manifest.generation
+    check_files(files_here, manifest)
+    data = manifest.encode()
     there = RemoteFiles(_url(url))
     found = _read(there, MANIFEST)
     if found == data:
@@ -65,7 +63,11 @@ def push_store(
             f"there is another store at {url}: replace it with overwrite=True (--overwrite), or"
             " choose another URL"
         )
-    sizes = {name: size for column in manifest.columns for name, size in column.file_bytes.items()}
+    sizes = {
+        f"{manifest.generation}/{name}": size
+        for column in manifest.columns
+        for name, size in column.file_bytes.items()
+    }
     unfinished = _read(there, _UNFINISHED)
     if unfinished != data:
         if found is None and unfinished is None and not overwrite:
@@ -111,36 +113,29 @@ def pull_store(
             is in the directory.
         OSError: The disk is full, or the files cannot be written.
     """
-    directory = store_directory(path)
+    directory = StoreDirectory(store_directory(path))
     files = RemoteFiles(_url(url))
     remote = RemoteManifest.read(files)
-    make_parent(directory)
-    with locked(directory):
-        if os.path.lexists(directory):
-            if not is_store(directory):
-                raise no_store_error(directory, "path")
-            if (directory / MANIFEST).read_bytes() == remote.data:
-                return open_directory(directory)
+    check_free(directory.path, "path")
+    make_parent(directory.path)
+    with directory.locked():
+        if is_store(directory.path):
+            if Manifest.read(directory.path) == remote.manifest:
+                return open_directory(directory.path)
             if not overwrite:
                 raise StoreError(
-                    f"{directory} has another store: replace it with overwrite=True (--overwrite),"
-                    " or choose another directory"
+                    f"{directory.path} has another store: replace it with overwrite=True"
+                    " (--overwrite), or choose another directory"
                 )
-        make_room(directory)
-        pulling = directory.parent / f".{directory.name}.pulling"
-        if not _is_begun(pulling, remote):
-            _begin(pulling, remote, directory)
-        if not is_store(pulling):
-            fetcher = ShardFetcher(remote, files, pulling, pulling / _STATES, _no_lock)
-            manifest = remote.manifest
-            numbers = fetcher.absent(range(len(manifest.columns)), range(manifest.num_shards))
-            hidden, num_bytes = not progress, fetcher.num_bytes(numbers)
-            with show_progress("pulling", num_bytes, 1, hidden=hidden) as advance:
-                fetcher.fetch(numbers, advance)
-            os.rename(pulling / _UNFINISHED, pulling / MANIFEST)
-            sync_path(pulling)
-        put_in_place(directory, pulling)
-    return open_directory(directory)
+        pulling = _begin(directory, remote)
+        fetcher = ShardFetcher(remote, files, pulling, pulling / _STATES, _no_lock)
+        manifest = remote.manifest
+        numbers = fetcher.absent(range(len(manifest.columns)), range(manifest.num_shards))
+        hidden, num_bytes = not progress, fetcher.num_bytes(numbers)
+        with show_progress("pulling", num_bytes, 1, hidden=hidden) as advance:
+            fetcher.fetch(numbers, advance)
+        directory.commit(manifest)
+    return open_directory(directory.path)
 
 
 def stores_at(url: str) -> dict[str, str]:
@@ -212,27 +207,22 @@ def _no_lock(number: int) -> "nullcontext[None]":
     return nullcontext()
 
 
-def _is_begun(pulling: Path, remote: RemoteManifest) -> bool:
-    """Whether a directory has what an interrupted pull of the same store has left."""
-    if not os.path.lexists(pulling):
-        return False
-    check_ours(pulling)
-    for name in (MANIFEST, _UNFINISHED):
-        if os.path.lexists(pulling / name):
-            found = Path(pulling / name).read_bytes()
-            return found == remote.data
-    return False
-
-
-def _begin(pulling: Path, remote: RemoteManifest, directory: Path) -> None:
-    """Make the files of a pull, at their sizes."""
-    if os.path.lexists(pulling):
-        remove_tree(pulling)
+def _begin(directory: StoreDirectory, remote: RemoteManifest) -> Path:
+    """Find the files that an interrupted pull of the same store has left, or make them."""
+    path = directory.files(remote.manifest)
+    for found in directory.unfinished(KEY):
+        if found == path:
+            with own_directory(path) as opened:
+                if read_own(KEY, opened, MAX_MANIFEST_BYTES) == remote.data:
+                    return path
+        remove_tree(found)
+    directory.begin(path.name)
     manifest = remote.manifest
-    allocate_files(pulling, manifest.columns, directory)
-    (pulling / _STATES).write_bytes(bytes(len(manifest.columns) * manifest.num_shards))
-    temporary = pulling / f"{_UNFINISHED}{TEMPORARY}"
+    allocate_files(path, manifest.columns, directory.path)
+    (path / _STATES).write_bytes(bytes(len(manifest.columns) * manifest.num_shards))
+    temporary = path / (KEY + TEMPORARY)
     temporary.write_bytes(remote.data)
     sync_path(temporary)
     # Its name says that everything else is there.
-    os.rename(temporary, pulling / _UNFINISHED)
+    os.rename(temporary, path / KEY)
+    return path
