@@ -12,14 +12,13 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from dis import opmap
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
@@ -29,11 +28,10 @@ from lightning_memmap.arguments import (
     nearest,
     print_error,
 )
-from lightning_memmap.commands.completion import completion_parser, completion_script
-from lightning_memmap.commands.doctor import doctor, doctor_parser
-from lightning_memmap.commands.rows import rows, rows_parser
-from lightning_memmap.commands.store import store_command, store_parser
-from lightning_memmap.compare.command import compare, compare_parser
+from lightning_memmap.commands.doctor import doctor
+from lightning_memmap.commands.rows import rows
+from lightning_memmap.commands.store import store_command
+from lightning_memmap.compare.command import compare
 from lightning_memmap.errors import DatasetError, MemmapError
 from lightning_memmap.strategies import STRATEGIES
 
@@ -53,13 +51,10 @@ before and after:
   compare     train under several strategies: do they agree, and what does each cost?
   rows        list the rows of any step
   doctor      say what will work on this machine
-  completion  print what makes a shell complete these commands
 
 lightning-memmap COMMAND --help describes a command. A first run:
   lightning-memmap fit --config examples/configs/digits.yaml"""
 
-#: The instruction of a ``raise`` statement.
-_RAISE = "RAISE_VARARGS"
 #: Arguments that Lightning divides by, and does not check.
 _DIVISORS = ("accumulate_grad_batches", "check_val_every_n_epoch", "val_check_interval")
 #: How a config begins that LightningCLI has saved.
@@ -179,7 +174,6 @@ def _run(args: Sequence[str] | None) -> None:
         "compare": compare,
         "rows": rows,
         "doctor": doctor,
-        "completion": _completion_command,
     }
     if given and given[0] in ("--help", "-h"):
         print(_HELP)
@@ -240,30 +234,4 @@ def _raiser(error: BaseException) -> str:
 
 def _is_raised(error: BaseException) -> bool:
     """Whether a statement raised an error, since a value was refused, and no operation failed."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == opmap[_RAISE]
-
-
-class CompletionCLI(TrainingCLI):
-    """Prints what makes a shell complete words, in place of parsing and training."""
-
-    @override
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> NoReturn:
-        (shell,) = args
-        others = {
-            "store": store_parser(),
-            "compare": compare_parser(),
-            "rows": rows_parser(),
-            "doctor": doctor_parser(),
-            "completion": completion_parser(),
-        }
-        print(completion_script(shell, {**commands_of(parser), **others}))
-        sys.exit(0)
-
-
-def _completion_command(args: list[str]) -> NoReturn:
-    shell = completion_parser().parse_args(args).shell
-    CompletionCLI(parser_class=TrainingParser, args=[shell])
-    raise AssertionError("LightningCLI did not parse its arguments")
+    return (traceback.extract_tb(error.__traceback__)[-1].line or "").startswith("raise ")

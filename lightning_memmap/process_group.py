@@ -1,9 +1,11 @@
-"""Leaving the process group at the end of a program."""
+"""Sending tensors of any dtype, and leaving the process group at the end of a program."""
 
 import atexit
 from functools import cache
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 @cache
@@ -20,3 +22,18 @@ def leave_group_at_exit() -> None:
 def _leave_group() -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_backend() != "nccl":
         dist.destroy_process_group()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as flat uint8, on the same memory: NCCL does not know all dtypes."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+@torch.no_grad()
+def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup | None = None) -> None:
+    """Broadcast a tensor of any dtype in place; ``source`` is a global rank."""
+    contiguous = tensor.detach().contiguous()
+    if contiguous.numel():
+        dist.broadcast(as_bytes(contiguous), source, group=group)
+    if contiguous.data_ptr() != tensor.data_ptr():
+        tensor.copy_(contiguous)

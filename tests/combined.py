@@ -1,7 +1,7 @@
 """A data module that combines the loaders of two of ours, as Lightning does it."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 from lightning.pytorch.utilities import CombinedLoader
@@ -15,13 +15,18 @@ LONG, SHORT = Points(48), Points(24, offset=100)
 class CombinedData(L.LightningDataModule):
     """The loaders of two data modules, combined."""
 
-    def __init__(self, path: Path, mode: Any, batch_size: int, shuffle: bool = False) -> None:
+    sets: ClassVar[dict[str, Points]] = {"long": LONG, "short": SHORT}
+
+    def __init__(
+        self, path: Path, mode: Any, batch_size: int, shuffle: bool = False, drop_last: bool = False
+    ) -> None:
         super().__init__()
         options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "num_shards": 4}
+        options["drop_last"] = drop_last
         self.mode = mode
         self.parts = {
-            "long": MemmapDataModule(LONG, store_dir=path / "long", **options),
-            "short": MemmapDataModule(SHORT, store_dir=path / "short", **options),
+            name: MemmapDataModule(rows, store_dir=path / name, **options)
+            for name, rows in self.sets.items()
         }
 
     def prepare_data(self) -> None:

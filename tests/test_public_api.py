@@ -43,23 +43,21 @@ NAMES = {
     "lightning_memmap.compare": ["compare"],
     "lightning_memmap.loading": [
         "BatchLoader",
-        "DeviceLoader",
         "EpochRows",
         "FormedCollate",
         "OnSuperBatch",
         "Padded",
         "RowList",
         "RowSource",
+        "Scaled",
         "SplitRows",
         "SuperBatch",
         "SuperBatchLoader",
         "has_streams",
         "load_split",
-        "loader_for",
     ],
     "lightning_memmap.sampling": [
         "BatchSchedule",
-        "BlockShuffledSampler",
         "Bucketed",
         "BucketedSampler",
         "ChosenRows",
@@ -67,26 +65,27 @@ NAMES = {
         "Fields",
         "Integers",
         "JoinedRows",
-        "JoinedShards",
         "KFold",
-        "LineShards",
         "Mixture",
         "Parts",
+        "PickedRows",
+        "Pool",
         "RandomSplit",
         "ReadWindows",
         "RowSubset",
+        "Rows",
         "Sampler",
         "SamplerFactory",
         "Selection",
         "SequentialSampler",
         "Shards",
         "ShuffledSampler",
+        "StoreRows",
         "StridedRows",
         "Subset",
         "Weighted",
         "WeightedSampler",
-        "WindowShards",
-        "WindowedSampler",
+        "WindowedRows",
         "default_window",
         "derive_seed",
         "shard_rows",
@@ -180,8 +179,6 @@ STRATEGY = {
     "data_devices": None,
     "root_holds_data": True,
     "prefetch": None,
-    "cuda_graph": False,
-    "skip_unused_hooks": False,
     "accelerator": None,
     "checkpoint_io": None,
     "precision_plugin": None,
@@ -190,15 +187,13 @@ STRATEGY = {
 DATA_PARALLEL = {
     name: default
     for name, default in STRATEGY.items()
-    if name not in ("root_holds_data", "prefetch", "cuda_graph", "skip_unused_hooks")
+    if name not in ("root_holds_data", "prefetch")
 }
 
 MODEL_PARALLEL = {"layers": None, "num_microbatches": 1, **STRATEGY}
-MODEL_PARALLEL.pop("cuda_graph")
-MODEL_PARALLEL.pop("skip_unused_hooks")
 
 SUPERBATCH_DDP = {
-    "data_devices_per_process": None,
+    "data_devices_per_process": 1,
     "root_holds_data": True,
     "prefetch": None,
     "kwargs": inspect.Parameter.empty,
@@ -226,7 +221,6 @@ FSDP2 = {
 INDEPENDENT = {
     "num_members": None,
     "raise_on_failure": True,
-    "processes": True,
     "accelerator": None,
     "checkpoint_io": None,
     "precision_plugin": None,

@@ -1,13 +1,10 @@
 """``lightning-memmap doctor``: what this machine has, and what will work on it."""
 
-import importlib.metadata
 import mmap
 import os
-import platform
 import shutil
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,28 +13,17 @@ from typing import Literal
 import psutil
 import torch
 from filelock import FileLock, Timeout
-from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memmap.arguments import BriefParser
-from lightning_memmap.compare.run.variants import LIGHTNING_STRATEGIES, Machine, Variant
+from lightning_memmap.arguments import BriefParser, nearest_file
 from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.sizes import format_bytes
-from lightning_memmap.strategies import STRATEGIES
+from lightning_memmap.tables import printable
 
 #: ``bad``: something that is needed is missing. ``limited``: some things will not work.
 State = Literal["ok", "limited", "bad"]
 _STYLES = {"ok": "green", "limited": "yellow", "bad": "bold red"}
-_PACKAGE = "lightning_memmap"
-#: What the extras are for. The others are for developers, or for data of certain libraries.
-_EXTRAS = {
-    "compare": "the pages of lightning-memmap compare and of lightning-memmap store show",
-    "images": "image folders, and encoded images",
-    "remote": "stores at s3://",
-    "completion": "lightning-memmap completion",
-    "examples": "the examples",
-}
 _PAGE = 4096
 
 
@@ -60,9 +46,9 @@ def doctor_parser() -> BriefParser:
     """Make the parser of the command."""
     parser = BriefParser(
         prog="lightning-memmap doctor",
-        description="Look at versions, devices, memory and the file system of a folder, and say"
-        " what will work. Exit code: 0, 1 if something that is needed is missing, or 2 for a wrong"
-        " argument.",
+        description="Look at devices and memory, and try out what stores need of the file system"
+        " of a folder. Exit code: 0, 1 if something that is needed does not work there, or 2 for a"
+        " wrong argument, such as a folder that is missing.",
     )
     parser.add_argument("folder", nargs="?", default=".", help="Where stores are, or will be.")
     return parser
@@ -75,22 +61,21 @@ def doctor(args: list[str]) -> int:
         args: Arguments of the command line, after ``lightning-memmap doctor``.
 
     Returns:
-        The exit code: 0, 1 if something that is needed is missing, or 2 if the folder is a file.
+        The exit code: 0, 1 if something that is needed does not work, or 2 without such a folder.
 
     Raises:
         SystemExit: An argument is unknown (code 2), or help was asked for (0).
     """
     folder = Path(doctor_parser().parse_args(args).folder)
-    if not _nearest(folder).is_dir():
-        print(f"error: {_nearest(folder)} is a file: name a folder", file=sys.stderr)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else f"is not there{nearest_file(folder)}"
+        print(f"error: {printable(folder)} {what}: name a folder", file=sys.stderr)
         return 2
     console = Console(markup=False)
     findings = []
     for title, found in (
-        ("Versions", versions()),
         ("Devices", devices()),
         ("Memory and disk", [*memory(), *file_system(folder)]),
-        ("What will work", strategies()),
     ):
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         for finding in found:
@@ -101,47 +86,6 @@ def doctor(args: list[str]) -> int:
         console.print(f"\n{title}", style="bold")
         console.print(table)
     return int(any(finding.state == "bad" for finding in findings))
-
-
-def versions() -> Iterator[Finding]:
-    """Look at what is installed.
-
-    Yields:
-        Python, each package that this one needs, and each of its extras.
-    """
-    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
-    try:
-        needed = importlib.metadata.requires(_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        yield Finding(_PACKAGE, "bad", "it is not installed: pip install -e . in its folder")
-        return
-    yield Finding(_PACKAGE, "ok", importlib.metadata.version(_PACKAGE))
-    missing: dict[str, list[str]] = defaultdict(list)
-    for requirement in map(Requirement, needed):
-        problem, version = _problem(requirement)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield Finding(requirement.name, "bad" if problem else "ok", problem or version)
-        else:
-            for extra in _EXTRAS:
-                if requirement.marker.evaluate({"extra": extra}):
-                    missing[extra] += [f"{requirement.name}: {problem}"] if problem else []
-    for extra, use in _EXTRAS.items():
-        if missing[extra]:
-            text = f'{"; ".join(missing[extra])}. For {use}: pip install "{_PACKAGE}[{extra}]"'
-            yield Finding(f"extra {extra}", "limited", text)
-        else:
-            yield Finding(f"extra {extra}", "ok", use)
-
-
-def _problem(requirement: Requirement) -> tuple[str, str]:
-    """What is wrong with an installed package, if anything is, and its version."""
-    try:
-        version = importlib.metadata.version(requirement.name)
-    except importlib.metadata.PackageNotFoundError:
-        return "it is not installed", ""
-    if requirement.specifier.contains(version, prereleases=True):
-        return "", version
-    return f"{version} is installed, {requirement.specifier} is needed", version
 
 
 def devices() -> Iterator[Finding]:
@@ -192,20 +136,16 @@ def file_system(folder: Path) -> Iterator[Finding]:
     """Try out in a folder what building and reading a store needs. Nothing is left behind.
 
     Args:
-        folder: Where stores are, or will be. If it is missing, the nearest folder above it.
+        folder: Where stores are, or will be.
 
     Yields:
         Its file system, its free space, and each thing that was tried.
     """
-    existing = _nearest(folder)
-    if existing != folder.absolute():
-        text = f"{folder.absolute()} is not there: make it. What follows is of {existing}, above it"
-        yield Finding("missing", "bad", text)
-    kind = _file_system_of(existing)
-    free = format_bytes(shutil.disk_usage(existing).free)
-    yield Finding("folder", "ok", f"{existing}: {kind}, {free} free")
+    folder = folder.absolute()
+    free = format_bytes(shutil.disk_usage(folder).free)
+    yield Finding("folder", "ok", f"{folder}: {_file_system_of(folder)}, {free} free")
     try:
-        temporary = tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing)
+        temporary = tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder)
     except OSError as error:
         text = f"cannot be written ({error.strerror}): stores in it can be read, and not built"
         yield Finding("writing", "limited", text)
@@ -218,12 +158,6 @@ def file_system(folder: Path) -> Iterator[Finding]:
                 yield Finding(what, otherwise, f"{text} ({error})")
             else:
                 yield Finding(what, "ok", "works")
-
-
-def _nearest(folder: Path) -> Path:
-    """A folder, or if it is missing, the nearest path above it that is there."""
-    folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _file_system_of(folder: Path) -> str:
@@ -294,17 +228,3 @@ _ATTEMPTS: dict[str, tuple[Callable[[Path], None], State, str]] = {
     "claiming space": (_claim, "limited", "a full disk is only noticed while a store is written"),
     "direct reads": (_read_directly, "limited", "residency='stream' reads through the page cache"),
 }
-
-
-def strategies() -> Iterator[Finding]:
-    """Say which strategies can run here.
-
-    Yields:
-        Each strategy of this pack, and those of Lightning's that can be compared with it.
-    """
-    count = torch.cuda.device_count()
-    machine = Machine("cuda", count) if count else Machine("cpu", 1)
-    where = f"on {count} GPUs" if count else "on the CPU, with logical devices or processes"
-    for name in (*(name for name, *_ in STRATEGIES), *LIGHTNING_STRATEGIES):
-        obstacle = Variant(name).obstacle(machine, max(count, 1), configures_itself=True)
-        yield Finding(name, "limited" if obstacle else "ok", obstacle or where)

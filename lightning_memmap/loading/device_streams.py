@@ -30,23 +30,9 @@ def stream_module(device: torch.device) -> Any:
 
 
 @cache
-def _side_stream(module: Any, device: torch.device, name: str = "") -> Any:
+def _side_stream(module: Any, device: torch.device) -> Any:
     # Kept for the whole process: the allocator keeps memory apart by streams.
     return module.Stream(device)
-
-
-def kept_stream(device: torch.device, name: str) -> Any:
-    """The stream of this name on a device, made when it is first asked for.
-
-    Args:
-        device: The device.
-        name: What the stream is for.
-
-    Returns:
-        The same stream each time, for the whole process. On a device without streams it is a
-        stand-in that does nothing.
-    """
-    return _side_stream(stream_module(device), device, name)
 
 
 def has_streams(device: torch.device) -> bool:
@@ -97,18 +83,6 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
         tensor = tensor.pin_memory()
     # Nothing would signal the end of an asynchronous copy to the CPU.
     return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-def allow_gradients_across_streams() -> None:
-    """Keep torch from warning of parameters that are used in several streams.
-
-    For steps that do so on purpose: torch lets the streams wait for each other. The setting is the
-    whole process's.
-    """
-    # Older versions of torch do not warn.
-    set_warning = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
-    if set_warning is not None:
-        set_warning(False)
 
 
 class SideStreams:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 from torch.utils.data import Subset
 
@@ -49,8 +50,8 @@ from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.recognition import check_choice, recognise
 from lightning_memmap.store.samples import read_row
-from lightning_memmap.store.sources import nullable_columns
-from lightning_memmap.store.sources.refusals import way_out
+from lightning_memmap.store.sources import nullable_columns, reading_order, source_of
+from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers, check_num_workers
@@ -282,7 +283,7 @@ def build_part(
                 building = Building.begin_part(
                     build.plan,
                     identity,
-                    {"probes": build.probes_json, "num_parts": num_parts},
+                    {**build.contents, "num_parts": num_parts},
                     index,
                     dataset=build.dataset_name,
                     classes=build.plan.classes,
@@ -438,7 +439,7 @@ def append_store(
             build = _Build(
                 workers, name[-_MAX_SOURCE:], plan, probes, identity, _ROW_S, row_bytes, num_old
             )
-            contents = {"probes": build.probes_json, "appended to": store.manifest.content}
+            contents = {**build.contents, "appended to": store.manifest.content}
             building = Building.begin(
                 plan,
                 identity,
@@ -567,9 +568,13 @@ class _Build:
         return cls(workers, name, plan, probes, fingerprint, 0.0, size, mean_bytes=size)
 
     @property
-    def probes_json(self) -> list[list[Any]]:
-        """The probes as JSON values."""
-        return [list(probe) for probe in self.probes]
+    def contents(self) -> dict[str, Any]:
+        """What must be the same in a build that goes on with this one, as JSON values."""
+        dataset = self.workers.dataset
+        # The journal counts rows in the order in which they are read.
+        order = reading_order(source_of(dataset, self.plan.schema), len(dataset))
+        digest = "" if order is None else xxhash.xxh3_64_hexdigest(order.data)
+        return {"probes": [list(probe) for probe in self.probes], "order": digest}
 
     def write(self, building: Building, rows: range, show: ShowProgress) -> None:
         """Write those of some rows of the store that are missing. The workers end with that."""
@@ -640,7 +645,7 @@ def _build_all(build: _Build, options: BuildOptions, *, resume: bool) -> None:
     building = Building.begin(
         plan,
         build.fingerprint,
-        {"probes": build.probes_json},
+        build.contents,
         resume=resume,
         variable_bytes=variable_bytes(plan, build.mean_bytes),
     )

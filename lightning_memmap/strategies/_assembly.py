@@ -11,14 +11,13 @@ from typing_extensions import override
 
 from lightning_memmap.loading import (
     BatchLoader,
-    DeviceLoader,
     Padded,
     RowList,
     SuperBatch,
     SuperBatchLoader,
     has_streams,
-    loader_for,
 )
+from lightning_memmap.loading.super_batch import step_rows_of
 from lightning_memmap.placement import DataTopology, data_parallel_rank, local_processes
 from lightning_memmap.schema import Masked
 
@@ -78,10 +77,8 @@ class SuperBatchAssembly(Strategy):
         # Loaders that were made without a data module, or without a Trainer.
         if isinstance(dataloader, BatchLoader):
             dataloader = dataloader.loader
-        if isinstance(dataloader, SuperBatchLoader):
-            dataloader = loader_for(dataloader, self.data_topology)
-        if isinstance(dataloader, DeviceLoader):
-            dataloader.subscribe(self.on_super_batch)
+        if isinstance(dataloader, SuperBatchLoader) and dataloader.device is None:
+            dataloader = dataloader.placed(self.data_topology)
         return super().process_dataloader(dataloader)
 
     @override
@@ -90,7 +87,6 @@ class SuperBatchAssembly(Strategy):
     ) -> Any:
         # A super-batch comes here from a loader that is not the data module's own.
         if isinstance(batch, SuperBatch):
-            self.on_super_batch(batch)
             batch = batch.to(device or self.root_device)
         # Lightning takes about 20 us a step to find that nothing is to be moved.
         if not self._has_transfer_hooks and _is_on(batch, device or self.root_device):
@@ -117,13 +113,6 @@ class SuperBatchAssembly(Strategy):
             for name in ("transfer_batch_to_device", "on_after_batch_transfer")
         )
 
-    def on_super_batch(self, super_batch: SuperBatch) -> None:
-        """Called with each super-batch when it is due, before Lightning gets its batch.
-
-        Args:
-            super_batch: The super-batch, on the data devices or assembled.
-        """
-
 
 def _is_on(batch: Any, device: torch.device) -> bool:
     """Whether a batch of plain containers has nothing but tensors on a device, and text."""
@@ -147,6 +136,7 @@ class RowWeighting(SuperBatchAssembly, ParallelStrategy):
     """
 
     _row_weight = 1.0
+    _fetcher: Any = None
 
     @property
     def data_devices(self) -> tuple[torch.device, ...]:
@@ -154,15 +144,36 @@ class RowWeighting(SuperBatchAssembly, ParallelStrategy):
         return (self.root_device,)
 
     @override
-    def on_super_batch(self, super_batch: SuperBatch) -> None:
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        # The first to see a batch of a loader. What comes after it may replace all tensors.
+        plugin: Any = self.precision_plugin
+
+        def convert_input(batch: Any) -> Any:
+            self._weigh(batch)
+            return type(plugin).convert_input(plugin, batch)
+
+        plugin.convert_input = convert_input
+
+    def _weigh(self, batch: Any) -> None:
+        rows = step_rows_of(batch)
         _, size = data_parallel_rank(self)
-        self._row_weight = super_batch.num_rows * size / super_batch.step_rows
+        weights = {num_rows * size / step_rows for num_rows, step_rows in rows} or {1.0}
+        module = self.lightning_module
+        if len(weights) > 1 and module is not None and module.trainer.training:
+            raise ValueError(
+                f"the batches of {len(rows)} loaders in one step, with the rows (of this process,"
+                f" of all {size}) {sorted(rows)}: the loss has a mean over each, and one weight"
+                " cannot be right for all of them; give each MemmapDataModule drop_last=True, so"
+                " that all processes have as many rows"
+            )
+        self._row_weight = weights.pop()
 
     @override
-    def setup_environment(self) -> None:
-        # Batches of other loaders are not weighted, whatever the weight of our last batch was.
-        self._row_weight = 1.0
-        super().setup_environment()
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # A step with ``dataloader_iter`` takes its batches itself.
+        self._fetcher = getattr(next(iter(args), None), "data_fetcher", None)
+        return super().training_step(*args, **kwargs)
 
     @override
     def backward(
@@ -172,6 +183,8 @@ class RowWeighting(SuperBatchAssembly, ParallelStrategy):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
+        if self._fetcher is not None:
+            self._weigh(self._fetcher._batch)
         if self._row_weight != 1:
             closure_loss = closure_loss * self._row_weight
         return super().backward(closure_loss, optimizer, *args, **kwargs)

@@ -7,7 +7,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -20,7 +24,7 @@ _OF_SHARDS = re.compile(r"mixed torch\.Tensor and DTensor|requires redistributio
 
 
 def check_callbacks(trainer: L.Trainer, strategy_name: str) -> None:
-    """Refuse callbacks that average weights, since they keep a copy of the whole module.
+    """Refuse callbacks that average or prune weights, which need the whole module.
 
     Args:
         trainer: The Trainer.
@@ -35,6 +39,12 @@ def check_callbacks(trainer: L.Trainer, strategy_name: str) -> None:
                 f"{type(callback).__name__}: it averages a copy of the whole module, and under"
                 f" {strategy_name} no process holds the whole module; leave the callback out, or"
                 f" {_ELSEWHERE}"
+            )
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__}: it compares the weights of whole layers, and under"
+                f" {strategy_name} no process holds the whole module; prune a trained checkpoint in"
+                f" one process, or {_ELSEWHERE}"
             )
 
 

@@ -90,6 +90,8 @@ class DataParallelStrategy(ScatteredSteps[_Run]):
     def setup(self, trainer: Trainer) -> None:
         module = self.module
         check_module(module)
+        if len(self.data_devices) > 1:
+            self.refuse_sync_batchnorm(f"{len(self.data_devices)} replicas")
         super().setup(trainer)
         # `batch_to_device` runs the module's transfer hooks on the batch of each replica.
         skip_before_transfer(module, SuperBatch)

@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_memmap._compat.loops import make_trainer_proxy
-from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies.model_stages.cut import (
     Stage,
@@ -22,7 +21,6 @@ from lightning_memmap.strategies.model_stages.cut import (
     find_stages,
     move_stages,
 )
-from lightning_memmap.strategies.model_stages.streams import MicroBatchStreams, NoStreams
 from lightning_memmap.strategies.scattering.batch import ScatteredBatch, scatter
 from lightning_memmap.strategies.scattering.logs import StepLog
 from lightning_memmap.strategies.scattering.metrics import StepMetrics
@@ -36,7 +34,6 @@ class _Run:
 
     stages: list[Stage]
     hooks: list[RemovableHandle]
-    streams: NoStreams
     metrics: StepMetrics
     #: The proxy of the Trainer for micro-batches.
     trainer: Any
@@ -50,9 +47,8 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
     stage by themselves, and what the last layer returns comes back to the root device, so that a
     ``training_step`` such as ``loss(self.net(x), y)`` stays as it is.
 
-    With several micro-batches, the step of the module is called once for each; on GPUs the stages
-    then work side by side, as in GPipe (Huang et al., 2019). The loss is the mean over
-    micro-batches weighted by their rows, and there is one backward pass.
+    With several micro-batches, the step of the module is called once for each. The loss is the mean
+    over micro-batches weighted by their rows, and there is one backward pass.
 
     Args:
         layers: Name of the ``nn.Sequential`` or ``nn.ModuleList`` in the module that is cut into
@@ -74,6 +70,7 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
     """
 
     strategy_name = "memmap_model_parallel"
+    _trains_alone = False
 
     def __init__(
         self,
@@ -114,6 +111,7 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
                 " training_step would step the optimizers once for each micro-batch; use"
                 " num_microbatches=1"
             )
+        self.refuse_sync_batchnorm(f"num_microbatches={self.num_microbatches}")
         for device in self.parallel_devices:
             check_device(device)
         super().setup(trainer)
@@ -127,14 +125,9 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
         module = self.module
         stages = find_stages(module, self.parallel_devices, self._layers)
         move_stages(module, stages)
-        hooks, streams = connect_stages(stages), NoStreams()
-        if self.scatters and has_streams(self.root_device):
-            streams = MicroBatchStreams(self.root_device)
-            hooks += streams.connect(stages)
         self._run = _Run(
             stages,
-            hooks,
-            streams,
+            connect_stages(stages),
             StepMetrics(module, self.root_device),
             make_trainer_proxy(module.trainer, lambda: self._log),
         )
@@ -168,8 +161,7 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
         run, step = self.run, getattr(self.module, name)
         self.module.trainer = run.trainer
         outputs = []
-        with run.metrics.copies_in_place([]), run.streams.step():
+        with run.metrics.copies_in_place([]):
             for own, self._log in zip(batch.batches, logs, strict=True):
-                with run.streams.microbatch(own):
-                    outputs.append(step(own, *args, **kwargs))
+                outputs.append(step(own, *args, **kwargs))
         return outputs

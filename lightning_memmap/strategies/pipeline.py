@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -21,7 +22,6 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memmap._compat.modules import is_compiled
-from lightning_memmap._compat.processes import syncs_batch_norm
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
@@ -239,6 +239,7 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighting, DDPStrat
         module, options = self.module, self._options()
         if trainer.state.fn == TrainerFn.FITTING:
             check_callbacks(trainer, self.strategy_name)
+            _check_finetuning(trainer)
             if self.layout.data_parallel_size > 1:
                 check_embeddings(module, self.strategy_name)
         self._refuse(module)
@@ -282,7 +283,8 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighting, DDPStrat
                 "torch.compile of the whole module: memmap_pipeline runs only its stages; compile"
                 " these, in the module's __init__ or configure_model"
             )
-        if syncs_batch_norm(self):
+        # What the Trainer sets for sync_batchnorm=True.
+        if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm=True: memmap_pipeline runs batch norm on the rows of each"
                 " micro-batch; leave it out, or use group or layer norm"
@@ -402,3 +404,15 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighting, DDPStrat
         pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         local = [{**state, "state": local_state(each, state["state"])} for each, state in pairs]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": local})
+
+
+def _check_finetuning(trainer: L.Trainer) -> None:
+    """Refuse callbacks that compare the values of parameters, which other processes hold."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BaseFinetuning):
+            raise ValueError(
+                f"{type(callback).__name__}: it finds parameters by their values, and under"
+                " memmap_pipeline a process has those of its own stages alone; give all parameters"
+                " to the optimizer, and freeze and unfreeze them in hooks of the module, such as"
+                " on_train_epoch_start, with requires_grad_"
+            )

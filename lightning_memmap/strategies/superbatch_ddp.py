@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.device_streams import has_streams, stream_module
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._assembly import RowWeighting
@@ -14,9 +16,10 @@ from lightning_memmap.strategies._assembly import RowWeighting
 class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
     """Trains with DDP from data that all devices hold: each process owns several data devices.
 
-    The devices of each node are divided into groups, one group a process. The first device of a
-    group is the process's root device, which trains; each step the batches of the group are
-    assembled there, and gradients are averaged over the processes of all nodes as under ``ddp``.
+    By default every device has a process that trains. With ``data_devices_per_process`` the devices
+    of each node are divided into groups, one group a process: the first device of a group is the
+    process's root device, which trains, and each step the batches of the group are assembled there.
+    Gradients are averaged over the processes of all nodes as under ``ddp``.
     The global batch has ``batch_size`` rows for each data device of all processes, in the same
     order as under ``memmap_superbatch``.
 
@@ -24,8 +27,7 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
     if the last step does not divide evenly.
 
     Args:
-        data_devices_per_process: Devices in a group, which must divide ``Trainer(devices=...)``. By
-            default all devices of a node: one process a node.
+        data_devices_per_process: Devices in a group, which must divide ``Trainer(devices=...)``.
         root_holds_data: Whether the root devices hold shards too.
         prefetch: As for ``memmap_superbatch``.
         **kwargs: As for Lightning's ``DDPStrategy``.
@@ -39,16 +41,12 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
 
     def __init__(
         self,
-        data_devices_per_process: int | None = None,
+        data_devices_per_process: int = 1,
         root_holds_data: bool = True,
         prefetch: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if data_devices_per_process is not None and data_devices_per_process < 1:
-            raise ValueError(
-                f"data_devices_per_process={data_devices_per_process}: at least 1; leave it out"
-                " for one process a node"
-            )
+        check_integer("data_devices_per_process", data_devices_per_process, 1)
         self._devices_per_process = data_devices_per_process
         self._root_holds_data = root_holds_data
         super().__init__(prefetch=prefetch, **kwargs)
@@ -73,7 +71,7 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
         self._node_devices = devices
         if devices is None:
             return
-        size = self._devices_per_process or len(devices)
+        size = self._devices_per_process
         if len(devices) % size:
             raise ValueError(
                 f"data_devices_per_process={size}: it does not divide Trainer(devices="
@@ -92,7 +90,16 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
     def num_processes(self) -> int:
         """Processes on this node."""
         devices = self.parallel_devices
-        return len(devices) // (self._devices_per_process or len(devices)) if devices else 0
+        return len(devices) // self._devices_per_process if devices else 0
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        count = len(self.data_devices)
+        rank_zero_info(
+            f"{self.strategy_name}: {self.world_size} processes train, each from the rows of"
+            f" {count} data device{'s' * (count > 1)}"
+        )
 
     @property
     def process_devices(self) -> tuple[torch.device, ...]:
@@ -106,7 +113,7 @@ class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
         """
         devices = self.parallel_devices
         assert devices is not None
-        size = self._devices_per_process or len(devices)
+        size = self._devices_per_process
         group = tuple(devices[self.local_rank * size : (self.local_rank + 1) * size])
         if not group:
             raise ValueError(

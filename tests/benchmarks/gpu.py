@@ -1,4 +1,4 @@
-"""What the pack is worth on a GPU: fetches, loading, waiting, graphs, scaling, a showcase.
+"""What the pack is worth on a GPU: fetches, loading, waiting, scaling, a showcase.
 
     python tests/benchmarks/gpu.py --all                       # everything, and the tests for GPUs
     python tests/benchmarks/gpu.py --data-devices cuda:0,cuda:1 --only wait
@@ -11,7 +11,6 @@
 - wait: the share of a training step that is spent waiting for data, which is what the step takes
   longer than one that is given the same batch again and again; with and without steps made ready
   ahead, for rows on the device and for rows on the host.
-- graph: steps of a Trainer kernel by kernel, and as a CUDA graph.
 - scale: rows per second on 1, 2, 4 and 8 devices of this machine, with as many rows a step.
 - show: the time in which `examples/cifar.py` reaches an accuracy.
 
@@ -44,12 +43,11 @@ from timing import machine, spread
 
 from lightning_memmap.store import build_store
 
-FIGURES = ("fetch", "load", "wait", "graph", "scale", "show")
+FIGURES = ("fetch", "load", "wait", "scale", "show")
 TITLES = {
     "fetch": "Fetches of random rows",
     "load": "Loading a store",
     "wait": "Training steps",
-    "graph": "Trainer steps of many small kernels",
     "scale": "One machine, as many rows a step",
     "show": "The showcase",
 }
@@ -63,7 +61,6 @@ def measured(args: argparse.Namespace, bench: Bench, directory: Path) -> Iterato
         "fetch": bench.fetches,
         "load": lambda: bench.loads(store),
         "wait": lambda: bench.waits(store, args.batch, args.width),
-        "graph": lambda: bench.graphs(store, args.batch),
         "scale": lambda: bench.scales(
             args.strategies.split(","), directory, num_rows, args.batch, args.width
         ),
@@ -177,7 +174,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="all figures, the tests, both files")
     parser.add_argument("--device", default="cuda:0", help="the root device")
     parser.add_argument("--data-devices", help="such as cuda:0,cuda:1; by default the root device")
-    parser.add_argument("--only", default="fetch,load,wait,graph", help="of these, some")
+    parser.add_argument("--only", default="fetch,load,wait", help="of these, some")
     parser.add_argument("--mib", type=int, default=2048, help="bytes of rows, in MiB")
     parser.add_argument("--batch", type=int, default=512, help="rows of a training step")
     parser.add_argument("--width", type=int, default=64, help="channels of the network")

@@ -20,9 +20,8 @@ from timing import in_turn, pairwise_ratios
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import DeviceLoader, SuperBatchLoader, has_streams
+from lightning_memmap.loading import SuperBatchLoader, has_streams
 from lightning_memmap.store import Store
-from lightning_memmap.strategies import SuperBatchStrategy
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW_BYTES = (256, 1024, 4096, 16384, 65536, 150528)
@@ -194,48 +193,17 @@ class Bench:
             for residency in ("device", "host")
         }
         steps = loaders["device"].num_steps
-        (ready, *_) = DeviceLoader(loaders["device"], self.device)
+        (ready, *_) = loaders["device"].assembled(self.device)
         runs: dict[str, Callable[[], object]] = {"ideal": lambda: train([ready] * steps)}
         for residency, loader in loaders.items():
             for prefetch in (0, 1, 2, 4):
-                batches = DeviceLoader(loader, self.device, prefetch)
+                batches = loader.assembled(self.device, prefetch)
                 runs[f"{residency}, {prefetch} ahead"] = lambda batches=batches: train(batches)
         seconds = self.seconds(runs)
         for name, times in seconds.items():
             shares = [1 - ratio for ratio in pairwise_ratios(seconds["ideal"], times)]
             step_us = [1e6 * value / steps for value in times]
             yield Row(name, {"us a step": step_us, "share of waiting": shares})
-
-    # Graphs
-
-    def graphs(self, store: Store, batch: int) -> Iterator[Row]:
-        """A row for a fit kernel by kernel and one with a CUDA graph, of many small kernels.
-
-        Nothing on devices that have no graphs.
-        """
-        if self.device.type != "cuda":
-            return
-        names = {"kernel by kernel": False, "one graph": True}
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(self.rounds):
-            for name, cuda_graph in names.items():
-                module = Deep(self.wait)
-                trainer = L.Trainer(
-                    accelerator="gpu",
-                    devices=[self.device.index or 0],
-                    strategy=SuperBatchStrategy(cuda_graph=cuda_graph),
-                    max_epochs=3,
-                    logger=False,
-                    enable_checkpointing=False,
-                    enable_progress_bar=False,
-                    enable_model_summary=False,
-                )
-                loader = self.loader(store, "device", batch, drop_last=True)
-                trainer.fit(module, loader)
-                # The first epoch warms up and captures.
-                seconds[name] += [epoch_s / loader.num_steps for epoch_s in module.epochs_s[1:]]
-        for name, values in seconds.items():
-            yield Row(name, {"us a step": [1e6 * value for value in values]})
 
     # Scaling
 
@@ -334,12 +302,6 @@ def scale_worker(
     data = MemmapDataModule(
         Images(num_rows), store_dir=directory / "scale", batch_size=batch, drop_last=True
     )
-    options = {"data_devices_per_process": 1} if strategy == "memmap_superbatch_ddp" else {}
-    chosen: Any = strategy
-    if options:
-        from lightning_memmap.strategies import SuperBatchDDPStrategy
-
-        chosen = SuperBatchDDPStrategy(**options)
     device = torch.device(kind)
 
     def wait() -> None:
@@ -349,7 +311,7 @@ def scale_worker(
     trainer = L.Trainer(
         accelerator="cpu" if kind == "cpu" else "gpu",
         devices=count,
-        strategy=chosen,
+        strategy=strategy,
         max_epochs=3,
         limit_val_batches=0,
         **_QUIET,
@@ -419,19 +381,6 @@ class Timed(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class Deep(Timed):
-    """Layers so small that starting them takes longer than they do."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        layers: list[nn.Module] = [nn.Flatten(), nn.Linear(3072, 64)]
-        for _ in range(30):
-            layers += [nn.Linear(64, 64), nn.ReLU()]
-        super().__init__(wait, nn.Sequential(*layers, nn.Linear(64, 10)))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-4, capturable=True)
 
 
 class Small(Timed):

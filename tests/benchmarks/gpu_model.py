@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 #: Share of a data sheet's bandwidth that a long copy reaches. An assumption.
 COPY_SHARE = 0.85
-#: Seconds in which the program starts a kernel by an operator of torch, and in which a device
-#: starts one of a graph. Assumptions.
-EAGER_LAUNCH_S, GRAPH_LAUNCH_S = 5e-6, 1.5e-6
+#: Seconds in which the program starts a kernel by an operator of torch. An assumption.
+LAUNCH_S = 5e-6
 #: Bytes that a GPU reads together: rows that are no shorter are fetched at the rate of a copy.
 SECTOR_BYTES = 128
 
@@ -61,7 +60,7 @@ def load_rate(gpu: Gpu, read_rate: float) -> float:
 
 def fetch_s(gpu: Gpu, num_bytes: int, num_kernels: int = 2) -> float:
     """Seconds in which the rows of a step are fetched from the device's own memory."""
-    return num_kernels * EAGER_LAUNCH_S + 2 * num_bytes / (COPY_SHARE * gpu.memory)
+    return num_kernels * LAUNCH_S + 2 * num_bytes / (COPY_SHARE * gpu.memory)
 
 
 def send_s(gpu: Gpu, num_bytes: int, *, from_host: bool) -> float:
@@ -79,11 +78,6 @@ def waiting_share(step_s: float, ready_s: float, prefetch: int) -> float:
     """
     waited = max(0.0, ready_s - step_s) if prefetch else ready_s
     return waited / (step_s + waited)
-
-
-def graph_speedup(num_kernels: int) -> float:
-    """How much faster a step is as a graph, whose kernels take less time than their launch."""
-    return num_kernels * EAGER_LAUNCH_S / (EAGER_LAUNCH_S + num_kernels * GRAPH_LAUNCH_S)
 
 
 def markdown() -> str:
@@ -124,10 +118,6 @@ def markdown() -> str:
         (
             "the same with prefetch",
             [f"{waiting_share(1e-3, fetch_s(gpu, batch * image), 2):.3f}" for gpu in gpus],
-        ),
-        (
-            "step of 300 tiny kernels, as a graph against one by one",
-            [f"{graph_speedup(300):.1f} x" for _ in gpus],
         ),
     ]
     head = ["| | " + " | ".join(gpu.name for gpu in gpus) + " |", "|---|" + "---|" * len(gpus)]

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.strategies import SuperBatchStrategy
 
 
 class Timed(L.LightningModule):
@@ -140,16 +139,14 @@ def steps(args: argparse.Namespace, directory: Path) -> None:
     }
     for devices in (int(number) for number in args.devices.split(",")):
         data = MemmapDataModule(rows, store_dir=directory, batch_size=batch // devices)
-        for skip in (False, True):
-            name = f"{devices} data devices{', skip_unused_hooks' * skip}"
-            runs[name] = lambda devices=devices, data=data, skip=skip: fit_s(
-                lambda: nn.Linear(8, 10),
-                data,
-                args.epochs,
-                now,
-                devices=devices,
-                strategy=SuperBatchStrategy(skip_unused_hooks=skip),
-            )
+        runs[f"{devices} data devices"] = lambda devices=devices, data=data: fit_s(
+            lambda: nn.Linear(8, 10),
+            data,
+            args.epochs,
+            now,
+            devices=devices,
+            strategy="memmap_superbatch",
+        )
     print(f"trivial model, {len(ready)} steps of {batch} rows")
     report(compare(runs, args.rounds), "stock Trainer, list of ready batches", len(ready))
 

@@ -68,7 +68,9 @@ def train_as_the_guide_does(folder: Path) -> None:
         assert program.count(old) == 1, old
         program = program.replace(old, new)
     function, start = program.split("workers = ")
-    wired = function.replace("RayDDPStrategy(),", "RaySuperBatchDDPStrategy(),")
+    wired = function.replace(
+        "RayDDPStrategy(),", "RaySuperBatchDDPStrategy(data_devices_per_process=2),"
+    )
     wired = wiring + wired.replace('devices="auto"', "devices=2")
     functions = []
     for name, text in (("ddp", function), ("superbatch", wired)):

@@ -191,6 +191,8 @@ REFUSED = {
     "sparse": "ValueError: net.1: EmbeddingBag with sparse=True",
     "swa": "ValueError: StochasticWeightAveraging: it averages a copy of the whole module",
     "ema": "ValueError: EMAWeightAveraging: it averages a copy of the whole module",
+    "pruning": "ValueError: ModelPruning: it compares the weights of whole layers",
+    "finetuning": "ValueError: Unfreezes: it finds parameters by their values",
     "sync_batchnorm": "ValueError: sync_batchnorm=True",
     "sizes": "ValueError: data_parallel_size=3 x pipeline_parallel_size=auto does not make 2",
     "micro-batches": "ValueError: num_microbatches=1: schedule='1f1b' needs at least as many",
@@ -211,6 +213,11 @@ def test_running_statistics_are_of_the_data_alone(limits: list[dict[str, Any]]) 
     assert buffers["4.num_batches_tracked"] == 2 * 7 * 4
     assert buffers["4.running_mean"].abs().max() < 2
     assert buffers["4.running_var"].max() < 1
+
+
+def test_large_float16_gradients_of_two_pipelines_stay_finite(tmp_path: Path) -> None:
+    for rank in launch("pipeline.steep", tmp_path, processes=2):
+        assert all(weight.isfinite().all() for weight in rank["weights"])
 
 
 def test_process_that_dies_ends_all(tmp_path: Path) -> None:

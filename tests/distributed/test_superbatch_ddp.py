@@ -59,6 +59,7 @@ def test_groups_of_devices_are_processes_and_train_as_one(
 def test_two_nodes_by_torchrun_train_as_one(tmp_path: Path, one_process: dict[str, Any]) -> None:
     options = {
         "strategy": "memmap_superbatch_ddp",
+        "strategy_options": {"data_devices_per_process": 2},
         "num_nodes": 2,
         "devices": 2,
         "batch_size": 4,
@@ -66,6 +67,32 @@ def test_two_nodes_by_torchrun_train_as_one(tmp_path: Path, one_process: dict[st
     }
     ranks = launch(FIT, tmp_path, processes=2, nodes=2, **options)
     assert_as_one_process(ranks, one_process)
+
+
+WRAPPED = "training.fit_wrapped"
+BY_TWO = {"strategy": "memmap_superbatch_ddp"}
+
+
+@pytest.mark.parametrize("kind", ["read ahead", "iterator", "paired, whole steps"])
+def test_weight_of_uneven_steps_travels_with_their_batches(tmp_path: Path, kind: str) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    options = {"kind": kind, "strategy": "memmap_superbatch"}
+    (expected,) = launch(WRAPPED, tmp_path / "one", processes=1, **options)
+    for rank in launch(WRAPPED, tmp_path / "two", processes=2, kind=kind, **BY_TWO):
+        torch.testing.assert_close(rank["weights"], expected["weights"], rtol=0, atol=2e-6)
+
+
+def test_batches_of_other_weights_in_one_step_are_refused(tmp_path: Path) -> None:
+    for rank in launch(WRAPPED, tmp_path, processes=2, kind="paired", **BY_TWO):
+        assert "drop_last=True" in rank["error"]
+
+
+def test_every_device_trains_by_default(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, strategy="memmap_superbatch_ddp", devices=8, num_nodes=2)
+    strategy: Any = trainer.strategy
+    assert (strategy.num_processes, trainer.world_size) == (8, 16)
+    assert len(strategy.data_devices) == 1
 
 
 def test_devices_are_divided_into_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

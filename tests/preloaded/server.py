@@ -69,7 +69,6 @@ def main() -> None:
         # Programs of tests that run on simulated GPUs have them, too: torch must not be there yet.
         sys.path.append(str(_ROOT))
         importlib.import_module("tests.simulated_gpu.nccl")
-        importlib.import_module("tests.simulated_gpu.graphs").install()
     for name in _MODULES:
         importlib.import_module(name)
     gc.collect()

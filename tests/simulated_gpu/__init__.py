@@ -7,7 +7,7 @@ folder. It needs g++ and a torch without CUDA.
 - ``library/`` registers a backend at torch's CUDA dispatch key. Tensors are of ``cuda:0`` and
   ``cuda:1``; kernels run on the CPU at once, so that results are those of the CPU bit for bit.
   Streams, events and allocators keep account of what waits for what.
-- `devices` completes ``torch.cuda``, and `graphs` gives it CUDA graphs.
+- `devices` completes ``torch.cuda``.
 - `nccl` lets processes, of which each has a device of its own, exchange device memory.
 
 What would come too early on a GPU is reported: memory that is read or overwritten while another

@@ -27,9 +27,7 @@ def main(arguments: list[str]) -> int:
     import pytest
 
     # The first of these imports torch.
-    from tests.simulated_gpu import devices, graphs
-
-    graphs.install()
+    from tests.simulated_gpu import devices
 
     class Reports:
         """Fails a test in which a device reported a fault."""

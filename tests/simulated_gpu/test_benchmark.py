@@ -12,7 +12,7 @@ from tests.preloaded import python
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A few of them are marked gpu.
-TESTS = "tests/strategies/test_cuda_graph.py"
+TESTS = "tests/unit/loading/test_gpu.py"
 
 pytestmark = pytest.mark.gpu
 
@@ -38,8 +38,7 @@ def test_one_command_runs_everything_and_writes_both_files(tmp_path: Path) -> No
     assert report["tests"].pop("passed")
     assert not any(report["tests"].values())
     figures = report["figures"]
-    assert list(figures) == ["fetch", "load", "wait", "graph", "scale", "show"]
-    assert list(figures["graph"]) == ["kernel by kernel", "one graph"]
+    assert list(figures) == ["fetch", "load", "wait", "scale", "show"]
     assert list(figures["scale"]) == ["ddp, 1 devices", "ddp, 2 devices"]
     for rows in figures.values():
         for values in rows.values():

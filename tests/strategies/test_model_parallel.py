@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchmetrics import MeanMetric
 
 from lightning_memmap.strategies import LocalModelParallelStrategy
 from lightning_memmap.strategies.model_stages.cut import even_cut, find_stages, move_stages
@@ -28,7 +27,6 @@ from tests.strategies.test_dp import (
     fit_one,
     make_data,
 )
-from tests.streams import Device, Operators, Stream
 from tests.streams import device as device
 
 pytestmark = [
@@ -227,68 +225,6 @@ class TestPlaces:
         assert seen == [(("net.0",), 4 * 9 * 16), (("net.1", "net.2"), 4 * 17)]
         strategy: Any = trainer.strategy
         assert strategy.stages == []
-
-
-class Sharing(Base):
-    """Micro-batches share running statistics, metrics, buffers and an attribute of a layer."""
-
-    def build(self) -> None:
-        self.front = nn.BatchNorm1d(8)
-        self.net = nn.Sequential(Noting(), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        self.mean = MeanMetric()
-        self.register_buffer("average", torch.zeros(()))
-
-    def loss(self, batch: Any) -> Tensor:
-        target = batch["y"] * 2
-        loss = super().loss({"x": self.front(batch["x"]), "y": target}) + self.net[0].penalty
-        self.average.mul_(0.9).add_(loss.detach())
-        self.mean.update(loss.detach())
-        self.log("mean", self.mean)
-        return loss
-
-
-class Noting(nn.Module):
-    """Keeps what it has seen in a buffer, and something of each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.add_(x.detach().mean(0))
-        self.penalty = x.square().mean()
-        return x + self.seen
-
-
-class TestStreams:
-    def test_microbatches_share_state_in_their_order(
-        self, tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        made = []
-
-        class Made(Stream):
-            def __init__(self, of: Any = None) -> None:
-                super().__init__(of)
-                made.append(self)
-
-        operators = Operators(device)
-
-        class Watched(L.Callback):
-            def on_train_start(self, *args: Any) -> None:
-                operators.__enter__()
-
-            def on_train_end(self, *args: Any) -> None:
-                operators.__exit__(None, None, None)
-
-        module, counts = Sharing(), []
-        monkeypatch.setattr(device, "Stream", Made)
-        for _ in range(2):
-            options: dict[str, Any] = {"num_microbatches": 3, "prefetch": 0, "max_epochs": 2}
-            fit_stages(tmp_path, module, callbacks=[Watched()], **options)
-            counts.append(len(made))
-        assert device.races == []
-        # The current stream, one for the layers, and one for each micro-batch: all of them kept.
-        assert counts == [4, 4]
 
 
 class TestCut:

@@ -1,27 +1,30 @@
 """Strategies of one process, in a program that was started in several."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
+from torch import nn
 
-from lightning_memmap.strategies import IndependentStrategy
-from tests.models import make_trainer
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.strategies import (
+    DataParallelStrategy,
+    LocalModelParallelStrategy,
+    SuperBatchStrategy,
+)
+from tests.models import Points, Regression, make_trainer
 from tests.strategies.contract import CONTRACTS, contracts_in
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
 SRUN = {"SLURM_JOB_NAME": "train", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
-@pytest.fixture(params=[*contracts_in("one"), "sequential members"])
+@pytest.fixture(params=contracts_in("one"))
 def strategy(request: pytest.FixtureRequest) -> str | Strategy:
-    name: str = request.param
-    return (
-        IndependentStrategy(processes=False)
-        if name == "sequential members"
-        else CONTRACTS[name].make_strategy()
-    )
+    return CONTRACTS[request.param].make_strategy()
 
 
 @pytest.mark.parametrize(
@@ -77,3 +80,31 @@ def test_what_an_ended_launcher_leaves_is_no_second_process(
     monkeypatch.setenv("WORLD_SIZE", "2")
     LightningEnvironment().teardown()
     make_trainer(tmp_path, strategy=strategy)
+
+
+class Normed(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "is_whole"),
+    [
+        (SuperBatchStrategy, True),
+        (LocalModelParallelStrategy, True),
+        (DataParallelStrategy, False),
+        (lambda: LocalModelParallelStrategy(num_microbatches=2), False),
+    ],
+    ids=["super-batch", "stages", "replicas", "micro-batches"],
+)
+def test_sync_batchnorm_is_refused_where_a_step_is_computed_in_parts(
+    tmp_path: Path, make: Any, is_whole: bool
+) -> None:
+    trainer = make_trainer(tmp_path, strategy=make(), devices=2, sync_batchnorm=True)
+    data = MemmapDataModule(
+        Points(48), Points(16, 100), store_dir=tmp_path / "stores", batch_size=8
+    )
+    refused = pytest.raises(ValueError, match=r"sync_batchnorm=True with (2 replicas|num_micro)")
+    with nullcontext() if is_whole else refused:
+        trainer.fit(Normed(), data)

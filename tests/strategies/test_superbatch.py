@@ -166,6 +166,11 @@ class TestTraining:
         assert modules[0].seen == modules[1].seen
         assert torch.equal(weights(modules[0]), weights(modules[1]))
 
+    def test_plain_dataloader_of_several_devices_warns(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2)
+        with pytest.warns(UserWarning, match=r"with 2 data devices: a step has the rows"):
+            trainer.fit(Regression(), DataLoader(TRAIN, 16), DataLoader(VAL, 16))
+
     def test_super_batches_of_any_loader_are_assembled(
         self, tmp_path: Path, numbered_store: Any
     ) -> None:

@@ -133,9 +133,9 @@ def _is_random(data: MemmapDataModule, store: Store, order: Sampler) -> bool:
     """Whether two seeds make the training transform give two results for the same rows."""
     if data.transform is None:
         return False
-    rows = PlainRows(data, store, order.shards)
+    rows = PlainRows(data, store, order.pool.rows)
     probes = order.dataset_rows(0, range(min(_PROBE_ROWS, order.num_positions))).tolist()
-    collate = PlainCollate(store, order.shards, read_forms(data.variable), None)
+    collate = PlainCollate(store, order.pool.rows, read_forms(data.variable), None)
     results = []
     for seed in (1, 2):
         transform = DeviceTransform(data.transform, _CPU)
@@ -165,7 +165,7 @@ def expected_hashes(
     Returns:
         `hash_rows` of each step.
     """
-    read = stored_leaves(store, sampler.shards, forms)
+    read = stored_leaves(store, sampler.pool.rows, forms)
 
     def expected(index: int) -> int:
         epoch, step = divmod(index, len(schedule))

@@ -93,14 +93,14 @@ class PlainData(L.LightningDataModule):
             order.num_positions, self._global_batch, order.num_shards, drop_last=True
         )
         transform = self._data.transform
-        rows: Any = PlainRows(self._data, store, order.shards)
+        rows: Any = PlainRows(self._data, store, order.pool.rows)
         loader: DataLoader[Any] = DataLoader(
             rows,
             batch_sampler=RowBatches(order, schedule, rank, size),
             num_workers=self._num_workers,
             collate_fn=PlainCollate(
                 store,
-                order.shards,
+                order.pool.rows,
                 read_forms(self._data.variable),
                 None if self._transform_here else transform,
             ),

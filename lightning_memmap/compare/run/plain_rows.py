@@ -12,11 +12,11 @@ from torch.utils.data import ConcatDataset, default_collate
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import has_several
 from lightning_memmap.loading import FormedCollate
-from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.split import image_decoders
+from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
-from lightning_memmap.sampling import Integers, Shards, WindowShards
+from lightning_memmap.sampling import Integers, Rows, WindowedRows
 from lightning_memmap.schema import Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.sources.stream import is_stream
@@ -42,18 +42,17 @@ class PlainRows:
     Args:
         data: The data module.
         store: Its training store.
-        shards: The rows of its order.
+        rows: The rows of its order.
     """
 
-    def __init__(self, data: MemmapDataModule, store: Store, shards: Shards) -> None:
+    def __init__(self, data: MemmapDataModule, store: Store, rows: Rows) -> None:
         given = data.datasets["train"]
         several = [*given.values()] if has_several(given) else [given]
         if any(dataset is None or is_stream(dataset) for dataset in several):
             self._samples: Any = store
         else:
             self._samples = ConcatDataset(several) if has_several(given) else given
-        base = shards.base
-        self._windows = base if isinstance(base, WindowShards) else None
+        self._windows = rows if isinstance(rows, WindowedRows) else None
 
     def __getitem__(self, row: int) -> Any:
         if self._windows is None:
@@ -71,7 +70,7 @@ class PlainCollate:
 
     Args:
         store: The training store.
-        shards: The rows of the order.
+        rows: The rows of the order.
         forms: How batches give fields, by name.
         transform: The batch transform; None for none.
     """
@@ -79,13 +78,13 @@ class PlainCollate:
     def __init__(
         self,
         store: Store,
-        shards: Shards,
+        rows: Rows,
         forms: Mapping[str, Form],
         transform: Callable[..., Any] | None,
     ) -> None:
         self._schema, self._forms = store.schema, dict(forms)
-        self._windows = base if isinstance(base := shards.base, WindowShards) else None
-        self._fields = [_batched(field, base) for field in store.schema.fields]
+        self._windows = rows if isinstance(rows, WindowedRows) else None
+        self._fields = [_batched(field, rows) for field in store.schema.fields]
         self._is_plain = self._windows is None and not any(f.num_variable for f in self._fields)
         self._build: Collate | None = None
         cpu = torch.device("cpu")
@@ -131,13 +130,13 @@ class PlainCollate:
 
 
 def stored_leaves(
-    store: Store, shards: Shards, forms: Mapping[str, Form]
+    store: Store, rows: Rows, forms: Mapping[str, Form]
 ) -> Callable[[Integers], list[Tensor | list[Tensor]]]:
     """What reads rows of an order from the store, without a loader.
 
     Args:
         store: The store.
-        shards: The rows of the order.
+        rows: The rows of the order.
         forms: How batches give fields, by name: encoded images are decoded.
 
     Returns:
@@ -145,8 +144,8 @@ def stored_leaves(
         shape (B, *field shape), or where rows differ in length a list of ``B`` tensors.
     """
     decoders = image_decoders(store.manifest.columns, store.columns, forms)
-    line = base if isinstance(base := shards.base, WindowShards) else None
-    cut = [_batched(field, base) is not field for field in store.schema.fields]
+    line = rows if isinstance(rows, WindowedRows) else None
+    cut = [_batched(field, rows) is not field for field in store.schema.fields]
 
     def read(numbers: Integers) -> list[Tensor | list[Tensor]]:
         rows, windows = (numbers, numbers) if line is None else line.numbered(numbers)
@@ -161,16 +160,18 @@ def stored_leaves(
             else:
                 leaves.append(column.fetch(rows))
         for place, decoder in decoders.items():
-            leaves[place] = decoder.decoded([row.numpy() for row in leaves[place]])
+            leaves[place], places = decoder.decoded([row.numpy() for row in leaves[place]])
+            if decoder.form.with_scale:
+                leaves.append(places)
         return leaves
 
     return read
 
 
-def _batched(field: Field, base: Shards) -> Field:
+def _batched(field: Field, rows: Rows) -> Field:
     """A field as batches have it."""
-    if isinstance(base, WindowShards) and field.name in base.fields:
-        return field.windowed(base.length)
+    if isinstance(rows, WindowedRows) and field.name in rows.fields:
+        return field.windowed(rows.length)
     return field
 
 

@@ -1,7 +1,9 @@
 """An open store whose shards are at a URL, and are fetched when they are needed."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ class RemoteStore(Store):
     def __init__(self, shards: CachedShards) -> None:
         mapped = [column.open(shards.directory) for column in shards.manifest.columns]
         fetched = [_Fetched(column, index, shards) for index, column in enumerate(mapped)]
-        super().__init__(shards.directory, shards.manifest, fetched)
+        super().__init__(shards.path, shards.manifest, fetched)
         self.files = shards.directory
         self._shards, self._mapped = shards, mapped
 
@@ -43,6 +45,20 @@ class RemoteStore(Store):
         found = [index for index, name in enumerate(names) if fields is None or name in fields]
         self._shards.require(found, shards)
         return [self._mapped[index] for index in found]
+
+    def damaged(self, num_threads: int, advance: Callable[[int], None]) -> list[tuple[str, int]]:
+        """Compare the shards here with their checksums, and read the others from the server.
+
+        Returns:
+            Field and shard of those that are damaged. What was here is fetched again when it is
+            next needed.
+        """
+        names = [field.name for field in self.schema.fields]
+        pairs = [(name, shard) for name in names for shard in range(self.num_shards)]
+        with ThreadPoolExecutor(num_threads) as pool:
+            verify = partial(self._shards.verify, advance=advance)
+            are_right = list(pool.map(verify, range(len(pairs))))
+        return [pair for pair, is_right in zip(pairs, are_right, strict=True) if not is_right]
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,8 +1,7 @@
 """Whole stores, pushed to a URL and pulled from one. Both go on where they were interrupted."""
 
 import os
-from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
@@ -14,17 +13,17 @@ from lightning_memmap.store.directory import (
     is_store,
     remove_tree,
 )
-from lightning_memmap.store.files import TEMPORARY, own_directory, read_own, sync_path
+from lightning_memmap.store.files import TEMPORARY, open_plain, own_directory, read_own, sync_path
 from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_files
 from lightning_memmap.store.places import StoreUrl, make_parent, place_of, store_directory
 from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.remote.fetcher import RemoteManifest, ShardFetcher
 from lightning_memmap.store.remote.files import RemoteFiles
+from lightning_memmap.store.remote.shards import (
+    RemoteManifest,
+    RemoteShards,
+    make_records,
+)
 from lightning_memmap.store.store import Store, open_directory
-
-#: The manifest of what is being pushed.
-_UNFINISHED = MANIFEST + TEMPORARY
-_STATES = "states" + TEMPORARY
 
 
 def push_store(
@@ -38,8 +37,7 @@ def push_store(
     Args:
         path: Directory of the store.
         url: Where it goes, such as ``s3://bucket/stores/train``. Nothing else may be there.
-        overwrite: Replace a store that is there. While it is replaced, there is none: for others
-            who use it, push a new version to a URL of its own.
+        overwrite: Replace a store that is there, which stays until the new one is whole.
         progress: Show a progress bar.
 
     Raises:
@@ -49,44 +47,41 @@ def push_store(
             pushed there at the same time, or it cannot be reached.
     """
     directory = store_directory(path)
-    manifest = Manifest.read(directory)
-    files_here = directory / manifest.generation
-    check_files(files_here, manifest)
-    data = manifest.encode()
+    data = _read_plain(directory)
+    manifest = Manifest.decode(data, str(directory))
+    check_files(directory / manifest.generation, manifest)
     there = RemoteFiles(_url(url))
-    found = _read(there, MANIFEST)
+    found = there.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
     if found == data:
-        there.remove(_UNFINISHED)  # Of a push that was killed just before its end.
         return
     if found is not None and not overwrite:
         raise StoreError(
             f"there is another store at {url}: replace it with overwrite=True (--overwrite), or"
             " choose another URL"
         )
-    sizes = {
-        f"{manifest.generation}/{name}": size
-        for column in manifest.columns
-        for name, size in column.file_bytes.items()
-    }
-    unfinished = _read(there, _UNFINISHED)
-    if unfinished != data:
-        if found is None and unfinished is None and not overwrite:
-            _check_free(there, sizes)
-        # Files that are there from now on are of this store.
-        for name in (MANIFEST, *sizes):
-            there.remove(name)
-        there.write(_UNFINISHED, data)
+    sizes = _objects(manifest)
     with show_progress("pushing", sum(sizes.values()), 1, hidden=not progress) as advance:
         for name, num_bytes in sizes.items():
             if there.size(name) != num_bytes:
                 there.put(directory / name, name)
             advance(num_bytes)
-    if Manifest.read(directory) != manifest:
+    if _read_plain(directory) != data:
         raise StoreError(f"the store at {directory} was replaced meanwhile: push it again")
-    if data not in (_read(there, _UNFINISHED), _read(there, MANIFEST)):
-        raise StoreError(f"another process has pushed another store to {url} meanwhile")
     there.write(MANIFEST, data)
-    there.remove(_UNFINISHED)
+    if found is not None:
+        with suppress(StoreError):  # Nobody names them any more.
+            for name in _objects(Manifest.decode(found, url)):
+                if name not in sizes:
+                    there.remove(name)
+
+
+def _objects(manifest: Manifest) -> dict[str, int]:
+    """The size of each object of a store at a URL, by its name."""
+    return {
+        f"{manifest.generation}/{name}": size
+        for column in manifest.columns
+        for name, size in column.file_bytes.items()
+    }
 
 
 def pull_store(
@@ -120,20 +115,19 @@ def pull_store(
     make_parent(directory.path)
     with directory.locked():
         if is_store(directory.path):
-            if Manifest.read(directory.path) == remote.manifest:
+            if _read_plain(directory.path) == remote.data:
                 return open_directory(directory.path)
             if not overwrite:
                 raise StoreError(
                     f"{directory.path} has another store: replace it with overwrite=True"
                     " (--overwrite), or choose another directory"
                 )
-        pulling = _begin(directory, remote)
-        fetcher = ShardFetcher(remote, files, pulling, pulling / _STATES, _no_lock)
+        shards = RemoteShards(remote, files, _begin(directory, remote))
         manifest = remote.manifest
-        numbers = fetcher.absent(range(len(manifest.columns)), range(manifest.num_shards))
-        hidden, num_bytes = not progress, fetcher.num_bytes(numbers)
+        numbers = shards.missing(range(len(manifest.columns)), range(manifest.num_shards))
+        hidden, num_bytes = not progress, int(shards.num_bytes(numbers).sum())
         with show_progress("pulling", num_bytes, 1, hidden=hidden) as advance:
-            fetcher.fetch(numbers, advance)
+            shards.fetch(numbers, advance)
         directory.commit(manifest)
     return open_directory(directory.path)
 
@@ -173,7 +167,19 @@ def stores_at(url: str) -> dict[str, str]:
 
 
 def _has_store(url: str) -> bool:
-    return RemoteFiles(StoreUrl(url)).size(MANIFEST) is not None
+    try:
+        return bool(RemoteFiles(StoreUrl(url)).read(MANIFEST, 0, 1))
+    except StoreNotFoundError:
+        return False
+
+
+def _read_plain(directory: Path) -> bytes:
+    """The bytes of the manifest of a store."""
+    try:
+        with open(open_plain(directory / MANIFEST), "rb") as file:
+            return file.read(MAX_MANIFEST_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreNotFoundError(f"no store at {directory}") from None
 
 
 def _url(given: str) -> StoreUrl:
@@ -181,30 +187,6 @@ def _url(given: str) -> StoreUrl:
     if not isinstance(place, StoreUrl):
         raise ValueError(f"url={given!r}: give one like s3://bucket/stores/train")
     return place
-
-
-def _read(files: RemoteFiles, name: str) -> bytes | None:
-    """A manifest; None where there is none."""
-    size = files.size(name)
-    return None if size is None else files.read(name, 0, size)
-
-
-def _check_free(there: RemoteFiles, names: Iterable[str]) -> None:
-    """Check that no file of a store would replace one of somebody else.
-
-    Raises:
-        StoreError: One would.
-    """
-    for name in names:
-        if there.size(name) is not None:
-            raise StoreError(
-                f"{there.url / name} is there already, and is of no store: choose another URL, or"
-                " replace it with overwrite=True (--overwrite)"
-            )
-
-
-def _no_lock(number: int) -> "nullcontext[None]":
-    return nullcontext()
 
 
 def _begin(directory: StoreDirectory, remote: RemoteManifest) -> Path:
@@ -219,7 +201,7 @@ def _begin(directory: StoreDirectory, remote: RemoteManifest) -> Path:
     directory.begin(path.name)
     manifest = remote.manifest
     allocate_files(path, manifest.columns, directory.path)
-    (path / _STATES).write_bytes(bytes(len(manifest.columns) * manifest.num_shards))
+    make_records(path, manifest)
     temporary = path / (KEY + TEMPORARY)
     temporary.write_bytes(remote.data)
     sync_path(temporary)

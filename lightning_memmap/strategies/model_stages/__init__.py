@@ -1,1 +1,1 @@
-"""The stages of ``memmap_model_parallel``: how layers are cut into them, and their CUDA streams."""
+"""The stages of ``memmap_model_parallel``: how layers are cut into them."""

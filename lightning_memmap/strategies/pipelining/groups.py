@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_memmap.process_group import as_bytes, broadcast
 from lightning_memmap.strategies._buckets import buckets
 
 #: Gradients are averaged over processes in tensors of about this size.
@@ -129,7 +130,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> No
     if dist.get_world_size(group) > 1:
         source = dist.get_global_rank(group, 0)
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), source, group=group)
+            broadcast(tensor, source, group)
 
 
 def send_tensor(tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -140,8 +141,7 @@ def send_tensor(tensor: Tensor, group: dist.ProcessGroup, device: torch.device) 
         group: The processes, of which this is not the first.
         device: The device of this process, for which the group has a backend.
     """
-    # As bytes: NCCL does not know all dtypes.
-    sent = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+    sent = as_bytes(tensor.detach().to(device).contiguous())
     if sent.numel():
         dist.send(sent, dist.get_global_rank(group, 0), group=group)
 
@@ -167,8 +167,7 @@ def receive_tensor(
     """
     received = torch.empty(shape, dtype=dtype, device=device)
     if received.numel():
-        flat = received.view(-1).view(torch.uint8)
-        dist.recv(flat, dist.get_global_rank(group, sender), group=group)
+        dist.recv(as_bytes(received), dist.get_global_rank(group, sender), group=group)
     return received.cpu()
 
 
@@ -206,9 +205,11 @@ def _average_bucket(
         for parameter, grad in zip(parameters, grads, strict=True)
     ]
     flat = torch.cat([counts, *flattened]).detach()
+    # Before the sum, which in float16 might be infinite.
+    flat[len(grads) :].div_(size)
     dist.all_reduce(flat, group=group)
     found = [True] * len(grads) if is_known else flat[: len(grads)].bool().tolist()
-    flat = flat[len(parameters) :].div_(size)
+    flat = flat[len(grads) :]
     for parameter, count, mean in zip(
         parameters, found, flat.split_with_sizes([p.numel() for p in parameters]), strict=True
     ):

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
+from lightning_memmap.process_group import broadcast
 from lightning_memmap.strategies.pipelining.microbatches import MicroBatches
 
 #: By name, the schedules of torch.
@@ -186,7 +187,7 @@ class Pipeline:
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
-        dist.broadcast(tensor, self._last, group=self._group)
+        broadcast(tensor, self._last, self._group)
         return tensor
 
     @property

@@ -20,6 +20,25 @@ class ScatteredSteps(RunState[RunT], LocalDevices):
     To Lightning it is one call with all rows: one loss, one output, one call of ``self.log``.
     """
 
+    #: Of ``Trainer(sync_batchnorm=True)``, which sets it.
+    _layer_sync: Any = None
+
+    def refuse_sync_batchnorm(self, parts: str) -> None:
+        """Refuse ``Trainer(sync_batchnorm=True)`` where a step is computed in parts.
+
+        Args:
+            parts: What they are, for the message.
+
+        Raises:
+            ValueError: The Trainer has this option.
+        """
+        if self._layer_sync is not None and self.scatters:
+            raise ValueError(
+                f"sync_batchnorm=True with {parts}: {self.strategy_name} computes batch norm on the"
+                " rows of each; leave it out, use group or layer norm, or memmap_superbatch, whose"
+                " batch norm is over all rows of a step"
+            )
+
     @property
     def scatters(self) -> bool:
         """Whether there is more than one replica or micro-batch.

@@ -8,7 +8,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_memmap.strategies import SuperBatchDDPStrategy
 from tests.models import Regression
 from tests.unit.compare.runs import Double, OfItsDevice, check_run
 
@@ -57,7 +56,4 @@ def _make(name: str) -> Any:
     """A strategy as two processes; a config would name the class of some."""
     if name == "model_parallel":
         return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    if name == "memmap_superbatch_ddp":
-        # Of itself it would be one process with two data devices.
-        return SuperBatchDDPStrategy(data_devices_per_process=1)
     return name

@@ -9,12 +9,14 @@ import torch
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, default_collate
+from torchmetrics import MeanSquaredError
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import FSDP2Strategy
@@ -150,6 +152,19 @@ class Momentum(Regression):
         return [torch.optim.SGD(biases, lr=0.05), torch.optim.Adam(weights, lr=0.02)]
 
 
+class Measured(Momentum):
+    """Has a metric as a child, in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def step(self, batch: Any, stage: str) -> Tensor:
+        self.error(self(batch["x"]), batch["y"])
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        return super().step(batch, stage)
+
+
 class Lbfgs(ByLbfgs, Deep):
     pass
 
@@ -258,8 +273,32 @@ def two(out: Path) -> dict[str, Any]:
     found |= mixed(out, blocks)
     found |= checkpoints(out, blocks)
     module = fit(out, "first Trainer", **blocks)
+    measured = fit(out, "measured", Measured)
+    found["measured"] = float(measured.trainer.callback_metrics["error"])
     found["second Trainer"] = report(fit(out, "second Trainer", lambda: module, **blocks))
     found["errors"] = errors(out, module)
+    found["missing"] = missing_weights(out)
+    return found
+
+
+def missing_weights(out: Path) -> dict[str, Any]:
+    """Validates from a checkpoint in which one layer is missing, strictly and not."""
+    checkpoint = torch.load(out / "blocks.ckpt", weights_only=False)
+    del checkpoint["state_dict"]["net.2.weight"]
+    path = out / f"missing{torch.distributed.get_rank()}.ckpt"
+    torch.save(checkpoint, path)
+    found = {}
+    for strict in (True, False):
+        module = Deep()
+        module.strict_loading = strict
+        strategy = FSDP2Strategy(wrap_classes=["Block"])
+        trainer = make_trainer(out, strategy=strategy, devices=2)
+        data = MemmapDataModule(val_dataset=Points(12), store_dir=out / "stores", batch_size=6)
+        try:
+            trainer.validate(module, data, ckpt_path=path, verbose=False)
+            found[str(strict)] = ""
+        except RuntimeError as error:
+            found[str(strict)] = str(error)
     return found
 
 
@@ -358,6 +397,8 @@ def errors(out: Path, sharded: Deep) -> dict[str, str]:
         "sparse": (sparse, {}),
         "swa": (Deep, {"trainer_options": {"callbacks": [swa]}}),
         "ema": (Deep, {"trainer_options": {"callbacks": [ema]}}),
+        "pruning": (Deep, {"trainer_options": {"callbacks": [ModelPruning("l1_unstructured")]}}),
+        "sync_batchnorm": (Normed, {"trainer_options": {"sync_batchnorm": True}}),
         "lbfgs": (Lbfgs, {}),
         "penalty": (PenalisedDeep, {"wrap_classes": ["Block"]}),
         "anchor": (Anchored, {"wrap_classes": ["Block"]}),

@@ -1,5 +1,6 @@
 """What only shows where processes have GPUs, which may be simulated."""
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,46 @@ def pipelines(out: Path) -> dict[str, Any]:
     trainer, data = make(out, PipelineStrategy())
     trainer.fit(Staged(), data)
     trainer.save_checkpoint(out / "staged.ckpt")
+    return found
+
+
+class Rounded(nn.Module):
+    """Gives 16 bits in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(3, dtype=torch.uint16))
+
+    def forward(self, y: Any) -> Any:
+        return y if self.training else (y * 100).to(torch.int16)
+
+
+class Short(Regression):
+    """Has buffers and outputs of dtypes that NCCL does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Not those of the first process, on the others.
+        first = 0 if os.environ.get("LOCAL_RANK", "0") == "0" else 100
+        self.net[0].register_buffer("table", torch.arange(first, first + 7, dtype=torch.int16))
+        self.net.append(Rounded())
+
+
+def short(out: Path) -> dict[str, Any]:
+    """Trains with tensors of 16 bits, and predicts them."""
+    found = {}
+    for name, strategy in (
+        ("fsdp2", FSDP2Strategy()),
+        ("stages", PipelineStrategy()),
+        ("pipelines", PipelineStrategy(data_parallel_size=2)),
+    ):
+        trainer, data = make(out, strategy)
+        data.predict_dataset = Points(8)
+        module = Short()
+        trainer.fit(module, data)
+        predicted = trainer.predict(module, data)
+        table = None if name == "stages" else module.net[0].table.cpu()
+        found[name] = (table, [batch["y"].dtype for batch in predicted])
     return found
 
 

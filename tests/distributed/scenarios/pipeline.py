@@ -9,8 +9,10 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     EMAWeightAveraging,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from torch import Tensor, nn
@@ -277,6 +279,24 @@ def limits(out: Path) -> dict[str, Any]:
     return {"report": report, "buffers": buffers}
 
 
+class Steep(Sgd):
+    """float16 gradients near 4e4, whose sum over two pipelines is infinite."""
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return output.mean() * 4e4
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-7)
+
+
+def steep(out: Path) -> dict[str, Any]:
+    """Trains two pipelines of one process each in float16."""
+    trainer, data = Runs(out, {"data_parallel_size": 2}, 2).make(precision="16-true")
+    module = Steep()
+    trainer.fit(module, data)
+    return {"weights": [p.detach().clone() for p in module.parameters()]}
+
+
 class Tied(Staged):
     def __init__(self) -> None:
         super().__init__()
@@ -313,6 +333,17 @@ class CallsOutside(Staged):
         self(torch.zeros(4, 8))
 
 
+class Unfreezes(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
 class Lbfgs(ByLbfgs, Staged):
     pass
 
@@ -343,6 +374,8 @@ def refused(runs: Runs) -> dict[str, str]:
         "sparse": (Sparse, {"data_parallel_size": 2}, {}),
         "swa": (Staged, {}, {"callbacks": [StochasticWeightAveraging(0.1)]}),
         "ema": (Staged, {}, {"callbacks": [EMAWeightAveraging()]}),
+        "pruning": (Staged, {}, {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]}),
+        "finetuning": (Staged, {}, {"callbacks": [Unfreezes()]}),
         "sync_batchnorm": (Staged, {}, {"sync_batchnorm": True}),
         "sizes": (Staged, {"data_parallel_size": 3}, {}),
         "micro-batches": (Staged, {"schedule": "1f1b", "num_microbatches": size - 1}, {}),

@@ -3,15 +3,20 @@
 import json
 import multiprocessing
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import STRATEGIES
+from tests.combined import CombinedData
 from tests.models import Points, Regression, make_trainer, weights
+
+#: The last two steps of an epoch have 12 and 11 rows, which 2 processes do not divide.
+ROWS = 151
 
 
 class Recorder(Regression):
@@ -95,3 +100,68 @@ class Noting(Regression):
 
     def on_train_end(self) -> None:
         (self.out / f"rows{self.global_rank}.json").write_text(json.dumps(self.seen["train"]))
+
+
+class ReadAhead:
+    """A loader without a length, which Lightning reads one batch ahead."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+class ReadAheadData(MemmapDataModule):
+    def train_dataloader(self) -> Any:
+        return ReadAhead(super().train_dataloader())
+
+
+class PairedData(CombinedData):
+    """Sets of other lengths, so that one ends with an uneven step where the other one goes on."""
+
+    sets: ClassVar = {"long": Points(ROWS), "short": Points(44, offset=1000)}
+
+
+class Paired(Regression):
+    """Learns from a batch of each loader, or takes the batches itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = [self.step(part, name) for name, part in batch.items() if part is not None]
+        return sum(losses) / len(losses)
+
+
+class ByIterator(Regression):
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        batch, _, _ = next(dataloader_iter)
+        return self.step(batch, "train")
+
+
+def fit_wrapped(
+    out: Path, kind: str, strategy: str, strategy_options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train for an epoch from loaders that reach the Trainer in another form than they are made."""
+    options: dict[str, Any] = {"batch_size": 8, "num_shards": 4, "store_dir": out / "stores"}
+    module: Regression = Regression()
+    data: Any
+    if kind == "read ahead":
+        data = ReadAheadData(Points(ROWS), **options)
+    elif kind == "iterator":
+        data, module = MemmapDataModule(Points(ROWS), **options), ByIterator()
+    else:
+        drop_last = kind == "paired, whole steps"
+        data, module = PairedData(out, "max_size_cycle", 8, drop_last=drop_last), Paired()
+    precision: Any = "64-true" if kind == "read ahead" else "32-true"
+    trainer = make_trainer(
+        out,
+        strategy=make_strategy(strategy, strategy_options),
+        devices=2,
+        max_epochs=1,
+        precision=precision,
+        limit_val_batches=0,
+    )
+    try:
+        trainer.fit(module, data)
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"weights": weights(module)}

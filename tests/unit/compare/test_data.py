@@ -185,9 +185,9 @@ def test_variants_have_the_same_rows_in_any_order(
     assert prepare_store(data, DEVICES, STEPS)[1] == expected
     store = data.open_train_store()
     order = data.train_sampler(store)
-    read = PlainRows(data, store, order.shards)
+    read = PlainRows(data, store, order.pool.rows)
     samples = [read[row] for row in order.dataset_rows(0, range(16)).tolist()]
-    collate = PlainCollate(store, order.shards, read_forms(data.variable), None)
+    collate = PlainCollate(store, order.pool.rows, read_forms(data.variable), None)
     assert hash_batch(collate(samples)) == expected[0]
 
 
