@@ -1,14 +1,12 @@
-"""What is planned: the options of a comparison, and the file that tells a run what to do."""
+"""The options of a comparison, and the file that tells a run what to do."""
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
-from lightning_memmap.compare.report.records import FIRST_TRACED_STEP, NUM_TRACED_STEPS
-from lightning_memmap.compare.run.variants import parse_variants
+from lightning_memmap.compare.variants import parse_variants
 
 RunKind = Literal["prepare", "check", "timed"]
 
@@ -24,7 +22,8 @@ TRAINER_OPTIONS = (
     "sync_batchnorm",
 )
 _SECTIONS = ("seed_everything", "model", "data", "optimizer", "lr_scheduler")
-_LEAST_CHECK_STEPS = FIRST_TRACED_STEP + NUM_TRACED_STEPS
+#: Most of the first steps of a check run look at one thing more.
+_LEAST_CHECK_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ class ComparisonOptions:
             raise ValueError(f"steps={self.steps}: at least 2 are needed for a rate")
         if self.check_steps < _LEAST_CHECK_STEPS:
             raise ValueError(
-                f"check_steps={self.check_steps}: at least {_LEAST_CHECK_STEPS} are needed, since"
-                " most of them look at one thing more"
+                f"check_steps={self.check_steps}: at least {_LEAST_CHECK_STEPS} are needed"
             )
         if self.accelerator not in ("auto", "cpu", "cuda"):
             raise ValueError(f"accelerator={self.accelerator!r}: choose auto, cpu or cuda")
@@ -136,27 +134,16 @@ class RunSpec:
         return self.warmup_steps + self.steps
 
     def write(self) -> Path:
-        """Write this into its folder, which is made where it is missing.
-
-        Returns:
-            Path of the file.
-        """
+        """Write this into its folder, which is made where it is missing."""
         path = Path(self.out) / "spec.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(self))
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
         return path
 
     @classmethod
     def read(cls, path: str | Path) -> "RunSpec":
-        """Read what `write` wrote.
-
-        Args:
-            path: Path of the file.
-
-        Returns:
-            The same specification.
-        """
-        return msgspec.json.decode(Path(path).read_bytes(), type=cls)
+        """Read what `write` wrote."""
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def shared_config(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
