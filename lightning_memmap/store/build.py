@@ -12,7 +12,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
 from time import monotonic
 from typing import Any
 
@@ -24,8 +23,8 @@ from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
 from lightning_memmap.schema import Nullable, Schema, read_schema
-from lightning_memmap.schema.field_options import FieldOptions
 from lightning_memmap.schema.fields import dtype_name
+from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.schema.values import Values
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.building import (
@@ -44,7 +43,7 @@ from lightning_memmap.store.fingerprint import Fingerprint, check_given
 from lightning_memmap.store.hashing import hash_row
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.places import make_parent, store_directory
-from lightning_memmap.store.probes import Probe, probe_rows, random_dataset_error, take_probes
+from lightning_memmap.store.probes import probe_rows, random_dataset_error, take_probes
 from lightning_memmap.store.progress import Advance, ShowProgress, show_progress
 from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
@@ -536,22 +535,19 @@ class _Build:
         num_rows = len(dataset)
         nullable = dict.fromkeys(nullable_columns(dataset), Nullable())
         fields = replace(options.fields, forms={**nullable, **options.fields.forms})
-        probes: list[Probe] = take_probes(workers, num_rows, fields)
-        schema = probes[0].schema
-        plan = StorePlan(path, num_rows, options.num_shards, schema, _class_names(dataset))
+        probes = take_probes(workers, num_rows, fields)
+        classes = _class_names(dataset)
+        plan = StorePlan(path, num_rows, options.num_shards, probes.schema, classes)
         plan.check()
-        digests = tuple((probe.row, probe.digest) for probe in probes)
-        row_s = median(probe.duration_s for probe in probes)
-        sizes = [probe.num_bytes for probe in probes]
         return cls(
             workers,
             _class_name(dataset),
             plan,
-            digests,
+            probes.digests,
             fingerprint,
-            row_s,
-            max(sizes),
-            mean_bytes=fmean(sizes),
+            probes.row_s,
+            probes.row_bytes,
+            mean_bytes=probes.mean_bytes,
         )
 
     @classmethod

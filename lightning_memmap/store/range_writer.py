@@ -15,7 +15,7 @@ from lightning_memmap.schema import Field
 from lightning_memmap.schema.stack import join_rows, join_values, stack_samples
 from lightning_memmap.schema.values import Values
 from lightning_memmap.store.building import RowWriter, StorePlan
-from lightning_memmap.store.samples import flatten_row, read_samples
+from lightning_memmap.store.samples import flatten_row, read_sample, read_samples
 from lightning_memmap.store.sources import reading_order, source_of
 
 _RANGE_BYTES = 32 * 2**20
@@ -207,7 +207,7 @@ class RangeWriter:
         stacked = stack_samples(samples, schema.structure, schema.fields, room)
         if stacked is None:
             leaves = [
-                flatten_row(sample, row, schema)
+                flatten_row(sample, row, schema, lambda: read_sample(self._dataset, 0))
                 for row, sample in zip(np.asarray(rows).tolist(), samples, strict=True)
             ]
             columns = zip(*leaves, strict=True)
