@@ -32,7 +32,7 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap._compat.processes import DataParallelMesh
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._assembly import RowWeighting
+from lightning_memmap.strategies._base import RowWeighted
 from lightning_memmap.strategies._run_state import RunState
 from lightning_memmap.strategies._unsupported import (
     SplitModuleChecks,
@@ -71,7 +71,7 @@ class _Run:
     mesh: DeviceMesh
 
 
-class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParallelMesh):
+class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighted, DataParallelMesh):
     """Trains with FSDP2: each process holds shards of parameters, gradients and optimizer states.
 
     The module needs no ``configure_model``: layers become units of sharding, by class or by size,

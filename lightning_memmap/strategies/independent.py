@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.processes import LaunchedStrategy, is_interactive
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._devices import OneNode, was_started_in_several
+from lightning_memmap.strategies._base import OneNode, started_in_several
 from lightning_memmap.strategies.members.launcher import MEMBER_VARIABLE, member_of_this_process
 from lightning_memmap.strategies.members.processes import ProcessLauncher
 from lightning_memmap.strategies.members.results import MemberResults
@@ -204,7 +204,7 @@ class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
         has_rank = isinstance(environment, LightningEnvironment) and (
             environment.creates_processes_externally
         )
-        if has_rank or (environment is not None and was_started_in_several(environment)):
+        if has_rank or (environment is not None and started_in_several(environment)):
             raise ValueError(
                 "strategy='memmap_independent' starts the processes of its members itself, and this"
                 " program was already started in several (by torchrun, srun or another Trainer):"
