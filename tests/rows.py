@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.loading import (
-    DeviceLoader,
     SplitRows,
     SuperBatch,
     SuperBatchLoader,
@@ -27,12 +26,13 @@ from lightning_memmap.placement import (
     plan_placement,
 )
 from lightning_memmap.sampling import (
-    BlockShuffledSampler,
+    Pool,
     RowSubset,
     Sampler,
     SequentialSampler,
     Shards,
     ShuffledSampler,
+    StoreRows,
     default_window,
 )
 from lightning_memmap.schema import read_forms
@@ -41,7 +41,7 @@ from lightning_memmap.store.row_file import RowFile
 
 CPU = torch.device("cpu")
 
-Loader: TypeAlias = SuperBatchLoader | DeviceLoader
+Loader: TypeAlias = SuperBatchLoader
 
 
 class NumberedRows(Dataset[dict[str, Any]]):
@@ -90,7 +90,7 @@ def make_split(
         warnings.filterwarnings("ignore", "the train store has .* shards, which")
         # Nor how much is read for rows that lie apart.
         warnings.filterwarnings("ignore", "residency='stream': .* bytes of the store at")
-        size_of_split = SplitSize.of("train", store.manifest, topology, subset, window)
+        size_of_split = SplitSize.of("train", store.manifest, topology, store.rows(subset), window)
         placement = plan_placement(
             {"train": size_of_split},
             topology,
@@ -111,7 +111,7 @@ def split_with(
     """The rows of a split of a store, whose shards live where it is said."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the train store has .* shards, which")
-        size = SplitSize.of("train", store.manifest, topology, subset, window)
+        size = SplitSize.of("train", store.manifest, topology, store.rows(subset), window)
     return load_split(store, topology, SplitPlacement(size, residency), read_forms(forms))
 
 
@@ -123,18 +123,21 @@ def make_sampler(
     shuffle_window: int | None = None,
 ) -> Sampler:
     """The order that a data module has with these options."""
-    return sampler_over(Shards(num_rows, num_shards), seed, shuffle, shuffle_window)
+    return sampler_over(pool_of(num_rows, num_shards), seed, shuffle, shuffle_window)
+
+
+def pool_of(num_rows: int, num_shards: int) -> Pool:
+    """The rows of a store in as many shards as it has."""
+    return Pool.of(StoreRows(Shards(num_rows, num_shards)), num_shards)
 
 
 def sampler_over(
-    shards: Shards, seed: int = 0, shuffle: bool = False, shuffle_window: int | None = None
+    pool: Pool, seed: int = 0, shuffle: bool = False, shuffle_window: int | None = None
 ) -> Sampler:
-    """The order of some shards; see `make_sampler`."""
+    """The order of a pool; see `make_sampler`."""
     if not shuffle:
-        return SequentialSampler(shards)
-    if shuffle_window is None:
-        return ShuffledSampler(shards, seed)
-    return BlockShuffledSampler(shards, seed, shuffle_window)
+        return SequentialSampler(pool)
+    return ShuffledSampler(pool, seed, shuffle_window)
 
 
 def make_loader(
@@ -162,7 +165,7 @@ def make_loader(
         forms=forms,
     )
     if residency == "stream" and window is None:
-        window = default_window(split.shards.num_shards, store.manifest.row_bytes)
+        window = default_window(split.pool.num_shards, store.manifest.row_bytes)
     return loader_over(store, split, batch_size, shuffle_window=window, **options)
 
 
@@ -177,7 +180,7 @@ def loader_over(
     **options: Any,
 ) -> SuperBatchLoader:
     """A loader over the rows of a split of a store."""
-    order = sampler_over(split.shards, seed, shuffle, shuffle_window)
+    order = sampler_over(split.pool, seed, shuffle, shuffle_window)
     options = {"collate": store.schema.builder(), **options}
     return SuperBatchLoader(split, order, batch_size, seed=seed, **options)
 
@@ -186,9 +189,9 @@ def assembled(
     loader: SuperBatchLoader,
     device: torch.device = CPU,
     prefetch: int = 0,
-) -> DeviceLoader:
+) -> SuperBatchLoader:
     """The batches of a loader, assembled on a device."""
-    return DeviceLoader(loader, device, prefetch)
+    return loader.assembled(device, prefetch)
 
 
 def noisy(batch: Any, generator: torch.Generator) -> Any:

@@ -17,9 +17,9 @@ from lightning_memmap.arguments import (
     print_error,
 )
 from lightning_memmap.commands.found_stores import stores_in, stores_or_errors
+from lightning_memmap.commands.image_tables import image_tables
 from lightning_memmap.commands.store_info import print_info
 from lightning_memmap.commands.store_plan import device_bytes, plan_devices, plan_windows
-from lightning_memmap.compare.render.image_tables import image_tables
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.store import (
     append_store,
@@ -31,7 +31,7 @@ from lightning_memmap.store import (
     verify_store,
 )
 from lightning_memmap.store.checksums import hashed_bytes
-from lightning_memmap.store.places import check_path
+from lightning_memmap.store.places import place_of
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.transfer import stores_at
 from lightning_memmap.store.verify import unknown_files
@@ -186,9 +186,8 @@ def _verify(path: str) -> int:
     """Check every byte of a store.
 
     Args:
-        path: Directory of a store, or of one store per split.
+        path: Directory or URL of a store, or of one store per split.
     """
-    check_path(path)
     console = _make_console()
     damaged = False
     for store in stores_or_errors(path).values():
@@ -196,15 +195,16 @@ def _verify(path: str) -> int:
             if isinstance(store, Exception):
                 raise store
             with show_progress("verifying", hashed_bytes(store.manifest.columns), 1) as advance:
-                damages = verify_store(store.path, advance=advance)
+                damages = verify_store(store.location, advance=advance)
         except (MemmapError, OSError) as error:
             print_error(error)
             damaged = True
             continue
         for damage in damages:
             console.print(printable(damage), style="red", soft_wrap=True)
-        where = printable(store.path)
-        for name in unknown_files(store.path, store.manifest):
+        where = printable(store.location)
+        is_here = isinstance(place_of(store.location), Path)
+        for name in unknown_files(store.path, store.manifest) if is_here else ():
             line = f"{where}: {printable(name)} is not part of the store and is never read"
             console.print(line, soft_wrap=True)
         if not damages:

@@ -33,14 +33,12 @@ from lightning_memmap.data.splits import (
 )
 from lightning_memmap.loading import (
     BatchLoader,
-    DeviceLoader,
     FormedCollate,
     SplitRows,
     SuperBatchLoader,
-    loader_for,
 )
-from lightning_memmap.loading.collate import Collate
-from lightning_memmap.loading.row_numbers import NumberedCollate
+from lightning_memmap.loading.super_batch import Collate
+from lightning_memmap.loading.variable_batch import NumberedCollate
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
@@ -53,11 +51,11 @@ from lightning_memmap.placement import (
 from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.sampling import (
+    Pool,
     Sampler,
     SamplerFactory,
     Selection,
     SequentialSampler,
-    Shards,
     Subset,
 )
 from lightning_memmap.sizes import format_bytes
@@ -76,7 +74,7 @@ else:
 #: One dataset or several, in a list or by name; None for one that is stored already.
 Datasets: TypeAlias = AnyDataset | list[AnyDataset | None] | dict[str, AnyDataset | None] | None
 #: A loader, or one for each of several datasets.
-Loader: TypeAlias = SuperBatchLoader | DeviceLoader
+Loader: TypeAlias = SuperBatchLoader | BatchLoader
 Loaders: TypeAlias = Loader | list[Loader] | dict[str, Loader]
 
 _SPLITS_OF_STAGE = {
@@ -170,7 +168,7 @@ class MemmapDataModule(L.LightningDataModule):
             too. Refused with ``shuffle=False``, except under ``stream``.
         sampler: Makes the order of the training rows, instead of ``shuffle``, such as
             `lightning_memmap.sampling.Weighted`: a `lightning_memmap.sampling.SamplerFactory`, or a
-            function of the `lightning_memmap.sampling.Shards` and the seed that returns a
+            function of the `lightning_memmap.sampling.Pool` of rows and the seed that returns a
             `lightning_memmap.sampling.Sampler`.
         variable: How batches give fields whose rows differ in length, by field name: ``"pad"``, the
             default, ``"jagged"``, ``"list"``, or a `lightning_memmap.schema.Form` such as
@@ -212,7 +210,7 @@ class MemmapDataModule(L.LightningDataModule):
     subset = Option[Selection | Mapping[str, Subset] | None]()
     member = Option[int | None]()
     shuffle_window = Option[int | None]()
-    sampler = Option[SamplerFactory | Callable[[Shards, int], Sampler] | None]()
+    sampler = Option[SamplerFactory | Callable[[Pool, int], Sampler] | None]()
     variable = Option[Mapping[str, Any] | None]()
     with_row_numbers = Option[bool]()
     train_dataset = _SplitDataset("train")
@@ -247,7 +245,7 @@ class MemmapDataModule(L.LightningDataModule):
         subset: Selection | dict[str, Subset] | None = None,
         member: int | None = None,
         shuffle_window: int | None = None,
-        sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None = None,
+        sampler: SamplerFactory | Callable[[Pool, int], Sampler] | None = None,
         variable: dict[str, Any] | None = None,
         with_row_numbers: bool = False,
     ) -> None:
@@ -287,7 +285,7 @@ class MemmapDataModule(L.LightningDataModule):
         #: By split, what this data module has stored or recognised: see `SplitStores`.
         self._built: dict[str, tuple[Any, ...]] = {}
         self._has_warned = False
-        self._train_loader: SuperBatchLoader | DeviceLoader | None = None
+        self._train_loader: SuperBatchLoader | BatchLoader | None = None
         self._resume: Resume | None = None
         stores = SplitStores(self.options, self.datasets, None, self._built)
         stores.check_held_out()
@@ -397,7 +395,7 @@ class MemmapDataModule(L.LightningDataModule):
             sizes = []
             for split in self._splits_of(kind):
                 rows = self._rows.get(split)
-                sizes.append("None" if rows is None else f"size={rows.shards.num_rows}")
+                sizes.append("None" if rows is None else f"size={rows.pool.num_rows}")
             if kind != "train" and has_several(self.datasets[kind]):
                 sizes = [f"{number}. {size}" for number, size in enumerate(sizes, 1)]
             lines.append(f"{{{name} dataloader: {' ; '.join(sizes)}}}")
@@ -562,7 +560,7 @@ class MemmapDataModule(L.LightningDataModule):
         if self._set_up is not None:
             self._set_up.release()
 
-    def train_dataloader(self) -> SuperBatchLoader | DeviceLoader:
+    def train_dataloader(self) -> SuperBatchLoader | BatchLoader:
         """The training rows in the order of `train_sampler`.
 
         Without a Trainer, this and the other loaders are `lightning_memmap.loading.BatchLoader`.
@@ -602,6 +600,8 @@ class MemmapDataModule(L.LightningDataModule):
                 f" shuffle_window={was.shuffle_window}: call setup() after you set it"
             )
         # Where the rows live is as it was set up.
+        if made.order is not None and _ordering(stores.options) == _ordering(was):
+            return made.order
         stores = replace(stores, options=replace(stores.options, residency=was.residency))
         planner = Planner(stores, made.placement.topology, self._is_overfitting)
         return planner.order(made.stores["train"], made.placement.splits["train"].size)
@@ -638,7 +638,7 @@ class MemmapDataModule(L.LightningDataModule):
         found = Resume.read(state_dict)
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
             if found is not None:
-                found.check_rows(self._rows_of("train").shards.identity["subset"])
+                found.check_rows(self._rows_of("train").pool.identity["subset"])
             self._resume = found
 
     def val_dataloader(self) -> Loaders:
@@ -768,14 +768,14 @@ class MemmapDataModule(L.LightningDataModule):
         order: Sampler | None = None,
         drop_last: bool = False,
         progress: TrainerProgress | None = None,
-    ) -> SuperBatchLoader | DeviceLoader:
+    ) -> SuperBatchLoader | BatchLoader:
         rows = self._rows_of(split)
         if split == "train":
             # The transform may have been set since the set-up.
             self._planner(rows.topology).check_train_fields(self.stores[split])
         loader = SuperBatchLoader(
             rows,
-            order or SequentialSampler(rows.shards),
+            order or SequentialSampler(rows.pool),
             self.batch_size,
             collate=self._collate(split),
             transform=transform,
@@ -787,7 +787,7 @@ class MemmapDataModule(L.LightningDataModule):
             return BatchLoader(loader, loader.data_devices[0])
         if not self._is_overfitting:
             loader.dataset = loader.batch_sizes
-        return loader_for(loader, rows.topology)
+        return loader.placed(rows.topology)
 
     def _collate(self, split: str) -> Collate:
         assert self._set_up is not None
@@ -804,6 +804,11 @@ class MemmapDataModule(L.LightningDataModule):
             sample = first_sample(dataset, self.num_workers)
         collate = FormedCollate(schema, options.fields.forms, sample)
         return NumberedCollate(collate, schema) if self._rows[split].are_numbered else collate
+
+
+def _ordering(options: DataOptions) -> tuple[Any, ...]:
+    """The options that the order depends on."""
+    return options.sampler, options.shuffle, options.seed, options.shuffle_window
 
 
 @rank_zero_only

@@ -2,19 +2,14 @@
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from lightning_memmap.errors import StoreError
-from lightning_memmap.loading.column_rows import ColumnRows
-from lightning_memmap.loading.decoded import DecodedRows, default_threads
-from lightning_memmap.loading.image_decoder import ImageDecoder
-from lightning_memmap.loading.resident import ResidentRows, copied_rows, mapped_rows
-from lightning_memmap.loading.row_numbers import NumberedRows
+from lightning_memmap.loading.decoding import ImageDecoder, Images, default_threads
+from lightning_memmap.loading.resident import copied_rows, mapped_rows
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
@@ -26,11 +21,11 @@ from lightning_memmap.loading.window_series import SeriesLayout, largest_window_
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
 from lightning_memmap.sampling import (
     Integers,
-    LineShards,
+    Pool,
     ReadWindows,
     Sampler,
-    Shards,
-    WindowShards,
+    StoreRows,
+    WindowedRows,
 )
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
@@ -47,28 +42,23 @@ class SplitRows:
 
     Args:
         topology: The data devices and this process's rank.
-        shards: The rows of the split, and the shards that they are divided into.
+        pool: The rows of each shard of the split.
         sources: Where rows are fetched from.
         source_of_shard: Index into ``sources`` for each shard of the split, int64 of shape (C,),
             -1 for shards of other processes.
         absent: The fields that no source has, since this process does not need them, each with its
             place among the fields of the store, in ascending order.
+        images: The fields whose images are decoded; None where there are none.
+        are_numbered: Whether rows come with their numbers: those in the dataset as it was given.
     """
 
     topology: DataTopology
-    shards: Shards
+    pool: Pool
     sources: tuple[RowSource, ...]
     source_of_shard: Integers
     absent: tuple[tuple[int, Field], ...] = ()
-
-    @property
-    def are_numbered(self) -> bool:
-        """Whether rows come with their numbers; see `lightning_memmap.loading.row_numbers`."""
-        return any(isinstance(source, NumberedRows) for source in self.sources)
-
-    def numbered(self) -> "SplitRows":
-        """The same rows, each with its number."""
-        return replace(self, sources=tuple(map(NumberedRows, self.sources)))
+    images: Images | None = None
+    are_numbered: bool = False
 
     def check_order(self, sampler: Sampler) -> None:
         """Check that the rows can be fetched in an order.
@@ -91,6 +81,8 @@ class SplitRows:
         """Free the rows. Loaders over this split give no more batches then."""
         for source in self.sources:
             source.release()
+        if self.images is not None:
+            self.images.release()
 
 
 def load_split(
@@ -122,7 +114,7 @@ def load_split(
             one that is read window by window since it was opened, or a shard of a store at a URL
             cannot be fetched.
     """
-    fields, shards = placement.size.fields, placement.shards
+    fields, pool = placement.size.fields, placement.pool
     needed = [
         pair
         for pair in zip(store.manifest.columns, store.columns, strict=True)
@@ -130,31 +122,35 @@ def load_split(
     ]
     columns = [column for column, _ in needed]
     held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
-    opened = store.provide(fields, _stored_shards(store, shards, held))
+    opened = store.provide(fields, _stored_shards(store, pool, held))
     maker = _SourceMaker(store, placement, columns, opened)
     sources: list[RowSource] = []
-    source_of_shard = np.full(shards.num_shards, -1, np.int64)
+    source_of_shard = np.full(pool.num_shards, -1, np.int64)
     for (residency, device), group in _held_together(topology, placement).items():
         source_of_shard[group] = len(sources)
         sources.append(maker.source(residency, device, group))
     # Not from those that have only the rows of this process.
-    if images := image_decoders(columns, [rows for _, rows in needed], forms or {}):
-        if maker.cut:
-            raise ValueError(
-                f"variable: field {maker.cut[0]!r} is cut into windows, and images are decoded for"
-                " each row of a batch, not for each step of a window: leave one of them out"
-            )
-        for index, source in enumerate(sources):
-            if isinstance(source, (ResidentRows, StreamedRows)):
-                is_held = source_of_shard == index
-                sources[index] = _decoded_rows(source, images, is_held, topology)
-    length = shards.base.length if isinstance(shards.base, WindowShards) else 0
+    decoders = image_decoders(columns, [rows for _, rows in needed], forms or {})
+    if decoders and maker.cut:
+        raise ValueError(
+            f"variable: field {maker.cut[0]!r} is cut into windows, and images are decoded for"
+            " each row of a batch, not for each step of a window: leave one of them out"
+        )
+    images = None
+    if decoders and sources:
+        names = [field.name for field in store.schema.fields]
+        given = [decoder.form.num_threads for decoder in decoders.values()]
+        usual = default_threads(topology.num_local_processes)
+        num_threads = max(usual if threads is None else threads for threads in given)
+        by_place = {names.index(decoder.field): decoder for decoder in decoders.values()}
+        images = Images(by_place, num_threads)
+    length = pool.rows.length if isinstance(pool.rows, WindowedRows) else 0
     absent = tuple(
         (index, field.windowed(length) if field.name in maker.cut else field)
         for index, field in enumerate(store.schema.fields)
         if fields is not None and field.name not in fields
     )
-    return SplitRows(topology, shards, tuple(sources), source_of_shard, absent)
+    return SplitRows(topology, pool, tuple(sources), source_of_shard, absent, images)
 
 
 @dataclass(frozen=True)
@@ -176,12 +172,12 @@ class _SourceMaker:
     @property
     def cut(self) -> tuple[str, ...]:
         """The fields that are cut into windows."""
-        base = self.placement.shards.base
-        return base.fields if isinstance(base, WindowShards) else ()
+        rows = self.placement.pool.rows
+        return rows.fields if isinstance(rows, WindowedRows) else ()
 
     @cached_property
     def _offsets(self) -> StoreOffsets:
-        return StoreOffsets.into(self.store, self.placement.shards)
+        return StoreOffsets.into(self.store, self.placement.pool)
 
     def source(self, residency: Residency, device: torch.device, shards: list[int]) -> RowSource:
         """The source of some shards.
@@ -194,24 +190,15 @@ class _SourceMaker:
         Raises:
             StoreError: The columns cannot have this residency.
         """
-        others = [column for column in self.columns if column.rows_name is None]
-        if others and residency is not Residency.MMAP:
-            raise StoreError(
-                f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
-                f" {self.store.location} can be read from the file mapping alone: use"
-                " residency='mmap'"
-            )
-        if self.cut and not others:
+        if self.cut:
             pairs = [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]
             is_copied = residency in (Residency.DEVICE, Residency.HOST)
             place = device if is_copied else None
-            found = window_rows(self.store, pairs, self.placement.shards, shards, place)
+            found = window_rows(self.store, pairs, self.placement.pool, shards, place)
             return self._streamed_windows(found, shards) if residency is Residency.STREAM else found
-        if others or not self.columns:
-            return ColumnRows(self.columns, self.opened)
-        if residency is Residency.STREAM:
+        if residency is Residency.STREAM and self.columns:
             return self._streamed_rows(shards)
-        if residency is Residency.MMAP:
+        if residency is Residency.MMAP or not self.columns:
             return mapped_rows(self.opened, self._offsets)
         return copied_rows(self.opened, self._offsets, shards, device)
 
@@ -232,12 +219,11 @@ class _SourceMaker:
         return StreamedRows(layout, windows.rows)
 
     def _streamed_windows(self, mapped: WindowRows, shards: list[int]) -> StreamedRows:
-        line, windows = _line_of(self.placement.shards), self.placement.size.windows
-        assert line is not None
-        cut = [column for column in self.columns if column.field.name in line.fields]
+        windows = self.placement.size.windows
+        cut = [column for column in self.columns if column.field.name in self.cut]
         files = open_row_files(self.store, cut, in_steps=True)
         fields = [column.field for column in self.columns]
-        layout = SeriesLayout(fields, files, mapped, line, held=shards, windows=windows)
+        layout = SeriesLayout(fields, files, mapped, held=shards, windows=windows)
         self._warn_of_waste(layout.share_used(windows), windows)
         return StreamedRows(layout, windows.rows)
 
@@ -299,18 +285,18 @@ def largest_window_bytes(
         StoreError: The index of a field is damaged, or a shard cannot be fetched.
     """
     needed = [f for f in store.schema.fields if fields is None or f.name in fields]
-    shards, rows = windows.sampler.shards, windows.longest
+    pool, rows = windows.sampler.pool, windows.longest
     total = 0 if windows.has_runs else len(held) * rows * LOOKUP_BYTES
-    if (line := _line_of(shards)) is not None:
-        num_bytes = sum(field.step_bytes for field in needed if field.name in line.fields)
-        return total + num_bytes * largest_window_steps(line, held, windows)
+    if isinstance(pool.rows, WindowedRows):
+        num_bytes = sum(field.step_bytes for field in needed if field.name in pool.rows.fields)
+        return total + num_bytes * largest_window_steps(held, windows)
     variable = [field.name for field in needed if field.num_variable]
     total += len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
     if not variable:
         return total
-    offsets = StoreOffsets.into(store, shards)
+    offsets = StoreOffsets.into(store, pool)
     largest = largest_window if windows.has_runs else largest_of_any
-    for column in store.provide(variable, _stored_shards(store, shards, held)):
+    for column in store.provide(variable, _stored_shards(store, pool, held)):
         if isinstance(column, ItemRows):
             # An index entry for each row beside its items.
             index_bytes = 8 * (1 + column.field.num_variable) * len(held) * rows
@@ -318,23 +304,17 @@ def largest_window_bytes(
     return total
 
 
-def _line_of(shards: Shards) -> WindowShards | None:
-    """The windows over series that shards are, or that a sampler has made them of."""
-    if isinstance(shards, WindowShards):
-        return shards
-    return shards.base if isinstance(shards.base, WindowShards) else None
-
-
-def _stored_shards(store: Store, shards: Shards, held: Sequence[int]) -> list[int]:
+def _stored_shards(store: Store, pool: Pool, held: Sequence[int]) -> list[int]:
     """The shards of the store that have rows of some shards of a split."""
     stored = store.manifest.shards
-    if shards == stored:
+    is_same = pool.rows == StoreRows(stored) and pool.num_shards == stored.num_shards
+    if is_same and pool.chosen is None:
         return [*held]
-    if isinstance(shards.base, LineShards):
+    if pool.rows.is_lined:
         return [*range(stored.num_shards)]
     found = np.zeros(stored.num_shards, bool)
     for shard in held:
-        found[np.asarray(shards.rows_of(shard), np.int64) % stored.num_shards] = True
+        found[np.asarray(pool.rows_of(shard), np.int64) % stored.num_shards] = True
     return [int(shard) for shard in np.flatnonzero(found)]
 
 
@@ -367,15 +347,3 @@ def image_decoders(
             first, row = next((found for found in each if len(found[0])), (rows.row(0).numpy(), 0))
             decoders[index] = ImageDecoder.like(column.field.name, form, first, row)
     return decoders
-
-
-def _decoded_rows(
-    rows: ResidentRows | StreamedRows,
-    decoders: Mapping[int, ImageDecoder],
-    is_held: NDArray[np.bool_],
-    topology: DataTopology,
-) -> DecodedRows:
-    given = [decoder.form.num_threads for decoder in decoders.values()]
-    usual = default_threads(topology.num_local_processes)
-    num_threads = max(usual if threads is None else threads for threads in given)
-    return DecodedRows(rows, decoders, is_held, num_threads)

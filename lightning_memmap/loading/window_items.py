@@ -335,7 +335,7 @@ def largest_window(
             ends.append(ends[-1][-1] + np.cumsum(found.sizes.prod(axis=1)))
         return np.concatenate(ends)[places]
 
-    sizes, is_one_run = offsets.shards.sizes, offsets.starts is not None
+    sizes, is_one_run = offsets.pool.sizes, offsets.starts is not None
     return most_items(sizes, shards, window, in_one_run if is_one_run else apart, not is_one_run)
 
 
@@ -359,7 +359,7 @@ def largest_of_any(
     total = 0
     for shard in shards:
         longest = np.zeros(0, np.int64)
-        size = int(offsets.shards.sizes[shard])
+        size = int(offsets.pool.sizes[shard])
         for first in range(0, size, _LOOKUP_ROWS):
             some = np.arange(first, min(first + _LOOKUP_ROWS, size))
             found = rows.at(offsets.of(np.full(len(some), shard), some))

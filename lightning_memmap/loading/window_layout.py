@@ -98,8 +98,8 @@ class WindowLayout:
         self._files = [file for index, file in enumerate(files) if index not in items]
         self._offsets = offsets
         self._shards = np.array(shards, np.int64)
-        self._sizes = offsets.shards.sizes
-        num_shards = offsets.shards.num_shards
+        self._sizes = offsets.pool.sizes
+        num_shards = offsets.pool.num_shards
         #: A run's first slot is, modulo this, its first row's number in the file.
         self._multiple = 1
         if offsets.starts is not None:
@@ -108,7 +108,7 @@ class WindowLayout:
             self._multiple = max((each for each in multiples if each <= limit), default=1)
         free = 2 * _MAX_RUNS * (self._multiple - 1)
         self._slots_per_shard = _round_up(window + free, self._multiple)
-        self._starts = offsets.shards.starts if offsets.starts is None else offsets.starts
+        self._starts = offsets.pool.starts if offsets.starts is None else offsets.starts
         #: By shard of the split, the first of its slots; -1 for shards of other processes.
         self._first_slots = np.full(num_shards, -1, np.int64)
         self._first_slots[self._shards] = np.arange(len(shards)) * self._slots_per_shard

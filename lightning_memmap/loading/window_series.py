@@ -16,7 +16,7 @@ from lightning_memmap.loading.window_items import RunPlaces, check_numbers, most
 from lightning_memmap.loading.window_places import MAX_PLACED_RUNS
 from lightning_memmap.loading.window_reads import Read, scratch_memory
 from lightning_memmap.loading.window_rows import WindowRows
-from lightning_memmap.sampling import Integers, ReadWindows, WindowShards
+from lightning_memmap.sampling import Integers, ReadWindows, WindowedRows
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns.variable import Located
 from lightning_memmap.store.row_file import RowFile
@@ -35,7 +35,7 @@ class SeriesMemory:
 
     def __init__(self, layout: "SeriesLayout") -> None:
         self._layout = layout
-        length = layout.shards.length
+        length = layout.line.length
         self._steps = [
             layout.places.allocate(field.item_shape[1:], field.dtype) if cut else None
             for field, cut in zip(layout.fields, layout.is_cut, strict=True)
@@ -75,8 +75,6 @@ class SeriesLayout:
         files: The files of those that are cut into windows, in their order, with steps as rows;
             None for one without a byte.
         mapped: The windows over the file mapping.
-        shards: The windows, divided into shards: those that the sampler orders, or where it draws
-            from them, those that it draws from.
         held: The shards that this process holds.
         windows: Which rows are in which window of the epoch.
 
@@ -89,28 +87,30 @@ class SeriesLayout:
         fields: Sequence[Field],
         files: Sequence[RowFile | None],
         mapped: WindowRows,
-        shards: WindowShards,
         *,
         held: Sequence[int],
         windows: ReadWindows,
     ) -> None:
-        self.shards, self.mapped, self.files, self._held = shards, mapped, files, held
+        pool = windows.sampler.pool
+        line = pool.rows
+        assert isinstance(line, WindowedRows)
+        self.line, self.mapped, self.files, self._held = line, mapped, files, held
         #: Which fields are cut into windows.
-        self.is_cut = [field.name in shards.fields for field in fields]
+        self.is_cut = [field.name in line.fields for field in fields]
         self.fields = [
-            field.windowed(shards.length) if cut else field
+            field.windowed(line.length) if cut else field
             for field, cut in zip(fields, self.is_cut, strict=True)
         ]
         self.row_bytes = mapped.row_bytes
-        begins = (shards.ends - shards.counts) * shards.stride + mapped.shifts
+        begins = (line.ends - line.counts) * line.stride + mapped.shifts
         #: A window is told by the first of its steps in the files: one more than there are.
-        self.num_slots = int((begins + shards.steps.array).max()) + 1
+        self.num_slots = int((begins + line.steps.array).max()) + 1
         check_numbers(windows, self.num_slots)
         # In dataset order, series that follow one another are in all shards of the store.
-        count = shards.num_shards if shards.is_ordered else len(held)
+        count = pool.num_shards if pool.is_striped else len(held)
         max_runs = (_MAX_RUNS if windows.has_runs else MAX_PLACED_RUNS) * count
-        most = largest_window_steps(shards, held, windows)
-        self.places = RunPlaces(shards.fields[0], [f for f in files if f], most, max_runs)
+        most = largest_window_steps(held, windows)
+        self.places = RunPlaces(line.fields[0], [f for f in files if f], most, max_runs)
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
         """Where windows begin in the files, if these came anew for each window of the epoch; see
@@ -140,13 +140,27 @@ class SeriesLayout:
         Returns:
             Steps that follow one another, series by series or window by window.
         """
-        line = self.shards
+        line, pool = self.line, windows.sampler.pool
         if windows.has_runs:
-            series, firsts, counts = line.stretches(self._held, windows.runs(epoch, number))
+            runs, num_shards = windows.runs(epoch, number), pool.num_shards
+            if pool.is_striped:
+                edges = [(run.start * num_shards, run.stop * num_shards) for run in runs]
+                found = line.stretches(num_shards, edges, self._held)
+            else:
+                edges = [
+                    (start + run.start, start + min(run.stop, size))
+                    for start, size in zip(
+                        pool.starts[self._held], pool.sizes[self._held], strict=True
+                    )
+                    for run in runs
+                ]
+                found = line.stretches(num_shards, edges, None)
+            series, firsts, counts = found
         else:
             drawn = windows.offsets(epoch, number, np.array(self._held, np.int64))
-            firsts = np.unique(windows.sampler.shards.locations_in(line, *drawn))
-            series, counts = line.on_line(firsts).series, np.ones_like(firsts)
+            firsts = np.sort(pool.places(*drawn))
+            firsts = firsts[np.diff(firsts, prepend=-1) > 0]
+            series, counts = line.in_series(firsts).series, np.ones_like(firsts)
         lengths = (counts - 1) * line.stride + line.length
         return Located(firsts * line.stride + self.mapped.shifts[series], lengths[:, None])
 
@@ -160,18 +174,18 @@ class SeriesLayout:
             Between 0 and 1.
         """
         # In dataset order, neighbours belong to all shards in turn.
-        part = len(self._held) / self.shards.num_shards if self.shards.is_ordered else 1.0
-        used = min(1.0, part * self.shards.length / self.shards.stride)
+        pool = windows.sampler.pool
+        part = len(self._held) / pool.num_shards if pool.is_striped else 1.0
+        used = min(1.0, part * self.line.length / self.line.stride)
         sizes = [file.row_bytes for file in self.files if file is not None]
         found = self.located(windows, 0, 0)
         return used * self.places.share_used(found, max(sizes, default=1))
 
 
-def largest_window_steps(shards: WindowShards, held: Sequence[int], windows: ReadWindows) -> int:
+def largest_window_steps(held: Sequence[int], windows: ReadWindows) -> int:
     """How many steps a window of the epoch has at most, each counted once for each shard.
 
     Args:
-        shards: The windows over series, divided into shards; see `SeriesLayout`.
         held: The shards that this process holds.
         windows: Which rows are in which window of the epoch.
 
@@ -180,18 +194,20 @@ def largest_window_steps(shards: WindowShards, held: Sequence[int], windows: Rea
         with others. In dataset order it is that of the windows of all shards. Where a sampler draws
         windows, it is counted as if they had no step in common.
     """
-    window = windows.longest
+    window, pool = windows.longest, windows.sampler.pool
+    line = pool.rows
+    assert isinstance(line, WindowedRows)
     if not windows.has_runs:
-        return len(held) * window * shards.length
+        return len(held) * window * line.length
     # A run that begins inside of a series.
-    shared = max(0, shards.length - shards.stride)
-    if shards.is_ordered:
-        size = window * shards.num_shards
-        edges = np.append(np.arange(0, shards.num_rows, size), shards.num_rows)
-        return int(np.diff(shards.steps_before(edges)).max()) + shared
+    shared = max(0, line.length - line.stride)
+    if pool.is_striped:
+        size = window * pool.num_shards
+        edges = np.append(np.arange(0, line.num_rows, size), line.num_rows)
+        return int(np.diff(line.steps_before(edges, True)).max()) + shared
 
     def steps_before(shard: int, offsets: Integers) -> Integers:
-        return shards.steps_before(shards.starts[shard] + offsets)
+        return line.steps_before(pool.starts[shard] + offsets, False)
 
-    most = most_items(shards.sizes, held, window, steps_before)
+    most = most_items(pool.sizes, held, window, steps_before)
     return most + _MAX_RUNS * shared * len(held)

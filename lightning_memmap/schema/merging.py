@@ -52,7 +52,7 @@ def merge(one: Part, other: Part, path: Path = ()) -> Part | None:
             raise _mixed_error(path, (one.fields[path], other.fields[path]))
         if field is None:
             return None
-        return Part(SEQUENCE if node != LEAF and field.num_variable else node, {path: field})
+        return Part(node, {path: field})
     has_fields = node.is_field or other_node.is_field
     is_of_other_length = has_fields or len(node.keys) != len(other_node.keys)
     if (
@@ -223,7 +223,7 @@ def field_paths(node: Node, path: Path = ()) -> list[Path]:
 
 def _is_any_list(node: Node) -> bool:
     """Whether this is a list or tuple, one that is a field included."""
-    return node.is_list or node.kind in ("numbers", "sequence", "records")
+    return node.is_list or node.kind in ("sequence", "records")
 
 
 def _numbers(part: Part, path: Path) -> set[Field | None]:

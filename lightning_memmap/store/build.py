@@ -17,6 +17,7 @@ from statistics import median
 from time import monotonic
 from typing import Any
 
+import xxhash
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError
@@ -32,7 +33,7 @@ from lightning_memmap.store.progress import Advance, ShowProgress
 from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.recovery import is_store, remove_tree
-from lightning_memmap.store.sources import nullable_columns
+from lightning_memmap.store.sources import nullable_columns, reading_order, source_of
 from lightning_memmap.store.sources.stream import Spool
 from lightning_memmap.store.workers import Workers
 from lightning_memmap.store.written import WrittenStore
@@ -200,8 +201,11 @@ class Build:
         Args:
             **more: JSON values that must be the same as well.
         """
-        probes = [list(probe) for probe in self.probes]
-        contents = {**self.plan.to_json(), "probes": probes, **more}
+        probes, dataset = [list(probe) for probe in self.probes], self.workers.dataset
+        # The journal counts rows in the order in which they are read.
+        order = reading_order(source_of(dataset, self.plan.schema), len(dataset))
+        digest = "" if order is None else xxhash.xxh3_64_hexdigest(order.data)
+        contents = {**self.plan.to_json(), "probes": probes, "order": digest, **more}
         return BuildKey(self.fingerprint, contents, self.plan.file_bytes)
 
     def _log_what_is_kept(self, journal: Journal, resume: bool) -> None:

@@ -62,6 +62,8 @@ class BuildKey:
         for key, value in self.contents.items():
             if (was := found.get(key)) == value:
                 continue
+            if key == "order":
+                return "its rows are read in another order"
             if key == "probes":
                 return "rows that are read for comparison have changed"
             if type(was) is int:

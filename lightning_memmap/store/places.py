@@ -65,8 +65,7 @@ def check_path(given: str | Path) -> None:
     if isinstance(place_of(given), StoreUrl):
         raise ValueError(
             f"path={str(given)!r} is a URL, and this needs a directory: build stores in one and"
-            " push them (`lightning-memmap store push DIRECTORY URL`); to check every byte of one,"
-            " pull it (`lightning-memmap store pull URL DIRECTORY`)"
+            " push them (`lightning-memmap store push DIRECTORY URL`)"
         )
 
 

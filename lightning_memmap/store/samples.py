@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
+from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Schema
 
 
@@ -24,30 +25,25 @@ def read_sample(dataset: Any, row: int) -> Any:
         raise _raised(row, error) from error
 
 
-def read_samples(dataset: Any, first: int, num_rows: int) -> Sequence[Any]:
-    """Read consecutive samples of a dataset, many at once where it has ``__getitems__``.
-
-    Args:
-        dataset: The dataset.
-        first: The first row.
-        num_rows: How many.
+def read_samples(dataset: Any, rows: range | Integers) -> Sequence[Any]:
+    """Read samples of a dataset, many at once where it has ``__getitems__``.
 
     Raises:
         DatasetError: The dataset raised an error; the message names the row.
     """
-    rows = range(first, first + num_rows)
+    numbers = np.asarray(rows).tolist()
     if _gives_many(dataset):
         with suppress(Exception):  # Row by row, the error has its row.
-            many = dataset.__getitems__(list(rows))
-            if isinstance(many, (list, tuple)) and len(many) == num_rows:
+            many = dataset.__getitems__(numbers)
+            if isinstance(many, (list, tuple)) and len(many) == len(numbers):
                 return many
     samples: list[Any] = []
     try:
-        for row in rows:
+        for row in numbers:
             sample = dataset[row]
             samples.append(sample)
     except Exception as error:
-        raise _raised(first + len(samples), error) from error
+        raise _raised(numbers[len(samples)], error) from error
     return samples
 
 

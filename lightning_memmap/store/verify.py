@@ -7,8 +7,9 @@ from pathlib import Path
 
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.manifest import MANIFEST, Manifest, check_files
-from lightning_memmap.store.places import check_path, local_path
+from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recovery import finish_interrupted
+from lightning_memmap.store.remote.store import open_url
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,12 @@ class Damage:
     Args:
         field: Name of the field.
         shard: Index of the shard.
-        path: The first of the field's files.
+        path: The first of the field's files; of a store at a URL, the URL.
     """
 
     field: str
     shard: int
-    path: Path
+    path: Path | str
 
     def __str__(self) -> str:
         return f"field {self.field!r}, shard {self.shard} is damaged ({self.path})"
@@ -37,8 +38,12 @@ def verify_store(
 ) -> list[Damage]:
     """Compare every byte of a store with its checksums, and find what is damaged.
 
+    Of a store at a URL, these are the bytes that this machine would use: those in the cache, and
+    for shards that are not there, those of the server. What is damaged in the cache is fetched
+    again when it is next needed.
+
     Args:
-        path: Directory of the store.
+        path: Directory of the store, or its URL.
         num_threads: Threads that read and hash.
         advance: Called with the number of bytes read since the last call, from these threads.
 
@@ -46,13 +51,15 @@ def verify_store(
         The damaged shards by field and shard; empty if there is no damage.
 
     Raises:
-        ValueError: The path is a URL.
         StoreNotFoundError: There is no store at this path.
         StoreError: The manifest is damaged, or a file is missing, has the wrong size, or cannot be
-            read.
+            read; or the URL cannot be reached.
     """
-    check_path(path)
-    directory = finish_interrupted(Path(os.path.realpath(local_path(path))))
+    place = place_of(path)
+    if isinstance(place, StoreUrl):
+        found_there = open_url(place).damaged(num_threads, advance)
+        return [Damage(name, shard, place) for name, shard in found_there]
+    directory = finish_interrupted(Path(os.path.realpath(place)))
     manifest = Manifest.read(directory)
     check_files(directory, manifest)
     found = compute_checksums(directory, manifest.columns, num_threads=num_threads, advance=advance)

@@ -28,7 +28,7 @@ from lightning_memmap.store.recovery import (
     make_room,
     no_store_error,
 )
-from lightning_memmap.store.sources.refusals import way_out
+from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.workers import Workers
 

@@ -24,7 +24,6 @@ from lightning_memmap.loading import (
     SuperBatch,
     SuperBatchLoader,
     has_streams,
-    loader_for,
 )
 from lightning_memmap.loading.super_batch import step_rows_of
 from lightning_memmap.placement import (
@@ -65,7 +64,9 @@ class SuperBatchMixin(Strategy):
     def set_prefetch(self, prefetch: int | None) -> None:
         """Choose how many coming steps are made ready; None for the default of the device."""
         if prefetch is not None:
-            check_integer("prefetch", prefetch, 0, "the steps that are made ready ahead, 0 for none")
+            check_integer(
+                "prefetch", prefetch, 0, "steps that are made ready ahead, 0 for none"
+            )
         self._prefetch = prefetch
 
     if TYPE_CHECKING:
@@ -115,8 +116,8 @@ class SuperBatchMixin(Strategy):
         # Loaders that were made without a data module, or without a Trainer.
         if isinstance(dataloader, BatchLoader):
             dataloader = dataloader.loader
-        if isinstance(dataloader, SuperBatchLoader):
-            dataloader = loader_for(dataloader, self.data_topology)
+        if isinstance(dataloader, SuperBatchLoader) and dataloader.device is None:
+            dataloader = dataloader.placed(self.data_topology)
         return super().process_dataloader(dataloader)
 
     @override

@@ -15,7 +15,7 @@ from lightning_memmap.store import (
     finish_store,
     pull_store,
 )
-from lightning_memmap.store.remote import fetcher
+from lightning_memmap.store.remote import shards
 from tests.reliability.calls import Calls, Mode
 from tests.reliability.dataset import Edited, expected_rows, rows_of
 from tests.reliability.forks import Raised, call
@@ -48,7 +48,7 @@ class Change:
     def run(self, calls: Calls | None = None) -> None:
         """Make the change, in this process."""
         write_ranges_of(_RANGE_ROWS)
-        fetcher._NUM_THREADS = 1
+        shards._NUM_THREADS = 1
         if calls is not None:
             calls.install()
         dataset = Edited(NUM_ROWS, NEW)

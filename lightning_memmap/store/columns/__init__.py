@@ -14,7 +14,6 @@ from typing import Any
 from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Field, Schema
 from lightning_memmap.store.columns.column import (
-    Block,
     Column,
     FileRange,
     OpenColumn,
@@ -23,7 +22,6 @@ from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.columns.variable import ItemRows, VariableColumn
 
 __all__ = [
-    "Block",
     "Column",
     "FileRange",
     "ItemRows",

@@ -1,48 +1,57 @@
-"""Where the shards of stores at URLs are kept: a directory of bounded size.
+"""Where the shards of stores at URLs are kept: a directory of bounded size, of one user.
 
-Each store has an entry, named after its URL and the bytes of its manifest: what changes at the URL
-gets another entry. A process that has a store open holds a shared lock on its entry. Entries that
-nobody holds are removed when there is no room, the one that was opened longest ago first. All
-bookkeeping is done under one lock.
+    .lock                  held for all bookkeeping
+    <URL>.last             the version that the server of a URL gave last: its <URL>-<manifest>
+    <URL>-<manifest>/      one version: its manifest and files, RECORDS of what was fetched, and
+      .in_use              a lock that all who have it open share, used last when it was modified
 
-An entry keeps the manifest, and when the server last gave it: where nobody answers at the URL, the
-store is opened in the version of it that the server gave last.
+What changes at a URL has another manifest, and so another directory. Versions that nobody has open
+are removed where there is no room, the one that was opened longest ago first.
 """
 
 import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
 import stat
+import tempfile
 import weakref
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
-from functools import partial
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 from filelock import FileLock
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sizes import format_bytes, parse_bytes
-from lightning_memmap.store.manifest import MANIFEST, check_files
+from lightning_memmap.store.files import open_plain
+from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, check_files
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.remote.fetcher import FETCHED, RESERVED, RemoteManifest, ShardFetcher
-from lightning_memmap.store.remote.files import RemoteFiles, UnreachableError
+from lightning_memmap.store.remote.files import (
+    OFFLINE,
+    RemoteFiles,
+    UnreachableError,
+    is_offline,
+)
+from lightning_memmap.store.remote.shards import (
+    RECORDS,
+    RemoteManifest,
+    RemoteShards,
+    closing_fd,
+    make_records,
+)
 
 #: The directory of the cache, and the most bytes in it.
 DIRECTORY, LIMIT = "LIGHTNING_MEMMAP_CACHE", "LIGHTNING_MEMMAP_CACHE_SIZE"
 
-_FILES, _STATES, _IN_USE, _RESERVED, _LOCKS = "files", "states", "in_use", "reserved", "locks"
-#: The URL of an entry; and, after the digest of a URL, the name of the note that nothing is there.
-_URL, _ABSENT = "url", ".absent"
-#: Letters of the name of an entry.
-_NAME_LETTERS = 40
-#: Locks of an entry that keep processes from fetching the same shard at once.
-_NUM_LOCKS = 64
-#: What an entry needs on the disk beside its shards.
+_SETTING = f"{DIRECTORY} names another directory, and {LIMIT} the size that it may have"
+_IN_USE, _LAST, _GONE = ".in_use", ".last", ".gone"
+_VERSION = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
+#: What a version needs on the disk beside its shards.
 _ROOM_BYTES = 2**20
 #: A fetch of fewer bytes shows no progress.
 _SHOWN_BYTES = 64 * 2**20
@@ -50,63 +59,39 @@ _log = logging.getLogger(__name__)
 
 
 class Cache:
-    """The directory of the cache.
-
-    Args:
-        directory: The directory, which is made where it is missing.
-        limit: The most bytes of shards in it; None for as many as the disk has room for.
+    """The cache that the environment names, by default that of the user.
 
     Raises:
-        StoreError: It cannot be made, or belongs to another user.
+        ValueError: Its size is not one.
+        StoreError: It cannot be made, or others may write to it.
     """
 
-    def __init__(self, directory: Path, limit: int | None) -> None:
-        self.directory, self._limit = directory, limit
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = os.lstat(directory)
-        except OSError as error:
-            raise StoreError(f"the cache at {directory} cannot be made: {error}: {_SETTING}") from (
-                error
-            )
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise StoreError(f"{directory} is no directory that belongs to this user: {_SETTING}")
-
-    @classmethod
-    def of_user(cls) -> "Cache":
-        """The cache that the environment names, by default that of the user.
-
-        Raises:
-            ValueError: The size is not one.
-            StoreError: It cannot be made, or belongs to another user.
-        """
+    def __init__(self) -> None:
         given = os.environ.get(DIRECTORY)
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         directory = Path(given).expanduser() if given else home / "lightning_memmap"
+        self.directory = Path(os.path.realpath(directory))
         try:
-            limit = parse_bytes(text) if (text := os.environ.get(LIMIT)) else None
+            self._limit = parse_bytes(text) if (text := os.environ.get(LIMIT)) else None
         except ValueError as error:
             raise ValueError(f"{LIMIT}: {error}") from error
-        return cls(Path(os.path.realpath(directory)), limit)
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock for changes to the bookkeeping."""
-        if not os.access(self.directory, os.W_OK):
-            yield  # Whole stores in it are used as they are.
-            return
-        with FileLock(self.directory / ".lock"):
-            for left in self.directory.glob("*.gone"):  # Of a process that was killed.
-                shutil.rmtree(left, ignore_errors=True)
-            yield
+        with self.usable():
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = os.lstat(self.directory)
+        if not _is_own_directory(status):
+            raise StoreError(
+                f"{self.directory} is no directory that belongs to this user: {_SETTING}"
+            )
+        if status.st_mode & 0o022:
+            raise StoreError(
+                f"others may write to the cache at {self.directory}, and so give this user rows of"
+                f" their own: keep them out (`chmod go-w {self.directory}`, and see that they have"
+                f" left nothing there), or {_SETTING}"
+            )
 
     @contextmanager
     def usable(self) -> Iterator[None]:
-        """Say what a user can do where the cache cannot be read or written.
-
-        Raises:
-            StoreError: A file of it cannot be used, or its file system has no locks.
-        """
+        """Say what a user can do where a file of the cache cannot be used, or has no locks."""
         try:
             yield
         except MemmapError:
@@ -118,56 +103,47 @@ class Cache:
                 f"the cache at {self.directory} cannot be used: {error}: {remedy}"
             ) from error
 
-    def enter(self, remote: RemoteManifest, url: StoreUrl) -> Path:
-        """Find the entry of a store, or make it. The lock must be held.
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        if not os.access(self.directory, os.W_OK):
+            yield  # Whole stores in it are used as they are.
+            return
+        with FileLock(self.directory / ".lock"):
+            for left in self.directory.glob(f"*{_GONE}"):  # Of a process that was killed.
+                shutil.rmtree(left, ignore_errors=True)
+            yield
+
+    @contextmanager
+    def entered(self, remote: RemoteManifest, url: StoreUrl, *, is_last: bool) -> Iterator[Path]:
+        """Find or make the directory of a version, in which nothing is removed meanwhile.
 
         Args:
-            remote: The store.
-            url: Its URL.
-
-        Returns:
-            The directory of the entry, whose files have the sizes of those of the store.
-        """
-        entry = self.directory / _entry_name(url, remote.data)
-        columns = remote.manifest.columns
-        try:
-            check_files(entry / _FILES, remote.manifest)
-            num_states = os.lstat(entry / _STATES).st_size
-            if num_states == len(columns) * remote.manifest.num_shards:
-                os.lstat(entry / MANIFEST)
-                return entry
-        except (MemmapError, OSError):
-            pass  # It is not there, or was damaged.
-        _remove(entry)
-        made = entry.with_suffix(".gone")
-        (made / _FILES).mkdir(parents=True)
-        (made / _LOCKS).mkdir()
-        for column in columns:
-            for name, num_bytes in column.file_bytes.items():
-                # Several columns may have a file in common.
-                with open(made / _FILES / name, "wb") as file:
-                    file.truncate(num_bytes)
-        (made / _STATES).write_bytes(bytes(len(columns) * remote.manifest.num_shards))
-        (made / _IN_USE).touch()
-        (made / _URL).write_text(f"{url}\n", encoding="utf-8")
-        (made / MANIFEST).write_bytes(remote.data)
-        os.rename(made, entry)
-        return entry
-
-    def note(self, url: StoreUrl, entry: Path | None) -> None:
-        """Note what a server has just said of a URL.
-
-        Args:
+            remote: The version.
             url: The URL.
-            entry: The entry of the store there; None where there is none.
+            is_last: Whether the server has just given it.
         """
-        absent = self.directory / (_digest(str(url).encode()) + _ABSENT)
-        with suppress(OSError):  # A cache that cannot be written.
-            if entry is None:
-                absent.touch()
-            else:
-                os.utime(entry / MANIFEST)
-                absent.unlink(missing_ok=True)
+        directory = self.directory / _version(url, remote.data)
+        with self.usable(), self._locked():
+            if not _is_whole(directory, remote):
+                self._make(directory, remote, url)
+            if is_last:
+                with suppress(OSError):  # A cache that cannot be written.
+                    _replace(self.directory / _last(url), directory.name.encode())
+            yield directory
+
+    def _make(self, directory: Path, remote: RemoteManifest, url: StoreUrl) -> None:
+        self._remove(directory)
+        # A name that nobody can have foreseen, and that is removed if this process is killed.
+        made = Path(tempfile.mkdtemp(suffix=_GONE, dir=self.directory))
+        # Several columns may have a file in common.
+        sizes = {name: n for c in remote.manifest.columns for name, n in c.file_bytes.items()}
+        for name, num_bytes in sizes.items():
+            with open(made / name, "xb") as file:
+                file.truncate(num_bytes)
+        make_records(made, remote.manifest)
+        (made / _IN_USE).write_text(f"{url}\n", encoding="utf-8")
+        (made / MANIFEST).write_bytes(remote.data)
+        os.rename(made, directory)
 
     def last(self, url: StoreUrl, reason: UnreachableError) -> RemoteManifest:
         """Find the version of a store that its server gave last.
@@ -176,88 +152,87 @@ class Cache:
             url: The URL.
             reason: Why the server cannot be asked.
 
-        Returns:
-            The version, one of the entries.
-
         Raises:
-            StoreNotFoundError: There was no store when the server was last asked.
-            UnreachableError: Nothing of the URL is in the cache.
+            StoreNotFoundError: No URL is to be read, and nothing of this one is in the cache.
+            UnreachableError: Nobody answers, and nothing of the URL is in the cache.
         """
-        if (self.directory / (_digest(str(url).encode()) + _ABSENT)).exists():
-            raise StoreNotFoundError(
-                f"there was no store at {url} when its server was last asked, and now {reason}"
-            )
-        versions = {}
-        for entry in self._entries():
-            with suppress(OSError, ValueError):
-                if (entry / _URL).read_text(encoding="utf-8") == f"{url}\n":
-                    data = (entry / MANIFEST).read_bytes()
-                    if entry.name == _entry_name(url, data):
-                        versions[os.lstat(entry / MANIFEST).st_mtime] = data
-        if not versions:
-            raise UnreachableError(
-                f"{reason}; and the cache at {self.directory} has nothing of this store"
-            ) from reason
-        given = datetime.fromtimestamp(max(versions), timezone.utc)
+        try:
+            name = _read_plain(self.directory / _last(url)).decode()
+            data = _read_plain(self.directory / name / MANIFEST)
+            if name != _version(url, data):
+                raise ValueError(f"{name} has another manifest")
+        except (OSError, ValueError, StoreError) as error:
+            nothing = f"the cache at {self.directory} has nothing of it"
+            if is_offline():  # What is in the cache is all that there is.
+                _log.warning("no store at %s: %s is set, and %s", url, OFFLINE, nothing)
+                raise StoreNotFoundError(f"no store at {url}: {reason}, and {nothing}") from error
+            raise UnreachableError(f"{reason}; and {nothing}") from reason
         _log.warning(
-            "%s is opened from the cache, in the version that its server gave last, on %s: whether"
-            " there is another one by now cannot be checked: %s",
+            "%s is opened from the cache, in the version that its server gave last: whether there"
+            " is another one by now cannot be checked: %s",
             url,
-            given.isoformat(sep=" ", timespec="seconds"),
             str(reason),  # Who keeps the error keeps the frames that it went through.
         )
-        return RemoteManifest(versions[max(versions)], url)
+        return RemoteManifest(data, url)
 
-    def reserve(self, fetcher: ShardFetcher, entry: Path, numbers: Collection[int]) -> None:
-        """Make room for shards, and count them as there. The lock must be held.
+    def reserve(self, shards: RemoteShards, missing: Callable[[], list[int]]) -> None:
+        """Make room for shards, once for all that are needed, and record that they are to come.
 
         Args:
-            fetcher: That of the entry.
-            entry: The entry.
-            numbers: The shards of fields, which are neither fetched nor reserved.
+            shards: Those of the version.
+            missing: Finds the numbers of those that are needed and not here.
 
         Raises:
-            StoreError: There is no room, and what takes it is in use.
+            StoreError: There is no room, and what takes it is in use. Nothing was removed.
         """
-        needed, used = fetcher.num_bytes(numbers), sum(map(_reserved, self._entries()))
-        for old in sorted(self._entries(), key=_used_last_ns):
-            if self._lacks(needed, used) is None:
-                break
-            num_bytes = _reserved(old)
-            if old != entry and _remove_unused(old):
-                used -= num_bytes
-        if (lack := self._lacks(needed, used)) is not None:
-            raise StoreError(
-                f"{format_bytes(needed)} of shards have no room in the cache at {self.directory}:"
-                f" {lack}, and what is in it is in use. {_SETTING}"
-            )
-        total = _reserved(entry) + needed
-        fetcher.mark(numbers, RESERVED)
-        temporary = entry / f"{_RESERVED}.tmp"
-        temporary.write_text(str(total), encoding="ascii")
-        os.replace(temporary, entry / _RESERVED)
+        with self._locked(), ExitStack() as stack:
+            known = shards.records().reshape(-1)
+            unreserved = [number for number in missing() if not known[number]]
+            needed = int(shards.num_bytes(unreserved).sum())
+            versions = [path for path in self.directory.iterdir() if _VERSION.fullmatch(path.name)]
+            records = {path: _records(path) for path in versions}
+            used = int(sum(np.abs(each).sum() for each in records.values()))
+            coming = int(sum(-each[each < 0].sum() for each in records.values()))
+            free = shutil.disk_usage(self.directory).free
+            removed: list[Path] = []
+            for path in sorted(versions, key=_used_last_ns):
+                if self._lack(used + needed, coming + needed, free) is None:
+                    break
+                if stack.enter_context(_unused(path)):
+                    removed.append(path)
+                    used -= int(np.abs(records[path]).sum())
+                    coming += int(records[path][records[path] < 0].sum())
+                    free += int(records[path][records[path] > 0].sum())
+            if (lack := self._lack(used + needed, coming + needed, free)) is not None:
+                raise StoreError(
+                    f"{format_bytes(needed)} of shards have no room in the cache at"
+                    f" {self.directory}: {lack}, and what is in it is in use. {_SETTING}"
+                )
+            for path in removed:
+                _log.info("removing %s from the cache", path)
+                self._remove(path)
+            shards.record(unreserved, sign=-1)
 
-    def _lacks(self, needed: int, used: int) -> str | None:
-        """Why there is no room for more bytes; None where there is."""
-        if self._limit is not None and used + needed > self._limit:
-            return f"it may hold {format_bytes(self._limit)} and has {format_bytes(used)}"
-        free = shutil.disk_usage(self.directory).free
-        if needed + _ROOM_BYTES > free:
-            return f"its disk has {format_bytes(free)} free"
+    def _lack(self, total: int, coming: int, free: int) -> str | None:
+        """Why there is no room for all bytes that are here or to come; None where there is."""
+        if self._limit is not None and total > self._limit:
+            return f"it would have {format_bytes(total)} and may hold {format_bytes(self._limit)}"
+        if coming + _ROOM_BYTES > free:
+            return f"{format_bytes(coming)} are to come, and its disk has {format_bytes(free)} free"
         return None
 
-    def _entries(self) -> list[Path]:
-        paths = self.directory.iterdir()
-        return [path for path in paths if len(path.name) == _NAME_LETTERS]
-
-
-_SETTING = f"{DIRECTORY} names another directory, and {LIMIT} the size that it may have"
+    def _remove(self, directory: Path) -> None:
+        """Remove a version: all of it or nothing, as far as others see."""
+        gone = tempfile.mkdtemp(suffix=_GONE, dir=self.directory)
+        with suppress(FileNotFoundError):
+            os.rename(directory, f"{gone}/{directory.name}")
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 class CachedShards:
     """The shards of one store at a URL, fetched into the cache when they are asked for.
 
-    The entry of the store stays in the cache as long as this object is there.
+    The version that was opened stays in the cache as long as this object is there.
 
     Args:
         url: The URL.
@@ -265,7 +240,8 @@ class CachedShards:
     Attributes:
         url: The URL.
         manifest: The manifest of the store.
-        directory: The files of the store, with holes where nothing was fetched.
+        path: The directory of the version in the cache, as it was named when it was opened.
+        directory: The same directory, whatever has become of its name.
 
     Raises:
         StoreNotFoundError: There is no store at the URL.
@@ -274,30 +250,26 @@ class CachedShards:
     """
 
     def __init__(self, url: StoreUrl) -> None:
-        self.url, self._cache = url, Cache.of_user()
+        self.url, self._cache = url, Cache()
         self._files, self._is_checked = RemoteFiles(url), True
         try:
             remote = RemoteManifest.read(self._files)
         except UnreachableError as error:
             remote, self._is_checked = self._cache.last(url, error), False
-        except StoreNotFoundError:
-            self._cache.note(url, None)
-            raise
-        with self._cache.usable(), self._cache.locked():
-            self._entry = self._cache.enter(remote, url)
-            in_use = os.open(self._entry / _IN_USE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with self._cache.entered(remote, url, is_last=self._is_checked) as self.path:
+            in_use = os.open(self.path / _IN_USE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             weakref.finalize(self, os.close, in_use)
-            fcntl.flock(in_use, fcntl.LOCK_SH)
+            self._shards = RemoteShards(remote, self._files, self.path)
             with suppress(OSError):  # A cache that cannot be written.
-                os.utime(self._entry / _IN_USE)
-        if self._is_checked:
-            self._cache.note(url, self._entry)
-        self._remote = remote
-        self.manifest, self.directory = remote.manifest, self._entry / _FILES
-        lock = partial(_shard_lock, self._entry / _LOCKS)
-        states = self._entry / _STATES
-        self._fetcher = ShardFetcher(remote, self._files, self.directory, states, lock)
-        self._known = self._fetcher.read_states()
+                os.utime(in_use)
+                with _unused(self.path) as is_first:
+                    if is_first:  # What is still to come was for processes that were killed.
+                        numbers = np.flatnonzero(self._shards.records() < 0)
+                        self._shards.record([int(number) for number in numbers], sign=0)
+            fcntl.flock(in_use, fcntl.LOCK_SH)
+        self._remote, self.manifest = remote, remote.manifest
+        self.directory = self._shards.directory
+        self._known = self._shards.records()
 
     def require(self, fields: Collection[int], shards: Collection[int]) -> None:
         """Fetch the shards that are not yet here.
@@ -311,21 +283,23 @@ class CachedShards:
             StoreError: It cannot be reached, was replaced, or is damaged; or the cache has no room,
                 was removed, or cannot be written.
         """
-        fetcher = self._fetcher
-        if all(self._known[field, shard] == FETCHED for field in fields for shard in shards):
+        if all(self._known[field, shard] > 0 for field in fields for shard in shards):
             return
         with self._cache.usable():
-            if missing := fetcher.absent(fields, shards):
+            if missing := self._shards.missing(fields, shards):
                 # Before stores are removed to make room for what cannot be fetched.
                 self._check(len(missing))
-                with self._cache.locked():
-                    if unreserved := fetcher.absent(fields, shards, RESERVED):
-                        self._cache.reserve(fetcher, self._entry, unreserved)
-                num_bytes = fetcher.num_bytes(missing)
+                self._cache.reserve(self._shards, lambda: self._shards.missing(fields, shards))
+                num_bytes = int(self._shards.num_bytes(missing).sum())
                 hidden = num_bytes < _SHOWN_BYTES
                 with show_progress("fetching", num_bytes, 1, hidden=hidden) as advance:
-                    fetcher.fetch(missing, advance)
-            self._known = fetcher.read_states()
+                    self._shards.fetch(missing, advance)
+            self._known = self._shards.records()
+
+    def verify(self, number: int, advance: Callable[[int], None]) -> bool:
+        """See `RemoteShards.verify`."""
+        with self._cache.usable():
+            return self._shards.verify(number, advance)
 
     def _check(self, num_missing: int) -> None:
         """Compare the manifest with the server's, if it is from the cache."""
@@ -346,53 +320,75 @@ class CachedShards:
         self._is_checked = True
 
 
-def _shard_lock(directory: Path, number: int) -> FileLock:
-    return FileLock(directory / str(number % _NUM_LOCKS))
+def _version(url: StoreUrl, manifest: bytes) -> str:
+    return f"{_digest(str(url).encode())}-{_digest(manifest)}"
 
 
-def _entry_name(url: StoreUrl, manifest: bytes) -> str:
-    return _digest(str(url).encode() + b"\0" + manifest)
+def _last(url: StoreUrl) -> str:
+    return _digest(str(url).encode()) + _LAST
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:_NAME_LETTERS]
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
-def _reserved(entry: Path) -> int:
-    """Bytes of the shards of an entry that are there, or will be."""
+def _is_whole(directory: Path, remote: RemoteManifest) -> bool:
+    """Whether a version is there, with files of the right kind and sizes that are this user's."""
+    num_records = len(remote.manifest.columns) * remote.manifest.num_shards
     try:
-        return int((entry / _RESERVED).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0
+        check_files(directory, remote.manifest)
+        own = [os.lstat(directory / name) for name in (RECORDS, _IN_USE, MANIFEST)]
+        is_own = _is_own_directory(os.lstat(directory)) and all(
+            stat.S_ISREG(each.st_mode) and each.st_uid == os.geteuid() for each in own
+        )
+    except (MemmapError, OSError):
+        return False  # It is not there, or was damaged.
+    return is_own and own[0].st_size == 8 * num_records
 
 
-def _used_last_ns(entry: Path) -> int:
+def _is_own_directory(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _read_plain(path: Path) -> bytes:
+    with open(open_plain(path), "rb") as file:
+        return file.read(MAX_MANIFEST_BYTES)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a small file: all of it, or none."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def _records(version: Path) -> np.ndarray:
     try:
-        return os.lstat(entry / _IN_USE).st_mtime_ns
+        return np.frombuffer(_read_plain(version / RECORDS), np.int64)
+    except (OSError, ValueError, StoreError):
+        return np.empty(0, np.int64)
+
+
+def _used_last_ns(version: Path) -> int:
+    try:
+        return os.lstat(version / _IN_USE).st_mtime_ns
     except OSError:
         return 0
 
 
-def _remove_unused(entry: Path) -> bool:
-    """Remove an entry, unless a process has its store open. Returns whether it did."""
-    with suppress(FileNotFoundError):
+@contextmanager
+def _unused(version: Path) -> Iterator[bool]:
+    """Whether nobody has a version open, nor opens it meanwhile."""
+    try:
         # For writing: NFS has exclusive locks for no other file.
-        descriptor = os.open(entry / _IN_USE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        opened = os.open(version / _IN_USE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield True
+        return
+    with closing_fd(opened):
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # It is in use, or nobody can say.
-            return False
-        finally:
-            os.close(descriptor)
-    _log.info("removing %s from the cache", entry)
-    _remove(entry)
-    return True
-
-
-def _remove(entry: Path) -> None:
-    """Remove an entry: all of it or nothing, as far as others see."""
-    gone = entry.with_suffix(".gone")
-    shutil.rmtree(gone, ignore_errors=True)
-    with suppress(FileNotFoundError):
-        os.rename(entry, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+            yield False
+        else:
+            yield True

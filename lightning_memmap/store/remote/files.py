@@ -10,10 +10,17 @@ from time import monotonic, sleep
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+from fsspec.asyn import sync
 from fsspec.core import url_to_fs
+from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_memmap.errors import StoreError, StoreNotFoundError, describe_error
+from lightning_memmap.errors import (
+    MemmapError,
+    StoreError,
+    StoreNotFoundError,
+    describe_error,
+)
 from lightning_memmap.store.places import StoreUrl
 
 T = TypeVar("T")
@@ -26,6 +33,10 @@ _NUM_TRIES = 5
 _FIRST_PAUSE_S = 0.1
 #: What a server says that will not do otherwise when it is asked again.
 _REFUSED, _TRANSIENT, _UNABLE = (401, 403), (408, 425, 429), (501, 505)
+#: What a library raises that would fail in the same way when it is called again.
+_MISTAKES = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError)
+#: Over http(s): seconds to connect, without a byte, and for all bytes of one read.
+_CONNECT_S, _SILENCE_S, _READ_S = 10.0, 20.0, 300.0
 _log = logging.getLogger(__name__)
 
 
@@ -57,10 +68,10 @@ class RemoteFiles:
             raise ValueError(f"{url}: {error}") from error
         except Exception as error:  # Each library has its own.
             raise StoreError(f"{url} cannot be opened: {describe_error(error)}") from error
-        self._path = path.rstrip("/")
+        self._path, self._is_web = path.rstrip("/"), "http" in self._system.protocol
 
     def read(self, name: str, start: int, end: int, *, patience_s: float = math.inf) -> bytes:
-        """Read part of a file.
+        """Read part of a file; fewer bytes where the file ends, or the server gives fewer.
 
         Args:
             name: Name of the file.
@@ -68,39 +79,47 @@ class RemoteFiles:
             end: One past the last byte.
             patience_s: Seconds after which a read that failed is not tried again.
 
-        Returns:
-            The bytes; fewer than asked for where the file ends, or the server gives fewer.
-
         Raises:
             StoreNotFoundError: There is no such file, directory or bucket.
-            UnreachableError: The directory cannot be reached.
+            UnreachableError: The directory cannot be reached, or nothing comes from it.
             StoreError: Access is refused, or the server does not give parts of files.
         """
 
         def read() -> bytes:
+            if self._is_web:
+                where = self._at(name)
+                try:
+                    loop = self._system.loop
+                    part: bytes = sync(loop, _read_part, self._system, where, start, end)
+                    return part
+                except FSTimeoutError as error:
+                    raise TimeoutError(
+                        f"no bytes for {_SILENCE_S:g} s, or too few in {_READ_S:g} s"
+                    ) from error
             found: bytes = self._system.cat_file(self._at(name), start=start, end=end)
             return found
 
         found = self._tried(read, name, patience_s)
         if len(found) > end - start:
             raise StoreError(
-                f"{self.url / name}: asked for {end - start} bytes, and got {len(found)}: the"
-                " server gives whole files, and a store needs one that gives parts of them (for"
-                " http:// one that answers range requests, which `python -m http.server` does not)"
+                f"{self.url / name}: asked for {end - start} bytes, and got more: the server gives"
+                " whole files, and a store needs one that gives parts of them (for http:// one that"
+                " answers range requests, which `python -m http.server` does not)"
             )
         return found
 
+    def read_if_there(self, name: str, max_bytes: int) -> bytes | None:
+        """Read a small file to its end, or to one byte more than it may have; None without it."""
+        try:
+            return self.read(name, 0, max_bytes + 1)
+        except StoreNotFoundError:
+            return None
+
     def size(self, name: str) -> int | None:
-        """The size of a file in bytes; None where there is no such file.
-
-        Args:
-            name: Name of the file.
-
-        Raises:
-            StoreError: The directory cannot be reached, or access is refused.
-        """
+        """The size of a file in bytes, where its protocol can tell it; None without it."""
         with suppress(StoreNotFoundError):
-            return int(self._tried(lambda: self._system.info(self._at(name)), name)["size"])
+            found = self._tried(lambda: self._system.info(self._at(name)), name)["size"]
+            return None if found is None else int(found)
         return None
 
     def folders(self) -> list[str]:
@@ -108,8 +127,11 @@ class RemoteFiles:
 
         Raises:
             StoreNotFoundError: There is no such directory or bucket.
-            StoreError: The directory cannot be reached, or access is refused.
+            StoreError: The directory cannot be reached, access is refused, or it is one of a web
+                server, whose page of files has no bounds.
         """
+        if self._is_web:
+            raise StoreNotFoundError(f"the files at {self.url} cannot be listed")
         found: list[dict[str, Any]] = self._tried(
             lambda: self._system.ls(self._path, detail=True), ""
         )
@@ -167,6 +189,8 @@ class RemoteFiles:
         for left in reversed(range(_NUM_TRIES)):
             try:
                 return work()
+            except MemmapError:
+                raise
             except FileNotFoundError as error:
                 raise StoreNotFoundError(f"there is no {where}: {describe_error(error)}") from error
             except Exception as error:  # Each library has its own.
@@ -181,11 +205,17 @@ class RemoteFiles:
                         f"{where}: {describe_error(error)}: see that the URL is right, and that"
                         " what is there can do this (http:// and https:// can only be read)"
                     ) from error
+                if isinstance(error, _MISTAKES):
+                    raise StoreError(
+                        f"{where}: the library of its protocol failed: {describe_error(error)}: try"
+                        " another version of it, or copy the store by other means"
+                    ) from error
                 if not left or monotonic() > deadline:
                     raise UnreachableError(
                         f"{where} cannot be reached: {describe_error(error)}: see that this machine"
                         " has a network, and that the address is right (for s3:// of another"
-                        " provider it is in AWS_ENDPOINT_URL)"
+                        f" provider it is in AWS_ENDPOINT_URL); with {OFFLINE}=1, what is in the"
+                        " cache is used without asking"
                     ) from error
                 _log.warning("%s: %s: trying again", where, describe_error(error))
             sleep(pause_s)
@@ -196,6 +226,38 @@ class RemoteFiles:
 def _address(url: StoreUrl) -> str:
     """A URL as fsspec reads it: in ``file://`` URLs it takes ``%20`` for three characters."""
     return unquote(url) if url.lower().startswith("file:") else url
+
+
+async def _read_part(system: Any, path: str, start: int, end: int) -> bytes:
+    """Read part of a file over http(s), and one byte more where the server sends more.
+
+    ``cat_file`` would read, and unpack, whatever a server sends, for as long as it sends.
+    """
+    from aiohttp import ClientTimeout  # Here, as fsspec does: no other protocol needs it.
+
+    session = await system.set_session()
+    limits = ClientTimeout(total=_READ_S, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
+    options = {**system.kwargs, "timeout": limits, "auto_decompress": False}
+    options["headers"] = {
+        **options.get("headers", {}),
+        "Range": f"bytes={start}-{end - 1}",
+        "Accept-Encoding": "identity",
+    }
+    async with session.get(system.encode_url(path), **options) as answer:
+        if answer.status == 404:
+            raise FileNotFoundError(path)
+        answer.raise_for_status()
+        if (encoding := answer.headers.get("Content-Encoding", "identity")) != "identity":
+            raise StoreError(
+                f"{path}: the server packs its answers ({encoding[:20]!r}) though it was asked for"
+                " the bytes as they are: switch that off for this directory"
+            )
+        data = bytearray()
+        while len(data) <= end - start:
+            if not (part := await answer.content.read(end - start + 1 - len(data))):
+                break
+            data += part
+        return bytes(data)
 
 
 def is_offline() -> bool:

@@ -1,7 +1,10 @@
 """An open store whose shards are at a URL, and are fetched when they are needed."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.columns import OpenColumn
+from lightning_memmap.store.columns import Column, OpenColumn
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.reader import Store
 from lightning_memmap.store.remote.cache import CachedShards
@@ -28,7 +31,7 @@ class RemoteStore(Store):
     def __init__(self, shards: CachedShards) -> None:
         mapped = [column.open(shards.directory) for column in shards.manifest.columns]
         fetched = [_Fetched(column, index, shards) for index, column in enumerate(mapped)]
-        super().__init__(shards.directory, shards.manifest, fetched)
+        super().__init__(shards.path, shards.manifest, fetched)
         self._shards, self._mapped = shards, mapped
 
     @property
@@ -42,6 +45,25 @@ class RemoteStore(Store):
         found = [index for index, name in enumerate(names) if fields is None or name in fields]
         self._shards.require(found, shards)
         return [self._mapped[index] for index in found]
+
+    @override
+    def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
+        found = super().row_files(column)
+        return [(self._shards.directory / path.name, first, size) for path, first, size in found]
+
+    def damaged(self, num_threads: int, advance: Callable[[int], None]) -> list[tuple[str, int]]:
+        """Compare the shards here with their checksums, and read the others from the server.
+
+        Returns:
+            Field and shard of those that are damaged. What was here is fetched again when it is
+            next needed.
+        """
+        names = [field.name for field in self.schema.fields]
+        pairs = [(name, shard) for name in names for shard in range(self.num_shards)]
+        with ThreadPoolExecutor(num_threads) as pool:
+            verify = partial(self._shards.verify, advance=advance)
+            are_right = list(pool.map(verify, range(len(pairs))))
+        return [pair for pair, is_right in zip(pairs, are_right, strict=True) if not is_right]
 
     @override
     def check_in_place(self) -> None:

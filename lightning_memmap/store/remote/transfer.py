@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Iterable
-from contextlib import nullcontext
 from pathlib import Path
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.store.files import TEMPORARY, sync_path
-from lightning_memmap.store.manifest import MANIFEST, Manifest, check_files
+from lightning_memmap.store.files import TEMPORARY, open_plain, sync_path
+from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_files
 from lightning_memmap.store.places import StoreUrl, make_parent, place_of, store_directory
 from lightning_memmap.store.plan import allocate_files
 from lightning_memmap.store.progress import show_progress
@@ -22,12 +21,15 @@ from lightning_memmap.store.recovery import (
     put_in_place,
     remove_tree,
 )
-from lightning_memmap.store.remote.fetcher import RemoteManifest, ShardFetcher
 from lightning_memmap.store.remote.files import RemoteFiles
+from lightning_memmap.store.remote.shards import (
+    RemoteManifest,
+    RemoteShards,
+    make_records,
+)
 
 #: At a URL: the manifest of what is being pushed. In a directory: of what is being pulled.
 _UNFINISHED = MANIFEST + TEMPORARY
-_STATES = "states" + TEMPORARY
 
 
 def push_store(
@@ -119,7 +121,7 @@ def pull_store(
         if os.path.lexists(directory):
             if not is_store(directory):
                 raise no_store_error(directory, "path")
-            if (directory / MANIFEST).read_bytes() == remote.data:
+            if _read_plain(directory / MANIFEST) == remote.data:
                 return open_directory(directory)
             if not overwrite:
                 raise StoreError(
@@ -131,12 +133,12 @@ def pull_store(
         if not _is_begun(pulling, remote):
             _begin(pulling, remote, directory)
         if not is_store(pulling):
-            fetcher = ShardFetcher(remote, files, pulling, pulling / _STATES, _no_lock)
+            shards = RemoteShards(remote, files, pulling)
             manifest = remote.manifest
-            numbers = fetcher.absent(range(len(manifest.columns)), range(manifest.num_shards))
-            hidden, num_bytes = not progress, fetcher.num_bytes(numbers)
+            numbers = shards.missing(range(len(manifest.columns)), range(manifest.num_shards))
+            hidden, num_bytes = not progress, int(shards.num_bytes(numbers).sum())
             with show_progress("pulling", num_bytes, 1, hidden=hidden) as advance:
-                fetcher.fetch(numbers, advance)
+                shards.fetch(numbers, advance)
             os.rename(pulling / _UNFINISHED, pulling / MANIFEST)
             sync_path(pulling)
         put_in_place(directory, pulling)
@@ -178,7 +180,16 @@ def stores_at(url: str) -> dict[str, str]:
 
 
 def _has_store(url: str) -> bool:
-    return RemoteFiles(StoreUrl(url)).size(MANIFEST) is not None
+    try:
+        return bool(RemoteFiles(StoreUrl(url)).read(MANIFEST, 0, 1))
+    except StoreNotFoundError:
+        return False
+
+
+def _read_plain(path: Path) -> bytes:
+    """A manifest beside a store, which another user may have put there."""
+    with open(open_plain(path), "rb") as file:
+        return file.read(MAX_MANIFEST_BYTES)
 
 
 def _url(given: str) -> StoreUrl:
@@ -190,8 +201,7 @@ def _url(given: str) -> StoreUrl:
 
 def _read(files: RemoteFiles, name: str) -> bytes | None:
     """A manifest; None where there is none."""
-    size = files.size(name)
-    return None if size is None else files.read(name, 0, size)
+    return files.read_if_there(name, MAX_MANIFEST_BYTES)
 
 
 def _check_free(there: RemoteFiles, names: Iterable[str]) -> None:
@@ -208,10 +218,6 @@ def _check_free(there: RemoteFiles, names: Iterable[str]) -> None:
             )
 
 
-def _no_lock(number: int) -> "nullcontext[None]":
-    return nullcontext()
-
-
 def _is_begun(pulling: Path, remote: RemoteManifest) -> bool:
     """Whether a directory has what an interrupted pull of the same store has left."""
     if not os.path.lexists(pulling):
@@ -219,8 +225,7 @@ def _is_begun(pulling: Path, remote: RemoteManifest) -> bool:
     check_ours(pulling)
     for name in (MANIFEST, _UNFINISHED):
         if os.path.lexists(pulling / name):
-            found = Path(pulling / name).read_bytes()
-            return found == remote.data
+            return _read_plain(pulling / name) == remote.data
     return False
 
 
@@ -230,7 +235,7 @@ def _begin(pulling: Path, remote: RemoteManifest, directory: Path) -> None:
         remove_tree(pulling)
     manifest = remote.manifest
     allocate_files(pulling, manifest.columns, directory)
-    (pulling / _STATES).write_bytes(bytes(len(manifest.columns) * manifest.num_shards))
+    make_records(pulling, manifest)
     temporary = pulling / f"{_UNFINISHED}{TEMPORARY}"
     temporary.write_bytes(remote.data)
     sync_path(temporary)

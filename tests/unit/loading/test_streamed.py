@@ -525,7 +525,7 @@ class TestFailures:
     def test_rows_that_lie_apart_are_warned_of(self, numbered_store: Stores) -> None:
         store, subset, topology = numbered_store(400, 24), StridedRows(1, 3), DataTopology((CPU,))
         plan = plan_placement(
-            {"train": SplitSize.of("train", store.manifest, topology, subset)},
+            {"train": SplitSize.of("train", store.manifest, topology, store.rows(subset))},
             topology,
             "stream",
             budget_bytes={CPU: 2**40},

@@ -30,7 +30,7 @@ from lightning_memmap.store import (
     ranges,
     workers,
 )
-from lightning_memmap.store.remote import fetcher
+from lightning_memmap.store.remote import shards
 from lightning_memmap.store.remote.cache import DIRECTORY
 from lightning_memmap.store.remote.files import RemoteFiles
 from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
@@ -215,7 +215,7 @@ def build_and_check(build: Build) -> None:
         )
         return
     if build.pull:
-        fetcher._NUM_THREADS = 1
+        shards._NUM_THREADS = 1
         pull_store(build.pull, build.path, overwrite=True, progress=False)
         return
     if build.push:

@@ -1,5 +1,6 @@
 """An HTTP server of files on this machine, whose answers can be spoilt."""
 
+import gzip
 import socket
 import threading
 from collections.abc import Callable
@@ -10,6 +11,11 @@ from pathlib import Path
 #: What an answer can be made: a status, or one of these words.
 Fault = int | str | None
 DROPPED, CUT, SHORT, GARBLED, WHOLE = "dropped", "cut", "short", "garbled", "whole"
+#: Answers that say nothing of their length; that go on and on, plain or packed; that stop.
+CHUNKED, ENDLESS, PACKED, STALLED = "chunked", "endless", "packed", "stalled"
+#: Bytes after which an endless answer ends, so that a test ends too.
+ENDLESS_BYTES = 64 * 2**20
+_PACKED = gzip.compress(bytes(ENDLESS_BYTES))
 
 
 class FileServer(ThreadingHTTPServer):
@@ -21,6 +27,7 @@ class FileServer(ThreadingHTTPServer):
     Attributes:
         fault: Says what is wrong with the answer to a request for a path; nothing by default.
         asked: The paths that were asked for.
+        num_sent: Bytes that endless answers had when nobody listened any more.
     """
 
     daemon_threads = True
@@ -30,6 +37,8 @@ class FileServer(ThreadingHTTPServer):
         self.directory = directory
         self.fault: Callable[[str], Fault] = lambda path: None
         self.asked: list[str] = []
+        self.num_sent = 0
+        self.may_go_on = threading.Event()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
         self._thread.start()
 
@@ -39,6 +48,7 @@ class FileServer(ThreadingHTTPServer):
 
     def stop(self) -> None:
         """Answer no more. A second call does nothing."""
+        self.may_go_on.set()
         if self._thread.is_alive():
             self.shutdown()
             self._thread.join()
@@ -69,6 +79,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault != WHOLE and (asked := self.headers["Range"]):
             first, last = map(int, asked.removeprefix("bytes=").split("-"))
             data, status = data[first : last + 1], 206
+        if fault in (CHUNKED, ENDLESS, PACKED, STALLED):
+            self._give_unbounded(data, status, str(fault))
+            return
         if fault == SHORT:
             data = data[: len(data) // 2]
         if fault == GARBLED:
@@ -78,7 +91,31 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == CUT:
             self._hang_up()
 
+    def _give_unbounded(self, data: bytes, status: int, fault: str) -> None:
+        self.close_connection = True
+        self.send_response(status)
+        if fault == PACKED:
+            self.send_header("Content-Encoding", "gzip")
+            data = _PACKED
+        elif fault == STALLED:
+            self.send_header("Content-Length", str(len(data)))
+            data = data[: len(data) // 2]
+        elif fault == ENDLESS:
+            data = bytes(2**20)
+        self.end_headers()
+        with suppress(OSError):  # Nobody listens any more.
+            self.wfile.write(data)
+            while fault == ENDLESS and self.server.num_sent < ENDLESS_BYTES:
+                self.wfile.write(data)
+                self.server.num_sent += len(data)
+        if fault == STALLED:
+            self.server.may_go_on.wait(60)
+
     def do_HEAD(self) -> None:
+        if self.server.fault(self.path) == CHUNKED:
+            self.send_response(200)
+            self.end_headers()
+            return
         self._head(200 if (self.server.directory / self.path.lstrip("/")).is_file() else 404, 0)
 
     def _head(self, status: int, num_bytes: int) -> None:

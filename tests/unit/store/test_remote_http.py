@@ -4,10 +4,13 @@ import errno
 import fcntl
 import os
 import shutil
+import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import fsspec
@@ -29,11 +32,25 @@ from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.remote import files
 from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
 from lightning_memmap.store.remote.files import OFFLINE
+from lightning_memmap.store.remote.transfer import stores_at
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.datasets import Numbered, holds
 from tests.models import Points, Regression, make_trainer
 from tests.unit.store.build_server import Build, BuildServer, killed
-from tests.unit.store.http_server import CUT, DROPPED, GARBLED, SHORT, WHOLE, Fault, FileServer
+from tests.unit.store.http_server import (
+    CHUNKED,
+    CUT,
+    DROPPED,
+    ENDLESS,
+    ENDLESS_BYTES,
+    GARBLED,
+    PACKED,
+    SHORT,
+    STALLED,
+    WHOLE,
+    Fault,
+    FileServer,
+)
 
 NUM_ROWS, NUM_SHARDS = 60, 3
 
@@ -95,7 +112,7 @@ def test_answer_that_is_spoilt_once_is_asked_for_again(
         (GARBLED, r"shard 0 are not .*: check the store that was pushed \(`.* store verify", 2),
         (403, "x.memmap: access was refused: ", 1),
         (410, "x.memmap: ClientResponseError: 410, .* see that the URL is right", 1),
-        (WHOLE, "asked for 640 bytes, and got 1920: the server gives whole files", 1),
+        (WHOLE, "asked for 640 bytes, and got more: the server gives whole files", 1),
     ],
 )
 def test_answer_that_is_always_spoilt_says_so(
@@ -109,6 +126,62 @@ def test_answer_that_is_always_spoilt_says_so(
         assert web.asked.count("/train/x.memmap") == num_asked
     web.fault = lambda path: None
     assert holds(opened, Numbered(NUM_ROWS))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "x.memmap"])
+@pytest.mark.parametrize("fault", [ENDLESS, PACKED])
+def test_answer_without_end_costs_no_more_memory_than_was_asked_for(
+    web: FileServer, name: str, fault: Fault
+) -> None:
+    assert open_store(f"{web.url}/train")[1] is not None  # What is loaded once is loaded.
+    web.fault = only(fault, name)
+    tracemalloc.start()
+    try:
+        message = "packs its answers" if fault == PACKED else "gives whole files|larger than"
+        with pytest.raises(StoreError, match=message):
+            open_store(f"{web.url}/train")[0]
+        assert tracemalloc.get_traced_memory()[1] < ENDLESS_BYTES / 2
+    finally:
+        tracemalloc.stop()
+    assert web.num_sent < ENDLESS_BYTES
+
+
+def test_answer_that_stops_is_not_waited_for(
+    web: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_SILENCE_S", 0.2)
+    opened = open_store(f"{web.url}/train")
+    web.fault = only(STALLED, "x.memmap")
+    begun = monotonic()
+    message = rf"/train/x.memmap cannot be reached: .*no bytes for 0.2 s.*{OFFLINE}=1"
+    with pytest.raises(StoreError, match=message):
+        opened.provide(["x"], [0])
+    assert monotonic() - begun < 30
+    web.fault = only(STALLED, "x.memmap", times=1)
+    assert holds(opened, Numbered(NUM_ROWS))
+
+
+def test_server_that_tells_no_lengths_is_pulled_from(web: FileServer, tmp_path: Path) -> None:
+    web.fault = lambda path: CHUNKED
+    assert holds(
+        pull_store(f"{web.url}/train", tmp_path / "near", progress=False), Numbered(NUM_ROWS)
+    )
+    assert list(stores_at(f"{web.url}/train")) == [""]
+
+
+def test_mistake_of_a_library_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def fail(self: Any, path: str, **options: Any) -> bytes:
+        calls.append(path)
+        raise TypeError("an argument too many")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("file"), "cat_file", fail)
+    with pytest.raises(StoreError, match=r"library of its protocol failed: TypeError: an arg"):
+        open_store((tmp_path / "far" / "train").as_uri())
+    assert len(calls) == 1
 
 
 def test_push_to_a_server_that_can_only_be_read_says_so(web: FileServer, tmp_path: Path) -> None:
@@ -195,7 +268,7 @@ def test_offline_nothing_is_asked_for_and_missing_shards_are_an_error(
     assert web.asked == []
     # Nothing was removed to make room for what could not be fetched.
     assert holds(open_store(other.path.as_uri()), Numbered(NUM_ROWS, 1))
-    with pytest.raises(StoreError, match=r"the cache at .* has nothing of this store"):
+    with pytest.raises(StoreNotFoundError, match=r"no store at .*/val: .* has nothing of it"):
         open_store(f"{web.url}/val")
     # Once the server answers again, the rest is fetched.
     monkeypatch.delenv(OFFLINE)
@@ -219,8 +292,8 @@ def test_shards_of_a_version_that_its_server_no_longer_has_are_an_error(
 
 
 @pytest.mark.filterwarnings("ignore:Total length of")  # There is nothing to validate on.
-def test_training_goes_on_offline_with_the_splits_that_were_there(
-    tmp_path: Path, web: FileServer
+def test_training_goes_on_offline_with_the_splits_that_are_in_the_cache(
+    tmp_path: Path, web: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_store(Points(48), tmp_path / "far" / "points" / "train", num_shards=2, progress=False)
 
@@ -234,6 +307,10 @@ def test_training_goes_on_offline_with_the_splits_that_were_there(
 
     assert train(0) == 12
     web.stop()
+    # Whether there is a split to validate on, nobody can tell: it is not left out without a word.
+    with pytest.raises(StoreError, match=rf"points/val.* cannot be reached: .*{OFFLINE}=1"):
+        train(1)
+    monkeypatch.setenv(OFFLINE, "1")
     assert train(1) == 12
 
 
@@ -245,7 +322,7 @@ def test_split_that_was_not_there_may_be_there_later(
         open_store(url)
     with monkeypatch.context() as patch:
         patch.setenv(OFFLINE, "1")
-        with pytest.raises(StoreNotFoundError, match=r"no store at .* when its server was last"):
+        with pytest.raises(StoreNotFoundError, match=rf"no store at .*{OFFLINE} is set"):
             open_store(url)
     store(tmp_path / "far" / "val", 1)
     assert holds(open_store(url), Numbered(NUM_ROWS, 1))
@@ -316,7 +393,7 @@ def test_store_of_which_nobody_can_say_whether_it_is_in_use_stays_in_the_cache(
 
 
 def is_entry(descriptor: int) -> bool:
-    return os.readlink(f"/proc/self/fd/{descriptor}").endswith("in_use")
+    return os.readlink(f"/proc/self/fd/{descriptor}").endswith("/.in_use")
 
 
 # Push
@@ -384,3 +461,31 @@ def test_push_that_something_comes_between_is_an_error(
             open_store(url)
     push_store(one.path, url, overwrite=True, progress=False)
     assert holds(open_store(url), Numbered(NUM_ROWS, 2 if what == "replaced" else 1))
+
+
+# Pull
+
+
+@pytest.mark.parametrize("where", ["s", ".s.pulling"])
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_pull_follows_no_link_and_waits_for_no_pipe(tmp_path: Path, where: str, kind: str) -> None:
+    there = store(tmp_path / "far")
+    (tmp_path / where).mkdir()
+    planted = tmp_path / where / "manifest.json"
+    if kind == "link":
+        planted.symlink_to(there.path / "manifest.json")
+    else:
+        os.mkfifo(planted)
+    errors: list[BaseException] = []
+
+    def pull() -> None:
+        try:
+            pull_store(there.path.as_uri(), tmp_path / "s", overwrite=True, progress=False)
+        except StoreError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=pull, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert "never opened" in str(errors[0])

@@ -1,0 +1,238 @@
+"""The cache of stores at URLs: what others do to it, and how much is in it."""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from lightning_memmap.cli import main
+from lightning_memmap.errors import StoreError
+from lightning_memmap.store import Damage, build_store, open_store, verify_store
+from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
+from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles
+from tests.datasets import Numbered, holds
+from tests.unit.store.build_server import Build, BuildServer, killed
+
+NUM_ROWS, NUM_SHARDS = 60, 4
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(DIRECTORY, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class Far(NamedTuple):
+    """A store at a URL."""
+
+    url: str
+    path: Path
+    num_bytes: int
+    dataset: Numbered
+
+
+def far(path: Path, version: int = 1, num_rows: int = NUM_ROWS) -> Far:
+    dataset = Numbered(num_rows, version)
+    store = build_store(dataset, path, num_shards=NUM_SHARDS, overwrite=True, progress=False)
+    return Far(path.as_uri(), store.path, store.manifest.num_bytes, dataset)
+
+
+# What others do to it
+
+
+def empty(cache: Path) -> None:
+    shutil.rmtree(cache)
+
+
+def remove_files(cache: Path) -> None:
+    for path in cache.glob("*/*.memmap"):
+        path.unlink()
+    for path in cache.glob("*/files/*.memmap"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("clean", [empty, remove_files])
+def test_cache_removed_and_made_again_under_an_open_store_never_gives_other_rows(
+    tmp_path: Path, cache: Path, clean: Callable[[Path], None]
+) -> None:
+    there = far(tmp_path / "far")
+    opened = open_store(there.url)
+    assert opened[1]["x"].tolist() == there.dataset[1]["x"].tolist()
+    clean(cache)
+    assert holds(open_store(there.url), there.dataset)
+    num_errors = 0
+    for row in range(NUM_ROWS):
+        try:
+            found = opened[row]["x"].tolist()
+        except StoreError:
+            num_errors += 1
+        else:
+            assert found == there.dataset[row]["x"].tolist(), row
+    assert num_errors == NUM_ROWS * (NUM_SHARDS - 1) // NUM_SHARDS
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
+def test_cache_that_others_may_write_to_is_not_supported(
+    tmp_path: Path, cache: Path, mode: int
+) -> None:
+    there = far(tmp_path / "far")
+    cache.mkdir()
+    cache.chmod(mode)
+    with pytest.raises(StoreError, match=rf"others may write .*chmod go-w .*{DIRECTORY} names"):
+        open_store(there.url)[0]
+    cache.chmod(0o755)
+    assert holds(open_store(there.url), there.dataset)
+
+
+def test_links_in_a_cache_are_never_followed(tmp_path: Path, cache: Path) -> None:
+    there = far(tmp_path / "far")
+    assert holds(open_store(there.url), there.dataset)
+    (version,) = (path for path in cache.iterdir() if path.is_dir())
+    elsewhere = tmp_path / "elsewhere"
+    version.rename(elsewhere)
+    # Where the version was, and where a process that makes it again might write.
+    before = {path: path.stat().st_mtime_ns for path in elsewhere.rglob("*")}
+    version.symlink_to(elsewhere)
+    version.with_suffix(".gone").symlink_to(tmp_path / "elsewhere")
+    assert holds(open_store(there.url), there.dataset)
+    assert {path: path.stat().st_mtime_ns for path in elsewhere.rglob("*")} == before
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[5] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def verify(url: str) -> int:
+    """The exit code of the command."""
+    with pytest.raises(SystemExit) as ended:
+        main(["store", "verify", url])
+    return int(ended.value.code or 0)
+
+
+def test_bit_flipped_in_the_cache_is_found_and_fetched_again(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = far(tmp_path / "far")
+    assert holds(open_store(there.url), there.dataset)
+    assert verify_store(there.url) == []
+    (path,) = cache.rglob("x.memmap")
+    flip(path)
+    assert not holds(open_store(there.url), there.dataset)
+    assert verify(there.url) == 1
+    assert f"field 'x', shard 0 is damaged ({there.url})" in capsys.readouterr().out
+    assert holds(open_store(there.url), there.dataset)
+    assert verify(there.url) == 0
+    assert "checksums match" in capsys.readouterr().out
+
+
+def test_verify_of_a_url_reads_what_is_not_in_the_cache_from_its_server(
+    tmp_path: Path, cache: Path
+) -> None:
+    there = far(tmp_path / "far")
+    assert open_store(there.url)[0] is not None
+    (path,) = there.path.rglob("x.memmap")
+    flip(path)
+    # Shard 0 was fetched before.
+    assert verify_store(there.url) == []
+    shutil.rmtree(cache)
+    counts: list[int] = []
+    assert verify_store(there.url, advance=counts.append) == [Damage("x", 0, there.url)]
+    assert sum(counts) == there.num_bytes
+
+
+def test_version_opened_offline_is_the_last_one_though_the_clock_was_set_back(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = far(tmp_path / "far", 1)
+    assert holds(open_store(there.url), there.dataset)
+    for path in cache.rglob("*"):
+        os.utime(path, (4e9, 4e9))
+    there = far(tmp_path / "far", 2)
+    assert holds(open_store(there.url), there.dataset)
+    monkeypatch.setenv(OFFLINE, "1")
+    assert holds(open_store(there.url), there.dataset)
+
+
+# How much is in it
+
+
+def test_what_others_are_fetching_counts_as_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (far(tmp_path / str(version), version, 5000) for version in (1, 2))
+    may_read, is_reading, read = threading.Event(), threading.Event(), RemoteFiles.read
+
+    def wait(self: RemoteFiles, name: str, *arguments: Any, **options: Any) -> bytes:
+        if name.endswith(".memmap"):
+            is_reading.set()
+            may_read.wait(60)
+        return read(self, name, *arguments, **options)
+
+    # Room for one of the two, of which no byte is on the disk yet.
+    free = shutil.disk_usage(tmp_path)._replace(free=int(1.5 * one.num_bytes) + 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr(RemoteFiles, "read", wait)
+    first, second = open_store(one.url), open_store(other.url)
+    thread = threading.Thread(target=first.provide, args=(None, range(NUM_SHARDS)))
+    thread.start()
+    try:
+        assert is_reading.wait(60)
+        monkeypatch.setattr(RemoteFiles, "read", read)
+        with pytest.raises(StoreError, match=r"no room in the cache .*are to come, and its disk"):
+            second.provide(None, range(NUM_SHARDS))
+    finally:
+        may_read.set()
+        thread.join()
+    assert holds(first, one.dataset)
+
+
+def test_fetch_killed_at_any_change_leaves_no_shard_uncounted(
+    server: BuildServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = far(tmp_path / "1", 1), far(tmp_path / "2", 2)
+    for event in range(1000):
+        cache = tmp_path / f"cache{event}"
+        monkeypatch.setenv(DIRECTORY, str(cache))
+        fetch = Build(
+            str(tmp_path),
+            NUM_ROWS,
+            1,
+            fetch=one.url,
+            cache=str(cache),
+            kill_at_event=event,
+        )
+        status = server.run(fetch)
+        monkeypatch.setenv(LIMIT, f"{int(1.5 * one.num_bytes)}B")
+        kept = open_store(one.url)
+        assert holds(kept, one.dataset)
+        with pytest.raises(StoreError, match="no room in the cache"):
+            open_store(other.url).provide(None, range(NUM_SHARDS))
+        del kept
+        assert holds(open_store(other.url), other.dataset)
+        monkeypatch.delenv(LIMIT)
+        shutil.rmtree(cache)
+        if status == 0:
+            break
+        assert killed(status)
+    assert event > 5
+
+
+def test_request_above_the_limit_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = [far(tmp_path / str(version), version) for version in (1, 2)]
+    large = far(tmp_path / "3", 3, 10 * NUM_ROWS)
+    for each in small:
+        assert holds(open_store(each.url), each.dataset)
+    monkeypatch.setenv(LIMIT, f"{large.num_bytes - 1}B")
+    with pytest.raises(StoreError, match="no room in the cache"):
+        open_store(large.url).provide(None, range(NUM_SHARDS))
+    monkeypatch.setenv(OFFLINE, "1")
+    for each in small:
+        assert holds(open_store(each.url), each.dataset)
