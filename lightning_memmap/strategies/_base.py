@@ -64,9 +64,7 @@ class SuperBatchMixin(Strategy):
     def set_prefetch(self, prefetch: int | None) -> None:
         """Choose how many coming steps are made ready; None for the default of the device."""
         if prefetch is not None:
-            check_integer(
-                "prefetch", prefetch, 0, "steps that are made ready ahead, 0 for none"
-            )
+            check_integer("prefetch", prefetch, 0, "steps that are made ready ahead, 0 for none")
         self._prefetch = prefetch
 
     if TYPE_CHECKING:
