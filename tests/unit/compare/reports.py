@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning_memmap.compare.metrics import PARTS, Rank, Run, figures_of
 from lightning_memmap.compare.parity import Parity
-from lightning_memmap.compare.report import Report, ScalingPoint, VariantResult
+from lightning_memmap.compare.report import Report, VariantResult
 from lightning_memmap.compare.variants import parse_variants
 
 GLOBAL_BATCH, STEPS = 32, 10
@@ -119,7 +119,6 @@ SETTINGS: dict[str, Any] = {
     "steps": STEPS,
     "warmup_steps": 2,
     "check_steps": 6,
-    "scaling": "",
     "accelerator": "cpu",
     "tolerance": 1e-3,
     "timeout_s": 60.0,
@@ -164,9 +163,5 @@ def make_report(*variants: VariantResult, **values: Any) -> Report:
         "data": DATA,
         "model": MODEL,
         "reference": "auto",
-        "scaling": [
-            ScalingPoint("ddp", 1, 16, [600.0]),
-            ScalingPoint("ddp", 2, 32, [1000.0, 1100.0]),
-        ],
     }
     return Report(variants=list(variants), **{**defaults, **values})

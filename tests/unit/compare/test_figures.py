@@ -134,7 +134,7 @@ def test_figure_from_outside_is_in_report_tables_page_and_regression(
     seen = Observed(SimpleNamespace(), steps=[dict.fromkeys(PARTS, 1.0)] * 4)
     assert collected(seen, "timed")["window"] == 4 * len(PARTS)
     slow, fast = (
-        make_report(make_variant("auto", rates, window=seconds), scaling=[])
+        make_report(make_variant("auto", rates, window=seconds))
         for rates, seconds in (((100.0, 101.0, 102.0), 3.2), ((200.0, 201.0, 202.0), 1.6))
     )
     fast.write(tmp_path / "report.json")
