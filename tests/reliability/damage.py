@@ -125,7 +125,7 @@ def flip_a_bit(subject: Subject, beginnings: Path, scratch: Path, rng: random.Ra
     """Flip one bit of one file. It must be found, unless it changes nothing that is read."""
     outcome = Outcome()
     pristine, path = _copy(stores(beginnings), scratch, rng)
-    files = [file for file in sorted(path.iterdir()) if file.stat().st_size]
+    files = [file for file in _files(path) if file.stat().st_size]
     file = rng.choice(files)
     data = bytearray(file.read_bytes())
     byte, bit = rng.randrange(len(data)), rng.randrange(8)
@@ -133,7 +133,7 @@ def flip_a_bit(subject: Subject, beginnings: Path, scratch: Path, rng: random.Ra
     file.write_bytes(data)
     what = f"bit {bit} of byte {byte} of {path.name}/{file.name}"
     if not _is_found(outcome, subject, path, what):
-        if _means_nothing(pristine, path, file.name):
+        if _means_nothing(pristine, path, file.relative_to(path)):
             outcome.notes[f"flips without a meaning in {file.name}"] += 1
         else:
             outcome.add(Fault.WRONG_ROWS, f"{what} was flipped: neither refused nor found")
@@ -144,7 +144,7 @@ def resize_a_file(subject: Subject, beginnings: Path, scratch: Path, rng: random
     """Cut one file off, or let it grow. It must be found, and crash nobody."""
     outcome = Outcome()
     _, path = _copy(stores(beginnings), scratch, rng)
-    file = rng.choice(sorted(path.iterdir()))
+    file = rng.choice(_files(path))
     size = file.stat().st_size
     sizes = {0, 1, size // 2, size - 1, size + 1, size + 4096, 2 * size, 2**40} - {size, -1}
     new = rng.choice(sorted(sizes))
@@ -182,9 +182,13 @@ def _open_read_verify(subject: Subject, path: Path) -> int:
     return len(subject.verify(path))
 
 
-def _means_nothing(pristine: Path, path: Path, name: str) -> bool:
+def _files(store: Path) -> list[Path]:
+    return sorted(path for path in store.rglob("*") if path.is_file() and path.name != ".lock")
+
+
+def _means_nothing(pristine: Path, path: Path, name: Path) -> bool:
     """Whether a changed file says exactly what it said before."""
-    if not name.endswith(".json"):
+    if name.suffix != ".json":
         return False
     try:
         texts = [(directory / name).read_text("utf-8") for directory in (pristine, path)]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.reliability.changes import CHANGES, NEW, NUM_ROWS, OLD, Attempt, look, run
+from tests.reliability.dataset import expected_rows
 from tests.reliability.forks import call
-from tests.reliability.kills import NEW, OLD, Build, look
 from tests.reliability.outcome import Fault, Outcome, Subject
 
 _MEMORY_BYTES = 2**30
@@ -153,12 +154,13 @@ def meet(subject: Subject, beginnings: Path, scratch: Path, number: int) -> Outc
     path.unlink(missing_ok=True)
     plant.put(path, away)
     before = _content(away)
-    build = Build(directory / "s", edition=edition, overwrite=action == "overwrite")
+    attempt = Attempt(directory, edition=edition, overwrite=action == "overwrite")
+    build = CHANGES["new"].run
     function = {"open": subject.open, "verify": subject.verify}.get(action)
     ending = (
-        call(build.run, subject, memory_bytes=_MEMORY_BYTES, limit_s=_LIMIT_S)
+        call(run, build, subject, attempt, memory_bytes=_MEMORY_BYTES, limit_s=_LIMIT_S)
         if function is None
-        else call(_use, function, build.path, memory_bytes=_MEMORY_BYTES, limit_s=_LIMIT_S)
+        else call(_use, function, attempt.path, memory_bytes=_MEMORY_BYTES, limit_s=_LIMIT_S)
     )
     what = describe(number)
     returned = outcome.add_ending(ending, what, allowed=True)
@@ -170,7 +172,7 @@ def meet(subject: Subject, beginnings: Path, scratch: Path, number: int) -> Outc
     if after != before:
         outcome.add(Fault.WRONG_ROWS, f"{what}: files elsewhere were changed")
     if returned and function is None:
-        look(outcome, subject, build.path, [edition], must_exist=True, where=what)
+        look(outcome, subject, attempt.path, [expected_rows(NUM_ROWS, edition)], what)
     return outcome
 
 
@@ -185,13 +187,13 @@ def _meet_foreign_build(subject: Subject, beginnings: Path, scratch: Path, numbe
     # Rows 3 to 30, which are no probes, and which the unfinished build has written.
     _spoil(directory / ".s.building" / "x.memmap")
     plant.put(directory / ".s.building", away)
-    build = Build(directory / "s")
-    ending = call(build.run, subject, limit_s=_LIMIT_S)
+    attempt = Attempt(directory)
+    ending = call(run, CHANGES["new"].run, subject, attempt, limit_s=_LIMIT_S)
     if outcome.add_ending(ending, plant.name, allowed=True):
         for file in away.glob("**/*.memmap"):
             # Whoever has another name of the files can still write into them.
             _spoil(file)
-        look(outcome, subject, build.path, [NEW], must_exist=True, where=plant.name)
+        look(outcome, subject, attempt.path, [expected_rows(NUM_ROWS, NEW)], plant.name)
     return outcome
 
 

@@ -96,12 +96,20 @@ class RemoteShards:
 
     def records(self) -> Integers:
         """What is here, int64 of shape (fields, shards): see above."""
-        shape = len(self.manifest.columns), self.manifest.num_shards
-        data = os.pread(self._records, 8 * shape[0] * shape[1], 0)
-        return np.frombuffer(data, np.int64).reshape(shape)
+        shape = len(self.manifest.columns), self._step
+        return self._read_records(0, shape[0] * shape[1]).reshape(shape)
+
+    def _read_records(self, first: int, count: int) -> Integers:
+        data = os.pread(self._records, 8 * count, 8 * first)
+        if len(data) < 8 * count:
+            raise StoreError(
+                f"what was fetched of {self._files.url} is not known any more: somebody has changed"
+                " its files on this machine; open the store again"
+            )
+        return np.frombuffer(data, np.int64)
 
     def _is_here(self, number: int) -> bool:
-        return bool(struct.unpack("q", os.pread(self._records, 8, 8 * number))[0] > 0)
+        return bool(self._read_records(number, 1)[0] > 0)
 
     @cached_property
     def _pieces(self) -> list[list[list[FileRange]]]:
