@@ -1,13 +1,12 @@
 """A k-fold ensemble on a small table: scikit-learn's breast cancer data.
 
     python examples/kfold.py
-    python examples/kfold.py --processes false
     lightning-memmap fit --config examples/configs/kfold.yaml
 
 One store serves all folds: member ``m`` holds out the rows ``i`` with ``i % num_folds == m`` for
 early stopping and for choosing its checkpoint, and trains on the others. The members exchange
-nothing. Each has its own process, or all are trained sequentially in one. Their results come back
-as one table, and the ensemble averages the probabilities of their best checkpoints.
+nothing, and each has its own process. Their results come back as one table, and the ensemble
+averages the probabilities of their best checkpoints.
 """
 
 from collections.abc import Iterable
@@ -68,19 +67,16 @@ def ensemble_accuracy(checkpoints: Iterable[str], data: BreastCancer) -> float:
     return (chosen == torch.tensor(data.labels)).float().mean().item()
 
 
-def main(num_folds: int = 5, max_epochs: int = 20, processes: bool = True) -> None:
+def main(num_folds: int = 5, max_epochs: int = 20) -> None:
     """Train a member for each fold, test them, and test their ensemble.
 
     Args:
         num_folds: Number of folds and of members. Member m uses GPU m % GPUs.
         max_epochs: The most epochs to train; a member stops once its fold stops improving.
-        processes: Whether each member has its own process.
     """
     # The program runs once per process, and all members start with the same weights.
     L.seed_everything(0)
-    strategy = IndependentStrategy(
-        num_members=num_folds, raise_on_failure=False, processes=processes
-    )
+    strategy = IndependentStrategy(num_members=num_folds, raise_on_failure=False)
     data = MemmapDataModule(
         BreastCancer("train"),
         test_dataset=BreastCancer("test"),

@@ -99,6 +99,7 @@ def decode_image(
     mode: str,
     size: tuple[int, int] | None = None,
     shape: tuple[int, ...] | None = None,
+    place: NDArray[np.float32] | None = None,
 ) -> NDArray[np.uint8]:
     """Decode an image, turned upright if its EXIF orientation says how it was taken.
 
@@ -111,6 +112,8 @@ def decode_image(
         size: Height and width. The image is scaled to fill them, and what is over at two sides is
             cut off. Palette indices are picked, other values interpolated.
         shape: What the result must have, (channels, height, width).
+        place: Receives, of shape (3,), by how much the upright image was scaled, and where its left
+            upper corner lies in the result then: x and y, not above 0.
 
     Returns:
         uint8 of shape (channels, height, width).
@@ -137,7 +140,7 @@ def decode_image(
                 raise ImageError(f"its {width} x {height} pixels are more than {MAX_PIXELS}")
             if size is None and shape is not None and {width, height} != {*shape[1:]}:
                 raise _other_size((height, width), shape)
-            return _pixels(image, mode, size, shape)
+            return _pixels(image, mode, size, shape, place)
     except UnidentifiedImageError as error:
         raise ImageError(f"it is no image of a known format ({', '.join(_FORMATS)})") from error
     except (ImageError, FileNotFoundError):
@@ -147,7 +150,11 @@ def decode_image(
 
 
 def _pixels(
-    image: Any, mode: str, size: tuple[int, int] | None, shape: tuple[int, ...] | None
+    image: Any,
+    mode: str,
+    size: tuple[int, int] | None,
+    shape: tuple[int, ...] | None,
+    place: NDArray[np.float32] | None,
 ) -> NDArray[np.uint8]:
     from PIL import Image, ImageOps
 
@@ -165,6 +172,11 @@ def _pixels(
             # Pillow would warn that it is lost.
             image.info.pop("transparency", None)
         image = image.convert(mode)
+    if place is not None:
+        width, height = image.size
+        scale = 1.0 if size is None else max(size[0] / height, size[1] / width)
+        rows, columns = size or (height, width)
+        place[:] = scale, (columns - scale * width) / 2, (rows - scale * height) / 2
     if size is not None and image.size != size[::-1]:
         method = Image.Resampling.NEAREST if mode == "P" else Image.Resampling.BILINEAR
         image = ImageOps.fit(image, size[::-1], method)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.loading import (
-    DeviceLoader,
     SplitRows,
     SuperBatch,
     SuperBatchLoader,
@@ -41,7 +40,7 @@ from lightning_memmap.store.row_file import RowFile
 
 CPU = torch.device("cpu")
 
-Loader: TypeAlias = SuperBatchLoader | DeviceLoader
+Loader: TypeAlias = SuperBatchLoader
 
 
 class NumberedRows(Dataset[dict[str, Any]]):
@@ -186,9 +185,9 @@ def assembled(
     loader: SuperBatchLoader,
     device: torch.device = CPU,
     prefetch: int = 0,
-) -> DeviceLoader:
+) -> SuperBatchLoader:
     """The batches of a loader, assembled on a device."""
-    return DeviceLoader(loader, device, prefetch)
+    return loader.assembled(device, prefetch)
 
 
 def noisy(batch: Any, generator: torch.Generator) -> Any:

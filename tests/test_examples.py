@@ -1,6 +1,5 @@
 """The examples: scripts and configs run as a user runs them, and what each example shows holds."""
 
-import functools
 import gzip
 import hashlib
 import os
@@ -8,7 +7,6 @@ import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -295,53 +293,29 @@ def test_config_of_a_strategy_is_laid_over_another(
     assert (f"Starting with {processes} processes" in printed) == (processes > 1)
 
 
-@pytest.fixture(scope="module")
-def kfold_weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Tensor]]:
-    """Trains and tests two folds, with an overlay or without; the best weights of each."""
-
-    @functools.cache
-    def fit_and_test(overlay: str) -> list[Tensor]:
-        directory = tmp_path_factory.mktemp("kfold")
-        options = ["--trainer.max_epochs", "3", "--data.num_folds", "2"]
-        options += ["--trainer.strategy.num_members", "2"]
-        if overlay:
-            options[:0] = ["--config", str(ROOT / "examples" / "configs" / "strategies" / overlay)]
-        run_cli(directory, "fit", "kfold.yaml", *options)
-        best = "checkpoints/kfold/member_{member}/best.ckpt"
-        tested = run_cli(directory, "test", "kfold.yaml", *options, "--ckpt_path", best)
-        table = tested.rpartition("Members: test")[2]
-        assert len(re.findall(r"│ +[01] │ \S+ +│ done +│", table)) == 2
-        accuracies = re.findall(r"(0\.[0-9]+|1) │\n", table)
-        # Of two members, and the mean.
-        assert len(accuracies) >= 3
-        assert all(float(accuracy) > 0.85 for accuracy in accuracies[:3])
-        made = sorted(path.name for path in directory.iterdir())
-        assert made == ["checkpoints", "lightning_logs", "stores"]
-        outputs = len(list(directory.rglob("output.log")))
-        assert outputs == (0 if overlay else 1)
-        return [
-            torch.load(directory / best.replace("{member}", str(member)), weights_only=True)[
-                "state_dict"
-            ]["network.1.weight"]
-            for member in range(2)
-        ]
-
-    return fit_and_test
-
-
 @pytest.mark.slow
-def test_kfold_config_serves_fit_and_test(kfold_weights: Callable[[str], list[Tensor]]) -> None:
-    one, other = kfold_weights("")
+def test_kfold_config_serves_fit_and_test(tmp_path: Path) -> None:
+    options = ["--trainer.max_epochs", "3", "--data.num_folds", "2"]
+    options += ["--trainer.strategy.num_members", "2"]
+    run_cli(tmp_path, "fit", "kfold.yaml", *options)
+    best = "checkpoints/kfold/member_{member}/best.ckpt"
+    tested = run_cli(tmp_path, "test", "kfold.yaml", *options, "--ckpt_path", best)
+    table = tested.rpartition("Members: test")[2]
+    assert len(re.findall(r"│ +[01] │ \S+ +│ done +│", table)) == 2
+    accuracies = re.findall(r"(0\.[0-9]+|1) │\n", table)
+    # Of two members, and the mean.
+    assert len(accuracies) >= 3
+    assert all(float(accuracy) > 0.85 for accuracy in accuracies[:3])
+    made = sorted(path.name for path in tmp_path.iterdir())
+    assert made == ["checkpoints", "lightning_logs", "stores"]
+    assert len(list(tmp_path.rglob("output.log"))) == 1
+    one, other = (
+        torch.load(tmp_path / best.replace("{member}", str(member)), weights_only=True)[
+            "state_dict"
+        ]["network.1.weight"]
+        for member in range(2)
+    )
     assert not torch.equal(one, other)
-
-
-@pytest.mark.slow
-def test_kfold_config_trains_the_same_sequentially_and_in_processes(
-    kfold_weights: Callable[[str], list[Tensor]],
-) -> None:
-    sequential = kfold_weights("memmap_independent_sequential.yaml")
-    for found, expected in zip(sequential, kfold_weights(""), strict=True):
-        assert torch.equal(found, expected)
 
 
 def test_digits_splits_are_disjoint_and_repeat() -> None:

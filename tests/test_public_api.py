@@ -43,19 +43,18 @@ NAMES = {
     "lightning_memmap.compare": ["compare"],
     "lightning_memmap.loading": [
         "BatchLoader",
-        "DeviceLoader",
         "EpochRows",
         "FormedCollate",
         "OnSuperBatch",
         "Padded",
         "RowList",
         "RowSource",
+        "Scaled",
         "SplitRows",
         "SuperBatch",
         "SuperBatchLoader",
         "has_streams",
         "load_split",
-        "loader_for",
     ],
     "lightning_memmap.sampling": [
         "BatchSchedule",
@@ -222,7 +221,6 @@ FSDP2 = {
 INDEPENDENT = {
     "num_members": None,
     "raise_on_failure": True,
-    "processes": True,
     "accelerator": None,
     "checkpoint_io": None,
     "precision_plugin": None,

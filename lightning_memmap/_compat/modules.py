@@ -1,8 +1,6 @@
 """Private names of modules: their dicts, how they were compiled, their device attribute."""
 
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -153,42 +151,6 @@ def compiled_steps(module: nn.Module, replica: nn.Module) -> dict[str, Any]:
             original = types.MethodType(original.__func__, replica)
         compiled[name] = context["dynamo_ctx"](original)
     return compiled
-
-
-@contextmanager
-def uncompiled(module: L.LightningModule) -> Iterator[None]:
-    """Give a compiled LightningModule its original methods within the context.
-
-    Args:
-        module: The LightningModule; one that is not compiled stays as it is.
-
-    Yields:
-        Nothing; inside, the module is as before ``torch.compile``.
-    """
-    compiled = {}
-    if is_compiled(module):
-        compiled = {name: vars(module).pop(name) for name in _STEPS}
-        compiled["_compiler_ctx"] = module._compiler_ctx
-        module._compiler_ctx = None
-    try:
-        yield
-    finally:
-        vars(module).update(compiled)
-
-
-def compile_as(module: L.LightningModule, other: L.LightningModule) -> None:
-    """Compile a module like another one of its class, if only the other is compiled.
-
-    Args:
-        module: The LightningModule to compile.
-        other: A LightningModule of the same class.
-    """
-    context = other._compiler_ctx
-    if context is None or is_compiled(module):
-        return
-    originals = {f"original_{name}": getattr(module, name) for name in _STEPS}
-    vars(module).update(compiled_steps(other, module))
-    module._compiler_ctx = {**context, **originals}
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

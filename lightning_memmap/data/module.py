@@ -33,14 +33,12 @@ from lightning_memmap.data.splits import (
 )
 from lightning_memmap.loading import (
     BatchLoader,
-    DeviceLoader,
     FormedCollate,
     SplitRows,
     SuperBatchLoader,
-    loader_for,
 )
-from lightning_memmap.loading.collate import Collate
-from lightning_memmap.loading.row_numbers import NumberedCollate
+from lightning_memmap.loading.super_batch import Collate
+from lightning_memmap.loading.variable_batch import NumberedCollate
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
@@ -76,7 +74,7 @@ else:
 #: One dataset or several, in a list or by name; None for one that is stored already.
 Datasets: TypeAlias = AnyDataset | list[AnyDataset | None] | dict[str, AnyDataset | None] | None
 #: A loader, or one for each of several datasets.
-Loader: TypeAlias = SuperBatchLoader | DeviceLoader
+Loader: TypeAlias = SuperBatchLoader | BatchLoader
 Loaders: TypeAlias = Loader | list[Loader] | dict[str, Loader]
 
 _SPLITS_OF_STAGE = {
@@ -287,7 +285,7 @@ class MemmapDataModule(L.LightningDataModule):
         #: By split, what this data module has stored or recognised: see `SplitStores`.
         self._built: dict[str, tuple[Any, ...]] = {}
         self._has_warned = False
-        self._train_loader: SuperBatchLoader | DeviceLoader | None = None
+        self._train_loader: SuperBatchLoader | BatchLoader | None = None
         self._resume: Resume | None = None
         stores = SplitStores(self.options, self.datasets, None, self._built)
         stores.check_held_out()
@@ -562,7 +560,7 @@ class MemmapDataModule(L.LightningDataModule):
         if self._set_up is not None:
             self._set_up.release()
 
-    def train_dataloader(self) -> SuperBatchLoader | DeviceLoader:
+    def train_dataloader(self) -> SuperBatchLoader | BatchLoader:
         """The training rows in the order of `train_sampler`.
 
         Without a Trainer, this and the other loaders are `lightning_memmap.loading.BatchLoader`.
@@ -768,7 +766,7 @@ class MemmapDataModule(L.LightningDataModule):
         order: Sampler | None = None,
         drop_last: bool = False,
         progress: TrainerProgress | None = None,
-    ) -> SuperBatchLoader | DeviceLoader:
+    ) -> SuperBatchLoader | BatchLoader:
         rows = self._rows_of(split)
         if split == "train":
             # The transform may have been set since the set-up.
@@ -787,7 +785,7 @@ class MemmapDataModule(L.LightningDataModule):
             return BatchLoader(loader, loader.data_devices[0])
         if not self._is_overfitting:
             loader.dataset = loader.batch_sizes
-        return loader_for(loader, rows.topology)
+        return loader.placed(rows.topology)
 
     def _collate(self, split: str) -> Collate:
         assert self._set_up is not None

@@ -8,7 +8,7 @@ import lightning as L
 
 from lightning_memmap._compat.loops import go_on_after, renew_train_loader_after_epoch
 from lightning_memmap.errors import with_article
-from lightning_memmap.loading import DeviceLoader, SuperBatchLoader
+from lightning_memmap.loading import BatchLoader, SuperBatchLoader
 from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.sampling import StridedRows
 
@@ -74,7 +74,7 @@ class Resume:
                 " num_parts and subset of the checkpoint"
             )
 
-    def apply(self, loader: SuperBatchLoader | DeviceLoader, trainer: L.Trainer) -> None:
+    def apply(self, loader: SuperBatchLoader | BatchLoader, trainer: L.Trainer) -> None:
         """Let a fit go on from here.
 
         Args:

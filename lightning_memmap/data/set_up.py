@@ -1,7 +1,7 @@
 """The set-up of a data module: its open stores, where their shards live, and the order of rows."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from lightning_memmap.data.options import DataOptions
@@ -155,7 +155,7 @@ class Planner:
             for split, store in opened.items()
         }
         if options.with_row_numbers:
-            rows = {split: found.numbered() for split, found in rows.items()}
+            rows = {split: replace(found, are_numbered=True) for split, found in rows.items()}
         order = None
         if "train" in opened:
             order = self.order(opened["train"], splits["train"].size)

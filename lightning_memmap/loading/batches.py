@@ -7,11 +7,10 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
-from lightning_memmap.loading.device_loader import DeviceLoader
 from lightning_memmap.loading.loader import SuperBatchLoader
 
 
-class BatchLoader(DeviceLoader, DataLoader[Any]):
+class BatchLoader(DataLoader[Any]):
     """Yields assembled batches, those of another epoch in each iteration.
 
     Fabric's ``setup_dataloaders`` takes it for a ``DataLoader``, and gives each of several
@@ -41,29 +40,49 @@ class BatchLoader(DeviceLoader, DataLoader[Any]):
     ) -> None:
         if isinstance(sampler, DistributedSampler):
             loader = loader.of_process(sampler.rank, sampler.num_replicas)
-        DeviceLoader.__init__(self, loader, device)
+        #: The loader of the batches.
+        self.loader = loader.assembled(device)
+        self.device = device
         rows: Any = range(loader.order.num_positions)
-        DataLoader.__init__(
-            self, rows, batch_size=None, sampler=_EpochNote(rows) if sampler is None else sampler
-        )
+        sampler = _EpochNote(rows) if sampler is None else sampler
+        super().__init__(rows, batch_size=None, sampler=sampler)
         #: The epoch of the next iteration; None for that of the sampler.
         self._next_epoch: int | None = None
 
-    @override
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch that is not resumed."""
+        return self.loader.num_steps
+
+    @property
+    def num_trained(self) -> int | None:
+        """Batches that a Trainer has trained on; see `SuperBatchLoader.num_trained`."""
+        return self.loader.num_trained
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has, instead of the next one."""
-        super().set_epoch(epoch)
+        self.loader.set_epoch(epoch)
         self._next_epoch = epoch
 
-    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands; see `SuperBatchLoader.state_dict`."""
+        return self.loader.state_dict()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a saved loader stood; see `SuperBatchLoader.load_state_dict`."""
-        super().load_state_dict(state)
+        self.loader.load_state_dict(state)
         # Of another order, its position says nothing: the next iteration tells how they differ.
         position, count = state["position"], state["num_positions"]
         is_same = count == self.loader.order.num_positions
         is_at_end = position == count or (is_same and self.loader.is_at_end(position))
         self.set_epoch(state["epoch"] + is_at_end)
+
+    @override
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.loader!r})"
 
     @override
     def __iter__(self) -> Any:
@@ -74,9 +93,9 @@ class BatchLoader(DeviceLoader, DataLoader[Any]):
         epoch = self._next_epoch
         if epoch is None:
             epoch = getattr(self.sampler, "epoch", 0)
-        super().set_epoch(epoch)
+        self.loader.set_epoch(epoch)
         self._next_epoch = epoch + 1
-        yield from super().__iter__()
+        yield from self.loader
 
 
 class _EpochNote(SequentialSampler):

@@ -1,39 +1,24 @@
-"""Fetches the rows of coming steps, and makes super-batches of them."""
+"""Fetches the rows of coming steps: for all data devices at once, or for each of them."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_memmap.loading.absent import absent_rows
 from lightning_memmap.loading.buffers import BufferPool
-from lightning_memmap.loading.collate import Collate, Collator
 from lightning_memmap.loading.device_streams import has_streams, send
-from lightning_memmap.loading.requests import Requests, StepRequests, in_order
 from lightning_memmap.loading.row_source import EpochRows, Leaf, fixed_fields, has_variable
 from lightning_memmap.loading.split import SplitRows
-from lightning_memmap.loading.super_batch import SuperBatch
-from lightning_memmap.loading.transform import BatchTransform, DeviceTransform, OnSuperBatch
-from lightning_memmap.loading.variable_rows import send_rows, share_widths
-from lightning_memmap.sampling import Integers, Sampler, derive_seed
+from lightning_memmap.loading.steps import Fetched, Steps, ordinary_tensors
+from lightning_memmap.loading.variable_rows import joined_rows, send_rows, share_widths
+from lightning_memmap.sampling import Integers, Sampler
 
 #: Small steps are fetched several at once, up to this number of bytes and of steps.
 _FETCH_BYTES, _FETCH_STEPS = 2**22, 64
-
-
-class Steps(NamedTuple):
-    """Consecutive steps whose rows are located together."""
-
-    first_step: int
-    """Number of the first step in its epoch."""
-    positions: range
-    """The positions of all the steps that this process serves."""
-    lengths: list[int]
-    """Positions of each step. The first step is one of the longest, but for the last two of an
-    epoch."""
 
 
 class Fetcher:
@@ -42,181 +27,171 @@ class Fetcher:
     Args:
         rows: The rows of the split.
         sampler: Their order.
-        collate: Nests one tensor per field like the dataset's samples.
-        transform: Batch transform that runs on each data device; see `DeviceTransform`. Or one that
-            runs on the assembled batch; see `OnSuperBatch`.
-        seed: Seed of random transforms.
+        is_apart: Whether each data device needs a batch of its own, since a transform runs there.
     """
 
-    def __init__(
-        self,
-        rows: SplitRows,
-        sampler: Sampler,
-        collate: Collate,
-        transform: BatchTransform | None,
-        seed: int,
-    ) -> None:
+    def __init__(self, rows: SplitRows, sampler: Sampler, is_apart: bool) -> None:
         self._rows = rows
         self._sampler = sampler
-        self._seed = seed
         self._devices = rows.topology.data_devices
-        on_all = transform if isinstance(transform, OnSuperBatch) else None
-        self._collator = Collator(collate, on_all)
-        self._transforms = (
-            [DeviceTransform(transform, device) for device in self._devices]
-            if transform is not None and on_all is None
-            else []
-        )
-        self._requests = Requests(rows)
+        owner, shards = rows.topology.owner, range(rows.shards.num_shards)
+        #: By data device, the sources that have rows for it.
+        self._sources_of: list[list[int]] = [
+            np.unique(rows.source_of_shard[[s for s in shards if owner(s) == device]]).tolist()
+            for device in range(len(self._devices))
+        ]
+        source = rows.sources[0]
+        # One fetch serves all logical data devices where all rows lie in one place on the only
+        # physical device.
+        is_one_place = len(rows.sources) == 1 and {*self._devices} == {source.device}
+        self._is_whole = is_one_place and not is_apart
         self._pools: dict[int, BufferPool] = {}
 
     @contextmanager
     def epoch(self, epoch: int, position: int) -> Iterator[list[EpochRows]]:
-        """The rows of all sources in the order of an epoch.
-
-        Args:
-            epoch: Epoch, counted from 0.
-            position: The first position that will be fetched.
-
-        Returns:
-            A context manager that gives the rows of each source, in the order of the sources.
-        """
+        """The rows of each source in the order of an epoch, from a position on."""
         with ExitStack() as stack:
             yield [
                 stack.enter_context(source.epoch(self._sampler, epoch, position))
                 for source in self._rows.sources
             ]
 
-    def fetch(self, sources: list[EpochRows], epoch: int, steps: Steps) -> Iterator[SuperBatch]:
+    def fetch(self, sources: list[EpochRows], epoch: int, steps: Steps) -> Iterator[Fetched]:
         """Fetch the rows of consecutive steps.
 
         Args:
             sources: From `epoch`.
             epoch: The epoch that they are of.
-            steps: The steps.
+            steps: The steps, whose rows are located together.
 
         Returns:
-            An iterator over a super-batch for each step, each fetched when it is asked for or with
-            steps before it.
+            An iterator over the rows of the steps, each fetched when it is asked for.
 
         Raises:
             OSError: The disk cannot be read.
             StoreError: A file is shorter than it was when the store was opened.
             RuntimeError: The rows were freed.
         """
-        if self._is_whole(sources):
-            return self._fetch_whole(sources[0], steps)
-        return self._fetch_by_device(sources, epoch, steps)
+        numbers = None
+        if self._rows.are_numbered:
+            rows = self._sampler.dataset_rows(epoch, steps.positions)
+            numbers = torch.from_numpy(self._sampler.shards.base.numbers(rows))
+        if self._is_whole:
+            return self._fetch_whole(sources[0], steps, numbers)
+        return self._fetch_by_device(sources, steps, numbers)
 
-    def _is_whole(self, sources: list[EpochRows]) -> bool:
-        """Whether one fetch serves all logical data devices.
-
-        It does where all rows lie in one place on the only physical device, and stay as they are.
-        """
-        return (
-            not self._transforms
-            and len(sources) == 1
-            and all(device == sources[0].device for device in self._devices)
-        )
-
-    def _fetch_whole(self, source: EpochRows, steps: Steps) -> Iterator[SuperBatch]:
-        lengths, positions = steps.lengths, steps.positions
-        locations = torch.from_numpy(source.locate(positions))
+    def _fetch_whole(
+        self, source: EpochRows, steps: Steps, numbers: Tensor | None
+    ) -> Iterator[Fetched]:
+        locations = torch.from_numpy(source.locate(steps.positions))
         if not has_variable(source.fields):
             locations = send(locations, source.device)
+        numbers = None if numbers is None else send(numbers, source.device)
         # Several small steps in one fetch; the steps are views of what it returns.
-        longest = lengths[0]
-        together = max(1, _FETCH_BYTES // max(1, longest * source.row_bytes))
-        together = min(together, _FETCH_STEPS, len(lengths))
-        count, start = len(self._devices), 0
-        first = positions.start // positions.step % count
-        for index in range(0, len(lengths), together):
-            rows_of_steps = lengths[index : index + together]
-            stop = start + sum(rows_of_steps)
-            after = stop + sum(lengths[index + together : index + 2 * together])
-            # Ordinary tensors in inference mode too: it may be over before the last of these steps.
-            ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
-            with ordinary or nullcontext():
+        longest = steps.lengths[0]
+        row_bytes = source.row_bytes + (
+            0 if self._rows.images is None else self._rows.images.row_bytes
+        )
+        together = max(1, _FETCH_BYTES // max(1, longest * row_bytes))
+        together = min(together, _FETCH_STEPS, len(steps.lengths))
+        start, first = 0, self._first(steps)
+        for index in range(0, len(steps.lengths), together):
+            part = steps.part(index, index + together, start)
+            stop = start + len(part.positions)
+            with ordinary_tensors():
                 leaves = self._fetch(
-                    source,
-                    locations[start:stop],
-                    self._devices,
-                    coming=locations[stop:after],
-                    usual_rows=together * longest,
+                    source, locations[start:stop], self._devices, usual_rows=together * longest
                 )
-                columns = [leaf.split_with_sizes(rows_of_steps) for leaf in leaves]
-            batches = [list(step) for step in zip(*columns, strict=True)]
-            start = stop
-            del leaves, columns
-            # The last reference to a step's views goes with its super-batch.
-            batches.reverse()
-            for length in rows_of_steps:
-                yield SuperBatch(
-                    self._devices, length, first, columns=batches.pop(), collator=self._collator
-                )
-                first = (first + length) % count
+            num_fields = len(leaves)
+            if numbers is not None:
+                leaves.append(numbers[start:stop])
+            fetched = Fetched(part, first, [leaves], self._devices, True, num_fields)
+            del leaves
+            yield fetched
+            # Not referenced while the next one is fetched: its memory may be free by then.
+            del fetched
+            start, first = stop, (first + stop - start) % len(self._devices)
+
+    def _first(self, steps: Steps) -> int:
+        """The data device that has the first row of some steps."""
+        return steps.positions.start // steps.positions.step % len(self._devices)
 
     def _fetch_by_device(
-        self, sources: list[EpochRows], epoch: int, steps: Steps
-    ) -> Iterator[SuperBatch]:
+        self, sources: list[EpochRows], steps: Steps, numbers: Tensor | None
+    ) -> Iterator[Fetched]:
         """Each data device has its own batch. A source serves all of its devices at once."""
-        asked = self._requests.of_steps(sources, steps.positions, steps.lengths)
-        for step, (requests, coming) in enumerate(pairwise(chain(asked, [None])), steps.first_step):
-            assert requests is not None
-            leaves = self._leaves(sources, requests, coming)
-            batches = [
-                self._transformed(device, found, epoch, step) for device, found in enumerate(leaves)
-            ]
-            del leaves
-            yield SuperBatch(
-                self._devices,
-                requests.num_rows,
-                requests.first,
-                batches=batches,
-                collator=self._collator,
+        requests = self._requests(sources, steps)
+        count, start = len(self._devices), 0
+        for index, length in enumerate(steps.lengths):
+            part = steps.part(index, index + 1, start)
+            first = self._first(part)
+            by_device: list[list[tuple[Integers, list[Leaf]]]] = [[] for _ in self._devices]
+            for source, request in zip(sources, requests, strict=True):
+                for device, places, leaves in self._fetch_request(source, request, index):
+                    by_device[device].append((places, leaves))
+            leaves_of = [_in_order(*each) for each in zip(by_device, self._devices, strict=True)]
+            del by_device
+            share_widths(leaves_of)
+            num_fields = len(leaves_of[0])
+            if numbers is not None:
+                mine = numbers[start : start + length]
+                for device, leaves in enumerate(leaves_of):
+                    own = mine[(device - first) % count :: count].contiguous()
+                    leaves.append(send(own, self._devices[device]))
+            fetched = Fetched(part, first, leaves_of, self._devices, False, num_fields)
+            del leaves_of
+            yield fetched
+            del fetched
+            start += length
+
+    def _requests(self, sources: list[EpochRows], steps: Steps) -> list["_Request"]:
+        """Which rows each source is asked for in each step."""
+        count, lengths = len(self._devices), np.array(steps.lengths)
+        step_of_row = np.repeat(np.arange(len(lengths)), lengths)
+        homes = np.array(steps.positions) % self._rows.shards.num_shards
+        homes = self._rows.source_of_shard[homes]
+        requests = []
+        for which, source in enumerate(sources):
+            users = [d for d, found in enumerate(self._sources_of) if which in found]
+            found, places, of_steps = list[Integers](), list[Integers](), list[Integers]()
+            for device in users:
+                rows = slice((device - self._first(steps)) % count, None, count)
+                mine = np.flatnonzero(homes[rows] == which)
+                at = step_of_row[rows]
+                # The place of each row in the batch of its device.
+                sizes = np.bincount(at, minlength=len(lengths))
+                within = np.arange(len(at)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+                found.append(source.locate(steps.positions[rows])[mine])
+                places.append(within[mine])
+                of_steps.append(at[mine])
+            # Step by step, in each of them one device after the other.
+            order = np.argsort(np.concatenate(of_steps), kind="stable")
+            sizes = np.stack([np.bincount(at, minlength=len(lengths)) for at in of_steps], axis=1)
+            locations = torch.from_numpy(np.concatenate(found)[order])
+            if not has_variable(source.fields):
+                locations = send(locations, source.device)
+            ends = np.cumsum(sizes.sum(axis=1))
+            requests.append(
+                _Request(users, locations, np.concatenate(places)[order], sizes.tolist(), ends)
             )
-            del batches
+        return requests
 
-    def _leaves(
-        self,
-        sources: list[EpochRows],
-        requests: StepRequests,
-        coming: StepRequests | None,
-    ) -> list[list[Leaf]]:
-        """One leaf per field for each data device, on that device, its rows in order.
-
-        Args:
-            sources: From `epoch`.
-            requests: What each of them is asked for.
-            coming: What they are asked for next, where it is known.
-        """
-        fetched: list[list[tuple[Integers | None, list[Leaf]]]] = [[] for _ in self._devices]
-        for which, (source, request) in enumerate(zip(sources, requests.by_source, strict=True)):
-            users, sizes = request.users, request.sizes
-            leaves = self._fetch(
-                source,
-                request.locations,
-                [self._devices[device] for device in users],
-                coming=None if coming is None else coming.by_source[which].locations,
-            )
-            split = [leaf.split_with_sizes(sizes) if len(users) > 1 else (leaf,) for leaf in leaves]
-            parts = zip(users, request.places, zip(*split, strict=True), strict=True)
-            for device, places, columns in parts:
-                target = self._devices[device]
-                fetched[device].append((places, [send_rows(rows, target) for rows in columns]))
-        leaves_of = [
-            in_order(found, device) for found, device in zip(fetched, self._devices, strict=True)
-        ]
-        share_widths(leaves_of)
-        return leaves_of
-
-    def _transformed(self, device: int, leaves: list[Leaf], epoch: int, step: int) -> Any:
-        batch = self._collator.collate(leaves)
-        if self._transforms:
-            topology = self._rows.topology
-            index = topology.rank + topology.size * device
-            return self._transforms[device](batch, derive_seed(self._seed, epoch, step, index))
-        return batch
+    def _fetch_request(
+        self, source: EpochRows, request: "_Request", step: int
+    ) -> Iterator[tuple[int, Integers, list[Leaf]]]:
+        """The rows of one source in a step: for data devices, places in a batch and leaves."""
+        sizes = request.sizes[step]
+        end = int(request.ends[step])
+        begin = end - sum(sizes)
+        leaves = self._fetch(
+            source, request.locations[begin:end], [self._devices[user] for user in request.users]
+        )
+        split = [leaf.split_with_sizes(sizes) if len(sizes) > 1 else [leaf] for leaf in leaves]
+        for index, (user, size) in enumerate(zip(request.users, sizes, strict=True)):
+            target = self._devices[user]
+            places = request.places[begin : begin + size]
+            yield user, places, [send_rows(parts[index], target) for parts in split]
+            begin += size
 
     def _fetch(
         self,
@@ -224,7 +199,6 @@ class Fetcher:
         locations: Tensor,
         devices: Sequence[torch.device],
         *,
-        coming: Tensor | None,
         usual_rows: int = 0,
     ) -> list[Leaf]:
         """Fetch rows.
@@ -233,7 +207,6 @@ class Fetcher:
             source: Where from.
             locations: Which rows, int64 of shape (B,); see `EpochRows.fetch`.
             devices: Where they go next.
-            coming: Which ones are fetched after them, where it is known.
             usual_rows: Rows of most fetches. Smaller ones use the same memory.
 
         Returns:
@@ -241,14 +214,14 @@ class Fetcher:
             `AbsentRows`.
         """
         if source.device.type != "cpu":
-            leaves = source.fetch(locations, coming=coming)
+            leaves = source.fetch(locations)
         elif any(device != source.device and has_streams(device) for device in devices):
             # Copies to a device may still be reading this memory when the next rows come: torch's
             # allocator does not hand it out again before they are done.
-            leaves = source.fetch(locations, pin_memory=True, coming=coming)
+            leaves = source.fetch(locations, pin_memory=True)
         else:
             pool = self._pool_for(max(len(locations), usual_rows), source)
-            leaves = source.fetch(locations, pool.get(len(locations)), coming=coming)
+            leaves = source.fetch(locations, pool.get(len(locations)))
         leaves = list(leaves)
         for index, field in self._rows.absent:
             rows = absent_rows(len(locations), field.item_shape, field.dtype)
@@ -257,7 +230,34 @@ class Fetcher:
 
     def _pool_for(self, num_rows: int, source: EpochRows) -> BufferPool:
         if num_rows not in self._pools:
-            # Two steps may be under way, each with a batch on every data device.
-            slots = 2 * len(self._devices) + 2
+            # Two steps may be under way, each with a batch on every data device, and images of a
+            # third one are decoded.
+            slots = 3 * len(self._devices) + 2
             self._pools[num_rows] = BufferPool(fixed_fields(source.fields), num_rows, slots)
         return self._pools[num_rows]
+
+
+class _Request(NamedTuple):
+    """The rows that a source is asked for in some steps."""
+
+    users: list[int]
+    """The data devices."""
+    locations: Tensor
+    """Where the rows lie, step by step, and in each step those of one data device after another."""
+    places: Integers
+    """The place of each in the batch of its data device, int64 of shape (rows,)."""
+    sizes: list[list[int]]
+    """By step, how many rows each data device has."""
+    ends: Integers
+    """Where the rows of each step end, int64 of shape (steps,)."""
+
+
+def _in_order(fetched: Sequence[tuple[Integers, list[Leaf]]], device: torch.device) -> list[Leaf]:
+    """The rows of one data device, whose shards may live in several places, in their order."""
+    if len(fetched) == 1:
+        return fetched[0][1]
+    places = np.concatenate([places for places, _ in fetched])
+    order = send(torch.from_numpy(np.argsort(places)), device)
+    columns = zip(*(leaves for _, leaves in fetched), strict=True)
+    joined = map(joined_rows, columns)
+    return [leaf if leaf.is_meta else leaf.index_select(0, order) for leaf in joined]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memmap.images import ImageError, decode_image
-from lightning_memmap.loading.decoded import default_threads
+from lightning_memmap.loading.decoding import default_threads
 from lightning_memmap.store import Store
 
 #: Images that are decoded, and seconds after which no further one is.

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 
 from lightning_memmap._compat.loops import BatchIndices, TrainerProgress
 from lightning_memmap.errors import check_integer
-from lightning_memmap.loading.collate import Collate
-from lightning_memmap.loading.fetch import Fetcher, Steps
+from lightning_memmap.loading.fetch import Fetcher
+from lightning_memmap.loading.prefetch import prefetched
 from lightning_memmap.loading.row_source import released_error
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
-from lightning_memmap.loading.super_batch import SuperBatch
-from lightning_memmap.loading.transform import BatchTransform, OnSuperBatch
+from lightning_memmap.loading.steps import Fetched, Steps
+from lightning_memmap.loading.super_batch import Collate, Collator, SuperBatch
+from lightning_memmap.loading.transform import BatchTransform
+from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import BatchSchedule, Sampler, derive_seed
 from lightning_memmap.sampling.differences import difference_of
 from lightning_memmap.sampling.sampler import check_seed
@@ -27,7 +30,7 @@ _BLOCK_POSITIONS, _BLOCK_STEPS = 2**18, 1024
 
 
 class SuperBatchLoader:
-    """Iterates over the super-batches of one epoch.
+    """Iterates over the super-batches of one epoch, or over their batches, assembled on one device.
 
     Each iteration is of the epoch that was set last. `BatchLoader` counts epochs by itself, and
     gives plain batches.
@@ -74,9 +77,12 @@ class SuperBatchLoader:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.seed = seed
-        self._collate = collate
-        self._transform = transform
+        self._collator = Collator(collate, transform)
         self._progress = progress
+        #: Where batches are assembled, usually the root device; None for super-batches.
+        self.device: torch.device | None = None
+        #: Coming steps that are made ready while the consumer has one.
+        self.prefetch = 0
         self._epoch = 0
         self._began = self._state_at_start()
         #: Steps of the epoch that were delivered, and what a Trainer had counted at the last one.
@@ -91,7 +97,7 @@ class SuperBatchLoader:
                 f"an epoch of {self.order.num_positions} rows for {count} data devices, so that"
                 " some would have none: use fewer data devices, or a sampler of more rows"
             )
-        self._fetcher = Fetcher(rows, self.order, self._collate, self._transform, self.seed)
+        self._fetcher = Fetcher(rows, self.order, self._collator.is_apart)
         if not self.num_steps:
             raise ValueError(
                 f"batch_size={self.batch_size}, drop_last=True: the {self.order.num_positions} rows"
@@ -192,10 +198,36 @@ class SuperBatchLoader:
         """The devices that serve batches."""
         return self._rows.topology.data_devices
 
-    @property
-    def transforms_super_batches(self) -> bool:
-        """Whether the transform runs on assembled batches."""
-        return isinstance(self._transform, OnSuperBatch)
+    def assembled(self, device: torch.device, prefetch: int = 0) -> "SuperBatchLoader":
+        """The same loader with batches that are assembled on a device.
+
+        Args:
+            device: The device, usually the root device.
+            prefetch: Coming steps that are made ready on side streams while the consumer has one;
+                see `lightning_memmap.loading.prefetch`. With 0, each is made when it is asked for.
+
+        Returns:
+            A loader that shares the rows of this one.
+
+        Raises:
+            ValueError: ``prefetch`` is below 0.
+        """
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch}: the steps made ready ahead, 0 for none")
+        loader = copy.copy(self)
+        loader.device, loader.prefetch = device, prefetch
+        return loader
+
+    def placed(self, topology: DataTopology) -> "SuperBatchLoader":
+        """The same loader with batches where a topology wants them: assembled, or apart.
+
+        Where nothing else assembles them, a transform of assembled batches runs on the first data
+        device.
+        """
+        device = topology.assemble_on
+        if device is None and self._collator.is_on_super_batch:
+            device = topology.data_devices[0]
+        return self if device is None else self.assembled(device, topology.prefetch)
 
     def of_process(self, rank: int, size: int) -> "SuperBatchLoader":
         """A loader over the same shards that serves the rows of one of several processes.
@@ -241,9 +273,10 @@ class SuperBatchLoader:
 
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self.data_devices))
+        where = "" if self.device is None else f", device={str(self.device)!r}"
         return (
             f"{type(self).__name__}({self.order.num_positions} rows on {devices},"
-            f" batch_size={self.batch_size}, order={type(self.order).__name__})"
+            f" batch_size={self.batch_size}, order={type(self.order).__name__}{where})"
         )
 
     def _state_at_start(self) -> LoaderState:
@@ -290,10 +323,30 @@ class SuperBatchLoader:
         """Steps of an epoch that is not resumed."""
         return len(self._schedule(0))
 
-    def __iter__(self) -> Iterator[SuperBatch]:
+    def __iter__(self) -> Iterator[Any]:
         # Nothing happens before the first step is asked for: Lightning calls iter() before it
         # sets the epoch and loads the state.
-        return self._steps()
+        if self.device is None:
+            return self._delivered_steps()
+        if self.prefetch:
+            steps, devices = self._steps(), [self.device, *self.data_devices]
+            return prefetched(steps, devices, self.prefetch, self._deliver)
+        return self._assembled(self.device)
+
+    def _delivered_steps(self) -> Iterator[SuperBatch]:
+        for super_batch in self._steps():
+            self._deliver()
+            yield super_batch
+            # Not referenced while the next one is made: its memory may be free by then.
+            del super_batch
+
+    def _assembled(self, device: torch.device) -> Iterator[Any]:
+        for super_batch in self._steps():
+            self._deliver()
+            batch = super_batch.to(device)
+            del super_batch
+            yield batch
+            del batch
 
     def is_at_end(self, position: int) -> bool:
         """Whether no step of an epoch is left from a position on.
@@ -343,63 +396,75 @@ class SuperBatchLoader:
             order.num_positions, self.global_batch, order.num_shards, self.drop_last, start
         )
 
-    def steps_ahead(self) -> Iterator[SuperBatch]:
-        """The steps of the epoch for a prefetcher.
+    def _deliver(self) -> None:
+        """Count a step as delivered."""
+        counts = None if self._progress is None else self._progress.counts()
+        # In one assignment: a signal may come at any time.
+        self._delivered = self._delivered[0] + 1, counts
 
-        Returns:
-            An iterator over the super-batches. Each counts as delivered once `deliver` is called,
-            in the same order.
+    def _steps(self) -> Iterator[SuperBatch]:
+        """The steps of the epoch. Each counts as delivered once `_deliver` is called.
 
         Raises:
             RuntimeError: The rows were freed.
             ValueError: The loader cannot go on where a saved one stood.
         """
-        return self._steps(is_ahead=True)
-
-    def deliver(self, super_batch: SuperBatch) -> None:
-        """Count a step of `steps_ahead` as delivered.
-
-        Args:
-            super_batch: The step, the next one in order.
-        """
-        counts = None if self._progress is None else self._progress.counts()
-        # In one assignment: a signal may come at any time.
-        self._delivered = self._delivered[0] + 1, counts
-
-    def _steps(self, is_ahead: bool = False) -> Iterator[SuperBatch]:
         if self._rows.is_released:
             raise released_error()
         self._began = start = self._start()
         self._delivered, self._resume = (start.steps, None), None
-        rank, needs_seed = self._rows.topology.rank, self.transforms_super_batches
-        step = start.steps
         with closing(ExitStack()) as stack:
             # Closed without the error that ends this generator: in Python 3.10, a context manager
             # keeps the error, and so this frame and the rows, until garbage is collected.
             sources = stack.enter_context(self._fetcher.epoch(start.epoch, start.position))
-            for first, step_rows in self._blocks(self._schedule(start.position)):
-                positions = self.positions(first, first + sum(step_rows))
-                steps = Steps(step, positions, self._lengths(first, step_rows))
-                rows = iter(step_rows)
-                for super_batch in self._fetcher.fetch(sources, start.epoch, steps):
-                    super_batch.step_rows = next(rows)
-                    if needs_seed:
-                        super_batch.seed = derive_seed(self.seed, start.epoch, step, rank)
-                    step += 1
-                    if not is_ahead:
-                        self.deliver(super_batch)
-                    yield super_batch
-                    # Not referenced while the next one is made: its memory may be free by then.
-                    del super_batch
+            fetched: Iterator[Fetched] = chain.from_iterable(
+                self._fetcher.fetch(sources, start.epoch, steps) for steps in self._blocks(start)
+            )
+            if self._rows.images is not None:
+                decoded = self._rows.images.decoded(fetched, self.order, start.epoch)
+                fetched = stack.enter_context(closing(decoded))
+            for found in fetched:
+                yield from self._super_batches(found, start.epoch)
+                del found
 
-    def _blocks(self, schedule: BatchSchedule) -> Iterator[tuple[int, list[int]]]:
-        """The steps of a schedule, divided into blocks.
+    def _super_batches(self, fetched: Fetched, epoch: int) -> Iterator[SuperBatch]:
+        """The super-batches of some steps."""
+        collator, devices, steps = self._collator, self.data_devices, fetched.steps
+        first, number, rank = fetched.first, steps.first_step, self._rows.topology.rank
+        if fetched.is_whole:
+            split = [leaf.split_with_sizes(steps.lengths) for leaf in fetched.leaves.pop()]
+            parts = [*zip(*split, strict=True)]
+            del split
+        else:
+            parts = [tuple(self._batches(fetched, epoch))]
+        # The last reference to a step's rows goes with its super-batch.
+        parts.reverse()
+        for length, step_rows in zip(steps.lengths, steps.step_rows, strict=True):
+            super_batch = SuperBatch(
+                devices, length, step_rows, first, parts.pop(), collator, fetched.is_whole
+            )
+            if collator.is_on_super_batch:
+                super_batch.seed = derive_seed(self.seed, epoch, number, rank)
+                number += 1
+            first = (first + length) % len(devices)
+            yield super_batch
+            del super_batch
 
-        Steps that are not of full size are the last of a block.
+    def _batches(self, fetched: Fetched, epoch: int) -> Iterator[Any]:
+        """The batch of each data device in a step, transformed there if it is to be."""
+        collator, topology = self._collator, self._rows.topology
+        for index, device in enumerate(self.data_devices):
+            batch = collator.collate(fetched.leaves.pop(0))
+            if collator.is_apart:
+                words = fetched.steps.first_step, topology.rank + topology.size * index
+                seed = derive_seed(self.seed, epoch, *words)
+                batch = collator.transformed(batch, device, seed, index)
+            yield batch
+            del batch
 
-        Returns:
-            The first position of each block, and the rows of each of its steps over all processes.
-        """
+    def _blocks(self, start: LoaderState) -> Iterator[Steps]:
+        """The steps of an epoch, divided into blocks that are located together."""
+        schedule, number = self._schedule(start.position), start.steps
         per_block = min(max(1, _BLOCK_POSITIONS // self.global_batch), _BLOCK_STEPS)
         for step in range(0, max(1, schedule.num_full), per_block):
             last = min(step + per_block, schedule.num_full)
@@ -408,7 +473,10 @@ class SuperBatchLoader:
                 edges = [schedule.bounds(odd) for odd in range(last, len(schedule))]
                 sizes += [end - begin for begin, end in edges]
             if sizes:
-                yield schedule.bounds(step)[0], sizes
+                first = schedule.bounds(step)[0]
+                positions = self.positions(first, first + sum(sizes))
+                yield Steps(number, positions, self._lengths(first, sizes), sizes)
+                number += len(sizes)
 
     def _lengths(self, first: int, step_rows: list[int]) -> list[int]:
         """How many positions of each step this process serves."""

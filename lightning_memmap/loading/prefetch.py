@@ -1,14 +1,13 @@
 """Prefetch: coming steps are made ready while the present one is computed."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from lightning_memmap.loading.device_streams import SideStreams
-from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.variable_leaves import dense_tensors
@@ -23,9 +22,10 @@ class _Ready(NamedTuple):
 
 
 def prefetched(
-    loader: SuperBatchLoader,
-    device: torch.device,
+    coming: Iterator[SuperBatch],
+    devices: Sequence[torch.device],
     depth: int,
+    deliver: Callable[[], None],
 ) -> Iterator[Any]:
     """The assembled batches of an epoch, made ready some steps ahead.
 
@@ -38,18 +38,19 @@ def prefetched(
     ``2 * depth + 2`` batches are in the device's memory.
 
     Args:
-        loader: Where the steps come from.
-        device: Where they are assembled.
+        coming: The steps of an epoch.
+        devices: Where they are assembled, and then the data devices.
         depth: Steps in flight beside the one that the consumer has, at least 1.
+        deliver: Called for each step when the consumer gets its batch.
 
     Returns:
-        An iterator over the batches on ``device``, in the order of the steps.
+        An iterator over the batches on the first device, in the order of the steps.
 
     Raises:
         Exception: An error in making a step, when that step is due.
     """
-    streams = SideStreams(device, loader.data_devices)
-    coming = loader.steps_ahead()
+    device, *others = devices
+    streams = SideStreams(device, others)
     ready: deque[_Ready] = deque()
     used: deque[Any] = deque()
     error: Exception | None = None
@@ -70,7 +71,7 @@ def prefetched(
             if not ready:
                 break
             super_batch, batch, event = ready.popleft()
-            loader.deliver(super_batch)
+            deliver()
             tensors = chain.from_iterable(dense_tensors(leaf) for _, leaf in named_leaves(batch))
             streams.hand_over(event, [tensor for tensor in tensors if not tensor.is_meta])
             del tensors

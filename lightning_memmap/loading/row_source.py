@@ -12,7 +12,6 @@ from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers, Fields
 from lightning_memmap.loading.variable_rows import VariableRows
@@ -74,7 +73,6 @@ class EpochRows(Protocol):
         out: Buffers | None = None,
         *,
         pin_memory: bool = False,
-        coming: Tensor | None = None,
     ) -> Sequence[Leaf]:
         """Copy rows into a batch.
 
@@ -86,8 +84,6 @@ class EpochRows(Protocol):
                 on a CPU. New ones are made where it is None.
             pin_memory: Whether new buffers are page-locked, for copies to a device. torch's host
                 allocator uses their memory again once they are freed and the copies are done.
-            coming: The locations of the next call, where they are known. What takes long may be
-                begun.
 
         Returns:
             One tensor of shape (B, *field shape) for each of these fields, on this device, or
@@ -188,35 +184,6 @@ class RandomAccessRows(ABC):
         """Copy rows into a batch; see `EpochRows.fetch`."""
 
 
-class WrappedRows(RowSource):
-    """A row source whose rows are those of another one, with something more or something else.
-
-    Args:
-        rows: The other source.
-    """
-
-    def __init__(self, rows: RowSource) -> None:
-        self.rows = rows
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self.rows.device
-
-    @property
-    @override
-    def is_released(self) -> bool:
-        return self.rows.is_released
-
-    @override
-    def check_sampler(self, sampler: Sampler) -> None:
-        self.rows.check_sampler(sampler)
-
-    @override
-    def release(self) -> None:
-        self.rows.release()
-
-
 class _RandomAccessEpoch:
     """Rows in the order of one epoch."""
 
@@ -233,7 +200,6 @@ class _RandomAccessEpoch:
         out: Buffers | None = None,
         *,
         pin_memory: bool = False,
-        coming: Tensor | None = None,
     ) -> Sequence[Leaf]:
         if self._rows.is_released:
             raise released_error()

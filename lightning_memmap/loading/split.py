@@ -2,19 +2,14 @@
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from lightning_memmap.errors import StoreError
-from lightning_memmap.loading.column_rows import ColumnRows
-from lightning_memmap.loading.decoded import DecodedRows, default_threads
-from lightning_memmap.loading.image_decoder import ImageDecoder
-from lightning_memmap.loading.resident import ResidentRows, copied_rows, mapped_rows
-from lightning_memmap.loading.row_numbers import NumberedRows
+from lightning_memmap.loading.decoding import ImageDecoder, Images, default_threads
+from lightning_memmap.loading.resident import copied_rows, mapped_rows
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
@@ -53,6 +48,8 @@ class SplitRows:
             -1 for shards of other processes.
         absent: The fields that no source has, since this process does not need them, each with its
             place among the fields of the store, in ascending order.
+        images: The fields whose images are decoded; None where there are none.
+        are_numbered: Whether rows come with their numbers: those in the dataset as it was given.
     """
 
     topology: DataTopology
@@ -60,15 +57,8 @@ class SplitRows:
     sources: tuple[RowSource, ...]
     source_of_shard: Integers
     absent: tuple[tuple[int, Field], ...] = ()
-
-    @property
-    def are_numbered(self) -> bool:
-        """Whether rows come with their numbers; see `lightning_memmap.loading.row_numbers`."""
-        return any(isinstance(source, NumberedRows) for source in self.sources)
-
-    def numbered(self) -> "SplitRows":
-        """The same rows, each with its number."""
-        return replace(self, sources=tuple(map(NumberedRows, self.sources)))
+    images: Images | None = None
+    are_numbered: bool = False
 
     def check_order(self, sampler: Sampler) -> None:
         """Check that the rows can be fetched in an order.
@@ -91,6 +81,8 @@ class SplitRows:
         """Free the rows. Loaders over this split give no more batches then."""
         for source in self.sources:
             source.release()
+        if self.images is not None:
+            self.images.release()
 
 
 def load_split(
@@ -138,23 +130,27 @@ def load_split(
         source_of_shard[group] = len(sources)
         sources.append(maker.source(residency, device, group))
     # Not from those that have only the rows of this process.
-    if images := image_decoders(columns, [rows for _, rows in needed], forms or {}):
-        if maker.cut:
-            raise ValueError(
-                f"variable: field {maker.cut[0]!r} is cut into windows, and images are decoded for"
-                " each row of a batch, not for each step of a window: leave one of them out"
-            )
-        for index, source in enumerate(sources):
-            if isinstance(source, (ResidentRows, StreamedRows)):
-                is_held = source_of_shard == index
-                sources[index] = _decoded_rows(source, images, is_held, topology)
+    decoders = image_decoders(columns, [rows for _, rows in needed], forms or {})
+    if decoders and maker.cut:
+        raise ValueError(
+            f"variable: field {maker.cut[0]!r} is cut into windows, and images are decoded for"
+            " each row of a batch, not for each step of a window: leave one of them out"
+        )
+    images = None
+    if decoders and sources:
+        names = [field.name for field in store.schema.fields]
+        given = [decoder.form.num_threads for decoder in decoders.values()]
+        usual = default_threads(topology.num_local_processes)
+        num_threads = max(usual if threads is None else threads for threads in given)
+        by_place = {names.index(decoder.field): decoder for decoder in decoders.values()}
+        images = Images(by_place, num_threads)
     length = shards.base.length if isinstance(shards.base, WindowShards) else 0
     absent = tuple(
         (index, field.windowed(length) if field.name in maker.cut else field)
         for index, field in enumerate(store.schema.fields)
         if fields is not None and field.name not in fields
     )
-    return SplitRows(topology, shards, tuple(sources), source_of_shard, absent)
+    return SplitRows(topology, shards, tuple(sources), source_of_shard, absent, images)
 
 
 @dataclass(frozen=True)
@@ -194,24 +190,15 @@ class _SourceMaker:
         Raises:
             StoreError: The columns cannot have this residency.
         """
-        others = [column for column in self.columns if column.rows_name is None]
-        if others and residency is not Residency.MMAP:
-            raise StoreError(
-                f"residency={residency.value!r}: the rows of field {others[0].field.name!r} at"
-                f" {self.store.location} can be read from the file mapping alone: use"
-                " residency='mmap'"
-            )
-        if self.cut and not others:
+        if self.cut:
             pairs = [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]
             is_copied = residency in (Residency.DEVICE, Residency.HOST)
             place = device if is_copied else None
             found = window_rows(self.store, pairs, self.placement.shards, shards, place)
             return self._streamed_windows(found, shards) if residency is Residency.STREAM else found
-        if others or not self.columns:
-            return ColumnRows(self.columns, self.opened)
-        if residency is Residency.STREAM:
+        if residency is Residency.STREAM and self.columns:
             return self._streamed_rows(shards)
-        if residency is Residency.MMAP:
+        if residency is Residency.MMAP or not self.columns:
             return mapped_rows(self.opened, self._offsets)
         return copied_rows(self.opened, self._offsets, shards, device)
 
@@ -367,15 +354,3 @@ def image_decoders(
             first, row = next((found for found in each if len(found[0])), (rows.row(0).numpy(), 0))
             decoders[index] = ImageDecoder.like(column.field.name, form, first, row)
     return decoders
-
-
-def _decoded_rows(
-    rows: ResidentRows | StreamedRows,
-    decoders: Mapping[int, ImageDecoder],
-    is_held: NDArray[np.bool_],
-    topology: DataTopology,
-) -> DecodedRows:
-    given = [decoder.form.num_threads for decoder in decoders.values()]
-    usual = default_threads(topology.num_local_processes)
-    num_threads = max(usual if threads is None else threads for threads in given)
-    return DecodedRows(rows, decoders, is_held, num_threads)

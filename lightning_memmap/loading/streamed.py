@@ -129,7 +129,6 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         out: Buffers | None = None,
         *,
         pin_memory: bool = False,
-        coming: Tensor | None = None,
     ) -> Sequence[Leaf]:
         """Copy rows into one batch, once they are read; see `EpochRows.fetch`.
 
@@ -140,7 +139,6 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
             out: Buffers to copy into, for the fields whose rows have one shape. New ones are made
                 where it is None.
             pin_memory: Whether new ones are page-locked.
-            coming: Not needed: windows are read ahead.
 
         Returns:
             For each field one tensor of shape (B, *field shape), on the CPU, or `VariableRows` in

@@ -1,19 +1,135 @@
-"""A super-batch: the batches of all data devices in one step, still on their devices."""
+"""A super-batch: the batches of all data devices in one step, and how they are put together.
 
-from collections.abc import Sequence
-from typing import Any
+A batch is contiguous on its data device, and so is a copy to another device. On the device that
+assembles them, rows are interleaved: those of data device ``d`` go to every ``D``-th place.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_memmap.loading.collate import Collator
-from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.errors import with_article
+from lightning_memmap.loading.buffers import BufferPool
+from lightning_memmap.loading.device_streams import send
+from lightning_memmap.loading.nested import named_leaves, rebuilt
+from lightning_memmap.loading.transform import (
+    BatchTransform,
+    DeviceTransform,
+    OnSuperBatch,
+    check_callable,
+)
+from lightning_memmap.loading.variable_leaves import (
+    dense_tensors,
+    interleaved,
+    is_on,
+    is_variable,
+    sent_leaf,
+)
 from lightning_memmap.loading.variable_rows import VariableRows, send_rows
 from lightning_memmap.schema import RowList
 
+#: Nests one leaf per field like the dataset's samples; see `FormedCollate`.
+Collate: TypeAlias = Callable[[Sequence[Tensor | VariableRows]], Any]
+
 #: The rows of this process and of all of its step, by the leaves of an assembled batch.
 _STEP_ROWS: Any = WeakIdKeyDictionary()
+
+
+class Collator:
+    """Makes the batches of a loader: nested, transformed, and assembled in buffers used again.
+
+    Args:
+        collate: Nests one leaf per field like the dataset's samples.
+        transform: Runs on each data device's batch, or on each assembled one if it is an
+            `OnSuperBatch`; None for no transform.
+    """
+
+    def __init__(self, collate: Collate, transform: BatchTransform | None = None) -> None:
+        if transform is not None:
+            check_callable("transform", transform)
+        self.collate = collate
+        self._transform = transform
+        #: Whether the transform runs on assembled batches.
+        self.is_on_super_batch = isinstance(transform, OnSuperBatch)
+        #: Whether each data device needs a batch of its own.
+        self.is_apart = transform is not None and not self.is_on_super_batch
+        self._transforms: dict[tuple[int, torch.device], DeviceTransform] = {}
+        self._pool: BufferPool | None = None
+        self._pool_key: Any = None
+
+    def transformed(self, batch: Any, device: torch.device, seed: int, index: int = 0) -> Any:
+        """Run the transform on a batch.
+
+        Args:
+            batch: The batch.
+            device: The device that it is on.
+            seed: Seed of the transform's random numbers.
+            index: The data device. Each has a transform of its own.
+        """
+        if self._transform is None:
+            return batch
+        key = index, device
+        if key not in self._transforms:
+            self._transforms[key] = DeviceTransform(self._transform, device)
+        found = self._transforms[key](batch, seed)
+        if found is None:
+            raise TypeError(
+                "transform: it returned None; return the batch (is the return statement missing?)"
+            )
+        return found
+
+    def assemble(self, batches: list[Any], first: int, num_rows: int, device: torch.device) -> Any:
+        """Assemble the batches of all data devices on one device.
+
+        Args:
+            batches: The batch of each data device, on that device.
+            first: The data device whose batch has the first row; see `SuperBatch` for the order of
+                rows.
+            num_rows: Rows of all batches together.
+            device: Where they are assembled.
+
+        Returns:
+            A batch of ``num_rows`` rows on ``device``, in the structure of the batches. A single
+            batch that is on the device already is returned as it is. On a CPU, the memory of
+            several batches is reused once the caller has dropped it.
+
+        Raises:
+            TypeError: A batch contains something other than tensors.
+            ValueError: A batch has another number of rows than its share, or the batches differ in
+                structure, in dtype or in the shape of a row.
+        """
+        leaves = _checked_leaves(batches, first, num_rows)
+        if len(batches) == 1:
+            if all(is_on(leaf, device) for leaf in leaves[0]):
+                return batches[0]
+            outs = [sent_leaf(leaf, device) for leaf in leaves[0]]
+        else:
+            columns = list(zip(*leaves, strict=True))
+            dense = [column for column in columns if not is_variable(column[0])]
+            buffers = iter(self._buffers([column[0] for column in dense], num_rows, device))
+            outs = []
+            for column in columns:
+                if is_variable(column[0]):
+                    outs.append(interleaved(column, first, num_rows, device))
+                    continue
+                outs.append(next(buffers))
+                for index, leaf in enumerate(column):
+                    # Contiguous between devices, and strided on the device.
+                    start = (index - first) % len(batches)
+                    outs[-1][start :: len(batches)].copy_(send(leaf, device))
+        return rebuilt(batches[0], iter(outs))
+
+    def _buffers(self, leaves: list[Tensor], num_rows: int, device: torch.device) -> list[Tensor]:
+        fields = [(tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+        if device.type != "cpu":
+            # torch's caching allocator reuses memory, in stream order.
+            return [torch.empty((num_rows, *shape), dtype=d, device=device) for shape, d in fields]
+        if self._pool is None or self._pool_key != (fields, num_rows):
+            self._pool, self._pool_key = BufferPool(fields, num_rows), (fields, num_rows)
+        return self._pool.get(num_rows).tensors
 
 
 class SuperBatch:
@@ -25,11 +141,13 @@ class SuperBatch:
     Args:
         data_devices: The ``D`` devices of the batches.
         num_rows: Rows of all batches.
+        step_rows: Rows of the step over all processes.
         first: The data device whose batch has the first row.
+        parts: All rows in order where they lie on one device: one leaf per field, of shape
+            (num_rows, *field shape) or rows that are not copied yet. Otherwise the batch of each
+            data device.
         collator: Collates and assembles.
-        columns: One tensor per field of shape (num_rows, *field shape), or rows that are not copied
-            yet, all rows in order, where they lie on one device.
-        batches: Otherwise, the batch of each data device.
+        is_whole: Which of the two it is.
 
     Attributes:
         num_rows: Rows of all batches.
@@ -54,29 +172,24 @@ class SuperBatch:
         self,
         data_devices: Sequence[torch.device],
         num_rows: int,
+        step_rows: int,
         first: int,
-        *,
+        parts: Sequence[Any],
         collator: Collator,
-        columns: Sequence[Tensor | VariableRows] | None = None,
-        batches: list[Any] | None = None,
+        is_whole: bool,
     ) -> None:
         self.data_devices = data_devices
         self.num_rows = num_rows
-        self.step_rows = num_rows
+        self.step_rows = step_rows
         self.first = first
         self.seed = 0
-        self._columns = columns
-        self._batches = batches or []
+        self._columns = parts if is_whole else None
+        self._batches: list[Any] = [] if is_whole else [*parts]
         self._collator = collator
 
     @property
     def batches(self) -> list[Any]:
-        """The batch of each data device, on that device.
-
-        It is the batch before a transform of the assembled rows, and has the structure of the
-        dataset's samples, or whatever the transform on the data device made of it. Fetched rows lie
-        one after the other in memory.
-        """
+        """The batch of each data device, on that device, as its transform left it."""
         if self._columns is not None and not self._batches:
             count = len(self.data_devices)
             self._batches = [
@@ -99,12 +212,13 @@ class SuperBatch:
 
         Returns:
             A batch of ``num_rows`` rows on ``device``, in the structure of the dataset's samples or
-            of what the transform returned. Its memory is used again once the caller has dropped it.
+            of what the transform returned; or whatever an `OnSuperBatch` returned. Its memory is
+            used again once the caller has dropped it.
 
         Raises:
-            ValueError: The transform returned a tensor whose first dimension is not its batch's, or
-                other tensors on one data device than on another.
-            TypeError: The transform returned something other than tensors in containers.
+            ValueError: A transform of data devices returned a tensor whose first dimension is not
+                its batch's, or other tensors on one data device than on another.
+            TypeError: It returned something other than tensors in containers.
         """
         target = device if isinstance(device, torch.device) else torch.device(device)
         if self._columns is None:
@@ -112,11 +226,11 @@ class SuperBatch:
         else:
             send = send_rows if non_blocking else _copied
             batch = self._collator.collate([send(leaf, target) for leaf in self._columns])
-        batch = self._collator.finish(batch, self.num_rows, target, self.seed)
+        if self._collator.is_on_super_batch:
+            batch = self._collator.transformed(batch, target, self.seed)
         if self.step_rows != self.num_rows:
-            for _, leaf in named_leaves(batch):
-                if isinstance(leaf, (Tensor, RowList)):
-                    _STEP_ROWS[leaf] = self.num_rows, self.step_rows
+            for leaf in _with_memory(batch):
+                _STEP_ROWS[leaf] = self.num_rows, self.step_rows
         return batch
 
     def __len__(self) -> int:
@@ -138,13 +252,67 @@ def step_rows_of(batch: Any) -> set[tuple[int, int]]:
         One pair for each different one; empty for batches of one process, or of other loaders.
     """
     found = set()
-    for _, leaf in named_leaves(batch):
+    for leaf in _with_memory(batch):
         if isinstance(leaf, SuperBatch):
             found.add((leaf.num_rows, leaf.step_rows))
-        elif isinstance(leaf, (Tensor, RowList)) and leaf in _STEP_ROWS:
+        elif leaf in _STEP_ROWS:
             found.add(_STEP_ROWS[leaf])
     return found
 
 
+def _with_memory(batch: Any) -> Iterator[Any]:
+    """The tensors of a batch, also those in batches of other libraries; lists of rows are whole."""
+    for _, leaf in named_leaves(batch):
+        is_known = isinstance(leaf, (Tensor, RowList, SuperBatch))
+        yield from [leaf] if is_known else dense_tensors(leaf)
+
+
 def _copied(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:
     return leaf.to(device)
+
+
+def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[Any]]:
+    """The leaves of each batch, after checking that they are alike and have all rows."""
+    named = [dict(named_leaves(batch)) for batch in batches]
+    for index, leaves in enumerate(named):
+        rows = len(range((index - first) % len(batches), num_rows, len(batches)))
+        if list(leaves) != list(named[0]):
+            raise ValueError(
+                f"transform: it returned the tensors {list(leaves)} on data device {index} and"
+                f" {list(named[0])} on data device 0; it must return the same structure on all"
+            )
+        for name, leaf in leaves.items():
+            _check_leaf(name, leaf, rows, f"data device {index}")
+            other = named[0][name]
+            if is_variable(leaf) and type(leaf) is type(other):
+                continue
+            if leaf.shape[1:] != other.shape[1:]:
+                raise ValueError(
+                    f"transform: it returned rows of shape {tuple(leaf.shape[1:])} at batch{name}"
+                    f" on data device {index} and of shape {tuple(other.shape[1:])} on data device"
+                    " 0; they are assembled afterwards, and must be alike. A transform whose"
+                    " shapes differ from call to call runs on the assembled rows instead with"
+                    " transform=OnSuperBatch(...), from lightning_memmap.transforms"
+                )
+            if leaf.dtype != other.dtype:
+                raise ValueError(
+                    f"transform: it returned {leaf.dtype} at batch{name} on data device {index}"
+                    f" and {other.dtype} on data device 0; it must return one dtype on all"
+                )
+    return [list(leaves.values()) for leaves in named]
+
+
+def _check_leaf(name: str, leaf: Any, num_rows: int, place: str) -> None:
+    """Check that what a transform returned is a tensor with a row for each row of its batch."""
+    if not isinstance(leaf, Tensor | RowList):
+        raise TypeError(
+            f"transform: it returned {with_article(type(leaf).__name__)} at batch{name}; return"
+            " tensors, in any nesting of dicts, lists, tuples and dataclasses"
+        )
+    if (isinstance(leaf, Tensor) and leaf.ndim == 0) or len(leaf) != num_rows:
+        found = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{len(leaf)} rows"
+        raise ValueError(
+            f"transform: it returned a tensor of {found} for a batch of"
+            f" {num_rows} rows on {place}; the first dimension of every tensor must be the rows of"
+            " the batch"
+        )

@@ -1,18 +1,19 @@
 """What a batch has for fields whose rows differ in length, and how it is put together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap._compat.tensors import jagged_tensor
 from lightning_memmap.loading.buffers import GrowingPool
+from lightning_memmap.loading.decoding import ImageDecoder
 from lightning_memmap.loading.device_streams import send
-from lightning_memmap.loading.image_decoder import ImageDecoder
 from lightning_memmap.loading.variable_padding import padded_step
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows
 from lightning_memmap.schema import (
@@ -45,6 +46,25 @@ class Padded(NamedTuple):
             row[tuple(slice(size) for size in each)]
             for row, each in zip(self.values, sizes, strict=True)
         ]
+
+
+class Scaled(NamedTuple):
+    """What a batch has for images decoded with ``Decode(size=..., with_scale=True)``.
+
+    A point ``(x, y)`` of the upright image file, in pixels, lies at ``(x, y) * scale + offset`` of
+    its values, or outside of them if it was cut off.
+    """
+
+    values: Tensor
+    """The images, uint8 of shape (B, channels, height, width)."""
+    scale: Tensor
+    """By how much each was scaled, float32 of shape (B,)."""
+    offset: Tensor
+    """Where its left upper corner lies: x and y, not above 0, float32 of shape (B, 2)."""
+
+
+#: The key of the row numbers in a batch.
+ROW_NUMBER = "row_number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +107,10 @@ class FieldRows(FetchedRows):
         return RowList(parts)
 
     @override
-    def decoded(self, form: Decode) -> Tensor:
+    def decoded(self, form: Decode) -> Tensor | Scaled:
         images = np.split(self.rows.packed().numpy(), np.cumsum(self.rows.lengths)[:-1])
-        return ImageDecoder.like(self.rows.field.name, form, images[0]).decoded(images)
+        decoder = ImageDecoder.like(self.rows.field.name, form, images[0])
+        return _with_scale(form, *decoder.decoded(images))
 
 
 class FormedCollate:
@@ -123,19 +144,29 @@ class FormedCollate:
 
         Args:
             leaves: One for each field of the schema, with the same rows. Images may be decoded
-                already, and windows have one shape.
+                already, and windows have one shape. Behind them, the scale and the offset of each
+                field of decoded images that is given with them, float32 of shape (B, 3).
 
         Returns:
             The nested batch.
         """
-        return self._build(
-            [
-                leaf
-                if formed is None or isinstance(leaf, Tensor)
-                else formed[0].batch(FieldRows(leaf, formed[1]))
-                for formed, leaf in zip(self._forms, leaves, strict=True)
-            ]
-        )
+        places, made = iter(leaves[len(self._forms) :]), list[Any]()
+        for formed, leaf in zip(self._forms, leaves, strict=False):
+            if formed is None:
+                made.append(leaf)
+                continue
+            form, allocate = formed
+            if isinstance(leaf, VariableRows):
+                made.append(form.batch(FieldRows(leaf, allocate)))
+            elif isinstance(form, Decode) and form.with_scale and not leaf.is_meta:
+                made.append(_with_scale(form, leaf, next(places)))
+            else:
+                made.append(leaf)
+        return self._build(made)
+
+
+def _with_scale(form: Decode, images: Tensor, places: Any) -> Tensor | Scaled:
+    return Scaled(images, places[:, 0], places[:, 1:]) if form.with_scale else images
 
 
 def _forms_of_fields(schema: Schema, variable: Mapping[str, Form]) -> dict[str, Form]:
@@ -196,3 +227,46 @@ def _masked(part: Build, leaves: Leaves, mask: Any) -> Masked:
 
 
 _NESTING = Nesting(_records, _masked)
+
+
+class NumberedCollate:
+    """Adds row numbers to batches: under the key `ROW_NUMBER`, or behind what a list has.
+
+    Args:
+        collate: Makes a batch of the other leaves.
+        schema: The schema of the samples.
+
+    Raises:
+        ValueError: The samples have that key, or are of a class, in which there is no place.
+    """
+
+    def __init__(self, collate: Callable[[Sequence[Any]], Any], schema: Schema) -> None:
+        node = schema.structure
+        if node.name:
+            raise ValueError(
+                f"with_row_numbers=True: the samples are of the class {node.name!r}, which has no"
+                f" place for row numbers: give a dict, or a field of your own with the row"
+            )
+        if ROW_NUMBER in node.keys:
+            raise ValueError(
+                f"with_row_numbers=True: the samples have a key {ROW_NUMBER!r} of their own: rename"
+                " it, or leave the argument out"
+            )
+        self._collate = collate
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """Make a batch.
+
+        Args:
+            leaves: One for each field, and the row numbers.
+
+        Returns:
+            The nested batch.
+        """
+        *others, numbers = leaves
+        batch = self._collate(others)
+        if isinstance(batch, TensorDictBase):
+            return batch.set(ROW_NUMBER, numbers)
+        if type(batch) is dict:
+            return {**batch, ROW_NUMBER: numbers}
+        return [*batch, numbers] if type(batch) is list else [batch, numbers]

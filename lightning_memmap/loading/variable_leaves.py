@@ -22,19 +22,23 @@ def is_variable(leaf: Any) -> bool:
     return isinstance(leaf, RowList) or (isinstance(leaf, Tensor) and leaf.is_nested)
 
 
-def dense_tensors(leaf: Any) -> list[Tensor]:
-    """The tensors in a leaf of a batch that have memory.
-
-    Args:
-        leaf: A tensor, a `RowList`, or anything else, which has none.
-    """
+def dense_tensors(leaf: Any, seen: tuple[int, ...] = ()) -> list[Tensor]:
+    """The tensors in a leaf of a batch that have memory: a tensor, a `RowList`, or any object."""
     if isinstance(leaf, RowList):
         return [part for row in leaf for _, part in named_leaves(row) if isinstance(part, Tensor)]
     if isinstance(leaf, Tensor) and leaf.is_nested:
         nested: Any = leaf
         found = [nested.values(), nested.offsets(), nested.lengths()]
         return [tensor for tensor in found if tensor is not None]
-    return [leaf] if isinstance(leaf, Tensor) else []
+    if isinstance(leaf, Tensor):
+        return [leaf]
+    if id(leaf) in seen or isinstance(leaf, type) or not hasattr(leaf, "__dict__"):
+        return []
+    # A batch of another library, which an `OnSuperBatch` returned.
+    within = (*seen, id(leaf))
+    return [
+        tensor for _, each in named_leaves(vars(leaf)) for tensor in dense_tensors(each, within)
+    ]
 
 
 def is_on(leaf: Any, device: torch.device) -> bool:

@@ -234,9 +234,12 @@ class Decode(Form):
             sticks out on two sides is cut off. By default all images must have one size.
         num_threads: Threads that decode; by default the cores of this process, or its share of
             them, and at most 16.
+        with_scale: Let a batch say by how much each image was scaled, and where its corner lies
+            then, for boxes and points in pixels of the file: it has a
+            `lightning_memmap.loading.Scaled` of the images, ``scale`` and ``offset``.
 
     Raises:
-        TypeError: An argument is not a number.
+        TypeError: An argument is not a number, or ``with_scale`` not a bool.
         ValueError: An argument is out of range.
     """
 
@@ -247,6 +250,7 @@ class Decode(Form):
     mode: str = "RGB"
     size: tuple[int, int] | None = None
     num_threads: int | None = None
+    with_scale: bool = False
 
     def __post_init__(self) -> None:
         if self.dims != 0:
@@ -256,6 +260,8 @@ class Decode(Form):
         if self.num_threads is not None:
             given = check_integer("Decode: num_threads", self.num_threads, 1, "at least 1 thread")
             object.__setattr__(self, "num_threads", given)
+        if not isinstance(self.with_scale, bool):
+            raise TypeError(f"Decode: with_scale={self.with_scale!r}: give True or False")
 
     @override
     def check(self, field: Field) -> None:

@@ -16,7 +16,6 @@ from lightning_memmap.loading import (
     SuperBatch,
     SuperBatchLoader,
     has_streams,
-    loader_for,
 )
 from lightning_memmap.loading.super_batch import step_rows_of
 from lightning_memmap.placement import DataTopology, data_parallel_rank, local_processes
@@ -78,8 +77,8 @@ class SuperBatchAssembly(Strategy):
         # Loaders that were made without a data module, or without a Trainer.
         if isinstance(dataloader, BatchLoader):
             dataloader = dataloader.loader
-        if isinstance(dataloader, SuperBatchLoader):
-            dataloader = loader_for(dataloader, self.data_topology)
+        if isinstance(dataloader, SuperBatchLoader) and dataloader.device is None:
+            dataloader = dataloader.placed(self.data_topology)
         return super().process_dataloader(dataloader)
 
     @override

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
-from lightning_memmap.loading import SuperBatchLoader, loader_for
+from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import DataTopology, check_device
 
 
@@ -149,8 +149,8 @@ class LocalDevices(OneNode, SingleDeviceStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         # A loader that was made without a data module.
-        if isinstance(dataloader, SuperBatchLoader):
-            dataloader = loader_for(dataloader, self.data_topology)
+        if isinstance(dataloader, SuperBatchLoader) and dataloader.device is None:
+            dataloader = dataloader.placed(self.data_topology)
         return super().process_dataloader(dataloader)
 
 

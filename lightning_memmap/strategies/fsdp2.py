@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,16 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,9 +36,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memmap._compat.modules import set_device_attribute
-from lightning_memmap._compat.processes import DataParallelMesh
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._assembly import RowWeighting
+from lightning_memmap.strategies._fsdp2_wrap import ShardingOptions, shard_module, shard_state
 from lightning_memmap.strategies._run_state import RunState
 from lightning_memmap.strategies._unsupported import (
     SplitModuleChecks,
@@ -40,42 +46,24 @@ from lightning_memmap.strategies._unsupported import (
     check_embeddings,
     named_terms,
 )
-from lightning_memmap.strategies.sharding.module import shard_module
-from lightning_memmap.strategies.sharding.options import ShardingOptions, floating_dtype
-from lightning_memmap.strategies.sharding.precision import ShardedPrecision, restored
-from lightning_memmap.strategies.sharding.shards import distributed
+
+#: Modules stay sharded after their Trainer, and another Trainer may continue with them. By module,
+#: the processes that it is sharded over, and by name the values of buffers before they were cast.
+_SHARDED: WeakKeyDictionary[nn.Module, tuple[DeviceMesh, dict[str, Tensor]]] = WeakKeyDictionary()
+#: By the Trainer's precision, the dtype of batches; None leaves them.
+_BATCH_DTYPES = {
+    "32-true": None,
+    "16-true": torch.float16,
+    "bf16-true": torch.bfloat16,
+    "64-true": torch.float64,
+}
 
 
-@dataclass(frozen=True)
-class _Sharding:
-    """How a module is sharded.
-
-    Args:
-        mesh: The processes that it is sharded over.
-        buffers: By name, the values of buffers before they were cast.
-    """
-
-    mesh: DeviceMesh
-    buffers: Mapping[str, Tensor]
-
-
-#: Modules stay sharded after their Trainer, and another Trainer may continue with them.
-_SHARDED: WeakKeyDictionary[nn.Module, _Sharding] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What exists from set-up on."""
-
-    #: The processes that the module is sharded over, and replicated over with HSDP.
-    mesh: DeviceMesh
-
-
-class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParallelMesh):
+class FSDP2Strategy(RunState[DeviceMesh], SplitModuleChecks, RowWeighting, ModelParallelStrategy):
     """Trains with FSDP2: each process holds shards of parameters, gradients and optimizer states.
 
-    The module needs no ``configure_model``: layers become units of sharding, by class or by size,
-    and then the module itself with everything that is left. A unit's parameters are gathered
+    The module needs no ``configure_model``: its blocks become units of sharding, and then the
+    module itself with everything that is left. A unit's parameters are gathered
     before it runs and freed afterwards. All processes are data parallel, and their losses are
     weighted by rows, so that training equals one process even if the last step does not divide
     evenly.
@@ -88,14 +76,15 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
     floating-point buffers are cast too, except the running statistics of batch norm.
 
     Args:
-        wrap_classes: Classes of the units, or their names. By default units are chosen by size.
-        min_unit_parameters: Without ``wrap_classes``: the smallest modules with at least this many
-            parameters are units.
-        replicate_size: Number of whole copies (HSDP); it must divide the number of processes. Each
-            copy is sharded over a group of them.
+        wrap_classes: Classes of the units, or their names. By default units are the items of the
+            largest ``ModuleList`` or ``Sequential``, such as the blocks of a transformer, and all
+            other modules of their classes.
+        min_unit_parameters: Without ``wrap_classes``: items with fewer parameters are no units.
+        replicate_size: Number of replicas (HSDP); it must divide the number of processes. Each
+            replica is sharded over a group of them.
         reshard_after_forward: Whether units free what they gathered between the forward and the
             backward pass; a number is the size of the groups over which they keep it sharded
-            instead. By default all units free it but the outermost.
+            instead. By default all units free it but the root.
         cpu_offload: Keep shards, gradients and optimizer states in host memory. Needs GPUs.
         param_dtype: Compute with parameters in this dtype, without autocast: a user-defined mixed
             precision, for ``Trainer(precision="32-true")``.
@@ -148,9 +137,9 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
             replicate_size=replicate_size,
             reshard_after_forward=reshard_after_forward,
             cpu_offload=cpu_offload,
-            param_dtype=floating_dtype("param_dtype", param_dtype),
-            reduce_dtype=floating_dtype("reduce_dtype", reduce_dtype),
-            output_dtype=floating_dtype("output_dtype", output_dtype),
+            param_dtype=_floating_dtype("param_dtype", param_dtype),
+            reduce_dtype=_floating_dtype("reduce_dtype", reduce_dtype),
+            output_dtype=_floating_dtype("output_dtype", output_dtype),
             cast_batch=cast_batch,
             activation_checkpointing=activation_checkpointing,
         )
@@ -175,15 +164,7 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        """Adapt the Trainer's plugin, as the other options say.
-
-        Args:
-            precision_plugin: The Trainer's plugin; None for full precision.
-
-        Raises:
-            ValueError: The plugin is not supported, or both it and ``param_dtype`` choose a dtype.
-        """
-        self._sharded_precision = ShardedPrecision(precision_plugin or Precision(), self._options)
+        self._sharded_precision = _ShardedPrecision(precision_plugin or Precision(), self._options)
 
     @property
     @override
@@ -193,21 +174,13 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        """Take over the devices of the Trainer.
-
-        Args:
-            devices: The devices of this node, one for each of its processes.
-
-        Raises:
-            ValueError: A device does not exist, or ``cpu_offload`` is set and it is not a GPU.
-        """
         self._devices = devices
         for device in devices or ():
             check_device(device)
             if self._options.cpu_offload and device.type != "cuda":
                 raise ValueError(
                     f"cpu_offload=True with accelerator={device.type!r}: the shards are in host"
-                    " memory anyway; use GPUs, or leave it out"
+                    " memory anyway; use GPUs, or omit it"
                 )
 
     @override
@@ -217,19 +190,21 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
 
     @override
     def setup_environment(self) -> None:
+        # All processes are data parallel. The parent chooses other sizes, and has no other setter.
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._tensor_parallel_size = 1
         # Before the processes make further groups together.
         if self._options.cpu_offload and dist.is_initialized():
             self._check_backend()
         super().setup_environment()
-        if (copies := self._options.replicate_size) == 1:
-            mesh = self.device_mesh["data_parallel"]
+        if (replicas := self._options.replicate_size) == 1:
+            self._run = self.device_mesh["data_parallel"]
         else:
-            mesh = init_device_mesh(
+            self._run = init_device_mesh(
                 self.root_device.type,
-                (copies, self.world_size // copies),
+                (replicas, self.world_size // replicas),
                 mesh_dim_names=("replicate", "shard"),
             )
-        self._run = _Run(mesh)
 
     def _check_backend(self) -> None:
         """Check that tensors in host memory can be reduced. A program has one process group."""
@@ -254,25 +229,25 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
     @override
     def setup(self, trainer: L.Trainer) -> None:
         # Not the parent's, which requires a configure_model that shards.
-        module, mesh = self.module, self.run.mesh
+        module, mesh, plugin = self.module, self.run, self._sharded_precision
         trainer.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             check_callbacks(trainer, self.strategy_name)
             check_embeddings(module, self.strategy_name)
-        if module in _SHARDED:
-            if _SHARDED[module].mesh != mesh:
-                raise ValueError(
-                    f"the {type(module).__name__} was sharded over {_SHARDED[module].mesh} by"
-                    f" another Trainer, and this one has {mesh}: load its checkpoint into a new"
-                    " module"
-                )
-        else:
+        if module not in _SHARDED:
+            # What the Trainer sets for sync_batchnorm=True.
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
+            plugin.convert_module(module)
             buffers = shard_module(
-                module, mesh, self.root_device, self._options, self._sharded_precision
+                module, mesh, self.root_device, self._options, plugin.compute_dtype
             )
-            _SHARDED[module] = _Sharding(mesh, buffers)
+            _SHARDED[module] = (mesh, buffers)
+        elif _SHARDED[module][0] != mesh:
+            raise ValueError(
+                f"the {type(module).__name__} was sharded over {_SHARDED[module][0]} by another"
+                f" Trainer, and this one has {mesh}: load its checkpoint into a new module"
+            )
         self.model = module
         self.model_to_device()
         self.barrier()
@@ -311,13 +286,11 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
         for unit in self._sharded_units():
             unit.set_requires_gradient_sync(is_synced, recurse=False)
 
-    def _sharded_units(self) -> Iterator[FSDPModule]:
-        for child in self.module.modules():
-            if isinstance(child, FSDPModule):
-                yield child
+    def _sharded_units(self) -> list[FSDPModule]:
+        return [child for child in self.module.modules() if isinstance(child, FSDPModule)]
 
     def _reshard(self) -> None:
-        """Free what the outermost units gathered.
+        """Free what the roots gathered.
 
         They keep it for a backward pass, which evaluation does not have, and FSDP2 checks only when
         it gathers which parameters are frozen.
@@ -347,9 +320,12 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
         With ``save_distributed_checkpoint=True`` each rank has its shards. All ranks must call it.
         """
         state = super().lightning_module_state_dict()
-        for name, before in _SHARDED[self.module].buffers.items():
+        for name, before in _SHARDED[self.module][1].items():
             if name in state:
-                state[name] = restored(state[name], before)
+                # As it was, not as it was rounded, unless it has changed since.
+                cast = before.to(state[name].dtype)
+                has_changed = not torch.equal(cast, state[name].cpu())
+                state[name] = state[name].to(before.dtype) if has_changed else before
         return state
 
     @override
@@ -367,7 +343,8 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
                 # To make the state, torch took a step of length zero, which Adam would count.
                 optimizer.state.clear()
             return state
-        # All ranks gather each tensor, and only rank 0 keeps it.
+        # All ranks gather each tensor, and only rank 0 keeps it. The parent would number them in
+        # the order of the module, which may not be that of the optimizer.
         gathered = apply_to_collection(optimizer.state_dict(), Tensor, self._gathered)
         return gathered if self.is_global_zero else {}
 
@@ -412,10 +389,77 @@ class FSDP2Strategy(RunState[_Run], SplitModuleChecks, RowWeighting, DataParalle
         return checkpoint
 
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        # The parent would need a state for every parameter, although some may never have had a
+        # gradient.
         if "optimizer_states" not in checkpoint:
             raise KeyError(
                 "the checkpoint has only weights, and no optimizer_states to resume from; load the"
                 " weights into the module instead, or save with save_weights_only=False"
             )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(distributed(state, optimizer))
+            optimizer.load_state_dict(shard_state(state, optimizer))
+
+
+class _ShardedPrecision(Precision):
+    """The precision of another plugin, which also casts batches, TensorDicts included.
+
+    Args:
+        inner: Chooses the dtype of weights, and makes the context of a step.
+        options: May choose the dtype of the computation instead, and whether batches are cast.
+
+    Attributes:
+        compute_dtype: What units compute in; None for the dtype of their parameters.
+    """
+
+    def __init__(self, inner: Precision, options: ShardingOptions) -> None:
+        if options.param_dtype is not None and inner.precision != "32-true":
+            raise ValueError(
+                f"param_dtype={options.param_dtype} with Trainer(precision={inner.precision!r}):"
+                " both choose the dtype of the computation; omit one of them"
+            )
+        self.compute_dtype = options.param_dtype
+        if type(inner) is MixedPrecision and inner.precision == "bf16-mixed":
+            self.compute_dtype = torch.bfloat16
+        elif type(inner) not in (Precision, HalfPrecision, DoublePrecision):
+            raise ValueError(
+                f"Trainer(precision={inner.precision!r}): memmap_fsdp2 does not support"
+                f" {type(inner).__name__}; choose 32-true, bf16-mixed, bf16-true, 16-true or"
+                " 64-true"
+            )
+        self._batch_dtype = _BATCH_DTYPES.get(inner.precision)
+        if self.compute_dtype is not None and options.cast_batch:
+            self._batch_dtype = self.compute_dtype
+        self.precision = inner.precision
+        # The weights and contexts are those of the other plugin.
+        self.convert_module = inner.convert_module  # type: ignore[method-assign]
+        self.tensor_init_context = inner.tensor_init_context  # type: ignore[method-assign]
+        self.module_init_context = inner.module_init_context  # type: ignore[method-assign]
+        self.forward_context = inner.forward_context  # type: ignore[method-assign]
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        if self._batch_dtype is None:
+            return data
+        return apply_to_collection(data, (TensorDictBase, Tensor), self._cast)
+
+    def _cast(self, data: Tensor | TensorDictBase) -> Any:
+        if isinstance(data, TensorDictBase):
+            return data.apply(self._cast)
+        return data.to(self._batch_dtype) if data.is_floating_point() else data
+
+    @contextmanager
+    def _evaluation_context(self) -> Iterator[None]:
+        # What FSDP2 gathers for the first time in inference mode could not be trained later.
+        with torch.inference_mode(False), torch.no_grad(), self.forward_context():
+            yield
+
+    val_step_context = _evaluation_context
+    test_step_context = _evaluation_context
+    predict_step_context = _evaluation_context
+
+
+def _floating_dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
+    if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{name}={value!r}: give a floating-point dtype, such as 'bfloat16'")
+    return dtype

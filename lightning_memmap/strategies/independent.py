@@ -1,27 +1,62 @@
 """``memmap_independent``: each device trains its own model, and none waits for another."""
 
-from pathlib import Path
-from typing import Any
+import atexit
+import math
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path, PurePath
+from time import perf_counter, sleep
+from types import FrameType
+from typing import Any, ClassVar
 
-import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from rich import get_console
 from typing_extensions import override
 
-from lightning_memmap._compat.processes import LaunchedStrategy, is_interactive
+from lightning_memmap.errors import MemberError
+from lightning_memmap.launched import Launched
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._devices import OneNode, was_started_in_several
-from lightning_memmap.strategies.members.launcher import MEMBER_VARIABLE, member_of_this_process
-from lightning_memmap.strategies.members.processes import ProcessLauncher
-from lightning_memmap.strategies.members.results import MemberResults
-from lightning_memmap.strategies.members.sequential import InProcessLauncher, SequentialLauncher
+from lightning_memmap.strategies._member_results import (
+    ABSENT,
+    DONE,
+    FAILED,
+    RUNNING,
+    MemberResult,
+    MemberResults,
+    forget_results,
+    member_folder,
+    read_member,
+    record,
+)
+
+#: Which member a process trains. A user who sets it trains this one alone.
+MEMBER_VARIABLE = "LIGHTNING_MEMMAP_MEMBER"
+_DIRECTORY_VARIABLE = "LIGHTNING_MEMMAP_MEMBERS_DIRECTORY"
+_POLL_S = 0.1
+_PATIENCE_S = 5.0
 
 
-class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
+class IndependentStrategy(OneNode, SingleDeviceStrategy):
     """Trains members that exchange nothing: the folds of a k-fold, an ensemble, a model per site.
 
     The program runs once for each member, in its own process on its own device. Each member has
@@ -35,18 +70,11 @@ class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
     waits until the others have completed theirs, and prints one table. A member that fails does
     not stop the others.
 
-    With ``processes=False`` the members run sequentially in this process, one member's whole stage
-    after the other's. Each but member 0 has its own copies of the Trainer, the module and the
-    data, made as the first stage begins. What depends on ``member`` then belongs into hooks:
-    ``configure_model``, ``setup``, ``configure_optimizers``.
-
     Args:
         num_members: Number of members; by default one per device. Where there are more than
             devices, member ``m`` has device ``m % devices``.
         raise_on_failure: Whether member 0 raises an error, once all others have ended, if one
             of them failed. Otherwise it continues, and ``results`` says which ones failed.
-        processes: Whether each member has its own process. Otherwise they run sequentially in this
-            one: in a notebook, under a debugger, or for members that train for seconds.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy.
         precision_plugin: As for every Lightning strategy.
@@ -54,9 +82,7 @@ class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
     Raises:
         ValueError: ``num_members`` is below 1 or below the number of devices, the environment
             variable ``LIGHTNING_MEMMAP_MEMBER`` is not a member, the Trainer asks for more than
-            one node, the program was started in several processes, or it is a notebook and
-            ``processes`` is not False.
-        UnsuitableModuleError: With ``processes=False``, something cannot be copied for each member.
+            one node, the program was started in several processes, or it is a notebook.
         MemberError: With ``raise_on_failure``, at the end of a stage in which a member failed.
     """
 
@@ -72,7 +98,6 @@ class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
         self,
         num_members: int | None = None,
         raise_on_failure: bool = True,
-        processes: bool = True,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -81,49 +106,27 @@ class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
         if num_members is not None and num_members < 1:
-            raise ValueError(
-                f"num_members={num_members}: at least 1; leave it out for one per device"
-            )
+            raise ValueError(f"num_members={num_members}: at least 1; omit it for one per device")
         #: Set by the Trainer.
         self.cluster_environment: ClusterEnvironment | None = None
         self._count = num_members
         self._raise_on_failure = raise_on_failure
-        self._processes = processes
         self._devices: list[torch.device] = []
-        self._members: ProcessLauncher | InProcessLauncher | None = None
+        self._members: _Members | None = None
 
     @property
     def member(self) -> int:
-        """The member that trains, counted from 0.
-
-        Known before there is a Trainer if each member has its own process; otherwise in the hooks
-        of a stage, and for member 0 afterwards.
+        """The member that this process trains, counted from 0. Known before there is a Trainer.
 
         Raises:
-            RuntimeError: The members run sequentially in this process, and no stage has begun.
             ValueError: The environment variable ``LIGHTNING_MEMMAP_MEMBER`` is not a number.
         """
-        if self._processes or member_of_this_process() is not None:
-            return self._number
-        if self._members is None or self._members.folder is None:
-            raise RuntimeError(
-                "processes=False: strategy.member is known once a stage has begun, since all"
-                " members begin as copies of one Trainer, module and data. Use"
-                " self.trainer.strategy.member in configure_model, setup or configure_optimizers;"
-                f" or leave out processes=False; or train one member alone with {MEMBER_VARIABLE}"
-            )
-        return self._number
-
-    @property
-    def _number(self) -> int:
-        if self._members is not None:
-            return self._members.member
-        return member_of_this_process() or 0
+        return _member_of_this_process() or 0
 
     @property
     def num_processes(self) -> int:
         """Processes of the run on this machine."""
-        return self.num_members if self._processes else 1
+        return self.num_members
 
     @property
     def num_members(self) -> int:
@@ -139,32 +142,22 @@ class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
         return None if self._members is None else self._members.results
 
     @property
-    def trainers(self) -> dict[int, L.Trainer]:
-        """With ``processes=False``, the Trainers of all members that have not failed, by member.
-
-        They exist from the first stage on. Each has its own ``lightning_module``; member 0's is the
-        program's. Empty with ``processes=True``.
-        """
-        return {} if self._members is None else self._members.trainers
-
-    @property
     def member_dir(self) -> Path:
         """The directory of this member's results, and of anything else that it wants to keep.
 
         Raises:
             RuntimeError: No stage has begun.
         """
-        folder = None if self._members is None else self._members.folder
-        if folder is None:
+        if self._members is None or self._members.root is None:
             raise RuntimeError("member_dir is known once the Trainer has begun a stage")
-        return folder
+        return self._members.root / member_folder(self.member)
 
     @property
     @override
     def root_device(self) -> torch.device:
         if not self._devices:
             return super().root_device
-        return self._devices[self._number % len(self._devices)]
+        return self._devices[self.member % len(self._devices)]
 
     @property
     def parallel_devices(self) -> list[torch.device]:
@@ -173,32 +166,22 @@ class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
-        """Take over the devices of the Trainer.
-
-        Args:
-            devices: The devices; member ``m`` has device ``m % len(devices)``.
-
-        Raises:
-            ValueError: There are fewer members than devices, the environment variable
-                ``LIGHTNING_MEMMAP_MEMBER`` is not a member, or a device that this process uses does
-                not exist.
-        """
         self._devices = list(devices)
         if self._count is not None and self._count < len(devices):
             raise ValueError(
                 f"num_members={self._count} with Trainer(devices={len(devices)}): some devices"
                 f" would be idle; use devices={self._count}"
             )
-        if self._number >= self.num_members:
+        if self.member >= self.num_members:
             raise ValueError(
-                f"{MEMBER_VARIABLE}={self._number}: there are {self.num_members} members, counted"
+                f"{MEMBER_VARIABLE}={self.member}: there are {self.num_members} members, counted"
                 " from 0"
             )
-        for device in [self.root_device] if self._processes else devices:
-            check_device(device)
+        check_device(self.root_device)
 
+    # The hook by which the Trainer lets a strategy choose its launcher.
     @override
-    def make_launcher(self) -> ProcessLauncher | SequentialLauncher:
+    def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         # An earlier Trainer may have set a rank, which processes started from here would inherit.
         has_rank = isinstance(environment, LightningEnvironment) and (
@@ -211,26 +194,21 @@ class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
                 f" start it once, or once for each member with {MEMBER_VARIABLE}=<member>; to train"
                 " one model in all of them, use strategy='memmap_superbatch_ddp'"
             )
-        launcher: ProcessLauncher | SequentialLauncher
-        if not self._processes:
-            launcher = SequentialLauncher(self.num_members, self._raise_on_failure)
-        elif is_interactive() and self.num_members > 1 and member_of_this_process() is None:
+        if _IS_INTERACTIVE and self.num_members > 1 and _member_of_this_process() is None:
             raise ValueError(
                 "strategy='memmap_independent' runs the program again in a process for each member,"
-                " and a notebook cannot be run again: run the members sequentially, with"
-                f" IndependentStrategy(num_members={self.num_members}, processes=False)"
+                " and a notebook cannot be run again: train them in a loop, with"
+                " MemmapDataModule(member=m) and a Trainer for each, or start a script"
             )
-        else:
-            launcher = ProcessLauncher(self.num_members, self._raise_on_failure)
-        self._members = launcher
-        return launcher
+        self._members = _Members(self.num_members, self._raise_on_failure)
+        self._launcher = self._members
 
     @override
     def setup_environment(self) -> None:
         # configure_callbacks of the module may have added callbacks.
         module = self.lightning_module
-        if self._members is not None and module is not None:
-            self._members.move_outputs(module.trainer)
+        if module is not None:
+            _move_outputs(module.trainer, member_folder(self.member))
         super().setup_environment()
 
     @override
@@ -238,11 +216,263 @@ class IndependentStrategy(OneNode, LaunchedStrategy, SingleDeviceStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint; ``{member}`` in its path is replaced by the number of this member."""
-        path = str(checkpoint_path).replace("{member}", str(self._number))
+        path = str(checkpoint_path).replace("{member}", str(self.member))
         return super().load_checkpoint(path, weights_only)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._members is not None:
-            self._members.on_exception(exception)
+        # Where member 0 failed, the others train to their end.
+        ends_all = isinstance(exception, (KeyboardInterrupt, MemberError))
+        if self._members is not None and not ends_all:
+            self._members.end_after_the_others()
+
+
+# The Trainer forwards its signals to the processes of this class of launchers, ``procs``.
+class _Members(_SubprocessScriptLauncher):
+    """Runs the stages of one member; in the process of member 0, starts the others before.
+
+    It runs the program again for each other member, with the member's number in an environment
+    variable. The processes do not communicate: each records its results in a file, and member 0
+    reads the files and polls the processes.
+    """
+
+    # Of the whole program, however many Trainers it makes.
+    _others: ClassVar[dict[int, Launched]] = {}
+    _first_root: ClassVar[Path | None] = None
+    _calls: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, num_members: int, raise_on_failure: bool) -> None:
+        super().__init__(LightningEnvironment(), num_processes=1, num_nodes=1)
+        self.member = _member_of_this_process() or 0
+        self.results: MemberResults | None = None
+        #: Where the members record their results; None before the first stage.
+        self.root: Path | None = None
+        self._is_first = _member_of_this_process() is None
+        self._num_members = num_members
+        self._raise_on_failure = raise_on_failure
+        self._stage = ""
+        self._call = 0
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return self._num_members == 1 or not self._is_first
+
+    @override
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        # Only once, since the Trainer's own directory becomes a member's folder afterwards. All
+        # Trainers use the directory of the program's first one.
+        self.root = self.root or self._first_root or _find_root(trainer)
+        self._stage = trainer.state.fn.value
+        self._calls[self._stage] += 1
+        self._call = self._calls[self._stage]
+        if self._num_members > 1:
+            _set_num_threads_if_needed(self._num_members)
+            if self._is_first:
+                self._start(self.root)
+        returned = self._run_stage(trainer, function, *args, **kwargs)
+        if self._is_first:
+            self._wait(self._has_ended)
+            results = self._show()
+            if results.failed and self._raise_on_failure:
+                # This error may end the program, which must not leave the others running.
+                self._wait_for_end()
+                results.check()
+        return returned
+
+    def _run_stage(
+        self, trainer: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a stage of this member in its Trainer, and record how it ends."""
+        _move_outputs(trainer, member_folder(self.member))
+        bar = trainer.progress_bar_callback
+        if self.member and bar is not None:
+            bar.disable()
+        began = perf_counter()
+        self._record(trainer, RUNNING, 0.0)
+        try:
+            returned = function(*args, **kwargs)
+        except _TunerExitException:
+            # With this a Tuner ends the fit in which it tried something.
+            self._record(trainer, DONE, perf_counter() - began)
+            raise
+        except BaseException as error:
+            self._record(trainer, FAILED, perf_counter() - began, error)
+            raise
+        self._record(trainer, DONE, perf_counter() - began)
+        return returned
+
+    def _record(
+        self, trainer: Any, status: str, seconds: float, error: BaseException | None = None
+    ) -> None:
+        logged = trainer.callback_metrics if status == DONE else {}
+        saver = trainer.checkpoint_callback
+        saved = saver.best_model_path if isinstance(saver, ModelCheckpoint) else None
+        result = MemberResult(
+            self.member,
+            self._stage,
+            self._call,
+            status,
+            error=None if error is None else f"{type(error).__name__}: {error}",
+            device=str(trainer.strategy.root_device),
+            epochs=trainer.current_epoch,
+            steps=trainer.global_step,
+            seconds=seconds,
+            metrics={name: float(value) for name, value in logged.items()},
+            checkpoint=saved or None,
+        )
+        record(self._folder(self.member), result)
+
+    def end_after_the_others(self) -> None:
+        """Where member 0 failed, wait until the others have ended, and show the table."""
+        if self._is_first and self.root is not None:
+            self._wait_for_end()
+            self._show()
+
+    def _start(self, root: Path) -> None:
+        """Start the other members, unless this program has done so."""
+        if not self._others:
+            _Members._first_root = root
+            forget_results(root)
+            for member in range(1, self._num_members):
+                variables = {MEMBER_VARIABLE: str(member), _DIRECTORY_VARIABLE: str(root)}
+                self._others[member] = Launched(
+                    _basic_subprocess_cmd(),
+                    self._output(member),
+                    env={**os.environ, **variables},
+                    # Ctrl-C reaches all members.
+                    start_new_session=False,
+                )
+            # The program ends after the other members.
+            atexit.register(self._wait_for_end)
+        elif len(self._others) + 1 != self._num_members:
+            raise ValueError(
+                f"num_members={self._num_members}: this program already trains"
+                f" {len(self._others) + 1} members; all of its Trainers must have as many"
+            )
+        self.procs = list(self._others.values())
+
+    def _has_ended(self, member: int) -> bool:
+        result = self._recorded(member)
+        return result is not None and result.status in (DONE, FAILED)
+
+    def _wait_for_end(self) -> None:
+        self._wait(lambda member: False)
+
+    def _wait(self, is_ready: Callable[[int], bool]) -> None:
+        """Wait until each other member is ready, or its process has ended."""
+        notice_s = perf_counter() + _PATIENCE_S
+        pending = set(self._others)
+        with _on_sigterm(self._stop):
+            while pending := {
+                member
+                for member in pending
+                if self._others[member].poll() is None and not is_ready(member)
+            }:
+                if perf_counter() > notice_s:
+                    names = ", ".join(map(str, sorted(pending)))
+                    rank_zero_info(
+                        f"Waiting for members {names}, which print to {self._output('*')}"
+                    )
+                    notice_s = math.inf
+                sleep(_POLL_S)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        # In a stage the Trainer forwards the signal; between stages nothing else does.
+        self.kill(signum)
+        sys.exit(128 + signum)
+
+    def _show(self) -> MemberResults:
+        members = tuple(self._result_of(member) for member in range(self._num_members))
+        self.results = MemberResults(self._stage, members)
+        if self._num_members > 1:
+            get_console().print(self.results.table())
+        return self.results
+
+    def _result_of(self, member: int) -> MemberResult:
+        """What a member recorded of this stage, completed by the state of its process."""
+        process = self._others.get(member)
+        # Polled before the file is read: a member that has ended records nothing afterwards.
+        code = None if process is None else process.poll()
+        recorded = self._recorded(member)
+        result = recorded or MemberResult(member, self._stage, self._call, RUNNING)
+        if process is None:
+            return result
+        result = replace(result, output=str(process.output))
+        if result.status != RUNNING or code is None:
+            return result
+        if code or recorded is not None:
+            return replace(result, status=FAILED, error=process.how_it_ended())
+        return replace(result, status=ABSENT)
+
+    def _recorded(self, member: int) -> MemberResult | None:
+        """What a member recorded of this stage."""
+        known = {(each.stage, each.call): each for each in read_member(self._folder(member))}
+        return known.get((self._stage, self._call))
+
+    def _folder(self, member: int | str) -> Path:
+        assert self.root is not None
+        return self.root / member_folder(member)
+
+    def _output(self, member: int | str) -> Path:
+        return self._folder(member) / "output.log"
+
+
+def _member_of_this_process() -> int | None:
+    """The member that this process was started for; None in the one that runs the others."""
+    text = os.environ.get(MEMBER_VARIABLE)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"{MEMBER_VARIABLE}={text!r}: give the number of a member, counted from 0")
+    return int(text)
+
+
+def _find_root(trainer: Any) -> Path:
+    """Where the members record their results."""
+    given = os.environ.get(_DIRECTORY_VARIABLE)
+    root = trainer.default_root_dir
+    if given is None and "://" in root:
+        raise ValueError(
+            f"default_root_dir={root!r}: memmap_independent records the results of its members"
+            " there; choose a local directory, and a remote one for checkpoints with"
+            " ModelCheckpoint(dirpath=...)"
+        )
+    return Path(given or root).absolute()
+
+
+def _move_outputs(trainer: Any, folder: str) -> None:
+    """Redirect everything that a Trainer writes to folders of a member. Idempotent."""
+    # None of these has a public setter.
+    trainer._default_root_dir = _below(trainer._default_root_dir, folder)
+    for logger in trainer.loggers:
+        if isinstance(logger, (CSVLogger, TensorBoardLogger)):
+            logger._root_dir = _below(logger._root_dir, folder)
+        if isinstance(logger, CSVLogger):
+            # It has two copies of the directory, and looks for its next version in this one.
+            logger._save_dir = _below(logger._save_dir, folder)
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            callback.dirpath = _below(callback.dirpath, folder)
+
+
+def _below(directory: str | os.PathLike[str], folder: str) -> str:
+    """The path of a folder in a directory; the directory itself if it is in such a folder."""
+    path = os.fspath(directory)
+    return path if folder in PurePath(path).parts else os.path.join(path, folder)
+
+
+@contextmanager
+def _on_sigterm(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Handle SIGTERM within the context. Python allows that in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -22,7 +22,6 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memmap._compat.modules import is_compiled
-from lightning_memmap._compat.processes import syncs_batch_norm
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._assembly import RowWeighting
 from lightning_memmap.strategies._run_state import RunState
@@ -284,7 +283,8 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighting, DDPStrat
                 "torch.compile of the whole module: memmap_pipeline runs only its stages; compile"
                 " these, in the module's __init__ or configure_model"
             )
-        if syncs_batch_norm(self):
+        # What the Trainer sets for sync_batchnorm=True.
+        if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm=True: memmap_pipeline runs batch norm on the rows of each"
                 " micro-batch; leave it out, or use group or layer norm"

@@ -20,7 +20,7 @@ from timing import in_turn, pairwise_ratios
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import DeviceLoader, SuperBatchLoader, has_streams
+from lightning_memmap.loading import SuperBatchLoader, has_streams
 from lightning_memmap.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,11 +193,11 @@ class Bench:
             for residency in ("device", "host")
         }
         steps = loaders["device"].num_steps
-        (ready, *_) = DeviceLoader(loaders["device"], self.device)
+        (ready, *_) = loaders["device"].assembled(self.device)
         runs: dict[str, Callable[[], object]] = {"ideal": lambda: train([ready] * steps)}
         for residency, loader in loaders.items():
             for prefetch in (0, 1, 2, 4):
-                batches = DeviceLoader(loader, self.device, prefetch)
+                batches = loader.assembled(self.device, prefetch)
                 runs[f"{residency}, {prefetch} ahead"] = lambda batches=batches: train(batches)
         seconds = self.seconds(runs)
         for name, times in seconds.items():

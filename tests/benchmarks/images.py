@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memmap import ImageFolder, MemmapDataModule
 from lightning_memmap.images import decode_image
-from lightning_memmap.loading.decoded import default_threads
+from lightning_memmap.loading.decoding import default_threads
 
 
 class Encoded(Dataset[dict[str, Any]]):

@@ -33,7 +33,7 @@ from loaders import make_loader
 from timing import machine, pairwise_ratios, spread
 from torch import Tensor
 
-from lightning_memmap.loading import DeviceLoader, SuperBatchLoader
+from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.row_file import aligned_memory
@@ -122,7 +122,7 @@ def epoch_of(loader: SuperBatchLoader, row_bytes: int, most_s: float) -> Callabl
     def run() -> int:
         loader.set_epoch(next(epochs))
         rows, started = 0, perf_counter()
-        for batch in DeviceLoader(loader, CPU):
+        for batch in loader.assembled(CPU):
             rows += len(batch[0])
             del batch
             if perf_counter() - started > most_s:

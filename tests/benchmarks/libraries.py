@@ -27,7 +27,6 @@ from other_loaders import LIBRARIES, Rows, Way
 from timing import CLOCKS, in_turn, machine, pairwise_ratios, spread
 from torch import Tensor
 
-from lightning_memmap.loading import DeviceLoader
 from lightning_memmap.store import build_store
 
 #: What is so much slower in a trial than the fastest way of its kind, of the same library or of
@@ -248,7 +247,7 @@ def case_lines(name: str, args: argparse.Namespace) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as directory:
         store = build_store(source, Path(directory) / "store", progress=False)
         loader = case_loader(store, case, 1, "mmap")
-        check_epoch(DeviceLoader(loader, torch.device("cpu")), case, expected)
+        check_epoch(loader.assembled(torch.device("cpu")), case, expected)
         ours = epochs_of(loader)
         for library in args.library.split(","):
             results += yield from library_lines(library, rows, expected, ours, fastest, args)

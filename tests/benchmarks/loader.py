@@ -24,7 +24,7 @@ from timing import CLOCKS, in_turn, machine, pairwise_ratios, spread
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_memmap.loading import DeviceLoader, SuperBatchLoader
+from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.store import Store, build_store
 
 #: An epoch that is over sooner is repeated.
@@ -89,7 +89,7 @@ def loader_epoch(loader: SuperBatchLoader) -> int:
     A batch is dropped before the next one is asked for, as the Trainer does.
     """
     rows = 0
-    for batch in DeviceLoader(loader, torch.device("cpu")):
+    for batch in loader.assembled(torch.device("cpu")):
         rows += (batch[0] if isinstance(batch, list) else batch).size(0)
         del batch
     return rows

@@ -13,7 +13,6 @@ from loader import CASES, Case, RandomRows, case_loader
 from other_loaders import LIBRARIES, Rows, Way, from_bytes, from_flat
 from torch import Tensor
 
-from lightning_memmap.loading import DeviceLoader
 from lightning_memmap.store import build_store
 
 LABELLED = Case(30, torch.uint8, (2, 3), 8, label=True)
@@ -139,5 +138,5 @@ def test_report_names_what_is_missing_or_fails(monkeypatch: pytest.MonkeyPatch) 
 
 def test_loader_delivers_each_row_once(tmp_path: Path) -> None:
     store = build_store(RandomRows(LABELLED), tmp_path / "store", num_shards=6, progress=False)
-    batches = DeviceLoader(case_loader(store, LABELLED, 1, "mmap"), torch.device("cpu"))
+    batches = case_loader(store, LABELLED, 1, "mmap").assembled(torch.device("cpu"))
     libraries.check_epoch(batches, LABELLED, expected(LABELLED))

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import Precision
 from torch import nn
 
 from lightning_memmap.strategies import FSDP2Strategy, consolidate_checkpoint
-from lightning_memmap.strategies.sharding.units import modules_of_size, without_shared
+from lightning_memmap.strategies._fsdp2_wrap import default_units, without_shared
 from tests.distributed.harness import launch
 from tests.distributed.scenarios.fsdp2 import (
     WIDTH,
@@ -314,16 +314,28 @@ def test_options_that_fit_are_accepted(tmp_path: Path) -> None:
     assert (trainer.world_size, trainer.precision) == (8, "32-true")
 
 
-def test_units_by_size_are_the_smallest_that_are_large_enough() -> None:
+def test_default_units_are_the_items_of_the_largest_list() -> None:
+    blocks = nn.ModuleList(Block() for _ in range(3))
     module = nn.Module()
-    module.layers = nn.ModuleList(Block() for _ in range(2))
-    module.attention = nn.TransformerEncoderLayer(32, 2, 64)
-    # Linear layers of a block have 2,080 and 2,112 parameters, a block has 4,256.
-    units = modules_of_size(module, 2000)
-    assert [type(unit).__name__ for unit in units] == ["Linear"] * 4 + ["TransformerEncoderLayer"]
-    units = modules_of_size(module, 3000)
-    assert units == [*module.layers, module.attention]
-    assert modules_of_size(module, 10**6) == []
+    # With a large table and a head around the blocks, and lists inside of them.
+    module.net = nn.Sequential(nn.Embedding(100, 32), blocks, nn.Linear(32, 4))
+    for block in blocks:
+        block.more = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 32))
+    assert default_units(module, 1) == [*blocks]
+    assert default_units(module, 10**6) == []
+    # Those of the same class elsewhere, such as of an encoder's shorter list.
+    module.others = nn.ModuleList([Block()])
+    assert default_units(module, 1) == [*blocks, *module.others]
+    # Not each linear layer elsewhere.
+    module = nn.Module()
+    module.first = nn.Linear(4, 4)
+    module.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2), nn.Linear(2, 2))
+    assert default_units(module, 30) == [module.net[0], module.net[2]]
+    # Lists are not called: what is in them is.
+    module = nn.Module()
+    module.pairs = nn.ModuleList(nn.ModuleList([Block(), nn.Tanh()]) for _ in range(2))
+    assert default_units(module, 1) == [pair[0] for pair in module.pairs]
+    assert default_units(nn.Linear(2, 2), 1) == []
 
 
 def test_units_with_shared_parameters_are_left_to_their_parent() -> None:

@@ -1,6 +1,5 @@
 """Independent members in real processes: each as a lone run, and none harmed by another."""
 
-import gc
 import signal
 from pathlib import Path
 from typing import Any
@@ -89,41 +88,6 @@ def test_first_member_has_the_results_of_all(beside: Beside) -> None:
         assert members[1][stage] == members[2][stage] == []
     for result in members[0]["tested"]:
         assert result["metrics"] == members[result["member"]]["found"]["metrics"]
-
-
-def test_members_that_take_turns_are_as_in_processes_of_their_own(
-    beside: Beside, tmp_path: Path
-) -> None:
-    there, members = beside
-    apart = {member: report["in hooks"] for member, report in members.items()}
-    here = independent.in_hooks(tmp_path, members=3, sequentially=True)
-
-    assert torch.equal(here["own"][0].pop("random"), apart[0]["own"][0]["random"])
-    for member in range(3):
-        for stage, found in here["own"][member].items():
-            expected = apart[member]["own"][member][stage]
-            assert torch.equal(found["weights"], expected["weights"])
-            assert found["metrics"] == expected["metrics"]
-            assert found["seen"] == expected["seen"]
-            assert found["steps"] == expected["steps"]
-            best = Path(expected["best"]).relative_to(there / "hooks")
-            assert Path(found["best"]).relative_to(tmp_path) == best
-            assert member_of(best) == member
-    # Each has another size, length and noise.
-    for stage, key in (("fitted", "weights"), ("fitted", "seen"), ("tested", "metrics")):
-        report = [str(here["own"][member][stage][key]) for member in range(3)]
-        assert len(set(report)) == 3
-    for found, expected in zip(here["results"], apart[0]["results"], strict=True):
-        for key in ("member", "status", "steps", "epochs", "metrics"):
-            assert found[key] == expected[key]
-    # The copies of the members here, which tests of memory would see.
-    for _ in range(3):
-        gc.collect()
-
-
-def member_of(path: Path) -> int:
-    (name,) = (part for part in path.parts if part.startswith("member_"))
-    return int(name.removeprefix("member_"))
 
 
 def test_members_that_fail_do_not_stop_the_others(

@@ -16,7 +16,6 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.placement import budgets
 from lightning_memmap.strategies import (
     DataParallelStrategy,
-    IndependentStrategy,
     LocalModelParallelStrategy,
     SuperBatchStrategy,
 )
@@ -256,22 +255,6 @@ def test_model_parallel_has_the_bits_of_the_cpu(
         num_microbatches=num_microbatches,
         residency="device",
     )
-
-
-def test_members_in_sequence_have_the_bits_of_the_cpu(tmp_path: Path) -> None:
-    runs = []
-    for accelerator in ("gpu", "cpu"):
-        strategy = IndependentStrategy(num_members=2, processes=False)
-        data = MemmapDataModule(
-            TRAIN, VAL, store_dir=tmp_path / "stores", batch_size=12, num_parts=2, transform=noisy
-        )
-        path = tmp_path / accelerator
-        trainer = make_trainer(path, accelerator=accelerator, devices=2, strategy=strategy)
-        trainer.fit(Net(), datamodule=data)
-        runs.append([weights(each.lightning_module) for each in strategy.trainers.values()])
-    found, expected = runs
-    assert all(map(torch.equal, found, expected))
-    assert not torch.equal(*found)
 
 
 def test_step_waits_for_the_device_only_where_the_program_is_too_far_ahead(

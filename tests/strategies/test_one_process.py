@@ -12,7 +12,6 @@ from torch import nn
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import (
     DataParallelStrategy,
-    IndependentStrategy,
     LocalModelParallelStrategy,
     SuperBatchStrategy,
 )
@@ -23,14 +22,9 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "GROUP_R
 SRUN = {"SLURM_JOB_NAME": "train", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
-@pytest.fixture(params=[*contracts_in("one"), "sequential members"])
+@pytest.fixture(params=contracts_in("one"))
 def strategy(request: pytest.FixtureRequest) -> str | Strategy:
-    name: str = request.param
-    return (
-        IndependentStrategy(processes=False)
-        if name == "sequential members"
-        else CONTRACTS[name].make_strategy()
-    )
+    return CONTRACTS[request.param].make_strategy()
 
 
 @pytest.mark.parametrize(

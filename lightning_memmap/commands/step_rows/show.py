@@ -114,7 +114,7 @@ def write_sheet(store: Store, rows: Sequence[int], path: Path, forms: Mapping[st
     images = list[list[NDArray[np.uint8]]]()
     for index, (field, column) in enumerate(zip(store.schema.fields, store.columns, strict=True)):
         if index in decoders:
-            decoded = decoders[index].decoded([column.row(row).numpy() for row in rows])
+            decoded, _ = decoders[index].decoded([column.row(row).numpy() for row in rows])
             images.append([image.movedim(0, -1).numpy() for image in decoded])
         elif not field.num_variable and (found := _images(column, rows)):
             images.append(found)

@@ -12,8 +12,8 @@ from torch.utils.data import ConcatDataset, default_collate
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import has_several
 from lightning_memmap.loading import FormedCollate
-from lightning_memmap.loading.collate import Collate
 from lightning_memmap.loading.split import image_decoders
+from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.sampling import Integers, Shards, WindowShards
@@ -161,7 +161,9 @@ def stored_leaves(
             else:
                 leaves.append(column.fetch(rows))
         for place, decoder in decoders.items():
-            leaves[place] = decoder.decoded([row.numpy() for row in leaves[place]])
+            leaves[place], places = decoder.decoded([row.numpy() for row in leaves[place]])
+            if decoder.form.with_scale:
+                leaves.append(places)
         return leaves
 
     return read

@@ -9,7 +9,6 @@ from time import sleep
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -73,68 +72,6 @@ def listed(results: MemberResults | None) -> list[dict[str, Any]]:
     return [] if results is None else [asdict(result) for result in results.members]
 
 
-class InHooks(Regression):
-    """Chooses by member in its hooks: how wide it is, and how long it trains. Takes random numbers
-    in all stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential()
-
-    @property
-    def member(self) -> int:
-        strategy = self.trainer.strategy
-        assert isinstance(strategy, IndependentStrategy)
-        return strategy.member
-
-    def configure_model(self) -> None:
-        if not len(self.net):
-            width = 16 + 4 * self.member
-            self.net.extend([nn.Linear(8, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1)])
-
-    def on_train_epoch_end(self) -> None:
-        self.trainer.should_stop = self.current_epoch == self.member
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("noise", torch.rand(()), on_epoch=True)
-        super().test_step(batch, batch_idx)
-
-
-def in_hooks(out: Path, members: int, sequentially: bool = False) -> dict[str, Any]:
-    """Train members that choose in hooks, test them, and train them again with another Trainer.
-
-    Returns:
-        By member, in the process that has it, what came of it; and the program's next random
-        numbers.
-    """
-    torch.manual_seed(5)
-    module, data = InHooks(), make_data(out, members)
-    own: dict[int, dict[str, Any]] = {}
-
-    def note(trainer: L.Trainer, strategy: IndependentStrategy, name: str) -> None:
-        trainers = strategy.trainers if sequentially else {strategy.member: trainer}
-        for member, found in trainers.items():
-            reports = own.setdefault(member, {})
-            assert isinstance(found.lightning_module, Regression)
-            reports[name] = report(found.lightning_module, found) | {
-                "weights": weights(found.lightning_module).clone(),
-                "metrics": {key: value.item() for key, value in found.callback_metrics.items()},
-            }
-
-    strategy = IndependentStrategy(num_members=members, processes=not sequentially)
-    trainer = make_trainer(out, **{**options_of(out), "strategy": strategy})
-    trainer.fit(module, data)
-    note(trainer, strategy, "fitted")
-    trainer.test(module, data, ckpt_path="best", verbose=False)
-    note(trainer, strategy, "tested")
-    strategy = IndependentStrategy(num_members=members, processes=not sequentially)
-    again = make_trainer(out / "again", strategy=strategy, max_epochs=2, enable_checkpointing=True)
-    again.fit(module, data)
-    note(again, strategy, "again")
-    own[strategy.member]["random"] = torch.rand(3)
-    return {"member": strategy.member, "own": own, "results": listed(strategy.results)}
-
-
 def beside_lone_runs(out: Path, members: int) -> dict[str, Any]:
     """Train a member and resume it, and train it again under the Trainer's own strategy."""
     strategy = IndependentStrategy(num_members=members)
@@ -184,7 +121,6 @@ def beside_lone_runs(out: Path, members: int) -> dict[str, Any]:
         "expected": {**expected, "metrics": lone_metrics},
         "resumed": report(again, resumed),
         "expected resumed": report(lone_again, lone_resumed),
-        "in hooks": in_hooks(out / "hooks", members),
     }
 
 

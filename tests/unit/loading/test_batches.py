@@ -102,8 +102,10 @@ def test_batches_of_a_data_module_unpack_in_a_plain_loop(tmp_path: Path) -> None
 
 def test_loaders_say_what_they_load(numbered_store: Stores) -> None:
     loader = make_batches(numbered_store(97, 24))
-    text = "SuperBatchLoader(97 rows on cpu, cpu, batch_size=4, order=ShuffledSampler)"
-    assert repr(loader) == f"BatchLoader({text}, device='cpu')"
+    text = (
+        "SuperBatchLoader(97 rows on cpu, cpu, batch_size=4, order=ShuffledSampler, device='cpu')"
+    )
+    assert repr(loader) == f"BatchLoader({text})"
     assert repr(loader.loader) == text
 
 

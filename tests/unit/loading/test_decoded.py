@@ -18,11 +18,11 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.loading import (
     FormedCollate,
+    Scaled,
     SplitRows,
     SuperBatchLoader,
-    image_decoder,
+    decoding,
 )
-from lightning_memmap.loading.decoded import DecodedRows
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import (
     BlockShuffledSampler,
@@ -33,7 +33,18 @@ from lightning_memmap.sampling import (
 from lightning_memmap.schema import Decode, Form, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import OnSuperBatch
-from tests.images import FORMS, HEIGHT, WIDTH, EncodedImages, assert_is_batch, encoded, icons, plain
+from tests.images import (
+    FORMS,
+    HEIGHT,
+    WIDTH,
+    Brightness,
+    EncodedImages,
+    assert_is_batch,
+    encoded,
+    icons,
+    plain,
+)
+from tests.models import make_trainer
 from tests.rows import CPU, make_split, split_with
 
 NUM_ROWS = 90
@@ -135,8 +146,8 @@ class Counter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.threads: set[str] = set()
-        self._decode = image_decoder.decode_image
-        monkeypatch.setattr(image_decoder, "decode_image", self)
+        self._decode = decoding.decode_image
+        monkeypatch.setattr(decoding, "decode_image", self)
 
     def __call__(self, *arguments: Any) -> Any:
         self.count += 1
@@ -295,7 +306,6 @@ def test_images_are_streamed_window_by_window(
     # A step reaches over several windows, and the last steps have fewer rows.
     for window, transform in ((2, None), (3, lambda batch: batch)):
         rows = make_split(store, num_devices, residency="stream", window=window, forms=FORMS)
-        assert isinstance(rows.sources[0], DecodedRows)
         loader = SuperBatchLoader(
             rows,
             BlockShuffledSampler(rows.shards, 3, window),
@@ -391,3 +401,79 @@ def test_images_that_are_none_are_refused(tmp_path: Path) -> None:
 def _first_batch(data: MemmapDataModule) -> Any:
     data.setup("fit")
     return next(iter(data.train_dataloader()))
+
+
+class Dots:
+    """Photographs of one white pixel each, in files of many sizes, and where that pixel is."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        random = np.random.default_rng(row)
+        height, width = (int(size) for size in random.integers(40, 90, 2))
+        # Inside of the part that is not cut off.
+        side = min(height, width) // 2 - 9
+        x = width // 2 + int(random.integers(-side, side))
+        y = height // 2 + int(random.integers(-side, side))
+        pixels = np.zeros((height, width, 3), np.uint8)
+        pixels[y - 2 : y + 3, x - 2 : x + 3] = 255
+        return {"image": encoded(pixels), "row": row, "point": torch.tensor([x + 0.5, y + 0.5])}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("residency", ["mmap", "stream"])
+@pytest.mark.parametrize("numbered", [False, True])
+def test_scale_and_offset_bring_points_of_a_file_to_its_scaled_image(
+    tmp_path: Path, devices: int, residency: str, numbered: bool
+) -> None:
+    data = MemmapDataModule(
+        Dots(),
+        store_dir=tmp_path,
+        batch_size=8,
+        residency=residency,
+        variable={"image": Decode(size=(64, 48), with_scale=True)},
+        with_row_numbers=numbered,
+        transform=(lambda batch: batch) if devices > 1 else None,
+    )
+    batches: list[Any] = []
+
+    class Module(Brightness):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batches.append(batch)
+            return 0 * torch.stack([each.sum() for each in self.parameters()]).sum()
+
+    trainer = make_trainer(
+        tmp_path,
+        strategy="memmap_superbatch",
+        devices=devices,
+        max_epochs=1,
+        limit_val_batches=0,
+    )
+    trainer.fit(Module(), datamodule=data)
+    assert sorted(row for batch in batches for row in batch["row"].tolist()) == [*range(40)]
+    for batch in batches:
+        assert isinstance(batch["image"], Scaled)
+        values, scale, offset = batch["image"]
+        assert values.shape[1:] == (3, 64, 48)
+        if numbered:
+            assert torch.equal(batch["row"], batch["row_number"])
+        grey = values.float().mean(1)
+        grey = grey / grey.sum((1, 2), keepdim=True)
+        y = (grey.sum(2) * (torch.arange(64) + 0.5)).sum(1)
+        x = (grey.sum(1) * (torch.arange(48) + 0.5)).sum(1)
+        expected = batch["point"] * scale[:, None] + offset
+        torch.testing.assert_close(torch.stack([x, y], 1), expected, rtol=0, atol=0.3)
+
+
+def test_scale_of_images_in_their_own_size_is_one(tmp_path: Path) -> None:
+    data = MemmapDataModule(
+        EncodedImages(8),
+        store_dir=tmp_path,
+        variable={"image": Decode(with_scale=True), "mask": Decode(mode="L")},
+    )
+    data.prepare_data()
+    batch = _first_batch(data)
+    assert torch.equal(batch["image"].scale, torch.ones(8))
+    assert torch.equal(batch["image"].offset, torch.zeros(8, 2))
+    assert isinstance(batch["mask"], torch.Tensor)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.loading import DeviceLoader, FormedCollate, SuperBatchLoader, load_split
+from lightning_memmap.loading import FormedCollate, SuperBatchLoader, load_split
 from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.loading.variable_leaves import dense_tensors, sent_leaf
@@ -109,7 +109,7 @@ def test_rows_that_differ_in_length_on_a_gpu_are_those_of_the_dataset(
     collate = FormedCollate(store.schema, read_forms(variable))
     loader = gpu_loader(store, residency, transform=transform, collate=collate)
     order = loader.order.dataset_rows(0, range(96)).tolist()
-    for batch in DeviceLoader(loader, root, prefetch=2):
+    for batch in loader.assembled(root, prefetch=2):
         rows, order = order[: len(batch["row"])], order[len(batch["row"]) :]
         tensors = [tensor for _, leaf in named_leaves(batch) for tensor in dense_tensors(leaf)]
         assert all(tensor.device == root for tensor in tensors)
@@ -137,7 +137,7 @@ def test_decoded_images_are_copied_to_the_data_devices(
             transform=transform,
         )  # fmt: skip
         order = sampler.dataset_rows(0, range(90)).tolist()
-        for batch in DeviceLoader(loader, root, prefetch):
+        for batch in loader.assembled(root, prefetch):
             assert batch["image"].device == batch["mask"].device == root
             count = len(batch["row"])
             images.assert_is_batch(

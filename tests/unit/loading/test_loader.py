@@ -282,10 +282,10 @@ class TestArguments:
         on_device = assembled(loader)
         on_device.set_epoch(2)
         batches = [rows_of(batch) for batch in on_device]
-        assert on_device.state_dict() == loader.state_dict()
         assert len(batches) == len(on_device) == len(loader)
         loader.set_epoch(2)
         assert batches == epoch_rows(loader)
+        assert on_device.state_dict() == loader.state_dict()
 
 
 class TestResume:

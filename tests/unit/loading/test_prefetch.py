@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_memmap.loading import DeviceLoader
+from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.loading.device_streams import SideStreams, has_streams
 from lightning_memmap.store import Store
 from tests.rows import (
@@ -38,7 +38,7 @@ def noisy_by_the_global_generator(batch: Any) -> Any:
     return {**batch, "noise": torch.rand(len(batch["row"]))}
 
 
-def heavy_loader(stores: Stores, prefetch: int, **options: Any) -> DeviceLoader:
+def heavy_loader(stores: Stores, prefetch: int, **options: Any) -> SuperBatchLoader:
     """Nine steps of four rows on two logical data devices."""
     return assembled(make_loader(stores(36, 4, HEAVY), 2, 2, **options), prefetch=prefetch)
 
@@ -79,7 +79,7 @@ class TestBatches:
     def test_prefetched_epoch_resumes_after_each_step(
         self, numbered_store: Stores, depth: int, **layout: Any
     ) -> None:
-        def make() -> DeviceLoader:
+        def make() -> SuperBatchLoader:
             loader = make_loader(numbered_store(37, 24), 2, shuffle=True, **layout)
             return assembled(loader, CPU, prefetch=depth)
 
@@ -88,7 +88,7 @@ class TestBatches:
     def test_random_numbers_of_a_resumed_epoch_are_those_of_a_whole_one(
         self, numbered_store: Stores
     ) -> None:
-        def make() -> DeviceLoader:
+        def make() -> SuperBatchLoader:
             return assembled(make_loader(numbered_store(37, 24), 2, 4, transform=noisy), prefetch=2)
 
         whole = [batch["noise"] for batch in make()]
@@ -107,9 +107,9 @@ class TestBatches:
 
 class TestOrder:
     def test_state_is_that_of_the_step_delivered(self, numbered_store: Stores) -> None:
-        loader = make_loader(numbered_store(37, 24), 2, 4)
+        loader = assembled(make_loader(numbered_store(37, 24), 2, 4), CPU, prefetch=3)
         rows = 0
-        for count, batch in enumerate(assembled(loader, CPU, prefetch=3), start=1):
+        for count, batch in enumerate(loader, start=1):
             rows += len(batch["row"])
             assert loader.state_dict()["steps"] == count
             assert loader.state_dict()["position"] == rows
@@ -184,7 +184,7 @@ class TestOrder:
             gc.enable()
 
 
-def uses(loader: DeviceLoader, operators: Operators) -> Iterator[Any]:
+def uses(loader: SuperBatchLoader, operators: Operators) -> Iterator[Any]:
     """Computes on each batch, on the current sampler. Nothing of the test itself is noted."""
     steps = iter(loader)
     while True:
@@ -269,7 +269,7 @@ class TestStreams:
         loader = heavy_loader(numbered_store, 2, residency="device")
         operators = Operators(device)
         with operators:
-            for source in loader.loader._rows.sources:
+            for source in loader._rows.sources:
                 for tensor in source.memory.tensors:
                     tensor.mul_(1)
         for _ in uses(loader, operators):

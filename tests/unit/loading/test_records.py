@@ -1,5 +1,6 @@
 """Batches of lists of records, of rows that are None, and of row numbers, from any place."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import FormedCollate, RowList, SuperBatchLoader
 from lightning_memmap.loading.nested import named_leaves
-from lightning_memmap.loading.row_numbers import NumberedCollate
+from lightning_memmap.loading.variable_batch import NumberedCollate
 from lightning_memmap.loading.variable_leaves import dense_tensors, is_on, sent_leaf
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import KFold, ShuffledSampler, Subset, Weighted
@@ -209,7 +210,8 @@ def test_row_numbers_do_not_depend_on_the_number_of_data_devices(
     store: Store, num_devices: int, transform: Any
 ) -> None:
     places = (Residency.MMAP, Residency.DEVICE, Residency.MMAP) * 4
-    rows = split_with(store, DataTopology((CPU,) * num_devices), places).numbered()
+    rows = split_with(store, DataTopology((CPU,) * num_devices), places)
+    rows = dataclasses.replace(rows, are_numbered=True)
     collate = NumberedCollate(FormedCollate(store.schema), store.schema)
     loader = SuperBatchLoader(
         rows,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_memmap.loading import DeviceLoader, SuperBatch, SuperBatchLoader
+from lightning_memmap.loading import SuperBatch, SuperBatchLoader
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.placement import DataTopology, Residency
@@ -159,7 +159,7 @@ class TestHostToDevice:
         store = numbered_store(37, 24)
         loader = meta_loader(store, num_devices)
         sent = []
-        for batch in DeviceLoader(loader, META, prefetch):
+        for batch in loader.assembled(META, prefetch):
             assert {leaf.device for leaf in batch.values()} == {META}
             sent.append(len(batch["row"]))
         assert sent == [8, 8, 8, 13] if num_devices == 2 else [4] * 9 + [1]

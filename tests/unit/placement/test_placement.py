@@ -312,7 +312,6 @@ class TestBudgets:
             (DDPStrategy(parallel_devices=[CPU] * 3), 3),
             (SuperBatchDDPStrategy(2, parallel_devices=[CPU] * 6), 3),
             (IndependentStrategy(num_members=5), 5),
-            (IndependentStrategy(num_members=5, processes=False), 1),
         ):
             assert local_processes(strategy) == expected
 

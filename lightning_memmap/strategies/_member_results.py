@@ -1,7 +1,6 @@
 """How the stages of independent members ended: a file per member, and one table of all."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
@@ -34,8 +33,7 @@ class MemberResult:
         seconds: Wall time of the stage.
         metrics: The logged metrics, by name.
         checkpoint: The best checkpoint, or the last one where nothing is monitored.
-        output: The file that the member's process prints to; of a sequential member, the file with
-            the traceback of its failure.
+        output: The file that the member's process prints to.
     """
 
     member: int
@@ -135,14 +133,7 @@ def _number(value: float | None) -> str:
 
 
 def member_folder(member: int | str) -> str:
-    """The name of the folder that a member writes to.
-
-    Args:
-        member: The member; ``*`` for a pattern that matches all.
-
-    Returns:
-        The name, without the folder above it.
-    """
+    """The name of the folder that a member writes to; of ``*``, a pattern that matches all."""
     return f"member_{member}"
 
 
@@ -170,14 +161,7 @@ def read_results(directory: str | Path, stage: str = "fit") -> MemberResults:
 
 
 def read_member(folder: Path) -> list[MemberResult]:
-    """Read everything that a member recorded.
-
-    Args:
-        folder: The member's folder.
-
-    Returns:
-        Its results in the order in which the stages began; empty if there are none.
-    """
+    """What a member recorded in its folder, in the order in which its stages began."""
     try:
         text = (folder / _FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -186,29 +170,16 @@ def read_member(folder: Path) -> list[MemberResult]:
 
 
 def record(folder: Path, result: MemberResult) -> None:
-    """Record a result, atomically. It replaces an earlier result of the same call.
-
-    Args:
-        folder: The member's folder; it is created where needed.
-        result: The result.
-    """
+    """Record a result in a member's folder, atomically, instead of one of the same call."""
     entries = {(known.stage, known.call): known for known in read_member(folder)}
     entries[result.stage, result.call] = result
-    _write(folder / _FILE, list(entries.values()))
-
-
-def _write(path: Path, results: Sequence[MemberResult]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid4().hex}")
-    partial.write_text(json.dumps([asdict(result) for result in results], indent=1))
-    partial.replace(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{_FILE}.{uuid4().hex}"
+    partial.write_text(json.dumps([asdict(each) for each in entries.values()], indent=1))
+    partial.replace(folder / _FILE)
 
 
 def forget_results(directory: Path) -> None:
-    """Remove what the members of an earlier run recorded.
-
-    Args:
-        directory: The directory of all members' folders; other files in these stay.
-    """
+    """Remove what the members of an earlier run recorded; other files stay."""
     for path in directory.glob(f"{member_folder('*')}/{_FILE}"):
         path.unlink()

@@ -1,0 +1,86 @@
+"""Programs that are started, watched and ended: models of an ensemble, runs of a comparison."""
+
+import os
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import monotonic, sleep
+
+_POLL_S = 0.01
+
+
+class Launched(subprocess.Popen[bytes]):
+    """A program that prints to a file.
+
+    Args:
+        command: The program and its arguments.
+        output: The file for all that it prints, errors included; its directory is created.
+        env: The environment; by default that of this process.
+        start_new_session: Whether it has a group of its own: its processes then end with
+            `kill_group`, and Ctrl-C in the terminal reaches only this process.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        output: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        start_new_session: bool = True,
+    ) -> None:
+        self.output = output
+        self._has_group = start_new_session
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("wb") as file:
+            super().__init__(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=start_new_session,
+            )
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the program; False if it is still running after this time."""
+        try:
+            self.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def tail(self, num_lines: int = 12) -> list[str]:
+        """The last lines that it printed, without empty ones."""
+        with self.output.open(encoding="utf-8", errors="replace") as file:
+            return list(deque((line.strip() for line in file if line.strip()), num_lines))
+
+    def how_it_ended(self, num_lines: int = 1) -> str:
+        """Of a program that has ended: its signal, or its exit code and the end of its output."""
+        code = self.returncode
+        if code < 0:
+            names = {known.value: known.name for known in signal.Signals}
+            return f"killed by {names.get(-code, f'signal {-code}')}"
+        return ": ".join([f"exit code {code}", " | ".join(self.tail(num_lines))]).rstrip(": ")
+
+    def kill_group(self, patience_s: float = 5.0) -> None:
+        """End the program and all that it started, even what outlived it: SIGTERM, then SIGKILL."""
+        assert self._has_group, "this process is in the same group"
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.pid, number)
+            except ProcessLookupError:
+                break
+            deadline = monotonic() + patience_s
+            while self._group_is_alive() and number == signal.SIGTERM and monotonic() < deadline:
+                sleep(_POLL_S)
+        self.wait()
+
+    def _group_is_alive(self) -> bool:
+        self.poll()
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True

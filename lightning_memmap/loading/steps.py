@@ -1,0 +1,62 @@
+"""Steps on their way from the files to a batch."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from lightning_memmap.loading.row_source import Leaf
+
+
+class Steps(NamedTuple):
+    """Consecutive steps of an epoch."""
+
+    first_step: int
+    """Number of the first step in its epoch."""
+    positions: range
+    """The positions of all the steps that this process serves."""
+    lengths: list[int]
+    """Positions of each step. The first step is one of the longest, but for the last two of an
+    epoch."""
+    step_rows: list[int]
+    """Rows of each step over all processes."""
+
+    def part(self, begin: int, end: int, first_row: int) -> "Steps":
+        """Some of the steps, of which the first one begins with this row of them all."""
+        lengths = self.lengths[begin:end]
+        positions = self.positions[first_row : first_row + sum(lengths)]
+        return Steps(self.first_step + begin, positions, lengths, self.step_rows[begin:end])
+
+
+@dataclass
+class Fetched:
+    """The rows of some steps, where they were fetched.
+
+    Args:
+        steps: The steps: several if their rows were fetched for all data devices at once.
+        first: The data device that has the first row.
+        leaves: One leaf per field, of all rows, or of the rows of each data device.
+        devices: Where the rows of each of these lists are used.
+        is_whole: Whether all rows are in one list.
+        num_fields: Leaves of fields of the store; behind them may be the numbers of the rows.
+    """
+
+    steps: Steps
+    first: int
+    leaves: list[list[Leaf]]
+    devices: Sequence[torch.device]
+    is_whole: bool
+    num_fields: int
+
+    def positions_of(self, index: int) -> range:
+        """The positions of the rows in one of the lists."""
+        count = len(self.devices)
+        positions = self.steps.positions
+        return positions if self.is_whole else positions[(index - self.first) % count :: count]
+
+
+def ordinary_tensors() -> AbstractContextManager[None]:
+    """Ordinary tensors in inference mode too: it may be over before the last step that has them."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

@@ -1,0 +1,445 @@
+"""Sharding a module with FSDP2: options, units, the values to begin with, checkpoints."""
+
+import itertools
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import Metric
+
+from lightning_memmap.errors import UnsuitableModuleError
+from lightning_memmap.process_group import broadcast
+
+#: They are never called themselves: their items are.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+#: Their running statistics stay float32 in mixed precision, which requires float32 parameters.
+_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+#: What Lightning adds to the folder of a sharded checkpoint.
+_META = "meta.pt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """How a module is to be sharded; `lightning_memmap.strategies.FSDP2Strategy` describes each."""
+
+    wrap_classes: Sequence[str | type[nn.Module]] | None
+    min_unit_parameters: int
+    replicate_size: int
+    reshard_after_forward: bool | int | None
+    cpu_offload: bool
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    cast_batch: bool
+    activation_checkpointing: bool | Sequence[str | type[nn.Module]]
+
+    def __post_init__(self) -> None:
+        classes = self.wrap_classes
+        if isinstance(classes, str) or (classes is not None and not classes):
+            raise ValueError(
+                f"wrap_classes={classes!r}: give a list of classes or of their names, or omit it"
+                " to shard the items of the largest ModuleList or Sequential"
+            )
+        if isinstance(self.activation_checkpointing, str):
+            raise ValueError(
+                f"activation_checkpointing={self.activation_checkpointing!r}: give True for all"
+                " units, or a list of classes or of their names"
+            )
+        for name in ("min_unit_parameters", "replicate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+
+    def check_processes(self, num_processes: int) -> None:
+        """Check that the sizes of groups fit a number of processes."""
+        if num_processes % self.replicate_size:
+            raise ValueError(
+                f"replicate_size={self.replicate_size}: it does not divide the {num_processes}"
+                " processes; choose a number that does"
+            )
+        group, size = self.reshard_after_forward, num_processes // self.replicate_size
+        if type(group) is int and not (1 < group < size and size % group == 0):
+            raise ValueError(
+                f"reshard_after_forward={group}: it must divide the {size} processes that a replica"
+                " is sharded over, and be neither 1 nor all of them; or choose True or False"
+            )
+
+
+def shard_module(
+    module: L.LightningModule,
+    mesh: DeviceMesh,
+    device: torch.device,
+    options: ShardingOptions,
+    compute_dtype: torch.dtype | None,
+) -> dict[str, Tensor]:
+    """Shard a module over the processes of a mesh, all of which must call it.
+
+    ``compute_dtype`` is what units compute in; None for the dtype of their parameters. By name,
+    the values of buffers before they were cast to it.
+    """
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor already: memmap_fsdp2 shards the module itself; leave that"
+                " out of configure_model, or use Lightning's ModelParallelStrategy"
+            )
+    units = _units(module, options)
+    roots = [module] if module.automatic_optimization else _roots_by_hand(module)
+    for unit in _recomputed(module, units, options):
+        # It then keeps only its inputs. The names of parameters do not change.
+        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+    reduce_dtype = options.reduce_dtype or (compute_dtype and torch.float32)
+    inner = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
+    # The roots cast what the user's step receives and returns.
+    outer = MixedPrecisionPolicy(
+        compute_dtype, reduce_dtype, options.output_dtype, options.cast_batch
+    )
+    exact = MixedPrecisionPolicy(None, torch.float32, None, False)
+    # By default FSDP2 keeps what the root gathered, and frees all else.
+    reshard = options.reshard_after_forward
+    policies = dict.fromkeys(units, (inner, reshard)) | dict.fromkeys(roots, (outer, reshard))
+    if compute_dtype is not None:
+        normed = [each for each in module.modules() if isinstance(each, _STATISTICS)]
+        policies |= dict.fromkeys(filter(_has_parameters, normed), (exact, False))
+    offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
+
+    def shard(unit: nn.Module) -> None:
+        if unit in policies:
+            policy, reshard = policies[unit]
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                mp_policy=policy,
+                offload_policy=offload,
+            )
+
+    _initialise(module, device, shard)
+    if module in policies:
+        for name in _STEPS:
+            register_fsdp_forward_method(module, name)
+    return {} if compute_dtype is None else _cast_buffers(module, compute_dtype)
+
+
+# Units
+
+
+def _units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
+    if options.wrap_classes is not None:
+        units = _modules_of(module, options.wrap_classes, "wrap_classes")
+    else:
+        units = default_units(module, options.min_unit_parameters)
+    return without_shared(module, units)
+
+
+def default_units(root: nn.Module, min_parameters: int) -> list[nn.Module]:
+    """The items of the largest ``ModuleList`` or ``Sequential`` that are large enough, bottom up.
+
+    And other modules of the same classes, unless these are torch's own. The largest is the one
+    whose items have the most parameters, without the largest item: around a list of blocks there
+    may be another list, with little beside them.
+    """
+    best: list[nn.Module] = []
+    most = 0
+    for child in _post_order(root):
+        if child is root or not isinstance(child, (nn.ModuleList, nn.Sequential)):
+            continue
+        sizes = sorted(map(_num_parameters, child))
+        # Of equals the outer one, which comes later.
+        if sizes and sum(sizes[:-1]) >= most:
+            best, most = _called(child), sum(sizes[:-1])
+    classes = {type(item) for item in best if not type(item).__module__.startswith("torch.nn.")}
+    return [
+        unit
+        for unit in _post_order(root)
+        if unit is not root
+        and (unit in best or type(unit) in classes)
+        and _num_parameters(unit) >= min_parameters
+    ]
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """The children of a module; of containers that are not called themselves, their items."""
+    found = []
+    for child in module.children():
+        found += _called(child) if isinstance(child, _CONTAINERS) else [child]
+    return found
+
+
+def _post_order(root: nn.Module) -> Iterator[nn.Module]:
+    """Every module once, children before their parents, in the order of registration."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        if module not in seen:
+            seen.add(module)
+            for child in module.children():
+                yield from visit(child)
+            yield module
+
+    return visit(root)
+
+
+def _modules_of(
+    root: nn.Module, classes: Sequence[str | type[nn.Module]], argument: str
+) -> list[nn.Module]:
+    """The modules below ``root`` of classes, or of their names; subclasses count. Bottom up."""
+    below = [module for module in _post_order(root) if module is not root]
+    found = set()
+    for wanted in classes:
+        matches = [module for module in below if _is_of(module, wanted)]
+        if not matches:
+            name = wanted if isinstance(wanted, str) else wanted.__qualname__
+            candidates = sorted({type(each).__name__ for each in filter(_has_parameters, below)})
+            raise ValueError(
+                f"{argument}={list(classes)!r}: no module of {type(root).__name__} is a {name};"
+                f" choose from {', '.join(candidates) or 'none: it has none'}"
+            )
+        found.update(matches)
+    return [module for module in below if module in found]
+
+
+def _is_of(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
+    if not isinstance(wanted, str):
+        return isinstance(module, wanted)
+    names = ((cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for cls in type(module).__mro__)
+    return wanted in itertools.chain(*names)
+
+
+def without_shared(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """The units whose parameters no module outside of them uses.
+
+    Tied parameters are left to the unit that contains all modules that share them.
+    """
+    names = defaultdict(list)
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    prefixes = {module: f"{name}." for name, module in root.named_modules()}
+    return [
+        unit
+        for unit in units
+        if all(
+            name.startswith(prefixes[unit])
+            for parameter in unit.parameters()
+            for name in names[parameter]
+        )
+    ]
+
+
+def _roots_by_hand(module: L.LightningModule) -> list[nn.Module]:
+    """The root units in manual optimization: the children of the module.
+
+    The backward pass is then inside of training_step, where FSDP2 would reduce the gradients of
+    the module itself too late. A metric, or a loss without parameters, has nothing to shard.
+    """
+    units = without_shared(module, list(filter(_has_parameters, _called(module))))
+    found = {parameter for unit in units for parameter in unit.parameters()}
+    left = [name for name, parameter in module.named_parameters() if parameter not in found]
+    if left:
+        raise ValueError(
+            f"{', '.join(left)}: under manual optimization memmap_fsdp2 shards each child of"
+            f" the {type(module).__name__} by itself, and these parameters belong to none of"
+            " them, or to several; put them into one submodule that is called"
+        )
+    return units
+
+
+def _recomputed(
+    module: nn.Module, units: Sequence[nn.Module], options: ShardingOptions
+) -> Sequence[nn.Module]:
+    """The modules whose activations are computed again in the backward pass."""
+    wanted = options.activation_checkpointing
+    if not isinstance(wanted, bool):
+        return _modules_of(module, wanted, "activation_checkpointing")
+    if wanted and not units:
+        raise ValueError(
+            f"activation_checkpointing=True: the {type(module).__name__} has no units to compute"
+            " again; choose some by wrap_classes or a smaller min_unit_parameters than"
+            f" {options.min_unit_parameters}, or name classes here"
+        )
+    return units if wanted else []
+
+
+# Values to begin with
+
+
+def _check_materialisable(root: nn.Module) -> None:
+    missing = sorted(
+        {
+            type(module).__name__
+            for module in root.modules()
+            if any(tensor.is_meta for tensor in _own_tensors(module))
+            and not callable(getattr(module, "reset_parameters", None))
+        }
+    )
+    if missing:
+        raise UnsuitableModuleError(
+            f"{', '.join(missing)}: on the meta device, and without a method reset_parameters()"
+            " that initialises the module's own parameters and buffers; define it, or build the"
+            " module on the CPU"
+        )
+    names = defaultdict(list)
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if parameter.is_meta:
+            names[parameter].append(name)
+    for tied in names.values():
+        if len(tied) > 1:
+            raise UnsuitableModuleError(
+                f"{' and '.join(tied)}: one parameter on the meta device, which would become"
+                f" {len(tied)}; build the modules that share it on the CPU"
+            )
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    return itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
+
+
+@torch.no_grad()
+def _initialise(root: nn.Module, device: torch.device, shard: Callable[[nn.Module], None]) -> None:
+    """Give each module the values of rank 0 on a device, and shard it, children before parents.
+
+    At any time, only one unit, and what belongs to the units around it, is whole on the device.
+    """
+    _check_materialisable(root)
+    for module in _post_order(root):
+        if any(tensor.is_meta for tensor in _own_tensors(module)):
+            module.to_empty(device=device, recurse=False)
+            reset: Any = module.reset_parameters
+            reset()
+        for tensor in _own_tensors(module):
+            tensor.data = tensor.data.to(device)
+            broadcast(tensor, 0)
+        shard(module)
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Cast floating-point buffers, except running statistics and metrics. Their values before."""
+    before = {}
+    for prefix, child in module.named_modules():
+        if isinstance(child, (*_STATISTICS, Metric)):
+            continue
+        for name, buffer in child.named_buffers(recurse=False):
+            if buffer.is_floating_point() and buffer.dtype != dtype:
+                before[f"{prefix}.{name}" if prefix else name] = buffer.cpu()
+                setattr(child, name, buffer.to(dtype))
+    return before
+
+
+# Checkpoints
+
+
+def shard_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The state of a plain optimizer, on the CPU, for the sharded parameters of another one.
+
+    What has a parameter's shape is sharded like it: each rank reads its part of the file, to where
+    its part of the parameter is.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))
+
+    def shard(value: Any, parameter: Tensor) -> Any:
+        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+            return value
+        if value.shape != parameter.shape:
+            return value
+        sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        mesh = parameter.device_mesh
+        for dimension, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                # As torch shards: equal parts, but for the last ones, which may be empty.
+                parts = value.chunk(mesh.size(dimension), placement.dim)
+                rank = mesh.get_local_rank(dimension)
+                value = parts[rank] if rank < len(parts) else value.narrow(placement.dim, 0, 0)
+        sharded.to_local().copy_(value)
+        return sharded
+
+    sharded = {
+        number: {name: shard(value, by_number[number]) for name, value in values.items()}
+        for number, values in state["state"].items()
+        if number in by_number
+    }
+    return {**state, "state": sharded}
+
+
+def consolidate_checkpoint(
+    folder: str | Path, file: str | Path, *, weights_only: bool = True
+) -> None:
+    """Convert a sharded checkpoint of several processes to one file.
+
+    ``load_from_checkpoint`` of the plain module loads the file, and any strategy resumes from it.
+    Call it in one process; the checkpoint must fit into its memory. Parts of a sharded checkpoint
+    are unpickled: do not open one from a source that you do not trust.
+
+    Args:
+        folder: What ``memmap_fsdp2`` or Lightning's ``ModelParallelStrategy`` saved with
+            ``save_distributed_checkpoint=True``.
+        file: The file to write; must not exist. It has another name until it is complete.
+        weights_only: Refuse to unpickle the states of callbacks, hyperparameters and the like, as
+            in ``torch.load``.
+
+    Raises:
+        ValueError: ``folder`` is not a sharded checkpoint.
+        FileExistsError: ``file`` exists.
+        pickle.UnpicklingError: With ``weights_only=True``, the checkpoint contains something other
+            than tensors and plain values.
+    """
+    folder, file = Path(folder), Path(file)
+    if not (folder / _META).is_file() or not (folder / ".metadata").is_file():
+        raise ValueError(
+            f"folder={str(folder)!r}: it has no {_META} and .metadata, so it is not a sharded"
+            " checkpoint; a checkpoint of one file needs no consolidation"
+        )
+    if file.exists():
+        raise FileExistsError(f"file={str(file)!r} exists: remove it, or choose another name")
+    partial_file = file.with_name(f"{file.name}.partial")
+    try:
+        dcp_to_torch_save(folder, partial_file)
+        tensors = torch.load(partial_file, map_location="cpu", weights_only=True)
+        rest = torch.load(folder / _META, map_location="cpu", weights_only=weights_only)
+        count = sum(re.fullmatch(r"optimizer_\d+", key) is not None for key in tensors)
+        states = [_numbered(tensors[f"optimizer_{index}"]) for index in range(count)]
+        weights = {"state_dict": tensors["state_dict"], "optimizer_states": states}
+        torch.save({**rest, **weights}, partial_file)
+        os.replace(partial_file, file)
+    finally:
+        partial_file.unlink(missing_ok=True)
+
+
+def _numbered(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer state by parameter names, converted to torch's parameter numbers."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in state["param_groups"]:
+        params = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
+        groups.append({**group, "params": params})
+    values = {numbers[name]: value for name, value in state.get("state", {}).items()}
+    return {"state": values, "param_groups": groups}

@@ -1,1 +1,0 @@
-"""Independent members: how they are started, and how they ended."""

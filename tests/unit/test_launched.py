@@ -1,0 +1,64 @@
+"""Programs that are started, watched and ended."""
+
+import os
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from lightning_memmap.launched import Launched
+
+#: Prints, starts a process that ignores SIGTERM, and ends or not.
+PROGRAM = """
+import signal, subprocess, sys, time
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-S", "-c", code])
+print(child.pid, flush=True)
+time.sleep(float(sys.argv[1]))
+print("so be it\\n", file=sys.stderr)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs, and is not a zombie that nobody has waited for."""
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def start(tmp_path: Path, seconds: float, code: int) -> tuple[Launched, int]:
+    command = [sys.executable, "-S", "-c", PROGRAM, str(seconds), str(code)]
+    program = Launched(command, tmp_path / "logs" / "output.log")
+    deadline = monotonic() + 30
+    while not program.tail() and monotonic() < deadline:
+        sleep(0.01)
+    return program, int(program.tail()[0])
+
+
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_group_ends_with_all_that_it_started(tmp_path: Path, seconds: float) -> None:
+    program, child = start(tmp_path, seconds, 3)
+    assert program.ends_within(0.01 if seconds else 30) == (not seconds)
+    assert is_running(child)
+    program.kill_group(patience_s=0.2)
+    assert program.poll() is not None
+    deadline = monotonic() + 10
+    while is_running(child) and monotonic() < deadline:
+        sleep(0.01)
+    assert not is_running(child)
+    expected = "killed by SIGTERM" if seconds else "exit code 3: so be it"
+    assert program.how_it_ended() == expected
+    program.kill_group()
+
+
+def test_program_without_output_ends_by_its_code_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", "import os; print(os.getpgid(0) == os.getpid())"]
+    program = Launched(command, tmp_path / "alone.log", env={**os.environ, "A": "1"})
+    assert program.wait(30) == 0
+    assert program.tail() == ["True"]
+    silent = Launched([sys.executable, "-S", "-c", ""], tmp_path / "silent.log")
+    assert silent.wait(30) == 0
+    assert silent.how_it_ended() == "exit code 0"
