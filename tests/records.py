@@ -1,8 +1,7 @@
-"""Rows with lists of records, None, times and enums, known row by row, and plain Python that makes
+"""Rows with lists of records, None and times, known row by row, and plain Python that makes
 batches of them."""
 
 import datetime
-import enum
 from typing import Any
 
 import lightning as L
@@ -16,13 +15,6 @@ from lightning_memmap.schema import Masked
 from tests.variable import padded
 
 START = datetime.datetime(2024, 5, 1, 12)
-
-
-class Colour(enum.Enum):
-    """Members that are not integers, and so are stored by their places."""
-
-    RED = "r"
-    GREEN = "g"
 
 
 class Scenes(Dataset[dict[str, Any]]):
@@ -60,7 +52,6 @@ class Scenes(Dataset[dict[str, Any]]):
             "title": None if row % 4 == 2 else f"row {row}",
             "sound": None if row % 5 == 3 else torch.arange(row % 7, dtype=torch.float32),
             "at": START + datetime.timedelta(minutes=row),
-            "colour": Colour.GREEN if row % 2 else Colour.RED,
         }
 
 
@@ -96,7 +87,6 @@ def assert_is_batch(batch: Any, samples: list[dict[str, Any]]) -> None:
     minutes = [(sample["at"] - START) // datetime.timedelta(microseconds=1) for sample in samples]
     start = int(np.datetime64(START, "us").astype(np.int64))
     assert (batch["at"] - start).tolist() == minutes
-    assert batch["colour"].tolist() == [int(sample["colour"] is Colour.GREEN) for sample in samples]
 
 
 def assert_has_objects(found: Any, rows: list[dict[str, Any]]) -> None:

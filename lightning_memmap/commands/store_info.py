@@ -5,7 +5,6 @@ from textwrap import shorten
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memmap.schema import Field
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
 from lightning_memmap.tables import printable
@@ -46,19 +45,9 @@ def print_info(store: Store, console: Console) -> None:
             printable(field.name),
             str(field.dtype).removeprefix("torch."),
             str(field.shape),
-            _given_as(field),
+            field.kind,
             str(row_bytes) if not field.num_variable else f"{row_bytes} on average",
             format_bytes(num_bytes),
             format_bytes(row_bytes * -(-store.num_rows // store.num_shards)),
         )
     console.print(table)
-
-
-def _given_as(field: Field) -> str:
-    """The kind of a field, with the members of an enum."""
-    names = ", ".join(f"{name}={number}" for name, number in field.names)
-    return (
-        shorten(f"{field.kind}: {names}", _MAX_CLASSES_TEXT, placeholder=" ...")
-        if names
-        else field.kind
-    )

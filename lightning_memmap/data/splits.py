@@ -12,7 +12,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch.utils.data import Dataset
 
-from lightning_memmap.store.sources.refusals import is_dict_of_splits, way_out
+from lightning_memmap.store.sources.column_dataset import is_dict_of_splits, way_out
 from lightning_memmap.store.sources.stream import is_stream
 
 SPLITS = ("train", "val", "test", "predict")

@@ -1,6 +1,6 @@
 """Fields: what one sample consists of, and how a batch is put back together.
 
-A sample is any nesting of tuple, list, dict, named tuple, dataclass, TensorDict and tensorclass
+A sample is any nesting of tuple, list, dict, named tuple, dataclass, TensorDict
 around leaves: tensors, numpy arrays and scalars, PIL images, numbers, bools, text, bytes, times and
 members of enums. Each leaf is a field with a dtype and a shape, which every row shares, except for
 leading dimensions that are declared to differ from row to row or were found to. A long list or

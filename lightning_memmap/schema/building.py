@@ -7,10 +7,10 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
 
-from tensordict import TensorDict, is_tensorclass
+from tensordict import TensorDict
 
 from lightning_memmap.schema.nesting import BATCH, Build, Leaves, Nesting
-from lightning_memmap.schema.structure import MAX_CLASSES, TENSOR_KINDS, Node, Path, children_of
+from lightning_memmap.schema.structure import MAX_CLASSES, Node, Path, children_of
 
 
 def builder(node: Node, sample: Any, indices: Iterator[int], nesting: Nesting = BATCH) -> Build:
@@ -36,11 +36,8 @@ def builder(node: Node, sample: Any, indices: Iterator[int], nesting: Nesting = 
         return lambda leaves: nesting.optional(part, leaves, leaves[mask])
     if node.is_field:
         index = next(indices)
-        if node.kind != "numbers":
-            return lambda leaves: leaves[index]
-        # Each contiguous, as default_collate makes them.
-        return lambda leaves: list(leaves[index].movedim(-1, 0).contiguous().unbind())
-    if node.kind in TENSOR_KINDS:
+        return lambda leaves: leaves[index]
+    if node.kind == "tensordict":
         return _tensordict_builder(node, sample, indices, nesting)
     found = children_of(sample, ()) if sample is not None else None
     if found is not None and (found[0] != node.kind or set(found[1]) != set(node.keys)):
@@ -67,22 +64,19 @@ def builder(node: Node, sample: Any, indices: Iterator[int], nesting: Nesting = 
 
 
 def _tensordict_builder(node: Node, sample: Any, indices: Iterator[int], nesting: Nesting) -> Build:
-    """A function that makes a TensorDict, or the tensorclass of a sample that is given."""
+    """A function that makes a TensorDict."""
     first = next(indices)
     within = chain([first], indices)
-    is_sample = node.kind == "tensordict" or type(sample).__name__ == node.name
     samples = dict(zip(*found[1:], strict=True)) if (found := children_of(sample, ())) else {}
     children = [
         (str(key), builder(child, samples.get(key), within, nesting))
         for key, child in zip(node.keys, node.children, strict=True)
     ]
-    class_type: Any = type(sample) if is_sample and is_tensorclass(sample) else None
 
     def build(leaves: Leaves) -> Any:
         shape = leaves[first].shape
         batch_size = shape[: max(0, len(shape) - node.feature_dims)]
-        made = TensorDict({key: child(leaves) for key, child in children}, batch_size)
-        return made if class_type is None else class_type.from_tensordict(made)
+        return TensorDict({key: child(leaves) for key, child in children}, batch_size)
 
     return build
 

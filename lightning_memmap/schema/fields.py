@@ -56,10 +56,9 @@ class Field:
             tensors. Text is stored as UTF-8, so both ``text`` and ``bytes`` are uint8 (None,), and
             so are ``text:list`` and ``bytes:list``, whose rows are several texts. Times are
             integers: ``datetime:<unit>`` counts from 1970, ``datetime:<unit>;UTC`` where times had
-            a zone, and ``timedelta:<unit>`` is a duration, in a unit of `TIME_UNITS`. ``enum`` are
-            the members of an enum, and ``mask`` says which rows of another field are not None.
+            a zone, and ``timedelta:<unit>`` is a duration, in a unit of `TIME_UNITS`.
+            ``mask`` says which rows of another field are not None.
         given: The dtype in which the dataset gives it, if rows are kept in another one; else None.
-        names: The members of an enum: the name of each, and the integer that stands for it.
     """
 
     name: str
@@ -67,7 +66,6 @@ class Field:
     shape: tuple[int | None, ...]
     kind: str
     given: torch.dtype | None = None
-    names: tuple[tuple[str, int], ...] = ()
 
     @property
     def sample_dtype(self) -> torch.dtype:
@@ -152,7 +150,7 @@ class Field:
             the two differ in more than their sizes.
         """
         is_alike = self.sample_dtype == other.sample_dtype and len(self.shape) == len(other.shape)
-        if not is_alike or not self.is_kind(other.kind) or self.names != other.names:
+        if not is_alike or not self.is_kind(other.kind):
             return None
         differing = [a is None or a != b for a, b in zip(self.shape, other.shape, strict=True)]
         count = len(differing) - differing[::-1].index(True) if any(differing) else 0
@@ -214,11 +212,9 @@ class Field:
             number: The value as it is stored.
 
         Returns:
-            The name of a member of an enum, a time with its unit, or the number itself.
+            A time with its unit, or the number itself.
         """
         kind, _, unit = self.kind.partition(":")
-        if kind == "enum":
-            return next((name for name, each in self.names if each == number), str(number))
         if kind in TIME_KINDS and isinstance(number, int):
             return str(np.array(number).astype(f"{kind}64[{unit.removesuffix(';UTC')}]"))
         return f"{number:.4g}" if isinstance(number, float) else str(number)
@@ -236,7 +232,6 @@ class Field:
             "shape": list(self.shape),
             "kind": self.kind,
             **({"given": dtype_name(self.given)} if self.given is not None else {}),
-            **({"names": dict(self.names)} if self.names else {}),
         }
 
     def __str__(self) -> str:

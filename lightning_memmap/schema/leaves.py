@@ -4,7 +4,6 @@ import datetime
 import enum
 import sys
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
@@ -18,8 +17,10 @@ from lightning_memmap.schema.narrowing import narrowed
 from lightning_memmap.schema.numbers import array_dtype, number_array, python_dtype
 from lightning_memmap.schema.texts import join_texts
 
-#: The leaf of a list without numbers, of a list without records, and of a field that is None.
+#: The leaf of a list without records, and of a field that is None.
 EMPTY = object()
+#: The leaf of a list without numbers.
+EMPTY_LIST = object()
 
 
 class Records(list[Any]):
@@ -50,8 +51,7 @@ def describe_leaf(name: str, leaf: Any) -> Field:
     """
     array, kind = to_array(name, leaf)
     shape = (None,) if kind in TEXT_KINDS else tuple(array.shape)
-    names = _members(leaf.__class__) if kind == "enum" else ()
-    return Field(name, array_dtype(name, array), shape, kind, names=names)
+    return Field(name, array_dtype(name, array), shape, kind)
 
 
 def describe_rows(name: str, leaf: Any) -> Field:
@@ -123,6 +123,12 @@ def leaf_array(field: Field, leaf: Any) -> Tensor | np.ndarray:
     """
     if leaf is EMPTY:
         return torch.zeros([size or 0 for size in field.shape], dtype=field.dtype)
+    if leaf is EMPTY_LIST:
+        if field.shape[:1] == (None,):
+            return torch.zeros(0, dtype=field.dtype)
+        raise MismatchError(
+            f"field {field.name!r}: found an empty list, expected {field} ({field.kind})"
+        )
     if isinstance(leaf, Records):
         return _records_array(field, leaf)
     try:
@@ -136,11 +142,6 @@ def leaf_array(field: Field, leaf: Any) -> Tensor | np.ndarray:
         raise MismatchError(
             f"field {field.name!r}: found {dtype_name(dtype)} {shape} ({kind}), expected"
             f" {replace(field, dtype=field.sample_dtype)} ({field.kind})"
-        )
-    if field.names and _members(leaf.__class__) != field.names:
-        raise MismatchError(
-            f"field {field.name!r}: found {leaf!r}, expected a member of an enum of"
-            f" {', '.join(name for name, _ in field.names)}"
         )
     try:
         return narrowed(field, array)
@@ -216,14 +217,17 @@ def to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
         )
     # Before numbers and text, which members of an enum may be as well.
     if isinstance(leaf, enum.Enum):
-        return np.asarray(_number_of_member(name, leaf)), "enum"
+        raise SchemaError(
+            f"field {name!r}: found {leaf!r}, a member of an enum, whose class a store does not"
+            " keep: give its .value or its .name in the dataset"
+        )
     # Before numpy's scalars, of which strings are some.
     if isinstance(leaf, (str, PurePath)):
         return np.frombuffer(str(leaf).encode("utf-8", "surrogatepass"), np.uint8), "text"
     if isinstance(leaf, (bytes, bytearray)):
         return np.frombuffer(leaf, np.uint8), "bytes"
     if isinstance(leaf, (datetime.date, datetime.timedelta)):
-        return _time_array(name, *_numpy_time(leaf))
+        return _time_array(name, *_numpy_time(name, leaf))
     if isinstance(leaf, (np.ndarray, np.generic)):
         array = np.asarray(leaf)
         return _time_array(name, array) if array.dtype.kind in "mM" else (array, "array")
@@ -237,7 +241,7 @@ def to_array(name: str, leaf: Any) -> tuple[Tensor | np.ndarray, str]:
         raise SchemaError(f"field {name!r}: found {leaf}")
     raise SchemaError(
         f"field {name!r}: found {type(leaf).__name__}, which cannot be stored; give a tensor, a"
-        " numpy array, a PIL image, a number, a bool, a str, bytes, a time or a member of an enum"
+        " numpy array, a PIL image, a number, a bool, a str, bytes or a time"
     )
 
 
@@ -276,40 +280,24 @@ def _time_array(name: str, times: np.ndarray, zone: str = "") -> tuple[np.ndarra
     return times.astype(times.dtype.newbyteorder("=")).view(np.int64), f"{what}:{unit}{zone}"
 
 
-def _numpy_time(time: datetime.date | datetime.timedelta) -> tuple[np.ndarray, str]:
+def _numpy_time(name: str, time: datetime.date | datetime.timedelta) -> tuple[np.ndarray, str]:
     """A time of Python or pandas as one of numpy, and its zone."""
     is_aware = isinstance(time, datetime.datetime) and time.tzinfo is not None
     if hasattr(time, "asm8"):  # Of pandas, in its own unit, and with a zone in UTC.
         return np.asarray(time.asm8), ";UTC" * is_aware
     if isinstance(time, datetime.datetime) and is_aware:
         time = time.astimezone(datetime.timezone.utc).replace(tzinfo=None)
-    kind = "timedelta64" if isinstance(time, datetime.timedelta) else "datetime64"
-    unit = "us" if isinstance(time, (datetime.datetime, datetime.timedelta)) else "D"
-    return np.asarray(time, f"{kind}[{unit}]"), ";UTC" * is_aware
-
-
-@lru_cache
-def _members(kind: type[enum.Enum]) -> tuple[tuple[str, int], ...]:
-    """The members of an enum, and the integer that stands for each: its value where all values are
-    integers, and else its place."""
-    values = [member.value for member in kind]
-    are_integers = all(
-        isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-        for value in values
-    )
-    numbers = [int(value) for value in values] if are_integers else range(len(values))
-    return tuple((member.name, number) for member, number in zip(kind, numbers, strict=True))
-
-
-def _number_of_member(name: str, member: enum.Enum) -> np.ndarray:
-    numbers = dict(_members(type(member)))
-    # A combination of flags is no member that its class lists.
-    number = numbers.get(member.name, member.value)
-    if not isinstance(number, int):
-        raise SchemaError(
-            f"field {name!r}: found {member!r}, which is no single member of its enum"
-        )
-    return number_array(name, number, np.dtype(np.int64))
+    if isinstance(time, datetime.timedelta):
+        # numpy would wrap around what int64 does not hold.
+        microseconds = time // datetime.timedelta(microseconds=1)
+        if abs(microseconds) >= 2**63:
+            raise SchemaError(
+                f"field {name!r}: found {time!r}, which has more microseconds than an int64 holds:"
+                " give numpy.timedelta64 in a coarser unit, such as seconds"
+            )
+        return np.asarray(np.timedelta64(microseconds, "us")), ""
+    unit = "us" if isinstance(time, datetime.datetime) else "D"
+    return np.asarray(time, f"datetime64[{unit}]"), ";UTC" * is_aware
 
 
 def _image_array(name: str, image: Any) -> np.ndarray:

@@ -7,20 +7,18 @@ from functools import cached_property
 from reprlib import repr as short_repr
 from typing import Any
 
-import numpy as np
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.schema.leaves import EMPTY, Records, RowList, is_missing
+from lightning_memmap.schema.leaves import EMPTY, EMPTY_LIST, Records, RowList, is_missing
 from lightning_memmap.schema.names import check_name_length, field_name
-from lightning_memmap.schema.numbers import MIN_NUMBERS, number_dtype, stack_numbers
+from lightning_memmap.schema.numbers import stack_numbers
 
 MAX_DEPTH = 32
 #: An untrusted schema may name many classes, and making one takes a millisecond.
 MAX_CLASSES = 256
-TENSOR_KINDS = ("tensordict", "tensorclass")
-CLASS_KINDS = ("namedtuple", "dataclass", "tensorclass")
+CLASS_KINDS = ("namedtuple", "dataclass")
 
 Path = tuple[str | int, ...]
 
@@ -30,16 +28,16 @@ class Node:
     """A container of a sample, or a part of it that is one field.
 
     Args:
-        kind: ``leaf``, a field of one value, ``numbers``, a field of a list or tuple of numbers,
-            ``sequence``, the same where their count differs from row to row, ``records``, a list of
+        kind: ``leaf``, a field of one value, ``sequence``, a field of a list or tuple of numbers,
+            whose count may differ from row to row, ``records``, a list of
             as many equal parts as it happens to have, whose one child is such a part, ``optional``,
             whose first child is the part that is None in some rows, and whose second one is the
             field that says in which, ``none``, a part that was None in all rows seen, ``tuple``,
-            ``list``, ``dict``, ``namedtuple``, ``dataclass``, ``tensordict`` or ``tensorclass``.
-        keys: The key, name or position of each child of the last seven kinds.
+            ``list``, ``dict``, ``namedtuple``, ``dataclass`` or ``tensordict``.
+        keys: The key, name or position of each child of the last six kinds.
         children: The children, in the order of ``keys``.
-        name: The class name of a named tuple, dataclass or tensorclass.
-        feature_dims: Of a TensorDict or tensorclass: the dimensions of its first field that are not
+        name: The class name of a named tuple or dataclass.
+        feature_dims: Of a TensorDict: the dimensions of its first field that are not
             those of its ``batch_size``.
     """
 
@@ -93,6 +91,14 @@ class Node:
         for child_path, child in zip(self.paths(path), self.children, strict=True):
             yield from child.walk(child_path)
 
+    def field_paths(self, path: Path = ()) -> list[Path]:
+        """Where the fields below this node are, which is at a path."""
+        return [found for found, part in self.walk(path) if part.is_field]
+
+    def field_names(self, path: Path = ()) -> list[str]:
+        """The names of the fields below this node, which is at a path."""
+        return list(map(field_name, self.field_paths(path)))
+
     def fields(self) -> list[tuple[str, "Node"]]:
         """List the fields below this node.
 
@@ -121,7 +127,7 @@ class Node:
             "kind": self.kind,
             **({} if self.kind in WRAPPERS else {"keys": list(self.keys)}),
             **({"name": self.name} if self.name else {}),
-            **({"feature_dims": self.feature_dims} if self.kind in TENSOR_KINDS else {}),
+            **({"feature_dims": self.feature_dims} if self.kind == "tensordict" else {}),
             "children": [child.to_json() for child in self.children],
         }
 
@@ -131,75 +137,9 @@ SEQUENCE = Node("sequence")
 NONE = Node("none")
 #: The last part of the name of the field that says which rows of another one are not None.
 MASK = "mask"
-_NUMBERS = Node("numbers")
-FIELD_NODES = {node.kind: node for node in (LEAF, _NUMBERS, SEQUENCE)}
+FIELD_NODES = {node.kind: node for node in (LEAF, SEQUENCE)}
 #: The number of children of the kinds that have no keys.
 WRAPPERS = {"records": 1, "optional": 2}
-
-
-def describe(
-    value: Any,
-    leaves: list[tuple[str, Any]],
-    number_ndim: int,
-    path: Path = (),
-    variable: Collection[str] = (),
-) -> Node:
-    """Find the structure of a sample or of a batch.
-
-    Args:
-        value: The sample or batch.
-        leaves: The name and value of each leaf are appended to this list.
-        number_ndim: Dimensions of a tensor that counts as one number: 0 in a sample, 1 in a batch.
-        path: Where the value is in the sample.
-        variable: Names of fields whose rows may differ in length.
-
-    Returns:
-        The structure, whose fields are in the order of ``leaves``.
-
-    Raises:
-        SchemaError: The sample is nested too deeply, a dict has keys that cannot be stored, or a
-            list has too many numbers. The message names the field where there is one.
-    """
-    if len(path) > MAX_DEPTH:
-        raise SchemaError(f"the sample is nested deeper than {MAX_DEPTH} levels")
-    # A batch has no rows that are missing.
-    if not number_ndim and is_missing(value):
-        if not path:
-            raise SchemaError("the sample is None: leave the row out of the dataset")
-        return NONE
-    found = children_of(value, path)
-    if found is None:
-        leaves.append((field_name(path), value))
-        return LEAF
-    kind, keys, values = found
-    is_variable = field_name(path) in variable
-    if (
-        kind in ("tuple", "list")
-        and (len(values) >= MIN_NUMBERS or is_variable)
-        and number_dtype(values, number_ndim) is not None
-    ):
-        name = field_name(path)
-        leaves.append((name, stack_numbers(name, values, number_ndim)))
-        return SEQUENCE if is_variable else _NUMBERS
-    first = len(leaves)
-    children = tuple(
-        describe(child, leaves, number_ndim, (*path, key), variable)
-        for key, child in zip(keys, values, strict=True)
-    )
-    name = type(value).__name__ if kind in CLASS_KINDS else ""
-    if kind not in TENSOR_KINDS:
-        return Node(kind, tuple(keys), children, name)
-    if len(leaves) == first:
-        raise SchemaError(
-            f"field {field_name(path)!r}: found an empty {type(value).__name__}: leave it out"
-        )
-    for name_of_leaf, leaf in leaves[first:]:
-        if not isinstance(leaf, Tensor):
-            raise SchemaError(
-                f"field {name_of_leaf!r}: found {type(leaf).__name__} in a {type(value).__name__},"
-                " of which only tensors are stored: give it beside the tensors, in a dict or tuple"
-            )
-    return Node(kind, tuple(keys), children, name, np.ndim(leaves[first][1]) - value.batch_dims)
 
 
 def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: Path = ()) -> None:
@@ -243,9 +183,8 @@ def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: P
                 " tuple of numbers"
             )
         # Without numbers there is no dtype.
-        is_empty = node.kind == "sequence" and not found[2]
-        numbers = EMPTY if is_empty else stack_numbers(field_name(path), found[2], number_ndim)
-        leaves.append(numbers)
+        name = field_name(path)
+        leaves.append(stack_numbers(name, found[2], number_ndim) if found[2] else EMPTY_LIST)
         return
     if found is None or found[0] != node.kind:
         raise MismatchError(
@@ -311,8 +250,12 @@ def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | No
     if isinstance(value, (tuple, list)):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return kind, list(range(len(value))), list(value)
+    if is_tensorclass(value):
+        raise SchemaError(
+            f"field {field_name(path)!r}: found a tensorclass, {type(value).__name__}, of which a"
+            " store keeps no class: give value.to_tensordict()"
+        )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        kind = "tensorclass" if is_tensorclass(value) else "dataclass"
-        return kind, names, [getattr(value, name) for name in names]
+        return "dataclass", names, [getattr(value, name) for name in names]
     return None

@@ -11,7 +11,7 @@ import torch
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.fields import DTYPES, TIME_KINDS, TIME_UNITS, Field, dtype_name
 from lightning_memmap.schema.names import MAX_NAME_LENGTH, check_names
-from lightning_memmap.schema.numbers import MAX_NUMBERS, MIN_NUMBERS
+from lightning_memmap.schema.numbers import MAX_NUMBERS
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import (
     CLASS_KINDS,
@@ -19,7 +19,6 @@ from lightning_memmap.schema.structure import (
     LEAF,
     MAX_CLASSES,
     MAX_DEPTH,
-    TENSOR_KINDS,
     WRAPPERS,
     Node,
 )
@@ -27,8 +26,6 @@ from lightning_memmap.schema.structure import (
 #: Each field is a file and a mapping, of which a process has at most some ten thousand.
 _MAX_FIELDS = 4096
 _MAX_DIMENSIONS = 64
-#: The most members of an enum, and the most characters of the name of one.
-_MAX_NAMES, _MAX_NAME = 2**12, 256
 _KIND = re.compile(r"[a-z]+(:[A-Za-z0-9;]{1,32})?")
 
 
@@ -42,7 +39,7 @@ def read_schema(value: Any) -> Schema:
         The schema.
 
     Raises:
-        SchemaError: The values describe no schema that `from_sample` could have made.
+        SchemaError: The values describe no schema that `Schema.infer` could have made.
     """
     items = _entry(value, "fields", list)
     if not 1 <= len(items) <= _MAX_FIELDS:
@@ -58,11 +55,8 @@ def read_schema(value: Any) -> Schema:
     for field, (name, node) in zip(schema.fields, leaves, strict=True):
         shape = field.of_record.shape if name in in_lists else field.shape
         is_numbers = len(shape) == 1 and not field.is_text
-        if node.kind == "numbers":
-            size = field.shape[0] if is_numbers else None
-            is_numbers = size is not None and MIN_NUMBERS <= size <= MAX_NUMBERS
-        elif node.kind == "sequence":
-            is_numbers = is_numbers and (field.num_variable == 1 or name in in_lists)
+        if is_numbers and shape[0] is not None:
+            is_numbers = shape[0] <= MAX_NUMBERS
         if node.kind != "leaf" and not is_numbers:
             raise SchemaError(f"field {name!r}: {field} is not a list of numbers")
     _check_batch_sizes(schema)
@@ -88,30 +82,15 @@ def _field(value: Any) -> Field:
     if given is not None and (not isinstance(given, str) or given not in DTYPES):
         raise SchemaError(f"unknown dtype {short_repr(given)} of the dataset")
     name, given_dtype = _entry(value, "name", str), None if given is None else DTYPES[given]
-    names = value.get("names", {})
-    _check_members(names, kind)
-    found = Field(name, dtype, tuple(shape), kind, given_dtype, tuple(names.items()))
+    found = Field(name, dtype, tuple(shape), kind, given_dtype)
     if found.is_text and (dtype, found.shape) != (torch.uint8, (None,)):
         raise SchemaError(f"a field of {found} is no {kind}")
     meaning, _, unit = kind.partition(":")
-    if meaning in (*TIME_KINDS, "enum") and found.sample_dtype != torch.int64:
+    if meaning in TIME_KINDS and found.sample_dtype != torch.int64:
         raise SchemaError(f"a field of {dtype_name(found.sample_dtype)} is no {kind}")
     if meaning in TIME_KINDS and unit.removesuffix(";UTC") not in TIME_UNITS:
         raise SchemaError(f"{kind}: unknown unit of time")
     return found
-
-
-def _check_members(names: Any, kind: str) -> None:
-    """Check the members of an enum, which have not been checked."""
-    if not isinstance(names, dict) or bool(names) != (kind == "enum"):
-        raise SchemaError(f"the members {short_repr(names)} of a field of the kind {kind!r}")
-    numbers = list(names.values())
-    if len(names) > _MAX_NAMES or len(set(numbers)) != len(numbers):
-        raise SchemaError(f"an enum has at most {_MAX_NAMES} members, each with its own number")
-    if not all(type(number) is int and -(2**63) <= number < 2**63 for number in numbers):
-        raise SchemaError(f"the numbers {short_repr(numbers)} of an enum are not int64")
-    if not all(0 < len(name) <= _MAX_NAME and name.isprintable() for name in names):
-        raise SchemaError(f"the members of an enum have no names: {short_repr(list(names))}")
 
 
 def _structure(value: Any) -> Node:
@@ -135,7 +114,7 @@ def _node(value: Any, depth: int) -> Node:
         raise SchemaError(f"unknown container {short_repr(kind)}")
     keys, children = _entry(value, "keys", list), _entry(value, "children", list)
     name = _entry(value, "name", str) if kind in CLASS_KINDS else ""
-    feature_dims = _entry(value, "feature_dims", int) if kind in TENSOR_KINDS else 0
+    feature_dims = _entry(value, "feature_dims", int) if kind == "tensordict" else 0
     plain = all(type(key) in (str, int) for key in keys)
     if not plain or len(set(keys)) != len(keys) or len(keys) != len(children):
         raise SchemaError(f"the keys {short_repr(keys)} do not fit {len(children)} children")
@@ -145,7 +124,7 @@ def _node(value: Any, depth: int) -> Node:
         raise SchemaError(f"the keys of a {kind} are {short_repr(keys)}")
     if kind in CLASS_KINDS:
         _check_class(kind, name, keys)
-    if kind in TENSOR_KINDS and not (keys and feature_dims >= 0):
+    if kind == "tensordict" and not (keys and feature_dims >= 0):
         raise SchemaError(f"a {kind} of {feature_dims} dimensions and the keys {short_repr(keys)}")
     nodes = tuple(_node(child, depth + 1) for child in children)
     return Node(kind, tuple(keys), nodes, name, feature_dims)
@@ -157,9 +136,7 @@ def _wrapper(kind: str, children: list[Any], depth: int) -> Node:
     node = Node(kind, (), tuple(_node(child, depth + 1) for child in children))
     if kind == "optional" and (node.children[0].kind == kind or node.children[1] != LEAF):
         raise SchemaError("what may be None has no field that says in which rows it is")
-    if kind == "records" and any(
-        part.kind in (kind, "numbers") for _, part in node.children[0].walk()
-    ):
+    if kind == "records" and any(part.kind == kind for _, part in node.children[0].walk()):
         raise SchemaError("a list of records has lists in its records")
     return node
 
@@ -215,7 +192,7 @@ def _check_kinds(schema: Schema) -> set[str]:
 
 def _check_batch_sizes(schema: Schema) -> None:
     """Check that the fields of each TensorDict share its batch size."""
-    if any(node.kind in ("tensordict", "tensorclass") for _, node in schema.structure.walk()):
+    if any(node.kind == "tensordict" for _, node in schema.structure.walk()):
         try:
             schema.builder()(
                 [

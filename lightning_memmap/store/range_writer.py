@@ -1,10 +1,8 @@
 """Writes the rows of a dataset, a range at a time: slices of its arrays, or item by item."""
 
-import os
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -12,18 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.errors import DatasetError, describe_error
+from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
-from lightning_memmap.schema.rows import fitting_rows, packed_rows, stack_samples
+from lightning_memmap.schema.stack import join_rows, join_values, stack_samples
 from lightning_memmap.schema.values import Values
-from lightning_memmap.store.columns import Block
-from lightning_memmap.store.files import OpenFiles
-from lightning_memmap.store.journal import share
-from lightning_memmap.store.plan import StorePlan
-from lightning_memmap.store.samples import flatten_row, read_samples
-from lightning_memmap.store.sources import FieldArray, field_arrays
-from lightning_memmap.store.sources.stream import Spool, SpooledItems
-from lightning_memmap.store.workers import exit_if_orphaned
+from lightning_memmap.store.building import RowWriter, StorePlan
+from lightning_memmap.store.samples import flatten_row, read_sample, read_samples
+from lightning_memmap.store.sources import reading_order, source_of
 
 _RANGE_BYTES = 32 * 2**20
 #: Of rows that are read item by item: such a range should take little time, whatever its size.
@@ -32,10 +25,42 @@ _MAX_RANGE_ROWS = 2048
 _MAX_PACKED_ROWS = 2**15
 #: Items that are held as Python objects, before they are copied.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
-#: The disk begins with so many bytes while others are being read, so that few are left at the end.
-_SYNC_BYTES = 8 * 2**20
-#: Files that a worker keeps open. With more fields than that, it opens them again when needed.
-_MAX_OPEN_FILES = 64
+
+
+class _Block:
+    """Memory for rows of one field that are written together.
+
+    Args:
+        field: The field.
+        max_rows: Rows that fit into the block.
+    """
+
+    def __init__(self, field: Field, max_rows: int) -> None:
+        self._rows = None
+        if not field.num_variable:
+            self._rows = torch.empty((max_rows, *field.item_shape), dtype=field.dtype, device="cpu")
+        #: Rows that differ in length, by the row of the block at which they begin.
+        self._pieces: dict[int, Values] = {}
+
+    def room(self, index: int, num_rows: int) -> Tensor | None:
+        """The memory of rows, into which they may be put without `put`."""
+        return None if self._rows is None else self._rows[index : index + num_rows]
+
+    def put(self, index: int, values: Values) -> None:
+        """Put rows into the block, which are copied unless they are there already."""
+        if self._rows is None:
+            if not index:
+                # Rows of a range that failed may be there still.
+                self._pieces.clear()
+            self._pieces[index] = values
+        elif values.data.data_ptr() != self._rows[index : index + 1].data_ptr():
+            self._rows[index : index + len(values.data)].copy_(values.data)
+
+    def values(self, num_rows: int) -> Values:
+        """The first rows of the block."""
+        if self._rows is not None:
+            return Values(self._rows[:num_rows])
+        return join_values(list(self._pieces.values()))
 
 
 class RangeWriter:
@@ -46,6 +71,7 @@ class RangeWriter:
     Args:
         dataset: The dataset.
         plan: The store that is being built.
+        building: Its generation.
         journal: The name of its journal.
         row_bytes: Bytes of a row, estimated where rows differ in length.
         first_row: The row of the store that row 0 of the dataset is.
@@ -56,33 +82,33 @@ class RangeWriter:
     """
 
     def __init__(
-        self, dataset: Any, plan: StorePlan, journal: str, row_bytes: int, first_row: int = 0
+        self,
+        dataset: Any,
+        plan: StorePlan,
+        building: Path,
+        journal: str,
+        row_bytes: int,
+        first_row: int = 0,
     ) -> None:
         self._dataset = dataset
         self._first_row = first_row
         self._plan = plan
         self._row_bytes = max(1, row_bytes)
-        self._arrays: Sequence[FieldArray | SpooledItems] = field_arrays(dataset, plan.schema) or ()
-        self._fields: Sequence[Field] = plan.schema.fields
-        if isinstance(dataset, Spool):  # Its rows have been checked and converted.
-            self._fields = [
-                replace(field, given=None, kind="tensor", names=()) for field in self._fields
-            ]
-        self._blocks: list[list[Block]] = [[], []]
+        self._source = source_of(dataset, plan.schema)
+        self._order = reading_order(self._source, len(dataset))
+        self._blocks: list[list[_Block]] = [[], []]
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
-        self._num_waiting = 0
-        self.has_arrays = bool(self._arrays)
+        self.has_arrays = self._source is not None
         self.max_rows = self._rows_of(_RANGE_BYTES)
         self._max_item_rows = min(_MAX_RANGE_ROWS, self.max_rows)
         if not self.has_arrays:
             self.max_rows = self._max_item_rows
-        elif any(field.num_variable for field in self._fields):
+        elif any(field.num_variable for field in plan.schema.fields):
             self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
         self._max_piece_rows = min(_MAX_PIECE_ROWS, self._rows_of(_PIECE_BYTES))
-        self._files = OpenFiles(plan.building, _MAX_OPEN_FILES)
-        self._journal = share(journal, self._files.directory)
+        self._writer = RowWriter(building, plan.columns, journal)
 
     def _rows_of(self, num_bytes: int) -> int:
         """The rows that take so many bytes, at least one."""
@@ -123,11 +149,12 @@ class RangeWriter:
         """
         start = perf_counter()
         first, num_rows = task
-        rows = range(first - self._first_row, first - self._first_row + num_rows)
-        if not (self.has_arrays and self._write_slices(rows)):
+        places = range(first - self._first_row, first - self._first_row + num_rows)
+        rows = places if self._order is None else self._order[places.start : places.stop]
+        if not self._write_slices(rows):
             for index in range(0, num_rows, self._max_item_rows):
                 self._write_items(rows[index : index + self._max_item_rows])
-        return self._stored(rows), perf_counter() - start
+        return range(first, first + num_rows), perf_counter() - start
 
     def finish(self) -> None:
         """Wait until all rows that were read are written.
@@ -137,105 +164,58 @@ class RangeWriter:
         """
         self._writing.result()
 
-    def _stored(self, rows: range) -> range:
+    def _stored(self, rows: range | Integers) -> range | Integers:
         """The rows of the store that rows of the dataset are."""
-        return range(rows.start + self._first_row, rows.stop + self._first_row)
+        if isinstance(rows, range):
+            return range(rows.start + self._first_row, rows.stop + self._first_row)
+        return rows + self._first_row
 
-    def _write_slices(self, rows: range) -> bool:
-        """Write slices of the arrays in which the rows lie.
+    def _write_slices(self, rows: range | Integers) -> bool:
+        """Write rows that are read many at once.
 
         False where they must be read as items. So must rows that do not fit, to be named.
         """
-        slices = list[Values]()
-        for array, field in zip(self._arrays, self._fields, strict=True):
-            try:
-                found = array.read(rows.start, rows.stop)
-            except Exception as error:
-                raise DatasetError(
-                    f"the dataset raised at rows {rows.start} to {rows.stop - 1}, field"
-                    f" {field.name!r}: {describe_error(error)}"
-                ) from error
-            values = found if isinstance(found, Values) else _fitting(field, found, len(rows))
-            if values is None:
-                return False
-            slices.append(values)
+        found = None if self._source is None else self._source.read(rows)
+        if found is None or any(values.num_rows != len(rows) for values in found):
+            return False
         # Once all of them fit: what is written of rows that differ in length takes place on the
         # disk even where they are written again.
         self.finish()
-        for column, values in zip(self._plan.columns, slices, strict=True):
-            exit_if_orphaned()
-            column.write(self._files, self._stored(rows), values)
-        self._begin_sync(len(rows))
+        self._writer.write(self._stored(rows), found)
         return True
 
-    def _write_items(self, rows: range) -> None:
+    def _write_items(self, rows: range | Integers) -> None:
         # Two blocks take turns where the one that was filled last is still being written.
         if not self._writing.done():
             self._blocks.reverse()
         blocks = self._blocks[0]
         if not blocks:
-            blocks += [column.block(self._max_item_rows) for column in self._plan.columns]
+            blocks += [_Block(field, self._max_item_rows) for field in self._plan.schema.fields]
         for index in range(0, len(rows), self._max_piece_rows):
             self._put_items(blocks, index, rows[index : index + self._max_piece_rows])
         self.finish()
         self._writing = self._thread.submit(self._write_blocks, blocks, self._stored(rows))
 
-    def _write_blocks(self, blocks: Sequence[Block], rows: range) -> None:
-        exit_if_orphaned()
-        for block in blocks:
-            block.write(self._files, rows.start, len(rows))
-        self._begin_sync(len(rows))
+    def _write_blocks(self, blocks: Sequence[_Block], rows: range | Integers) -> None:
+        self._writer.write(rows, [block.values(len(rows)) for block in blocks])
 
-    def _begin_sync(self, num_rows: int) -> None:
-        """Let the disk begin with what was written, these rows among it, once that is much."""
-        self._num_waiting += num_rows
-        if self._num_waiting >= self._rows_of(_SYNC_BYTES):
-            self._files.begin_sync()
-            self._num_waiting = 0
-
-    def _put_items(self, blocks: Sequence[Block], index: int, rows: range) -> None:
+    def _put_items(self, blocks: Sequence[_Block], index: int, rows: range | Integers) -> None:
         """Copy items into blocks, whose row ``index`` is the first of them."""
         schema = self._plan.schema
-        samples = read_samples(self._dataset, rows.start, len(rows))
+        samples = read_samples(self._dataset, rows)
         room = [block.room(index, len(rows)) for block in blocks]
         stacked = stack_samples(samples, schema.structure, schema.fields, room)
-        if stacked is not None:
-            for block, leaves in zip(blocks, stacked, strict=True):
-                if isinstance(leaves, tuple):
-                    block.put_rows(index, Values(_as_tensor(leaves[0]), leaves[1]))
-                else:
-                    block.put_rows(index, leaves)
-            return
-        for offset, sample in enumerate(samples):
-            row = flatten_row(sample, rows[offset], schema)
-            for block, leaf in zip(blocks, row, strict=True):
-                block.put(index + offset, leaf)
+        if stacked is None:
+            leaves = [
+                flatten_row(sample, row, schema, lambda: read_sample(self._dataset, 0))
+                for row, sample in zip(np.asarray(rows).tolist(), samples, strict=True)
+            ]
+            columns = zip(*leaves, strict=True)
+            stacked = [join_rows(*each) for each in zip(schema.fields, columns, strict=True)]
+        for block, values in zip(blocks, stacked, strict=True):
+            block.put(index, values)
 
     def close(self) -> None:
         """Wait for what is being written, and close the directory and the files."""
         self._thread.shutdown()
-        self._files.close()
-        os.close(self._journal)
-
-
-def _fitting(field: Field, found: Any, num_rows: int) -> Values | None:
-    """Rows of a field, in the memory in which they lie where torch can use it; else None."""
-    if field.num_variable:
-        packed = packed_rows(field, found)
-        if packed is None or len(packed[1]) != num_rows:
-            return None
-        return Values(_as_tensor(packed[0]), packed[1])
-    values = fitting_rows(field, found)
-    return None if values is None or len(values) != num_rows else Values(_as_tensor(values))
-
-
-def _as_tensor(values: Tensor | np.ndarray) -> Tensor:
-    if isinstance(values, Tensor):
-        return values
-    array = values.astype(values.dtype.newbyteorder("="), copy=False)
-    if min(array.strides) < 0:
-        array = np.ascontiguousarray(array)
-    with warnings.catch_warnings():
-        # Of memory that torch must not write to, such as a file that is mapped: it is only read.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(array)
+        self._writer.close()

@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.columns import Column
-from lightning_memmap.store.reader import Store
+from lightning_memmap.store.store import Store
 
 #: Direct reads are aligned to the smaller one, or to the larger one where a disk requires it.
 _MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 512, 4096
@@ -196,14 +196,14 @@ def aligned_memory(num_bytes: int) -> memoryview:
 
 
 def open_row_files(
-    store: Store, columns: Sequence[Column], *, in_steps: bool = False
+    store: Store, columns: Sequence[Column], in_steps: Collection[str] = ()
 ) -> list[RowFile | None]:
     """Open the files of some columns of a store.
 
     Args:
         store: The open store.
         columns: Those of its columns that are wanted.
-        in_steps: Whether the rows of the files are steps of series, along the first dimension of
+        in_steps: Fields whose files are taken for steps of series, along the first dimension of
             each row.
 
     Returns:
@@ -212,8 +212,7 @@ def open_row_files(
 
     Raises:
         OSError: A file cannot be opened.
-        StoreError: Another store has replaced this one since it was opened, or a field is kept
-            in a column of another kind, whose rows cannot be streamed.
+        StoreError: A field is kept in a column of another kind, whose rows cannot be streamed.
     """
     files: list[RowFile | None] = []
     for column in columns:
@@ -222,7 +221,8 @@ def open_row_files(
                 f"field {column.field.name!r} is kept as {column.kind!r} columns, which cannot be"
                 " streamed: choose another residency"
             )
-        size = column.field.step_bytes if in_steps else column.field.item_bytes
+        is_series = column.field.name in in_steps
+        size = column.field.step_bytes if is_series else column.field.item_bytes
         parts = store.row_files(column)
         if not parts:
             files.append(None)
@@ -230,5 +230,4 @@ def open_row_files(
             files.append(JoinedFile(parts, size))
         else:
             files.append(RowFile(parts[0][0], size))
-    store.check_in_place()
     return files

@@ -24,7 +24,7 @@ from lightning_memmap.store import (
     pull_store,
     push_store,
 )
-from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.building import StorePlan
 from lightning_memmap.store.remote import shards
 from lightning_memmap.store.remote.cache import DIRECTORY
 from lightning_memmap.store.table import TableBuild, TableWriter

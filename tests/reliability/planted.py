@@ -82,15 +82,14 @@ FILES = (
     Plant("bytes of no encoding", lambda path, _: path.write_bytes(b"\xff\xfe" * 1000)),
 )
 
-#: Where: beside the store, in what an interrupted build left, and in the store.
-BESIDE = (".s.building", ".s.old", ".s.lock", "s")
-IN_BUILDING = ("build.json", "journal", "x.memmap", "label.memmap", "manifest.json", "meta.json")
-IN_STORE = ("manifest.json", "meta.json", "x.memmap", "build.json", "journal")
-
+#: Where: what is there, and the place, in which * is the one generation.
 PLACES = (
-    *BESIDE,
-    *(f".s.building/{name}" for name in IN_BUILDING),
-    *(f"s/{name}" for name in IN_STORE),
+    ("new", "s"),
+    *(("overwrite", f"s/{name}") for name in (".lock", "manifest.json", "manifest.json.tmp", "*")),
+    *(("overwrite", f"s/*/{name}") for name in ("x.memmap", "build.json", "journal")),
+    ("overwrite", "s/g-0123456789abcdef"),
+    *(("resumed", f"s/{name}") for name in (".lock", "manifest.json", "*")),
+    *(("resumed", f"s/*/{name}") for name in ("x.memmap", "label.memmap", "build.json", "journal")),
 )
 ACTIONS = ("open", "verify", "build", "overwrite")
 
@@ -125,14 +124,19 @@ def describe(number: int) -> str:
     """What a case is, in words."""
     if number >= NUM_CASES - len(FOREIGN_BUILDS):
         return f"{FOREIGN_BUILDS[number - NUM_CASES].name}, then a build"
-    place, plant, action = _parts(number)
-    return f"{plant.name} at {place}, then {action}"
+    beginning, place, plant, action = _parts(number)
+    return f"{plant.name} at {place} ({beginning}), then {action}"
 
 
-def _parts(number: int) -> tuple[str, Plant, str]:
+def _parts(number: int) -> tuple[str, str, Plant, str]:
     number, action = divmod(number, len(ACTIONS))
     place, plant = divmod(number, len(FILES))
-    return PLACES[place], FILES[plant], ACTIONS[action]
+    return *PLACES[place], FILES[plant], ACTIONS[action]
+
+
+def _generation(directory: Path) -> Path:
+    (found,) = (directory / "s").glob("g-*")
+    return found
 
 
 def meet(subject: Subject, beginnings: Path, scratch: Path, number: int) -> Outcome:
@@ -140,15 +144,13 @@ def meet(subject: Subject, beginnings: Path, scratch: Path, number: int) -> Outc
     if number >= NUM_CASES - len(FOREIGN_BUILDS):
         return _meet_foreign_build(subject, beginnings, scratch, number)
     outcome = Outcome()
-    place, plant, action = _parts(number)
+    beginning, place, plant, action = _parts(number)
     directory, away = _begin(scratch)
-    edition = NEW
-    if place.startswith(".s.building/"):
-        shutil.copytree(beginnings / "resumed", directory, dirs_exist_ok=True)
-    elif place != "s":
-        shutil.copytree(beginnings / "overwrite", directory, dirs_exist_ok=True)
-        edition = NEW if action == "overwrite" else OLD
+    shutil.copytree(beginnings / beginning, directory, dirs_exist_ok=True)
+    edition = OLD if beginning == "overwrite" and action != "overwrite" else NEW
     path = directory / place
+    if "*" in place:
+        path = directory / place.replace("*", _generation(directory).name)
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
@@ -185,8 +187,9 @@ def _meet_foreign_build(subject: Subject, beginnings: Path, scratch: Path, numbe
     directory, away = _begin(scratch)
     shutil.copytree(beginnings / "resumed", directory, dirs_exist_ok=True)
     # Rows 3 to 30, which are no probes, and which the unfinished build has written.
-    _spoil(directory / ".s.building" / "x.memmap")
-    plant.put(directory / ".s.building", away)
+    generation = _generation(directory)
+    _spoil(generation / "x.memmap")
+    plant.put(generation, away)
     attempt = Attempt(directory)
     ending = call(run, CHANGES["new"].run, subject, attempt, limit_s=_LIMIT_S)
     if outcome.add_ending(ending, plant.name, allowed=True):

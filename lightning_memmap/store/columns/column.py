@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import Self
@@ -166,19 +165,6 @@ class Column(ABC):
         """
         return ()
 
-    def block(self, max_rows: int) -> "Block":
-        """Make memory for consecutive rows, for use in one process.
-
-        A column whose rows differ in shape has its own kind of block.
-
-        Args:
-            max_rows: Rows that fit into the block.
-
-        Returns:
-            The block, whose contents are undefined.
-        """
-        return Block(self, max_rows)
-
     @abstractmethod
     def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
         """Write rows in any order. Several processes may do this at once, each with other rows.
@@ -236,72 +222,3 @@ class Column(ABC):
         Raises:
             StoreError: A file cannot be mapped.
         """
-
-
-class Block:
-    """Memory for consecutive rows of one field, which are written together.
-
-    Args:
-        column: The column of the field.
-        max_rows: Rows that fit into the block.
-    """
-
-    def __init__(self, column: Column, max_rows: int) -> None:
-        self._column = column
-        shape, dtype = (max_rows, *column.field.item_shape), column.field.dtype
-        self._rows = torch.empty(shape, dtype=dtype, device="cpu")
-
-    def put(self, index: int, leaf: Tensor | np.ndarray) -> None:
-        """Copy a row into the block.
-
-        Args:
-            index: Row of the block, counted from 0.
-            leaf: The row, of the field's dtype and shape, on the CPU.
-        """
-        if isinstance(leaf, Tensor):
-            self._rows[index].copy_(leaf)
-        else:
-            self._rows.numpy()[index] = leaf
-
-    def room(self, index: int, num_rows: int) -> Tensor | None:
-        """The memory of consecutive rows, into which they may be put without `put_rows`.
-
-        Args:
-            index: The first of them, counted from 0.
-            num_rows: How many.
-
-        Returns:
-            Of the field's dtype and shape (num_rows, *field shape), on the CPU; None where rows
-            differ in shape.
-        """
-        return self._rows[index : index + num_rows]
-
-    def put_rows(self, index: int, leaves: Tensor | np.ndarray | Values) -> None:
-        """Put consecutive rows into the block.
-
-        Args:
-            index: Row of the block that the first of them becomes.
-            leaves: The rows, of the field's dtype and shape (n, *field shape), on the CPU, which
-                are copied unless they are there already; where rows differ in shape, all of them
-                packed, in memory of their own.
-        """
-        assert not isinstance(leaves, Values)
-        rows = self._rows[index : index + len(leaves)]
-        if isinstance(leaves, Tensor):
-            if leaves.data_ptr() != rows.data_ptr():
-                rows.copy_(leaves)
-        elif leaves.ctypes.data != rows.data_ptr():
-            rows.numpy()[:] = leaves
-
-    def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
-        """Write the first rows of the block.
-
-        Args:
-            files: The files of the store that is being built.
-            first: The dataset row that row 0 of the block is.
-            num_rows: Rows to write.
-
-        Raises:
-            OSError: The files cannot be written.
-        """
-        self._column.write(files, range(first, first + num_rows), Values(self._rows[:num_rows]))

@@ -27,9 +27,8 @@ from typing_extensions import override
 from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
-from lightning_memmap.schema.leaves import native_tensor
 from lightning_memmap.schema.values import Values
-from lightning_memmap.store.columns.column import Block, Column, FileRange
+from lightning_memmap.store.columns.column import Column, FileRange
 from lightning_memmap.store.columns.fixed import map_rows
 from lightning_memmap.store.columns.segments import copy_segments
 from lightning_memmap.store.files import (
@@ -170,10 +169,6 @@ class VariableColumn(Column):
         return [(self._index_name, (first - 1) * 8 * self._index_width, end.tobytes())]
 
     @override
-    def block(self, max_rows: int) -> Block:
-        return _VariableBlock(self)
-
-    @override
     def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
         if not len(rows):
             return
@@ -289,44 +284,7 @@ class VariableColumn(Column):
             items = map_rows(directory / self.rows_name, self.field.dtype, shape)
         else:
             items = torch.empty(shape, dtype=self.field.dtype, device="cpu")
-        return ItemRows(self.field, self.shards, items.as_subclass(Tensor), index.numpy())
-
-
-class _VariableBlock(Block):
-    """Consecutive rows of a field whose rows differ in length, which are written together."""
-
-    def __init__(self, column: VariableColumn) -> None:
-        self._column = column
-        #: By the row of the block at which they begin.
-        self._pieces: dict[int, Values] = {}
-
-    @override
-    def put(self, index: int, leaf: Tensor | np.ndarray) -> None:
-        # A copy: a dataset may use its memory again.
-        row = leaf.clone() if isinstance(leaf, Tensor) else native_tensor(leaf)
-        field = self._column.field
-        sizes = np.array([row.shape[: field.num_variable]], np.int64)
-        self.put_rows(index, Values(row.reshape(-1, *field.item_shape), sizes))
-
-    @override
-    def room(self, index: int, num_rows: int) -> None:
-        return None
-
-    @override
-    def put_rows(self, index: int, leaves: Tensor | np.ndarray | Values) -> None:
-        assert isinstance(leaves, Values)
-        if not index:
-            # Rows of a range that failed may be there still.
-            self._pieces.clear()
-        self._pieces[index] = leaves
-
-    @override
-    def write(self, files: OpenFiles, first: int, num_rows: int) -> None:
-        pieces = self._pieces.values()
-        items = torch.cat([piece.data for piece in pieces])
-        sizes = np.concatenate([piece.sizes for piece in pieces if piece.sizes is not None])
-        self._column.write(files, range(first, first + num_rows), Values(items, sizes))
-        self._pieces.clear()
+        return ItemRows(self.field, self.shards, items, index.numpy())
 
 
 def packed_index(sizes: Integers) -> Integers:
@@ -453,8 +411,7 @@ class ItemRows:
     def fetch(self, rows: Integers) -> list[Tensor]:
         """Copy rows, given in dataset order: one tensor for each."""
         starts, sizes = self._at_rows(rows)
-        # An index into a tensor of the subclass takes many times as long.
-        items = self.items.as_subclass(Tensor)
+        items = self.items
         return [
             items[start : start + math.prod(shape)].clone().view(*shape, *self.field.item_shape)
             for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)

@@ -25,7 +25,7 @@ import xxhash
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.columns import FileRange
-from lightning_memmap.store.files import TEMPORARY, write_all
+from lightning_memmap.store.files import TEMPORARY, open_plain, write_all
 from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.remote.files import RemoteFiles, UnreachableError
@@ -215,8 +215,8 @@ class RemoteShards:
         try:
             for name, start, end in self._pieces[number // self._step][number % self._step]:
                 for first in range(start, end, _READ_BYTES):
-                    last = min(first + _READ_BYTES, end)
-                    yield name, first, self._files.read(name, first, last)
+                    last, at = min(first + _READ_BYTES, end), f"{self.manifest.generation}/{name}"
+                    yield name, first, self._files.read(at, first, last)
         except StoreNotFoundError as error:
             raise self._changed() or self._damaged(number) from error
 
@@ -273,6 +273,12 @@ def make_records(directory: Path, manifest: Manifest) -> None:
     """Record in a directory that no shard of a store is there yet."""
     with open(directory / RECORDS, "xb") as file:
         file.truncate(8 * len(manifest.columns) * manifest.num_shards)
+
+
+def read_plain(path: Path) -> bytes:
+    """Read a small file that others may have put there, and never a link or a pipe."""
+    with open(open_plain(path), "rb") as file:
+        return file.read(MAX_MANIFEST_BYTES)
 
 
 @contextmanager

@@ -1,35 +1,39 @@
-"""Whole stores, pushed to a URL and pulled from one. Both go on where they were interrupted."""
+"""Whole stores, pushed to a URL and pulled from one. Both go on where they were interrupted.
 
+What is copied gets a generation of its own, named after the store and after what it replaces. So
+no two copies of different stores write to the same files, and what one removes no other needs.
+"""
+
+import hashlib
 import os
-from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.store.files import TEMPORARY, open_plain, sync_path
-from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_files
-from lightning_memmap.store.places import StoreUrl, make_parent, place_of, store_directory
-from lightning_memmap.store.plan import allocate_files
-from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.reader import Store, open_directory
-from lightning_memmap.store.recovery import (
-    check_ours,
-    finish_interrupted,
-    is_store,
-    locked,
-    make_room,
-    no_store_error,
-    put_in_place,
-    remove_tree,
+from lightning_memmap.store.building import allocate_files
+from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is_store, remove_tree
+from lightning_memmap.store.files import TEMPORARY, sync_path
+from lightning_memmap.store.manifest import (
+    GENERATION,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    check_files,
 )
+from lightning_memmap.store.places import StoreUrl, make_parent, place_of, store_directory
+from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.store.remote.shards import (
     RemoteManifest,
     RemoteShards,
     make_records,
+    read_plain,
 )
+from lightning_memmap.store.store import Store, open_directory
 
-#: At a URL: the manifest of what is being pushed. In a directory: of what is being pulled.
-_UNFINISHED = MANIFEST + TEMPORARY
+#: In a generation at a URL: which one it replaces. It goes with that.
+_REPLACED, _MAX_NAME_BYTES = f"replaced{TEMPORARY}", 64
 
 
 def push_store(
@@ -37,56 +41,55 @@ def push_store(
 ) -> None:
     """Copy a store to a URL.
 
-    The manifest is written last: there is no store at the URL before all of it is there. A push
-    that was interrupted goes on with the files that are missing.
+    The manifest is written last, at once: whoever reads the URL finds the store that was there, or
+    the new one, or none before the first is whole. A push that was interrupted goes on with the
+    files that are missing.
 
     Args:
         path: Directory of the store.
-        url: Where it goes, such as ``s3://bucket/stores/train``. Nothing else may be there.
-        overwrite: Replace a store that is there. While it is replaced, there is none: for others
-            who use it, push a new version to a URL of its own.
+        url: Where it goes, such as ``s3://bucket/stores/train``.
+        overwrite: Replace a store that is there, and remove its files afterwards. Whoever is
+            fetching them then gets an error, and opens the new one.
         progress: Show a progress bar.
 
     Raises:
         ValueError: ``path`` is a URL, or ``url`` is not.
         StoreNotFoundError: There is no store at ``path``, or no such bucket.
-        StoreError: The store is damaged or replaced meanwhile, something else is at the URL or is
-            pushed there at the same time, or it cannot be reached.
+        StoreError: The store is damaged or replaced meanwhile, another store is at the URL or was
+            pushed there meanwhile, or it cannot be reached.
     """
-    directory = finish_interrupted(store_directory(path))
+    directory = store_directory(path)
     manifest = Manifest.read(directory)
-    check_files(directory, manifest)
-    data = (directory / MANIFEST).read_bytes()
+    files = directory / manifest.generation
+    check_files(files, manifest)
     there = RemoteFiles(_url(url))
-    found = _read(there, MANIFEST)
-    if found == data:
-        there.remove(_UNFINISHED)  # Of a push that was killed just before its end.
+    before = there.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
+    old = None if before is None else _decoded(before, url)
+    if old is not None and _are_same(old, manifest):
+        _remove_replaced(there, old.generation)  # By a push that was killed before its end.
         return
-    if found is not None and not overwrite:
+    if before is not None and not overwrite:
         raise StoreError(
             f"there is another store at {url}: replace it with overwrite=True (--overwrite), or"
             " choose another URL"
         )
+    new = replace(manifest, generation=_generation(manifest, before))
     sizes = {name: size for column in manifest.columns for name, size in column.file_bytes.items()}
-    unfinished = _read(there, _UNFINISHED)
-    if unfinished != data:
-        if found is None and unfinished is None and not overwrite:
-            _check_free(there, sizes)
-        # Files that are there from now on are of this store.
-        for name in (MANIFEST, *sizes):
-            there.remove(name)
-        there.write(_UNFINISHED, data)
     with show_progress("pushing", sum(sizes.values()), 1, hidden=not progress) as advance:
         for name, num_bytes in sizes.items():
-            if there.size(name) != num_bytes:
-                there.put(directory / name, name)
+            at = f"{new.generation}/{name}"
+            if there.size(at) != num_bytes:
+                if not os.path.lexists(files / name):
+                    raise StoreError(f"the store at {directory} was replaced: push it again")
+                there.put(files / name, at)
             advance(num_bytes)
-    if Manifest.read(directory) != manifest:
-        raise StoreError(f"the store at {directory} was replaced meanwhile: push it again")
-    if data not in (_read(there, _UNFINISHED), _read(there, MANIFEST)):
+    if there.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != before:
         raise StoreError(f"another process has pushed another store to {url} meanwhile")
-    there.write(MANIFEST, data)
-    there.remove(_UNFINISHED)
+    if old is not None:
+        there.write(f"{new.generation}/{_REPLACED}", old.generation.encode())
+    there.replace(MANIFEST, new.encode(), new.generation)
+    if old is not None:
+        _remove_replaced(there, new.generation)
 
 
 def pull_store(
@@ -113,36 +116,31 @@ def pull_store(
             is in the directory.
         OSError: The disk is full, or the files cannot be written.
     """
-    directory = store_directory(path)
+    place = StoreDirectory(store_directory(path))
     files = RemoteFiles(_url(url))
     remote = RemoteManifest.read(files)
-    make_parent(directory)
-    with locked(directory):
-        if os.path.lexists(directory):
-            if not is_store(directory):
-                raise no_store_error(directory, "path")
-            if _read_plain(directory / MANIFEST) == remote.data:
-                return open_directory(directory)
+    manifest = remote.manifest
+    check_free(place.path, "path")
+    make_parent(place.path)
+    with place.locked():
+        before = None
+        if is_store(place.path):
+            before = read_plain(place.path / MANIFEST)
+            if _are_same(_decoded(before, str(place.path)), manifest):
+                return open_directory(place.path)
             if not overwrite:
                 raise StoreError(
-                    f"{directory} has another store: replace it with overwrite=True (--overwrite),"
+                    f"{place.path} has another store: replace it with overwrite=True (--overwrite),"
                     " or choose another directory"
                 )
-        make_room(directory)
-        pulling = directory.parent / f".{directory.name}.pulling"
-        if not _is_begun(pulling, remote):
-            _begin(pulling, remote, directory)
-        if not is_store(pulling):
-            shards = RemoteShards(remote, files, pulling)
-            manifest = remote.manifest
-            numbers = shards.missing(range(len(manifest.columns)), range(manifest.num_shards))
-            hidden, num_bytes = not progress, int(shards.num_bytes(numbers).sum())
-            with show_progress("pulling", num_bytes, 1, hidden=hidden) as advance:
-                shards.fetch(numbers, advance)
-            os.rename(pulling / _UNFINISHED, pulling / MANIFEST)
-            sync_path(pulling)
-        put_in_place(directory, pulling)
-    return open_directory(directory)
+        generation = _begin(place, remote, _generation(manifest, before))
+        shards = RemoteShards(remote, files, generation)
+        numbers = shards.missing(range(len(manifest.columns)), range(manifest.num_shards))
+        num_bytes = int(shards.num_bytes(numbers).sum())
+        with show_progress("pulling", num_bytes, 1, hidden=not progress) as advance:
+            shards.fetch(numbers, advance)
+        place.commit(replace(manifest, generation=generation.name))
+    return open_directory(place.path)
 
 
 def stores_at(url: str) -> dict[str, str]:
@@ -186,12 +184,6 @@ def _has_store(url: str) -> bool:
         return False
 
 
-def _read_plain(path: Path) -> bytes:
-    """A manifest beside a store, which another user may have put there."""
-    with open(open_plain(path), "rb") as file:
-        return file.read(MAX_MANIFEST_BYTES)
-
-
 def _url(given: str) -> StoreUrl:
     place = place_of(given)
     if not isinstance(place, StoreUrl):
@@ -199,45 +191,45 @@ def _url(given: str) -> StoreUrl:
     return place
 
 
-def _read(files: RemoteFiles, name: str) -> bytes | None:
-    """A manifest; None where there is none."""
-    return files.read_if_there(name, MAX_MANIFEST_BYTES)
+def _decoded(data: bytes, where: str) -> Manifest | None:
+    """What a manifest says; None where it is damaged, or of another version."""
+    with suppress(StoreError):
+        return Manifest.decode(data, where)
+    return None
 
 
-def _check_free(there: RemoteFiles, names: Iterable[str]) -> None:
-    """Check that no file of a store would replace one of somebody else.
-
-    Raises:
-        StoreError: One would.
-    """
-    for name in names:
-        if there.size(name) is not None:
-            raise StoreError(
-                f"{there.url / name} is there already, and is of no store: choose another URL, or"
-                " replace it with overwrite=True (--overwrite)"
-            )
+def _are_same(one: Manifest | None, other: Manifest) -> bool:
+    """Whether two stores are the same but for the names of their generations."""
+    return one is not None and replace(one, generation=other.generation) == other
 
 
-def _is_begun(pulling: Path, remote: RemoteManifest) -> bool:
-    """Whether a directory has what an interrupted pull of the same store has left."""
-    if not os.path.lexists(pulling):
-        return False
-    check_ours(pulling)
-    for name in (MANIFEST, _UNFINISHED):
-        if os.path.lexists(pulling / name):
-            return _read_plain(pulling / name) == remote.data
-    return False
+def _generation(manifest: Manifest, before: bytes | None) -> str:
+    """The name of the generation of a copy, which is the same when the copy is begun again."""
+    return f"g-{hashlib.sha256(manifest.encode() + (before or b'')).hexdigest()[:16]}"
 
 
-def _begin(pulling: Path, remote: RemoteManifest, directory: Path) -> None:
-    """Make the files of a pull, at their sizes."""
-    if os.path.lexists(pulling):
-        remove_tree(pulling)
-    manifest = remote.manifest
-    allocate_files(pulling, manifest.columns, directory)
-    make_records(pulling, manifest)
-    temporary = pulling / f"{_UNFINISHED}{TEMPORARY}"
+def _remove_replaced(there: RemoteFiles, generation: str) -> None:
+    """Remove the generation that another has replaced, if there is one."""
+    note = f"{generation}/{_REPLACED}"
+    name = (there.read_if_there(note, _MAX_NAME_BYTES) or b"").decode(errors="replace")
+    if GENERATION.fullmatch(name):
+        there.remove(name)
+        there.remove(note)
+
+
+def _begin(place: StoreDirectory, remote: RemoteManifest, name: str) -> Path:
+    """The generation of a pull: that of the same pull, which was interrupted, or a new one."""
+    generation = place.path / name
+    for unfinished in place.unfinished(KEY):
+        if unfinished == generation and read_plain(unfinished / KEY) == remote.data:
+            return generation
+        remove_tree(unfinished)
+    place.begin(name)
+    allocate_files(generation, remote.manifest.columns, place.path)
+    make_records(generation, remote.manifest)
+    # Its name says that everything else is there.
+    temporary = generation / (KEY + TEMPORARY)
     temporary.write_bytes(remote.data)
     sync_path(temporary)
-    # Its name says that everything else is there.
-    os.rename(temporary, pulling / _UNFINISHED)
+    os.rename(temporary, generation / KEY)
+    return generation

@@ -1,5 +1,6 @@
 """A dataset of named columns: arrays in memory or in files, or a table of another library."""
 
+import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,23 +14,16 @@ from typing_extensions import override
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.schema.leaves import is_missing
 from lightning_memmap.store.places import local_path
-from lightning_memmap.store.sources import from_arrow, from_pandas, from_polars
-from lightning_memmap.store.sources.field_array import NullableRows, object_array
-from lightning_memmap.store.sources.names import chosen
-from lightning_memmap.store.sources.parquet import ParquetColumn, parquet_columns
-from lightning_memmap.store.sources.refusals import (
-    as_table,
-    is_dict_of_splits,
-    is_frame,
-    library_of,
-    way_out,
-)
+from lightning_memmap.store.sources.arrow import ArrowColumn, simple_array
+from lightning_memmap.store.sources.parquet import ParquetColumn, chosen, parquet_columns
 
-#: What makes an array of a column, by the library that it is of.
-_TO_NUMPY = {
-    "pandas": from_pandas.to_numpy,
-    "polars": from_polars.to_numpy,
-    "pyarrow": from_arrow.to_numpy,
+#: By library and class, the method that makes a table of what is computed or read only then. Other
+#: tables are known by the protocol of Arrow.
+_LATER = {
+    ("polars", "LazyFrame"): "collect",
+    ("pyarrow", "Dataset"): "to_table",
+    ("pyarrow", "Scanner"): "to_table",
+    ("duckdb", "DuckDBPyRelation"): "to_arrow_table",
 }
 
 
@@ -41,11 +35,11 @@ class ColumnDataset(Dataset[dict[str, Any]]):
     Args:
         columns: A dict of columns, each a tensor, a numpy array or memmap, an array of h5py or
             zarr, a list, a Series of pandas or polars, an array of pyarrow, or anything else with
-            ``shape``, ``dtype`` and slices, read by position; or a DataFrame of pandas or
-            polars, a LazyFrame, a Table, RecordBatch or Dataset of pyarrow, or a relation of
-            DuckDB; or the path of a Parquet file, or of a directory of such
-            files. Parquet files are read by row groups when they are needed; other tables become
-            one array per column now, without a copy where their memory allows it.
+            ``shape``, ``dtype`` and slices, read by position; or a DataFrame of pandas, or any
+            table that speaks the Arrow protocol (``__arrow_c_stream__``), such as one of polars,
+            pyarrow, DuckDB or Lance; or the path of a Parquet file, or of a directory of such
+            files. Parquet files are read by row groups when they are needed; other tables are read
+            into memory now, without a copy where they are there.
         names: The columns to keep, in this order; all of them by default.
 
     Attributes:
@@ -92,10 +86,8 @@ class ColumnDataset(Dataset[dict[str, Any]]):
 
 
 def _has_missing(column: Any) -> bool:
-    if isinstance(column, ParquetColumn):
+    if isinstance(column, (ArrowColumn, ParquetColumn)):
         return column.has_missing
-    if isinstance(column, NullableRows):
-        return not column.is_given.all()
     if not isinstance(column, np.ndarray) or column.ndim != 1:
         return False
     if column.dtype.kind in "mM":
@@ -109,10 +101,10 @@ def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(given, (str, Path)):
         return parquet_columns(local_path(given), names)
     if is_frame(given):
-        table = as_table(given)
-        library = library_of(table)
-        found = table.column_names if library == "pyarrow" else list(table.columns)
-        return {name: _TO_NUMPY[library](table[name]) for name in chosen(names, found)}
+        if _library(given) == "pandas":
+            return {name: given[name] for name in chosen(names, list(given.columns))}
+        table = _arrow_table(given)
+        return {name: table.column(name) for name in chosen(names, table.column_names)}
     if is_dict_of_splits(given):
         raise TypeError(f"columns: {way_out(given)}")
     if isinstance(given, Mapping):
@@ -121,6 +113,15 @@ def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
         f"columns: found a {type(given).__name__}; give a dict of arrays, a DataFrame, a pyarrow"
         " Table, the path of a Parquet file, or what your library makes of it, such as to_pandas()"
     )
+
+
+def _arrow_table(given: Any) -> Any:
+    """A table of any library as one of Arrow."""
+    import pyarrow as pa
+
+    if method := _method_of(given):
+        given = getattr(given, method)()
+    return given if isinstance(given, pa.Table) else pa.table(given)
 
 
 def _by_position(name: str, column: Any) -> Any:
@@ -135,26 +136,49 @@ def _by_position(name: str, column: Any) -> Any:
             f"column {name!r}: found a {type(column).__name__}, which has no rows: give an array,"
             " and the columns of a table or dict each under a name of its own"
         )
-    if library := library_of(column):
-        return _TO_NUMPY[library](column)
+    if _library(column) == "pandas":
+        return _pandas_column(column)
+    if hasattr(column, "__arrow_c_stream__") or hasattr(column, "__arrow_c_array__"):
+        import pyarrow as pa
+
+        is_stream = hasattr(column, "__arrow_c_stream__")
+        found = ArrowColumn(pa.chunked_array(column) if is_stream else pa.array(column))
+        return simple_array(found.column, found)
     # A Series of yet another library.
     return np.asarray(column) if hasattr(column, "iloc") else column
 
 
-def _list_to_numpy(values: Sequence[Any]) -> np.ndarray | NullableRows:
+def _pandas_column(series: Any) -> Any:
+    """A column of pandas, in the order of its rows. In those of numpy's types, NaN is a number."""
+    missing = np.asarray(series.isna())
+    is_plain = isinstance(series.dtype, np.dtype)
+    if is_plain and (series.dtype.kind in "biufc" or not missing.any()):
+        return np.asarray(series)
+    if is_plain and series.dtype == object:
+        values: np.ndarray = series.to_numpy(dtype=object, copy=True)
+        values[missing] = None
+        return values
+    import pyarrow as pa
+
+    found = ArrowColumn(pa.array(series))
+    return simple_array(found.column, found)
+
+
+def _list_to_numpy(values: Sequence[Any]) -> Any:
     try:
         array = np.asarray(values)
     except ValueError:  # They differ in length.
-        return object_array(values)
-    if array.dtype == object and array.ndim == 1 and any(map(is_missing, values)):
-        is_given = np.array([not is_missing(value) for value in values])
-        known = np.asarray([value for value in values if not is_missing(value)])
-        if known.ndim == 1 and known.dtype.kind in "biufc":
-            rows = np.zeros(len(values), known.dtype)
-            rows[is_given] = known
-            return NullableRows(rows, is_given)
+        array = np.empty(0, object)
     # An array of text would make text of numbers, and cut off zeros at the end.
     return array if array.dtype.kind in "biufc" else object_array(values)
+
+
+def object_array(values: Sequence[Any]) -> np.ndarray:
+    """An array with one object for each value, also where these are lists of one length."""
+    objects = np.empty(len(values), object)
+    for index, value in enumerate(values):
+        objects[index] = value
+    return objects
 
 
 def _length(name: str, column: Any) -> int:
@@ -169,3 +193,51 @@ def _length(name: str, column: Any) -> int:
             f"column {name!r}: found a {type(column).__name__} without a length: give an array or"
             " a tensor whose first dimension is the rows"
         ) from error
+
+
+def is_array_like(values: Any) -> bool:
+    """Whether this is an array of whatever library, whose first dimension is the rows."""
+    dtype = getattr(values, "dtype", None)
+    return isinstance(dtype, np.dtype) and len(getattr(values, "shape", ())) > 0
+
+
+def _library(value: Any) -> str:
+    """The library that a value is of, also where its class is derived from one of it."""
+    modules = [kind.__module__.partition(".")[0] for kind in type(value).__mro__]
+    return next((name for name in modules if name in ("pandas", "polars", "pyarrow")), "")
+
+
+def _method_of(value: Any) -> str | None:
+    names = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__)
+    return next((_LATER[name] for name in names if name in _LATER), None)
+
+
+def is_frame(value: Any) -> bool:
+    """Whether a value is a table, or will be one when it is computed or read."""
+    kind = type(value)  # Of an instance, a property may be costly.
+    has_columns = hasattr(kind, "columns") or hasattr(kind, "schema")
+    is_arrow = hasattr(kind, "__arrow_c_stream__") or hasattr(kind, "__arrow_c_array__")
+    return (has_columns and is_arrow) or _method_of(value) is not None
+
+
+def is_dict_of_splits(value: Any) -> bool:
+    """Whether a value is a ``DatasetDict`` of Hugging Face, whose entries are datasets."""
+    kinds = ("DatasetDict", "IterableDatasetDict")
+    return isinstance(value, dict) and any(kind.__name__ in kinds for kind in type(value).__mro__)
+
+
+def way_out(value: Any) -> str | None:
+    """What to give instead of a value that holds rows, but is no dataset, for a message after the
+    name of the argument; None where the value may be a dataset, or nothing is known of it."""
+    kind = type(value).__name__
+    if is_dict_of_splits(value):
+        return f"a {kind} has a dataset for each split: choose one of the splits {list(value)}"
+    names = list(value) if isinstance(value, dict) else []
+    is_dict = bool(names) and all(isinstance(name, str) for name in names)
+    if is_dict or is_frame(value):
+        return f"a {kind} has columns and no rows: give lightning_memmap.ColumnDataset(...) of it"
+    if inspect.isgeneratorfunction(value):
+        return f"{value.__name__} is a generator function: call it, and give what it returns"
+    if isinstance(value, type):
+        return f"{value.__name__} is a class: give an instance of it"
+    return None

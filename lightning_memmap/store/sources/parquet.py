@@ -7,13 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.sources.field_array import FieldArray, join
-from lightning_memmap.store.sources.from_arrow import to_numpy
-from lightning_memmap.store.sources.names import chosen
+from lightning_memmap.store.sources.arrow import ArrowColumn, take
+
+#: Files that are open at once.
+_MAX_OPEN_FILES = 16
+
+
+def chosen(names: Sequence[str] | None, found: Sequence[Any]) -> list[Any]:
+    """The names of the columns to use, in order: all, or those that a user gives.
+
+    Raises:
+        TypeError: A single string is given in place of names.
+        ValueError: A name is not among those of the table, or is there twice.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"names={names!r}: give a list of names")
+    wanted = list(found if names is None else names)
+    for name in wanted:
+        if found.count(name) != 1 or wanted.count(name) != 1:
+            what = "there is no such column" if name not in found else "it is there twice"
+            raise ValueError(
+                f"column {name!r}: {what}; the columns are {', '.join(map(str, found))}"
+            )
+    return wanted
 
 
 def parquet_columns(path: Path, names: Sequence[str] | None) -> dict[str, Any]:
@@ -40,7 +59,9 @@ def parquet_columns(path: Path, names: Sequence[str] | None) -> dict[str, Any]:
     paths[0].stat()  # Its error has the name of a missing file, which that of pyarrow has not.
     with _reading(paths[0]):
         found = read_schema(paths[0]).names
-    return {name: ParquetColumn(paths, name) for name in chosen(names, found)}
+    wanted = chosen(names, found)
+    files = _Files(paths, wanted)
+    return {name: ParquetColumn(files, name) for name in wanted}
 
 
 @contextmanager
@@ -58,104 +79,152 @@ def _reading(path: str | Path) -> Iterator[None]:
         ) from None
 
 
-class ParquetColumn(FieldArray):
-    """One column of Parquet files. The row group that was read last is kept.
+class _Files:
+    """The files of a dataset, of which few are open at once.
 
     Args:
         paths: The files.
-        name: The column.
+        names: The columns that are used.
 
     Attributes:
-        files: Path, size in bytes and time of each file, which identify the rows.
-        name: The column.
+        states: Path, size in bytes and time of each file, which identify the rows.
     """
 
-    def __init__(self, paths: Sequence[Path], name: str) -> None:
-        states = [(path, path.stat()) for path in paths]
-        self.files = [(str(path), state.st_size, state.st_mtime_ns) for path, state in states]
-        self.name = name
-        self._last: tuple[int, Any] | None = None
-
-    @property
-    def has_missing(self) -> bool:
-        """Whether rows have no value: by the statistics of the files, where these tell."""
-        return any(map(self._lacks_values, self._groups[0]))
+    def __init__(self, paths: Sequence[Path], names: Sequence[str]) -> None:
+        stats = [path.stat() for path in paths]
+        self.states = [
+            (str(path), stat.st_size, stat.st_mtime_ns)
+            for path, stat in zip(paths, stats, strict=True)
+        ]
+        self._names = names
+        self._open: dict[str, Any] = {}
+        #: By column, the row group that was read last.
+        self._last: dict[str, tuple[int, Any]] = {}
 
     @cached_property
-    def _groups(self) -> tuple[list[tuple[str, Any, int]], Integers]:
-        """Path, file and number of each row group, and where each ends in rows of all files.
+    def _groups(self) -> tuple[list[tuple[str, int]], Integers, dict[str, list[int | None]]]:
+        """Path and number of each row group, where each ends in rows of all files, and by column
+        how many rows of each group have no value.
 
         Raises:
-            DatasetError: A file cannot be read, or has no such column, or one of another type.
+            DatasetError: A file cannot be read, or lacks a column, or has one of another type.
         """
+        groups, sizes = list[tuple[str, int]](), list[int]()
+        nulls: dict[str, list[int | None]] = {name: [] for name in self._names}
+        kinds: dict[str, Any] = {}
+        first = self.states[0][0]
+        for path, *_ in self.states:
+            file = self._file(path)
+            schema = file.schema_arrow
+            for name in self._names:
+                if schema.names.count(name) != 1:
+                    raise DatasetError(
+                        f"{path}: it has no column {name!r}, which {first} has; its columns are"
+                        f" {', '.join(schema.names)}"
+                    )
+                found = schema.field(name).type
+                kind = kinds.setdefault(name, found)
+                if not _is_alike(kind, found):
+                    raise DatasetError(
+                        f"{path}: column {name!r} is {found}, and {kind} in {first}: give files"
+                        " whose columns have one type"
+                    )
+            for number in range(file.num_row_groups):
+                groups.append((path, number))
+                sizes.append(file.metadata.row_group(number).num_rows)
+                for name in self._names:
+                    nulls[name].append(_null_count(file, number, name))
+        return groups, np.cumsum(sizes, dtype=np.int64), nulls
+
+    @property
+    def ends(self) -> Integers:
+        """Where each row group ends, in rows of all files."""
+        return self._groups[1]
+
+    def read(self, group: int, name: str) -> Any:
+        """One column of a row group."""
+        path, number = self._groups[0][group]
+        with _reading(path):
+            table = self._file(path).read_row_group(number, columns=[name])
+        return ArrowColumn(table.column(name)).column
+
+    def group(self, group: int, name: str) -> Any:
+        """One column of a row group, kept until another one is asked for."""
+        if name not in self._last or self._last[name][0] != group:
+            self._last[name] = group, self.read(group, name)
+        return self._last[name][1]
+
+    def has_missing(self, name: str) -> bool:
+        """Whether rows of a column have no value: by the statistics, or where these do not tell, by
+        the rows."""
+        counts = self._groups[2][name]
+        return any(
+            self.read(group, name).null_count if count is None else count
+            for group, count in enumerate(counts)
+        )
+
+    def _file(self, path: str) -> Any:
         from pyarrow.parquet import ParquetFile
 
-        groups, sizes, kinds = [], [], list[Any]()
-        for path, _, _ in self.files:
+        if (file := self._open.pop(path, None)) is None:
+            while len(self._open) >= _MAX_OPEN_FILES:
+                self._open.pop(next(iter(self._open))).close()
             with _reading(path):
                 file = ParquetFile(path)
-                schema = file.schema_arrow
-            if schema.names.count(self.name) != 1:
-                raise DatasetError(
-                    f"{path}: it has no column {self.name!r}, which {self.files[0][0]} has; its"
-                    f" columns are {', '.join(schema.names)}"
-                )
-            kinds.append(schema.field(self.name).type)
-            if not _is_alike(kinds[0], kinds[-1]):
-                raise DatasetError(
-                    f"{path}: column {self.name!r} is {kinds[-1]}, and {kinds[0]} in"
-                    f" {self.files[0][0]}: give files whose columns have one type"
-                )
-            for number in range(file.num_row_groups):
-                groups.append((path, file, number))
-                sizes.append(file.metadata.row_group(number).num_rows)
-        return groups, np.cumsum(sizes, dtype=np.int64)
-
-    def __len__(self) -> int:
-        ends = self._groups[1]
-        return int(ends[-1]) if len(ends) else 0
-
-    def __getitem__(self, row: int) -> Any:
-        return self.read(row, row + 1)[0]
-
-    @override
-    def read(self, first: int, end: int) -> Any:
-        ends = self._groups[1]
-        parts, number = [], int(np.searchsorted(ends, first, side="right"))
-        while first < end:
-            values, stop = self._read_group(number), int(ends[number])
-            start = stop - len(values)
-            parts.append(values[first - start : min(end, stop) - start])
-            first, number = min(end, stop), number + 1
-        return join(parts)
-
-    @override
-    def take(self, rows: Integers) -> Any:
-        order = np.argsort(rows, kind="stable")
-        numbers = np.searchsorted(self._groups[1], rows[order], side="right")
-        parts = []
-        for places in np.split(order, np.flatnonzero(np.diff(numbers)) + 1):
-            number = int(np.searchsorted(self._groups[1], rows[places[0]], side="right"))
-            values = self._read_group(number)
-            parts.append(values[rows[places] - (int(self._groups[1][number]) - len(values))])
-        return join(parts)[np.argsort(order)]
-
-    def _lacks_values(self, place: tuple[str, Any, int]) -> bool:
-        found = _null_count(*place[1:], self.name)
-        return bool(self._read_arrow(*place).null_count if found is None else found)
-
-    def _read_group(self, number: int) -> Any:
-        if self._last is None or self._last[0] != number:
-            self._last = number, to_numpy(self._read_arrow(*self._groups[0][number]))
-        return self._last[1]
-
-    def _read_arrow(self, path: str, file: Any, group: int) -> Any:
-        with _reading(path):
-            return file.read_row_group(group, columns=[self.name]).column(self.name)
+        self._open[path] = file  # The last one of those that are open.
+        return file
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process opens the files for itself.
-        return {"files": self.files, "name": self.name, "_last": None}
+        return {"states": self.states, "_names": self._names, "_open": {}, "_last": {}}
+
+
+class ParquetColumn:
+    """One column of Parquet files, whose item ``i`` is what sample ``i`` has."""
+
+    def __init__(self, files: _Files, name: str) -> None:
+        self._files = files
+        self.files = files.states
+        self.name = name
+
+    @property
+    def has_missing(self) -> bool:
+        """Whether rows have no value."""
+        return self._files.has_missing(self.name)
+
+    def __len__(self) -> int:
+        ends = self._files.ends
+        return int(ends[-1]) if len(ends) else 0
+
+    def __getitem__(self, row: int) -> Any:
+        group = int(self.pieces(np.array([row]))[0])
+        return ArrowColumn(self._files.group(group, self.name))[row - self._start(group)]
+
+    def pieces(self, rows: Integers) -> Integers:
+        """The row group of each row."""
+        return np.searchsorted(self._files.ends, rows, side="right")
+
+    def take(self, rows: range | Integers) -> Any:
+        """Rows in any order, as an array of Arrow. Each row group is read once."""
+        import pyarrow as pa
+
+        numbers = np.asarray(rows, np.int64)
+        groups, order = self.pieces(numbers), None
+        if (np.diff(groups) < 0).any():
+            order = np.argsort(groups, kind="stable")
+            groups, numbers = groups[order], numbers[order]
+        parts = []
+        for mine in np.split(np.arange(len(groups)), np.flatnonzero(np.diff(groups)) + 1):
+            group = int(groups[mine[0]])
+            within = numbers[mine] - self._start(group)
+            first = int(within[0])
+            one = range(first, first + len(mine)) if isinstance(rows, range) else within
+            parts += take(self._files.group(group, self.name), one).chunks
+        joined = pa.chunked_array(parts)
+        return joined if order is None else take(joined, np.argsort(order))
+
+    def _start(self, group: int) -> int:
+        return int(self._files.ends[group - 1]) if group else 0
 
 
 def _null_count(file: Any, group: int, name: str) -> int | None:

@@ -16,24 +16,19 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset
-from typing_extensions import override
 
-from lightning_memmap.errors import DatasetError, SchemaError, describe_error
+from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
-from lightning_memmap.schema.field_options import FieldOptions
-from lightning_memmap.schema.rows import stack_samples
+from lightning_memmap.schema.forms import FieldOptions
+from lightning_memmap.schema.stack import join_rows, join_values, stack_samples
 from lightning_memmap.schema.values import Values
 from lightning_memmap.store.hashing import hash_row, leaf_bytes
 from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, check_known, warn_of_mixed_numbers
 from lightning_memmap.store.progress import Advance
-from lightning_memmap.store.samples import flatten_row, merged_schema
-from lightning_memmap.store.sources.field_array import FieldArray
+from lightning_memmap.store.samples import flatten_row, infer_schema
 
-#: Instead of a sample, at the end.
-_END = object()
 #: Samples that are held as Python objects, before they are written.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 
@@ -79,7 +74,6 @@ class Spool:
 
     Attributes:
         schema: The schema of all samples.
-        arrays: The rows of each field, in the dtype in which it is kept.
 
     Raises:
         ValueError: The stream is empty.
@@ -97,29 +91,19 @@ class Spool:
         if not piece:
             read = " A generator gives its rows once." if is_read_once(stream) else ""
             raise ValueError(f"the dataset is empty: there is nothing to store.{read}")
-        try:
-            self.schema = options.schema_of(piece[0])
-        except SchemaError as error:
-            raise SchemaError(f"row 0, {error}") from error
-        for sample in piece[1:]:
-            self.schema = merged_schema(self.schema, sample) or self.schema
-        while self.schema.unknown.keys() & options.forms.keys() and len(piece) < MAX_PROBES:
-            if (sample := next(samples, _END)) is _END:
+        self._first = piece[0]
+        self.schema = infer_schema(piece, range(len(piece)), options)
+        while self.schema.unknown.keys() & options.names and len(piece) < MAX_PROBES:
+            if not (more := list(islice(samples, min(len(piece), MAX_PROBES - len(piece))))):
                 break
-            piece.append(sample)
-            self.schema = merged_schema(self.schema, sample) or self.schema
+            piece += more
+            self.schema = infer_schema(piece, range(len(piece)), options)
         check_known(self.schema, options.names, len(piece))
-        self.schema = self.schema.declaring(options.forms)
         warn_of_mixed_numbers(self.schema)
         with ExitStack() as stack:
-            self.arrays = [
-                SpooledItems(field, directory)
-                if field.num_variable
-                else SpooledRows(field, directory)
-                for field in self.schema.fields
-            ]
-            for array in self.arrays:
-                stack.callback(array.close)
+            self._columns = [_SpooledColumn(field, directory) for field in self.schema.fields]
+            for column in self._columns:
+                stack.callback(column.close)
             while piece:
                 self._append(piece)
                 advance(len(piece))
@@ -133,12 +117,21 @@ class Spool:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, on average and at least 1."""
-        return max(1, sum(array.num_bytes for array in self.arrays) // self._num_rows)
+        return max(1, sum(column.num_bytes for column in self._columns) // self._num_rows)
+
+    def read(self, rows: range | Integers) -> list[Values]:
+        """Read rows; see `lightning_memmap.store.sources.Source`."""
+        if isinstance(rows, range):
+            return [column.read(rows.start, rows.stop) for column in self._columns]
+        found = [self.read(range(row, row + 1)) for row in rows.tolist()]
+        return [join_values(values) for values in zip(*found, strict=True)]
+
+    def pieces(self, rows: Integers) -> None:
+        """All rows are equally far."""
 
     def hash_row(self, row: int) -> str:
         """Hash a row; see `lightning_memmap.store.probes.hash_row`."""
-        found = (array.read(row, row + 1) for array in self.arrays)
-        return hash_row([rows.data if isinstance(rows, Values) else rows for rows in found])
+        return hash_row([values.data for values in self.read(range(row, row + 1))])
 
     def close(self) -> None:
         """Remove the files."""
@@ -147,68 +140,22 @@ class Spool:
     def _append(self, samples: list[Any]) -> None:
         schema = self.schema
         stacked = stack_samples(samples, schema.structure, schema.fields)
-        if stacked is not None:
-            rows: Any
-            for array, rows in zip(self.arrays, stacked, strict=True):
-                array.append(rows)
-        else:
-            for row, sample in enumerate(samples, self._num_rows):
-                for array, leaf in zip(self.arrays, flatten_row(sample, row, schema), strict=True):
-                    array.append(leaf)
+        if stacked is None:
+            rows = [
+                flatten_row(sample, row, schema, lambda: self._first)
+                for row, sample in enumerate(samples, len(self))
+            ]
+            leaves = zip(schema.fields, zip(*rows, strict=True), strict=True)
+            stacked = [join_rows(*each) for each in leaves]
+        for column, values in zip(self._columns, stacked, strict=True):
+            column.append(values)
         self._num_rows += len(samples)
 
 
-class SpooledRows(FieldArray):
+class _SpooledColumn:
     """The rows of a field of a stream, in a temporary file.
 
-    Args:
-        field: The field.
-        directory: Where the file is.
-
-    Attributes:
-        num_bytes: Bytes of all rows.
-    """
-
-    def __init__(self, field: Field, directory: Path) -> None:
-        self._field = field
-        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by `close`
-        self.num_bytes = 0
-
-    def append(self, rows: Tensor | np.ndarray) -> None:
-        """Append one row, or several.
-
-        Args:
-            rows: Of the field's dtype, and of its shape or of shape (n, *field shape).
-        """
-        self.num_bytes += self._file.write(leaf_bytes(rows).data)
-
-    @override
-    def read(self, first: int, end: int) -> Tensor:
-        rows = torch.empty((end - first, *self._field.item_shape), dtype=self._field.dtype)
-        # The same memory.
-        _read_into(leaf_bytes(rows), self._file, first * self._field.row_bytes)
-        return rows
-
-    @override
-    def take(self, rows: Integers) -> Tensor:
-        return torch.cat([self.read(row, row + 1) for row in rows.tolist()])
-
-    def close(self) -> None:
-        """Remove the file."""
-        self._file.close()
-
-
-class SpooledItems:
-    """The rows of a field of a stream that differ in length, in two temporary files.
-
-    One has the items of all rows, the other says where each row ends in them, and its sizes.
-
-    Args:
-        field: The field.
-        directory: Where the files are.
-
-    Attributes:
-        num_bytes: Bytes of all rows, and of what says where they are.
+    Where rows differ in length, a second one says where each ends in the first, and its sizes.
     """
 
     def __init__(self, field: Field, directory: Path) -> None:
@@ -220,36 +167,27 @@ class SpooledItems:
         self._end = self.num_bytes = 0
         self._index.write(np.zeros(1 + field.num_variable, np.int64).data)
 
-    def append(self, rows: Tensor | np.ndarray | tuple[Tensor | np.ndarray, Integers]) -> None:
-        """Append one row, or several.
-
-        Args:
-            rows: Of the field's dtype, and of a shape that it admits; or the items of several rows,
-                and their sizes as in `Values`.
-        """
-        items, sizes = (
-            rows if isinstance(rows, tuple) else (rows, [rows.shape[: self._field.num_variable]])
-        )
-        index = np.empty((len(sizes), 1 + self._field.num_variable), np.int64)
-        index[:, 1:] = sizes
-        index[:, 0] = self._end + np.cumsum(index[:, 1:].prod(axis=1))
-        self._end = int(index[-1, 0])
-        self.num_bytes += self._items.write(leaf_bytes(items).data)
-        self.num_bytes += self._index.write(index.data)
+    def append(self, values: Values) -> None:
+        """Append rows."""
+        if values.sizes is not None:
+            index = np.empty((len(values.sizes), 1 + self._field.num_variable), np.int64)
+            index[:, 1:] = values.sizes
+            index[:, 0] = self._end + np.cumsum(values.sizes.prod(axis=1))
+            self._end = int(index[-1, 0])
+            self.num_bytes += self._index.write(index.data)
+        self.num_bytes += self._items.write(leaf_bytes(values.data).data)
 
     def read(self, first: int, end: int) -> Values:
-        """Read consecutive rows.
-
-        Args:
-            first: The first row.
-            end: One past the last row.
-        """
-        index = np.empty((1 + end - first, 1 + self._field.num_variable), np.int64)
-        _read_into(leaf_bytes(index), self._index, first * index[0].nbytes)
-        begin, stop = int(index[0, 0]), int(index[-1, 0])
-        items = torch.empty((stop - begin, *self._field.item_shape), dtype=self._field.dtype)
-        _read_into(leaf_bytes(items), self._items, begin * self._field.item_bytes)
-        return Values(items, index[1:, 1:])
+        """Read consecutive rows."""
+        sizes = None
+        if self._field.num_variable:
+            index = np.empty((1 + end - first, 1 + self._field.num_variable), np.int64)
+            _read_into(leaf_bytes(index), self._index, first * index[0].nbytes)
+            first, end, sizes = int(index[0, 0]), int(index[-1, 0]), index[1:, 1:]
+        items = torch.empty((end - first, *self._field.item_shape), dtype=self._field.dtype)
+        # The same memory.
+        _read_into(leaf_bytes(items), self._items, first * self._field.item_bytes)
+        return Values(items, sizes)
 
     def close(self) -> None:
         """Remove the files."""

@@ -51,7 +51,7 @@ FORMS: dict[str, dict[str, Form]] = {
 def loader_over(
     store: Store, rows: SplitRows, batch_size: int, form: str = "pad", **options: Any
 ) -> SuperBatchLoader:
-    sampler = ShuffledSampler(rows.shards, 3)
+    sampler = ShuffledSampler(rows.pool, 3)
     collate = FormedCollate(store.schema, FORMS[form])
     return SuperBatchLoader(rows, sampler, batch_size, collate=collate, **options)
 
@@ -240,7 +240,7 @@ def test_memory_of_padded_rows_is_used_again_once_it_is_dropped(store: Store) ->
 def test_index_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> None:
     store = build_store(Ragged(NUM_ROWS), tmp_path / "s", num_shards=12, progress=False)
     rows = make_split(store)
-    index = np.memmap(store.path / "sound.index", np.int64, "r+")
+    index = np.memmap(store.files / "sound.index", np.int64, "r+")
     index[:] = 2**40
     index.flush()
     with pytest.raises(StoreError, match="'sound': the index of its rows is damaged"):
@@ -365,7 +365,7 @@ def test_form_of_a_user_needs_nothing_but_its_class(store: Store) -> None:
 
     collate = FormedCollate(store.schema, {"ids": Longest()})
     rows = make_split(store)
-    loader = SuperBatchLoader(rows, SequentialSampler(rows.shards), 5, collate=collate)
+    loader = SuperBatchLoader(rows, SequentialSampler(rows.pool), 5, collate=collate)
     dataset = Ragged(NUM_ROWS)
     for step, batch in enumerate(loader):
         expected = max(len(dataset[row]["ids"]) for row in range(5 * step, 5 * step + 5))
@@ -375,6 +375,6 @@ def test_form_of_a_user_needs_nothing_but_its_class(store: Store) -> None:
 def test_rows_in_dataset_order_line_up(store: Store) -> None:
     rows = make_split(store, 2)
     collate = FormedCollate(store.schema)
-    loader = SuperBatchLoader(rows, SequentialSampler(rows.shards), 5, collate=collate)
+    loader = SuperBatchLoader(rows, SequentialSampler(rows.pool), 5, collate=collate)
     texts = [text for step in loader for text in step.to("cpu")["text"]]
     assert texts == [Ragged(NUM_ROWS)[row]["text"] for row in range(NUM_ROWS)]

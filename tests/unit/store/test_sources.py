@@ -19,8 +19,9 @@ from lightning_memmap import ColumnDataset, MemmapDataModule, build_store
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Schema
 from lightning_memmap.store import range_writer
+from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.hashing import leaf_bytes
-from lightning_memmap.store.sources import field_arrays
+from lightning_memmap.store.sources import source_of
 from tests.datasets import Wrapped, column_files
 
 import_module("polars")  # It sets an environment variable, which a test must not do.
@@ -256,7 +257,7 @@ def test_store_by_slices_has_the_bytes_of_one_written_item_by_item(
     tmp_path: Path, kind: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = kind(tmp_path)
-    assert field_arrays(dataset, Schema.from_sample(dataset[0])) is not None
+    assert source_of(dataset, Schema.infer([dataset[0]])) is not None
     by_items = build_store(Wrapped(dataset), tmp_path / "items", num_shards=7, progress=False)
     # In many ranges, of which the last one is not whole.
     monkeypatch.setattr(range_writer, "_RANGE_BYTES", 37 * by_items.manifest.row_bytes)
@@ -452,15 +453,15 @@ def test_store_by_slices_that_was_interrupted_goes_on_where_it_stopped(
     dataset = TensorDataset(torch.arange(1000))
     monkeypatch.setattr(range_writer, "_RANGE_BYTES", 8 * 100)
     written: list[int] = []
-    fitting_rows = range_writer.fitting_rows
+    write = FixedColumn.write
 
-    def interrupt(field: Any, rows: Any) -> Any:
+    def interrupt(self: FixedColumn, files: Any, rows: Any, values: Any) -> None:
         if len(written) == 4:
             raise KeyboardInterrupt
-        written.append(int(rows[0]))
-        return fitting_rows(field, rows)
+        written.append(int(values.data[0]))
+        write(self, files, rows, values)
 
-    monkeypatch.setattr(range_writer, "fitting_rows", interrupt)
+    monkeypatch.setattr(FixedColumn, "write", interrupt)
     with suppress(KeyboardInterrupt):
         build_store(dataset, tmp_path / "store", progress=False)
     assert "400 of 1,000 rows are kept" in caplog.text

@@ -1,18 +1,18 @@
-"""Samples that are TensorDicts or tensorclasses come back as such."""
+"""Samples that are TensorDicts come back as such."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, is_tensorclass, tensorclass
+from tensordict import TensorDict, tensorclass
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_memmap import MemmapDataModule, build_store, open_store
+from lightning_memmap import MemmapDataModule, build_store
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import Schema, read_schema
-from lightning_memmap.store.sources import field_arrays
+from lightning_memmap.store.sources import source_of
 from tests.datasets import Wrapped, column_files
 
 
@@ -20,9 +20,6 @@ from tests.datasets import Wrapped, column_files
 class Example:
     image: Tensor
     label: Tensor
-
-    def doubled(self) -> Tensor:
-        return 2 * self.image
 
 
 def nested(num_rows: int) -> TensorDict:
@@ -32,17 +29,11 @@ def nested(num_rows: int) -> TensorDict:
     )
 
 
-def examples(num_rows: int) -> Any:
-    return Example(
-        image=torch.randn(num_rows, 2, 2), label=torch.arange(num_rows), batch_size=[num_rows]
-    )
-
-
 def with_numbers(num_rows: int) -> Any:
-    return [(sample, {"row": row}) for row, sample in enumerate(examples(num_rows))]
+    return [(sample, {"row": row}) for row, sample in enumerate(nested(num_rows))]
 
 
-KINDS = [nested, examples, with_numbers]
+KINDS = [nested, with_numbers]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 
@@ -54,7 +45,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert_same(list(found.values()), list(expected.values()))
     else:
         assert type(found) is type(expected)
-        if isinstance(expected, TensorDict) or is_tensorclass(expected):
+        if isinstance(expected, TensorDict):
             assert found.batch_size == expected.batch_size
             assert set(found.keys()) == set(expected.keys())
         assert bool((found == expected).all())
@@ -73,16 +64,6 @@ def test_batches_are_those_of_default_collate(tmp_path: Path, kind: Any, num_sha
         assert_same(batch, default_collate([dataset[row] for row in range(10)][first : first + 4]))
 
 
-def test_tensorclass_comes_back_with_its_methods(tmp_path: Path) -> None:
-    dataset = examples(6)
-    store = build_store(Wrapped(dataset), tmp_path / "store", progress=False)
-    batch = store.schema.builder(dataset[0])(store.tensors)
-    assert isinstance(batch, Example)
-    assert batch.doubled().shape == (6, 2, 2)
-    assert type(store[0]) is TensorDict
-    assert store[0].batch_size == ()
-
-
 def test_row_of_a_store_has_the_batch_size_of_the_sample(tmp_path: Path) -> None:
     dataset = nested(7)
     store = build_store(dataset, tmp_path / "store", progress=False)
@@ -93,7 +74,7 @@ def test_row_of_a_store_has_the_batch_size_of_the_sample(tmp_path: Path) -> None
 
 def test_tensordict_is_stored_by_slices(tmp_path: Path) -> None:
     dataset = nested(50)
-    assert field_arrays(dataset, Schema.from_sample(dataset[0])) is not None
+    assert source_of(dataset, Schema.infer([dataset[0]])) is not None
     by_slices = build_store(dataset, tmp_path / "slices", progress=False)
     by_items = build_store(Wrapped(dataset), tmp_path / "items", progress=False)
     assert by_slices.manifest.checksums == by_items.manifest.checksums
@@ -120,25 +101,25 @@ def test_row_with_other_keys_is_refused(tmp_path: Path) -> None:
         build_store(rows, tmp_path / "store", progress=False)
 
 
-def test_schema_comes_back_from_json(tmp_path: Path) -> None:
-    for dataset in (nested(3), examples(3)):
-        schema = Schema.from_sample(dataset[0])
-        assert read_schema(schema.to_json()) == schema
+def test_schema_comes_back_from_json() -> None:
+    schema = Schema.infer([nested(3)[0]])
+    assert read_schema(schema.to_json()) == schema
+
+
+def test_tensorclass_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    given = Example(image=torch.zeros(3, 2), label=torch.arange(3), batch_size=[3])
+    with pytest.raises(SchemaError, match=r"found a tensorclass, Example.*to_tensordict\(\)"):
+        build_store(Wrapped(given), tmp_path / "store", progress=False)
+    rows = Wrapped(given.to_tensordict())
+    assert build_store(rows, tmp_path / "store", progress=False)[2]["label"] == 2
 
 
 @pytest.mark.parametrize("feature_dims", [-1, "1", None])
 def test_schema_that_is_no_tensordict_is_refused(feature_dims: Any) -> None:
-    value = Schema.from_sample(nested(3)[0]).to_json()
+    value = Schema.infer([nested(3)[0]]).to_json()
     value["structure"]["children"][1]["feature_dims"] = feature_dims
     with pytest.raises(SchemaError):
         read_schema(value)
-
-
-def test_store_is_opened_without_the_class(tmp_path: Path) -> None:
-    build_store(Wrapped(examples(5)), tmp_path / "store", progress=False)
-    sample = open_store(tmp_path / "store")[4]
-    assert type(sample) is TensorDict
-    assert sample["label"] == 4
 
 
 def test_tensordicts_are_the_datasets_of_a_data_module(tmp_path: Path) -> None:

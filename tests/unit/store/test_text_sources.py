@@ -17,8 +17,9 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from lightning_memmap import ColumnDataset, build_store
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.store import Store, build_part, finish_store, range_writer
-from lightning_memmap.store.sources import field_arrays
-from lightning_memmap.store.sources.field_array import object_array
+from lightning_memmap.store.columns import VariableColumn
+from lightning_memmap.store.sources import source_of
+from lightning_memmap.store.sources.column_dataset import object_array
 from tests.datasets import Wrapped
 from tests.texts import texts
 
@@ -192,7 +193,7 @@ def assert_same_store(one: Store, other: Store) -> None:
 def contents(store: Store) -> dict[str, bytes]:
     """What the files of all fields contain, by their names."""
     names = {name for column in store.manifest.columns for name in column.file_bytes}
-    return {name: (store.path / name).read_bytes() for name in names}
+    return {name: (store.files / name).read_bytes() for name in names}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -328,7 +329,7 @@ def assert_refused(path: Path, dataset: Any, message: str) -> None:
 def test_what_slices_cannot_give_is_read_item_by_item(tmp_path: Path) -> None:
     texts = [Label(k) if k % 7 == 5 else str(k) * (k % 3) for k in range(60)]
     dataset = ColumnDataset({"text": texts, "n": np.arange(60)})
-    assert field_arrays(dataset, build(tmp_path / "s", dataset).schema) is not None
+    assert source_of(dataset, build(tmp_path / "s", dataset).schema) is not None
     assert_same_store(build(tmp_path / "s", dataset), build(tmp_path / "t", Wrapped(dataset)))
 
 
@@ -380,20 +381,20 @@ def test_store_by_slices_that_was_interrupted_goes_on_where_it_stopped(
 ) -> None:
     dataset = ColumnDataset({"text": TEXTS})
     monkeypatch.setattr(range_writer, "_MAX_PACKED_ROWS", 20)
-    written: list[str] = []
-    packed_rows = range_writer.packed_rows
+    written: list[int] = []
+    write = VariableColumn.write
 
-    def interrupt(field: Any, rows: Any) -> Any:
+    def interrupt(self: VariableColumn, files: Any, rows: range, values: Any) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
-        written.append(rows[0])
-        return packed_rows(field, rows)
+        written.append(rows.start)
+        write(self, files, rows, values)
 
-    monkeypatch.setattr(range_writer, "packed_rows", interrupt)
+    monkeypatch.setattr(VariableColumn, "write", interrupt)
     with suppress(KeyboardInterrupt):
         build(tmp_path / "store", dataset)
     assert "40 of 90 rows are kept" in caplog.text
-    written.append("")
+    written.append(-1)
     store = build(tmp_path / "store", dataset)
-    assert written == [TEXTS[0], TEXTS[20], "", *TEXTS[40::20]]
+    assert written == [0, 20, -1, 40, 60, 80]
     assert [store[row]["text"] for row in range(NUM_ROWS)] == TEXTS

@@ -1,0 +1,295 @@
+"""Columns of Arrow tables: of polars, pyarrow, DuckDB, Lance, pandas' own types and Hugging Face.
+
+A row of a column is what a sample has: a number or time of numpy, in the dtype of the table; a str
+or bytes; an array for a list of numbers; a list for other lists; a dict for a struct; and None.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_memmap.sampling import Integers
+from lightning_memmap.schema import Field, Node
+from lightning_memmap.schema.stack import as_tensor, stack_items, stack_rows, stack_samples
+from lightning_memmap.schema.structure import LEAF
+from lightning_memmap.schema.values import Values
+
+
+class ArrowColumn:
+    """A column of an Arrow table, whose item ``i`` is what sample ``i`` has.
+
+    Args:
+        column: A ChunkedArray or Array of pyarrow.
+    """
+
+    def __init__(self, column: Any) -> None:
+        import pyarrow as pa
+
+        chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
+        kind = _plain_type(chunked.type)
+        self.column = chunked if chunked.type == kind else chunked.cast(kind)
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def __getitem__(self, row: int) -> Any:
+        return to_objects(self.column.slice(row, 1))[0]
+
+    @property
+    def has_missing(self) -> bool:
+        """Whether rows have no value."""
+        return bool(self.column.null_count)
+
+    def take(self, rows: range | Integers) -> Any:
+        """Rows in any order, as an array of Arrow."""
+        return take(self.column, rows)
+
+
+def simple_array(column: Any, otherwise: Any) -> Any:
+    """A column of numbers or times without a gap as an array of numpy; else what is given."""
+    import pyarrow as pa
+
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    is_simple = pa.types.is_primitive(kind) and not pa.types.is_time(kind)
+    return _numbers(_one(column)) if is_simple and not column.null_count else otherwise
+
+
+def take(column: Any, rows: range | Integers) -> Any:
+    """Rows of a column of Arrow, in a range of step 1 or in any order."""
+    import pyarrow as pa
+
+    if isinstance(rows, range):
+        return column.slice(rows.start, len(rows))
+    return column.take(pa.array(rows))
+
+
+def _plain_type(kind: Any) -> Any:
+    """A type in which rows can be taken: Arrow's views have few functions."""
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_string_view(kind):
+        return pa.large_string()
+    if types.is_binary_view(kind):
+        return pa.large_binary()
+    if types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _plain_type(kind.value_type), kind.ordered)
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
+    if types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)), kind.list_size)
+    if types.is_list(kind) or types.is_large_list(kind):
+        make = pa.list_ if types.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(_plain_type(kind.value_type)))
+    return kind
+
+
+def _one(column: Any) -> Any:
+    """One array of a column in pieces, with the values that a dictionary stands for."""
+    import pyarrow as pa
+
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(array, pa.ChunkedArray):  # As of no pieces, or too many bytes for one.
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    if isinstance(array, pa.DictionaryArray):
+        return array.dictionary_decode()
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+def _numbers(array: Any) -> np.ndarray | None:
+    """Numbers or times, zeros where they are missing; None for anything else."""
+    import pyarrow as pa
+
+    if not pa.types.is_primitive(array.type) or pa.types.is_time(array.type):
+        return None
+    if array.null_count:
+        zero = pa.Array.from_buffers(array.type, 1, [None, pa.py_buffer(bytes(16))])[0]
+        array = array.fill_null(zero)
+    numbers: np.ndarray = array.to_numpy(zero_copy_only=False)
+    return numbers
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_kind(kind) for is_kind in lists)
+
+
+def _lists(array: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    """The numbers of all lists, and how many each has.
+
+    Lists of fixed length within lists are further dimensions of the numbers. None for other lists,
+    and where a number is missing.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    shape, items = [], array.flatten()  # Without those of lists that are missing.
+    if isinstance(items, pa.ChunkedArray):
+        items = _one(items)
+    while pa.types.is_fixed_size_list(items.type) and not items.null_count:
+        shape.append(items.type.list_size)
+        items = items.flatten()
+    numbers = None if items.null_count else _numbers(items)
+    if numbers is None:
+        return None
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+    return numbers.reshape(-1, *shape), lengths
+
+
+def to_objects(column: Any) -> list[Any]:
+    """What samples have of the rows of a column."""
+    import pyarrow as pa
+
+    shape = column.type.shape if isinstance(column.type, pa.FixedShapeTensorType) else None
+    array = _one(column)
+    found: Sequence[Any]
+    if pa.types.is_struct(array.type):
+        names = [field.name for field in array.type]
+        parts = [to_objects(array.field(index)) for index in range(len(names))]
+        found = [dict(zip(names, values, strict=True)) for values in zip(*parts, strict=True)]
+    elif _is_list(array.type):
+        found = _list_objects(array, shape)
+    elif (numbers := _numbers(array)) is not None:
+        found = list(numbers)
+    else:
+        return list(array.to_pylist())
+    if not array.null_count:
+        return list(found)
+    given = array.is_valid().to_pylist()
+    return [value if here else None for value, here in zip(found, given, strict=True)]
+
+
+def _list_objects(array: Any, shape: Any) -> list[Any]:
+    import pyarrow.compute as pc
+
+    if (found := _lists(array)) is not None:
+        items: Any = found[0]
+        lengths = found[1]
+    else:
+        items = to_objects(_one(array.flatten()))
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(lengths).tolist()
+    rows = [items[end - size : end] for end, size in zip(ends, lengths.tolist(), strict=True)]
+    return rows if shape is None else [row.reshape(shape) if len(row) else row for row in rows]
+
+
+def arrow_values(
+    column: Any, node: Node, fields: Sequence[Field], wanted: Any = None
+) -> list[Values] | None:
+    """The values of the fields that a column has.
+
+    Args:
+        column: Rows of it.
+        node: The structure of a row.
+        fields: The fields in it.
+        wanted: Converts numbers to what samples have, given the field; by default they have those
+            of the table.
+
+    Returns:
+        The values of each field; None where the rows must be read one by one.
+    """
+    import pyarrow as pa
+
+    convert = wanted or (lambda field, numbers: numbers)
+    if isinstance(column.type, pa.FixedShapeTensorType):
+        return None if wanted else _stacked_objects(column, node, fields)
+    array = _one(column)
+    part = node.children[0] if node.kind == "optional" else node
+    if array.null_count and part is node:
+        return None
+    found: list[Values] | None = None
+    if part.is_field:
+        one = _field_values(array, fields[0], convert)
+        found = None if one is None else [one]
+    elif part.kind == "dict" and pa.types.is_struct(array.type):
+        found = _struct_values(array, part, fields, wanted)
+    elif part.is_list and _is_list(array.type) and all(child == LEAF for child in part.children):
+        found = _item_values(array, fields[: part.num_fields], convert)
+    if found is None:
+        return None if wanted else _stacked_objects(column, node, fields)
+    if part is not node:
+        found.append(Values(as_tensor(array.is_valid().to_numpy(zero_copy_only=False))))
+    return found
+
+
+def _stacked_objects(column: Any, node: Node, fields: Sequence[Field]) -> list[Values] | None:
+    return stack_samples(to_objects(column), node, fields) if len(column) else None
+
+
+def _struct_values(
+    array: Any, node: Node, fields: Sequence[Field], wanted: Any
+) -> list[Values] | None:
+    names, found = [field.name for field in array.type], list[Values]()
+    if array.null_count or set(names) != set(node.keys):
+        return None
+    for key, child in zip(node.keys, node.children, strict=True):
+        part = array.field(names.index(str(key)))
+        within = arrow_values(part, child, fields[: child.num_fields], wanted)
+        if within is None:
+            return None
+        found += within
+        fields = fields[child.num_fields :]
+    return found
+
+
+def _field_values(array: Any, field: Field, convert: Any) -> Values | None:
+    import pyarrow as pa
+
+    texts = {pa.string(): "text", pa.large_string(): "text"}
+    texts |= {pa.binary(): "bytes", pa.large_binary(): "bytes"}
+    if field.is_text:
+        return _text_values(array) if texts.get(array.type) == field.kind else None
+    if not _is_list(array.type):
+        numbers = _numbers(array)
+        return None if numbers is None else stack_rows(field, convert(field, numbers))
+    if (found := _lists(array)) is None:
+        return None
+    items, lengths = found
+    items = convert(field, items)
+    if field.num_variable:
+        return stack_items(field, items, lengths)
+    given = array.is_valid().to_numpy(zero_copy_only=False)
+    if not field.shape or (lengths[given] != field.shape[0]).any():
+        return None
+    rows = np.zeros((len(array), field.shape[0], *items.shape[1:]), items.dtype)
+    if array.null_count:
+        rows[given] = items.reshape(-1, *rows.shape[1:])
+    else:
+        rows = items.reshape(rows.shape)
+    return stack_rows(field, rows)
+
+
+def _text_values(array: Any) -> Values:
+    import pyarrow as pa
+
+    if array.null_count:
+        is_text = array.type in (pa.string(), pa.large_string())
+        array = array.fill_null("" if is_text else b"")
+    is_large = array.type in (pa.large_string(), pa.large_binary())
+    _, offsets, data = array.buffers()
+    width = np.dtype(np.int64 if is_large else np.int32)
+    if not len(array):
+        return Values(as_tensor(np.empty(0, np.uint8)), np.empty((0, 1), np.int64))
+    ends = np.frombuffer(offsets, width, len(array) + 1, array.offset * width.itemsize)
+    if data is None:
+        items = np.empty(0, np.uint8)
+    else:
+        items = np.frombuffer(data, np.uint8)[ends[0] : ends[-1]]
+    return Values(as_tensor(items), np.diff(ends).astype(np.int64)[:, None])
+
+
+def _item_values(array: Any, fields: Sequence[Field], convert: Any) -> list[Values] | None:
+    """Short lists of numbers, of which each is a field of its own."""
+    found = None if array.null_count else _lists(array)
+    if found is None or (found[1] != len(fields)).any() or found[0].ndim != 1:
+        return None
+    rows, values = found[0].reshape(-1, len(fields)), list[Values]()
+    for index, field in enumerate(fields):
+        one = stack_rows(field, convert(field, rows[:, index]))
+        if one is None:
+            return None
+        values.append(one)
+    return values

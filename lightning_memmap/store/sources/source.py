@@ -1,0 +1,346 @@
+"""Sources: the rows of a dataset, read many at once, as the values of each field.
+
+A dataset is read item by item. Where its rows lie in arrays or tables, a slice of these gives the
+same values in a fraction of the time. Only datasets of known classes are read in this way, never
+their subclasses: what a subclass overrides decides what a sample is. Libraries are recognised by
+the modules of their classes, and imported by nobody else.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from tensordict import MemoryMappedTensor, TensorDict
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+from typing_extensions import override
+
+from lightning_memmap.errors import DatasetError, SchemaError, describe_error
+from lightning_memmap.sampling import Integers
+from lightning_memmap.schema import Field, Node, Schema
+from lightning_memmap.schema.names import field_name
+from lightning_memmap.schema.stack import (
+    join_values,
+    stack_rows,
+    stack_samples,
+    take_rows,
+    take_values,
+)
+from lightning_memmap.schema.structure import LEAF, children_of
+from lightning_memmap.schema.values import Values
+from lightning_memmap.store.sources import hugging_face
+from lightning_memmap.store.sources.arrow import ArrowColumn, arrow_values
+from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
+from lightning_memmap.store.sources.parquet import ParquetColumn
+from lightning_memmap.store.sources.stream import Spool
+
+_MEMORY_TYPES = {Tensor, Parameter, MemoryMappedTensor, np.ndarray, np.memmap}
+_FILE_MODULES = {"h5py", "zarr"}
+#: Rows that lie closer together than this in a file are read together, with what is between them.
+_MAX_GAP_BYTES = 64 * 2**10
+
+Rows = range | Integers
+
+
+class Source(Protocol):
+    """The rows of a dataset."""
+
+    def read(self, rows: Rows) -> list[Values] | None:
+        """Read rows, in a range of step 1 or in any order, int64 of shape (n,).
+
+        Returns:
+            The rows of each field, in the order of the fields and in the dtypes in which they are
+            kept; None where these rows must be read one by one, as some may not fit.
+        """
+
+    def pieces(self, rows: Integers) -> Integers | None:
+        """In which piece of its files each row is, where a piece is read as a whole."""
+
+
+def reading_order(source: Source | None, num_rows: int) -> Integers | None:
+    """The order in which all rows are read fastest, int64 of shape (num_rows,): piece by piece.
+
+    Returns:
+        None where that is the order of the dataset.
+    """
+    pieces = None if source is None else source.pieces(np.arange(num_rows, dtype=np.int64))
+    if pieces is None or (np.diff(pieces) >= 0).all():
+        return None
+    return np.argsort(pieces, kind="stable")
+
+
+def source_of(dataset: Any, schema: Schema) -> Source | None:
+    """Find the arrays and tables in which the rows of a dataset lie. No row is read.
+
+    Args:
+        dataset: The dataset.
+        schema: The schema of its samples.
+
+    Returns:
+        The source; None where the dataset must be read item by item.
+    """
+    if isinstance(dataset, Spool):
+        return dataset
+    if any(field.kind.startswith("image") for field in schema.fields):
+        return None
+    try:
+        return _source_of(dataset, schema.structure, schema.fields)
+    except SchemaError:  # Its arrays are not nested as its samples are.
+        return None
+
+
+def nullable_columns(dataset: Any) -> set[str]:
+    """Find the columns that have rows without a value, where that is known without reading all rows
+    one by one.
+
+    Returns:
+        The names of their fields.
+    """
+    kind = type(dataset)
+    if kind is Subset:
+        return nullable_columns(dataset.dataset)
+    if kind is ConcatDataset:
+        return set().union(*map(nullable_columns, dataset.datasets))
+    if hugging_face.is_dataset(dataset):
+        names = hugging_face.nullable_columns(dataset)
+    else:
+        names = dataset.nullable if isinstance(dataset, ColumnDataset) else []
+    return {field_name((name,)) for name in names}
+
+
+def _source_of(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
+    """The source of a dataset whose samples have this structure around these fields."""
+    kind = type(dataset)
+    if kind is Subset:
+        return _picked(dataset, node, fields)
+    if kind is ConcatDataset:
+        parts = [_source_of(part, node, fields) for part in dataset.datasets]
+        ends = np.cumsum([len(part) for part in dataset.datasets], dtype=np.int64)
+        found = [part for part in parts if part is not None]
+        return _Joined(found, ends) if len(found) == len(parts) else None
+    if kind is StackDataset:
+        return _stacked(dataset, node, fields)
+    if hugging_face.is_dataset(dataset):
+        columns: Any = hugging_face.columns_of(dataset, node, fields)
+        return None if columns is None else _columns(columns, node, fields)
+    if kind is TensorDataset:
+        dataset = dataset.tensors
+    elif kind is ColumnDataset:
+        dataset = dataset.columns
+    elif kind is not TensorDict and not _is_array(dataset):
+        return None
+    return _columns(dataset, node, fields, any_array=kind is ColumnDataset)
+
+
+def _columns(
+    columns: Any, node: Node, fields: Sequence[Field], *, any_array: bool = False
+) -> Source | None:
+    found = []
+    for values, part in _walk(columns, node, any_array=any_array):
+        if values is None:
+            return None
+        found.append(_Column(values, part, tuple(fields[: part.num_fields])))
+        fields = fields[part.num_fields :]
+    return _Stacked(found)
+
+
+def _walk(values: Any, node: Node, *, any_array: bool) -> Iterator[tuple[Any, Node]]:
+    """The columns of a dataset, and the structure of their rows. One that is no array is None."""
+    if (
+        isinstance(values, (ArrowColumn, ParquetColumn, hugging_face.HuggingFaceColumn))
+        or _is_array(values)
+        or (any_array and is_array_like(values))
+    ):
+        yield values, node
+        return
+    found = children_of(values, ())
+    if found is None or found[0] != node.kind or set(found[1]) != set(node.keys):
+        yield None, node
+        return
+    columns = dict(zip(found[1], found[2], strict=True))
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from _walk(columns[key], child, any_array=any_array)
+
+
+def _is_array(values: Any) -> bool:
+    if type(values) in _MEMORY_TYPES:
+        is_nested = isinstance(values, Tensor) and values.is_nested
+        return not is_nested and values.ndim > 0
+    is_file = type(values).__module__.partition(".")[0] in _FILE_MODULES
+    return is_file and is_array_like(values)
+
+
+@dataclass(frozen=True, eq=False)
+class _Column(Source):
+    """One column, whose rows have one field or several.
+
+    Args:
+        rows: A tensor or array, one in a file, which is read by slices, or a column of a table.
+        node: The structure of a row.
+        fields: The fields in it.
+    """
+
+    rows: Any
+    node: Node
+    fields: Sequence[Field]
+
+    @override
+    def read(self, rows: Rows) -> list[Values] | None:
+        try:
+            found = self._take(rows)
+        except Exception as error:
+            raise DatasetError(
+                f"the dataset raised at rows {min(rows)} to {max(rows)}, field"
+                f" {self.fields[0].name!r}: {describe_error(error)}"
+            ) from error
+        if isinstance(self.rows, hugging_face.HuggingFaceColumn):
+            return self.rows.values(found, self.node, self.fields)
+        if isinstance(self.rows, (ArrowColumn, ParquetColumn)):
+            return arrow_values(found, self.node, self.fields)
+        if isinstance(found, np.ndarray) and found.dtype.kind in "OUS":
+            is_one_each = found.ndim == 1
+            return stack_samples(found.tolist(), self.node, self.fields) if is_one_each else None
+        is_optional = self.node.kind == "optional" and self.node.children[0] == LEAF
+        if not is_optional and self.node != LEAF:
+            return None
+        values = stack_rows(self.fields[0], found)
+        if values is None:
+            return None
+        return [values, Values(torch.ones(len(rows), dtype=torch.bool))][: len(self.fields)]
+
+    @override
+    def pieces(self, rows: Integers) -> Integers | None:
+        return self.rows.pieces(rows) if isinstance(self.rows, ParquetColumn) else None
+
+    def _take(self, rows: Rows) -> Any:
+        values = self.rows
+        if isinstance(values, (ArrowColumn, ParquetColumn, hugging_face.HuggingFaceColumn)):
+            return values.take(rows)
+        if isinstance(rows, range):
+            found = values[rows.start : rows.stop]
+            return found if type(values) in _MEMORY_TYPES else np.asarray(found)
+        if isinstance(values, Tensor):
+            return take_rows(values, rows)
+        return values[rows] if type(values) in _MEMORY_TYPES else _take_of_file(values, rows)
+
+
+def _take_of_file(values: Any, rows: Integers) -> np.ndarray:
+    taken = np.empty((len(rows), *values.shape[1:]), values.dtype)
+    order = np.argsort(rows, kind="stable")
+    gap = max(1, _MAX_GAP_BYTES * len(taken) // max(1, taken.nbytes))
+    for places in np.split(order, np.flatnonzero(np.diff(rows[order]) > gap) + 1):
+        if len(places):
+            first, last = int(rows[places[0]]), int(rows[places[-1]])
+            taken[places] = np.asarray(values[first : last + 1])[rows[places] - first]
+    return taken
+
+
+@dataclass(frozen=True, eq=False)
+class _Picked(Source):
+    """Some rows of another source, in an order of their own."""
+
+    source: Source
+    rows: Integers
+
+    @override
+    def read(self, rows: Rows) -> list[Values] | None:
+        picked = self.rows[rows.start : rows.stop] if isinstance(rows, range) else self.rows[rows]
+        if len(picked) and (np.diff(picked) == 1).all():
+            return self.source.read(range(int(picked[0]), int(picked[-1]) + 1))
+        return self.source.read(picked)
+
+    @override
+    def pieces(self, rows: Integers) -> Integers | None:
+        return self.source.pieces(self.rows[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class _Joined(Source):
+    """The rows of several sources, one source after the other."""
+
+    sources: Sequence[Source]
+    ends: Integers
+
+    @override
+    def read(self, rows: Rows) -> list[Values] | None:
+        numbers = np.asarray(rows, np.int64)
+        parts, order = np.searchsorted(self.ends, numbers, side="right"), None
+        if (np.diff(parts) < 0).any():
+            order = np.argsort(parts, kind="stable")
+            parts, numbers = parts[order], numbers[order]
+        found = []
+        for places in np.split(np.arange(len(parts)), np.flatnonzero(np.diff(parts)) + 1):
+            part = int(parts[places[0]])
+            within = numbers[places] - (int(self.ends[part - 1]) if part else 0)
+            is_range = isinstance(rows, range)
+            one = range(int(within[0]), int(within[-1]) + 1) if is_range else within
+            if (values := self.sources[part].read(one)) is None:
+                return None
+            found.append(values)
+        joined = [join_values(values) for values in zip(*found, strict=True)]
+        return (
+            joined if order is None else [take_values(each, np.argsort(order)) for each in joined]
+        )
+
+    @override
+    def pieces(self, rows: Integers) -> Integers | None:
+        numbers = np.searchsorted(self.ends, rows, side="right")
+        found, is_known = numbers * 2**32, False
+        for number, source in enumerate(self.sources):
+            mine = numbers == number
+            first = int(self.ends[number - 1]) if number else 0
+            if (pieces := source.pieces(rows[mine] - first)) is not None:
+                found[mine] += pieces
+                is_known = True
+        return found if is_known else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Stacked(Source):
+    """Sources side by side: each has some of the fields."""
+
+    sources: Sequence[Source]
+
+    @override
+    def read(self, rows: Rows) -> list[Values] | None:
+        found = []
+        for source in self.sources:
+            if (values := source.read(rows)) is None:
+                return None
+            found += values
+        return found
+
+    @override
+    def pieces(self, rows: Integers) -> Integers | None:
+        found = (source.pieces(rows) for source in self.sources)
+        return next((pieces for pieces in found if pieces is not None), None)
+
+
+def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
+    indices, num_rows = np.asarray(dataset.indices), len(dataset.dataset)
+    if indices.ndim != 1 or indices.dtype.kind not in "iu" or not len(indices):
+        return None
+    if indices.min() < -num_rows or indices.max() >= num_rows:
+        return None
+    rows = indices.astype(np.int64, copy=False)
+    rows = np.where(rows < 0, rows + num_rows, rows) if rows.min() < 0 else rows
+    source = _source_of(dataset.dataset, node, fields)
+    return None if source is None else _Picked(source, rows)
+
+
+def _stacked(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
+    parts: Any = dataset.datasets
+    names: Sequence[Any] = list(parts) if isinstance(parts, dict) else range(len(parts))
+    if tuple(names) != node.keys or (node.kind == "dict") != isinstance(parts, dict):
+        return None
+    sources = []
+    for name, child in zip(names, node.children, strict=True):
+        source = _source_of(parts[name], child, fields[: child.num_fields])
+        if source is None:
+            return None
+        sources.append(source)
+        fields = fields[child.num_fields :]
+    return _Stacked(sources)

@@ -1,0 +1,350 @@
+"""Open a store: from its manifest alone, read-only, nothing ever unpickled."""
+
+import math
+import operator
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_memmap.errors import StoreError
+from lightning_memmap.sampling import Integers, PickedRows, Rows, RowSubset, StoreRows
+from lightning_memmap.schema import Schema
+from lightning_memmap.schema.nesting import SAMPLE
+from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
+from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.recognition import check_briefly
+
+#: Rows that are read at once.
+_BLOCK_ROWS = 2**18
+
+
+class Store:
+    """An open store. Use `lightning_memmap.store.open_store` or `build_store` to get one.
+
+    It is a map-style dataset as well: ``store[i]`` is row ``i`` in dataset order, with tensors, and
+    for text str and bytes, as leaves. A list of records is a list again, and None is None.
+    Processes on one machine that open the same store share its pages in memory.
+
+    Args:
+        path: The directory; of a store at a URL, that of the files in the cache.
+        manifest: What the store contains.
+        columns: The rows of each field, in the order of the fields.
+
+    Attributes:
+        path: The directory; of a store at a URL, that of the files in the cache.
+        files: The directory of the files of the columns. They never change.
+        manifest: What the store contains.
+        columns: The rows of each field, in the order of the fields.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, columns: Sequence[OpenColumn]) -> None:
+        self.path = path
+        self.files = path / manifest.generation
+        self.manifest = manifest
+        self.columns = list(columns)
+        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(nesting=SAMPLE)
+
+    @property
+    def location(self) -> str:
+        """The directory, or the URL."""
+        return str(self.path)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the dataset."""
+        return self.manifest.num_rows
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that the rows are divided into: row ``i`` belongs to shard ``i % num_shards``."""
+        return self.manifest.num_shards
+
+    @property
+    def schema(self) -> Schema:
+        """The fields and the nesting of a sample."""
+        return self.manifest.schema
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the dataset's classes, by label; empty where it has none."""
+        return self.manifest.classes
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """One mapped tensor per field, of shape (num_rows, *field shape), on the CPU.
+
+        Shard 0's rows come first, then shard 1's, and so on. Writing into a tensor changes it in
+        this process alone, and never the file.
+
+        Raises:
+            StoreError: The rows of a field do not lie in one tensor.
+        """
+        return [column.tensor for column in self.columns]
+
+    def rows(self, subset: RowSubset | None = None) -> Rows:
+        """What an order orders: the rows of the store, or some of them."""
+        rows = StoreRows(self.manifest.shards)
+        return rows if subset is None else PickedRows(rows, subset)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether rows lie elsewhere in the mapped columns than in files; see `in_memory`."""
+        return False
+
+    def in_memory(self, locations: Integers) -> Integers:
+        """Where rows lie in the mapped columns.
+
+        Args:
+            locations: Where they lie in the files, int64 of shape (B,); see `Shards.locate`.
+
+        Returns:
+            int64 of shape (B,): for one store, the same.
+        """
+        return locations
+
+    def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
+        """Read the value of a field of each row, such as a label.
+
+        Args:
+            field: Name of a field whose rows have one value each.
+            rows: The rows, int64 of shape (N,); by default all, in dataset order.
+
+        Returns:
+            An array of shape (N,).
+
+        Raises:
+            ValueError: There is no such field, its rows have more than one value, or the field is
+                None in one of the rows; see `given`.
+        """
+        index = self._index_of(field)
+        found = self.schema.fields[index]
+        if found.is_text:
+            raise ValueError(
+                f"field {field!r}: its rows are {found.kind}, and only numbers can be looked up for"
+                " all rows: store a number for each class as well, such as its index in a list of"
+                " names, and give that field"
+            )
+        if found.num_variable or math.prod(found.item_shape) != 1:
+            raise ValueError(
+                f"field {field!r}: its rows are {found}; give a field with one value in each row"
+            )
+        rows = np.arange(self.num_rows, dtype=np.int64) if rows is None else rows
+        missing = rows[~self.given(field)[rows]]
+        if len(missing):
+            raise ValueError(
+                f"field {field!r}: it is None in {len(missing)} of {len(rows)} rows, the first of"
+                f" which is row {missing[0]}, and None is no value to weight or stratify by: store"
+                " a value of your own in its place, such as -1, or use the other rows alone, with"
+                f" subset=Subset(field={self._masks(field)[-1]!r}, values=[True])"
+            )
+        return self._numbers(index, rows)
+
+    def given(self, field: str) -> NDArray[np.bool_]:
+        """Read in which rows a field has a value.
+
+        Args:
+            field: Name of a field.
+
+        Returns:
+            Of shape (num_rows,), in dataset order: False where it, or what it is a part of, is
+            None.
+
+        Raises:
+            ValueError: There is no such field.
+        """
+        self._index_of(field)
+        rows = np.arange(self.num_rows, dtype=np.int64)
+        found = np.ones(self.num_rows, np.bool_)
+        for mask in self._masks(field):
+            found &= self._numbers(self._index_of(mask), rows)
+        return found
+
+    def _masks(self, field: str) -> list[str]:
+        """The fields that say where a field, from its outermost part on, is not None."""
+        return [names[-1] for names in self.schema.optional.values() if field in names[:-1]]
+
+    def _numbers(self, index: int, rows: Integers) -> NDArray[Any]:
+        """The values of rows of a field that has one in each."""
+        blocks = [np.empty(0, np.int64)] if not len(rows) else []
+        for first in range(0, len(rows), _BLOCK_ROWS):
+            fetched = self.columns[index].fetch(rows[first : first + _BLOCK_ROWS])
+            assert isinstance(fetched, Tensor)  # The rows have one shape.
+            values = fetched.reshape(-1)
+            # numpy has no bfloat16.
+            blocks.append((values.float() if values.dtype == torch.bfloat16 else values).numpy())
+        return np.concatenate(blocks)
+
+    def lengths(self, field: str) -> Integers:
+        """Look up the length of each row of a field whose rows differ in length.
+
+        No value is read.
+
+        Args:
+            field: Name of such a field.
+
+        Returns:
+            The items of each row, for text its bytes: int64 of shape (num_rows,), in dataset order.
+
+        Raises:
+            ValueError: There is no such field, or its rows have one length.
+            StoreError: The index of the field is damaged.
+        """
+        if not self.schema.fields[self._index_of(field)].num_variable:
+            raise ValueError(f"field {field!r}: all its rows have one length")
+        (column,) = self.provide([field], range(self.num_shards))
+        if not isinstance(column, ItemRows):
+            raise ValueError(f"field {field!r}: its column does not tell the lengths of its rows")
+        return column.lengths()
+
+    def _index_of(self, field: str) -> int:
+        names = [each.name for each in self.schema.fields]
+        if field not in names:
+            raise ValueError(f"field {field!r}: the store at {self.path} has {names}")
+        return names.index(field)
+
+    def shard(self, index: int) -> dict[str, Tensor]:
+        """Return views of one shard's rows by field name.
+
+        Args:
+            index: The shard, in ``[0, num_shards)``.
+
+        Returns:
+            One mapped tensor of shape (rows of the shard, *field shape) per field, on the CPU.
+
+        Raises:
+            IndexError: There is no such shard.
+            StoreError: The rows of a field do not lie in one tensor.
+        """
+        if not 0 <= index < self.num_shards:
+            raise IndexError(f"shard {index}: the store has {self.num_shards} shards")
+        shards = self.manifest.shards
+        start = int(shards.starts[index])
+        rows = slice(start, start + int(shards.sizes[index]))
+        return {name: tensor[rows] for name, tensor in self._by_name().items()}
+
+    def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
+        """The open columns of some fields, for use of no other rows than those of some shards.
+
+        Of a store at a URL, the shards are fetched.
+
+        Args:
+            fields: Names of the fields; None for all.
+            shards: The shards.
+
+        Returns:
+            The columns, in the order of the fields of the store.
+
+        Raises:
+            StoreError: A shard cannot be fetched.
+        """
+        pairs = zip(self.schema.fields, self.columns, strict=True)
+        return [column for field, column in pairs if fields is None or field.name in fields]
+
+    def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
+        """The files that hold the rows of a column, or the items where rows differ in length.
+
+        Args:
+            column: One of the store's.
+
+        Returns:
+            The path of each, where its first byte is in memory, and its bytes; none for a column
+            without bytes.
+        """
+        name = column.rows_name
+        size = column.file_bytes.get(name or "", 0)
+        return [(self.files / str(name), 0, size)] if size else []
+
+    def as_tensordict(self) -> TensorDict:
+        """Return all rows as a TensorDict of batch size (num_rows,), one mapped tensor per field.
+
+        The rows are in the order of `tensors`, shard after shard, not in dataset order. The keys
+        are the names of the fields. Only the checked manifest decides what is mapped, whereas
+        ``TensorDict.load_memmap`` trusts what it finds in a directory.
+
+        Returns:
+            The TensorDict, on the CPU. It shares the memory of the mapping.
+
+        Raises:
+            StoreError: The rows of a field do not lie in one tensor.
+        """
+        return TensorDict(self._by_name(), [self.num_rows])
+
+    def _by_name(self) -> dict[str, Tensor]:
+        names = (field.name for field in self.schema.fields)
+        return dict(zip(names, self.tensors, strict=True))
+
+    def check_dataset(
+        self,
+        dataset: Any,
+        *,
+        fingerprint: str | None = None,
+        check: str = "probes",
+        num_workers: int = 0,
+    ) -> None:
+        """Check that this store was built from a dataset.
+
+        The length must be equal. If a fingerprint is given, and one was given to the build, these
+        two decide; otherwise the schema and the probe rows do.
+
+        Args:
+            dataset: The dataset.
+            fingerprint: The one that was given to `build_store`.
+            check: With ``"off"``, no probe row is compared.
+            num_workers: Processes that read the probe rows; with 0, this one.
+
+        Raises:
+            DatasetError: The store was built from another dataset; the message says what differs.
+        """
+        check_briefly(self, dataset, fingerprint, check=check, num_workers=num_workers)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> Any:
+        index = operator.index(row)
+        if not -self.num_rows <= index < self.num_rows:
+            raise IndexError(f"row {row}: the store has {self.num_rows} rows")
+        index %= self.num_rows
+        fields = self.schema.fields
+        rows = zip(fields, self.columns, strict=True)
+        return self._build([field.value(column.row(index)) for field, column in rows])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_directory, (str(self.path), self.manifest.generation)
+
+    def __repr__(self) -> str:
+        return f"Store({self.location!r}, {self.num_rows} rows, {self.num_shards} shards)"
+
+
+def open_directory(path: str | Path, generation: str | None = None) -> Store:
+    """Open the store in a directory for reading.
+
+    Args:
+        path: Directory of the store.
+        generation: The one that it must be; by default any.
+
+    Raises:
+        StoreNotFoundError: There is no store at this path.
+        StoreError: The manifest is damaged or of another version, or a file is missing, linked, of
+            the wrong size, or cannot be read; or the store was replaced by another generation.
+    """
+    directory = Path(os.path.realpath(path))
+    manifest = Manifest.read(directory)
+    while True:
+        if generation not in (None, manifest.generation):
+            raise StoreError(f"the store at {directory} was replaced meanwhile: open it again")
+        files = directory / manifest.generation
+        try:
+            return Store(directory, manifest, [each.open(files) for each in manifest.columns])
+        except FileNotFoundError as error:
+            found = Manifest.read(directory)
+            if found.generation == manifest.generation:
+                raise StoreError(f"{error.filename} is missing: build the store again") from None
+            manifest = found  # Another process has just replaced the store.

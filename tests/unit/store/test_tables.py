@@ -1,0 +1,331 @@
+"""Tables of any library: the dtypes and names of their columns, whatever is missing, and files that
+are read piece by piece."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from lightning_memmap import ColumnDataset, build_store, open_store
+from lightning_memmap.errors import SchemaError
+from lightning_memmap.store import Store, build_part, finish_store, range_writer
+from lightning_memmap.store.columns.fixed import FixedColumn
+from lightning_memmap.store.sources import parquet
+from tests.datasets import Wrapped, column_files
+
+polars = import_module("polars")  # It sets an environment variable, which a test must not do.
+arrow = import_module("pyarrow")
+
+NUM_ROWS = 60
+
+
+def build(path: Path, dataset: Any, **options: Any) -> Store:
+    return build_store(dataset, path, num_shards=7, progress=False, **options)
+
+
+def with_none(values: list[Any], rows: set[int]) -> list[Any]:
+    return [None if row in rows else value for row, value in enumerate(values)]
+
+
+def frame(missing: set[int]) -> Any:
+    """Structs, lists and arrays of several dtypes, of which some rows are missing."""
+    rows = range(NUM_ROWS)
+    return polars.DataFrame(
+        {
+            "point": polars.Series(
+                with_none([{"id": 2**53 + row, "x": row / 2} for row in rows], missing),
+                dtype=polars.Struct({"id": polars.Int64, "x": polars.Float32}),
+            ),
+            "box": polars.Series(
+                with_none([[row, 1, 2] for row in rows], missing),
+                dtype=polars.Array(polars.Int16, 3),
+            ),
+            "bytes": polars.Series(
+                with_none([[row % 9] * (row % 4) for row in rows], missing),
+                dtype=polars.List(polars.UInt8),
+            ),
+            "objects": polars.Series(
+                with_none(
+                    [[{"a": k, "b": "x" * k} for k in range(row % 3)] for row in rows], missing
+                ),
+                dtype=polars.List(polars.Struct({"a": polars.Int8, "b": polars.String})),
+            ),
+            "kind": polars.Series(
+                with_none([f"k{row % 3}" for row in rows], missing), dtype=polars.Categorical
+            ),
+            "big": polars.Series(with_none(list(rows), missing), dtype=polars.UInt64),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "missing", [set(), {0}, {59}, {13, 14}, {31}, set(range(0, 60, 2))], ids=str
+)
+def test_columns_keep_names_and_dtypes_whatever_is_missing(
+    tmp_path: Path, missing: set[int]
+) -> None:
+    table = frame(missing)
+    store = build(tmp_path / "s", ColumnDataset(table))
+    dtypes = {field.name: field.dtype for field in store.schema.fields if field.kind != "mask"}
+    assert dtypes == {
+        **{"point.id": torch.int64, "point.x": torch.float32, "box": torch.int16},
+        **{"bytes": torch.uint8, "objects.a": torch.int8, "objects.b": torch.uint8},
+        **{"kind": torch.uint8, "big": torch.uint64},
+    }
+    for row in range(NUM_ROWS):
+        found = store[row]
+        if row in missing:
+            assert set(found.values()) == {None}
+            continue
+        assert found["point"] == {"id": 2**53 + row, "x": row / 2}
+        assert (found["box"].tolist(), found["big"].item()) == ([row, 1, 2], row)
+        assert found["bytes"].tolist() == [row % 9] * (row % 4)
+        assert found["objects"] == [{"a": k, "b": "x" * k} for k in range(row % 3)]
+        assert found["kind"] == f"k{row % 3}"
+    forms = dict.fromkeys(table.columns, "nullable") if missing else {}
+    others = {"objects": {"form": "list", "nullable": bool(missing)}}
+    for name, dataset in (
+        ("items", Wrapped(ColumnDataset(table))),
+        ("arrow", ColumnDataset(table.to_arrow())),
+    ):
+        other = build(tmp_path / name, dataset, variable={**forms, **others})
+        assert other.schema == store.schema
+        assert column_files(other) == column_files(store)
+
+
+SCALARS = st.sampled_from(["int8", "uint8", "int64", "uint64", "float32", "float64", "bool"])
+
+
+def arrow_types(children: Any) -> Any:
+    return (
+        st.builds(arrow.list_, children)
+        | st.builds(arrow.large_list, children)
+        | st.builds(lambda kind: arrow.list_(kind, 2), children)
+        | st.builds(lambda a, b: arrow.struct([("a", a), ("b", b)]), children, children)
+    )
+
+
+LEAVES = SCALARS.map(lambda name: arrow.from_numpy_dtype(name)) | st.sampled_from(
+    [arrow.string(), arrow.large_binary(), arrow.timestamp("us"), arrow.duration("ms")]
+)
+
+
+def values_of(kind: Any) -> Any:
+    types = arrow.types
+    if types.is_struct(kind):
+        return st.fixed_dictionaries({field.name: values_of(field.type) for field in kind})
+    if types.is_fixed_size_list(kind):
+        return st.lists(values_of(kind.value_type), min_size=2, max_size=2)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return st.lists(values_of(kind.value_type), max_size=3)
+    if types.is_floating(kind):
+        return st.integers(-9, 9).map(float)
+    if types.is_boolean(kind):
+        return st.booleans()
+    if types.is_string(kind):
+        return st.text("abé", max_size=3)
+    return st.binary(max_size=3) if types.is_large_binary(kind) else st.integers(0, 9)
+
+
+@pytest.mark.slow
+@given(kind=st.recursive(LEAVES, arrow_types, max_leaves=3), data=st.data())
+def test_any_table_by_slices_is_the_store_written_item_by_item(
+    tmp_path_factory: pytest.TempPathFactory, kind: Any, data: st.DataObject
+) -> None:
+    rows = data.draw(st.lists(st.none() | values_of(kind), min_size=1, max_size=12))
+    table = arrow.table({"x": arrow.array(rows, kind), "row": range(len(rows))})
+    if data.draw(st.booleans()):
+        table = arrow.concat_tables([table.slice(1), table.slice(0, 1)])
+    path, dataset = tmp_path_factory.mktemp("store"), ColumnDataset(table)
+    nullable = {"x": "nullable"} if None in rows else {}
+    try:
+        by_items = build(path / "items", Wrapped(dataset), variable=nullable)
+    except SchemaError:
+        with pytest.raises(SchemaError):
+            build(path / "slices", dataset)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(range_writer, "_MAX_PACKED_ROWS", 5)
+        by_slices = build(path / "slices", dataset)
+    assert by_slices.schema == by_items.schema
+    assert by_slices.manifest.probes == by_items.manifest.probes
+    assert column_files(by_slices) == column_files(by_items)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+def test_unsigned_numbers_are_read_in_any_order(tmp_path: Path, dtype: str) -> None:
+    values = np.arange(NUM_ROWS, dtype=dtype) * 3
+    rows = np.random.default_rng(0).permutation(NUM_ROWS)
+    given: dict[str, Any] = {
+        "tensor": TensorDataset(torch.from_numpy(values)),
+        "array": values,
+        "table": ColumnDataset(arrow.table({"x": arrow.array(with_none(list(values), {3}))})),
+        "polars": ColumnDataset(polars.DataFrame({"x": values})),
+    }
+    for name, dataset in given.items():
+        joined = Subset(ConcatDataset([dataset, dataset]), [*rows, *(rows + NUM_ROWS)])
+        store = build(tmp_path / name, joined)
+        for index, row in enumerate([*rows, *rows]):
+            found: Any = store[index]
+            found = next(iter(found.values())) if isinstance(found, dict) else found
+            found = found[0] if isinstance(found, list) else found
+            if name == "table" and row == 3:
+                assert found is None
+            else:
+                assert found.item() == values[row]
+
+
+LIBRARIES = {
+    "duckdb": "duckdb.sql(\"select 'r' || i as name, i::smallint as age from range(60) t(i)\")",
+    "lance": "lance.write_dataset(pyarrow.table({'name': [f'r{i}' for i in range(60)],"
+    " 'age': pyarrow.array(range(60), pyarrow.int16())}), 'rows.lance')",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_library_that_speaks_arrow_needs_no_code_of_its_own(tmp_path: Path, library: str) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    # In a process of its own: their threads do not survive the forks of other tests.
+    program = f"""
+import {library}, pyarrow
+from lightning_memmap import ColumnDataset, build_store, open_store
+build_store(ColumnDataset({LIBRARIES[library]}), "s", num_shards=7, progress=False)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    store = open_store(tmp_path / "s")
+    assert store.schema.fields[1].dtype == torch.int16
+    assert [store[row]["name"] for row in range(NUM_ROWS)] == [f"r{i}" for i in range(NUM_ROWS)]
+    assert [store[row]["age"].item() for row in range(NUM_ROWS)] == list(range(NUM_ROWS))
+
+
+class Speaker:
+    """A table of a library that nobody knows, which speaks the protocol of Arrow."""
+
+    columns = ("x",)
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        return arrow.table({"x": [1.5, None, 2.5]}).__arrow_c_stream__(requested_schema)
+
+
+def test_table_of_an_unknown_library_is_read_by_the_protocol(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="a Speaker has columns and no rows"):
+        build(tmp_path / "s", Speaker())
+    store = build(tmp_path / "s", ColumnDataset(Speaker()))
+    assert [store[row]["x"] for row in range(3)] == [1.5, None, 2.5]
+
+
+# Parquet
+
+
+def write_files(path: Path, num_files: int, num_columns: int) -> Path:
+    write, path = import_module("pyarrow.parquet").write_table, path / "files"
+    path.mkdir()
+    for number in range(num_files):
+        rows = np.arange(40) + 40 * number
+        table = arrow.table({f"c{k}": rows + k for k in range(num_columns)})
+        write(table, path / f"{number:03}.parquet", row_group_size=10)
+    return path
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, str]]]:
+    """The row group and column of each read."""
+    found, read = list[tuple[int, str]](), parquet._Files.read
+
+    def note(self: Any, group: int, name: str) -> Any:
+        found.append((group, name))
+        return read(self, group, name)
+
+    monkeypatch.setattr(parquet._Files, "read", note)
+    return found
+
+
+def shuffled(path: Path) -> Any:
+    dataset = ColumnDataset(path)
+    rows = np.random.default_rng(0).permutation(len(dataset))[: len(dataset) - 7]
+    return Subset(dataset, rows.tolist())
+
+
+def assert_is_shuffled(store: Store, dataset: Any) -> None:
+    assert [store[row]["c1"].item() for row in range(len(store))] == [
+        row + 1 for row in dataset.indices
+    ]
+
+
+def test_shuffled_rows_of_parquet_files_are_read_group_by_group(
+    tmp_path: Path, reads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = shuffled(write_files(tmp_path, 5, 2))
+    monkeypatch.setattr(range_writer, "_RANGE_BYTES", 16 * 7)
+    store = build(tmp_path / "s", dataset, fingerprint="one")
+    assert_is_shuffled(store, dataset)
+    # Beside the probe rows, of which each is read twice, each group is read once.
+    assert len(reads) <= 2 * (20 + 2 * 8)
+    items = build(tmp_path / "items", Wrapped(dataset), fingerprint="one")
+    assert column_files(items) == column_files(store)
+
+
+@pytest.mark.parametrize("same_files", [True, False])
+def test_shuffled_rows_of_parquet_files_go_on_where_they_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_files: bool
+) -> None:
+    dataset = shuffled(write_files(tmp_path, 5, 2))
+    monkeypatch.setattr(range_writer, "_RANGE_BYTES", 16 * 20)
+    written, write = list[int](), FixedColumn.write
+
+    def interrupt(self: FixedColumn, files: Any, rows: Any, values: Any) -> None:
+        if len(written) == 6:
+            raise KeyboardInterrupt
+        written.append(len(rows))
+        write(self, files, rows, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FixedColumn, "write", interrupt)
+        with suppress(KeyboardInterrupt):
+            build(tmp_path / "s", dataset, fingerprint="one")
+    # The same rows from elsewhere are read in another order.
+    again: Any = dataset if same_files else Wrapped(dataset)
+    store = build(tmp_path / "s", again, fingerprint="one")
+    assert_is_shuffled(store, dataset)
+
+
+def test_shuffled_rows_of_parquet_files_are_written_in_parts(tmp_path: Path) -> None:
+    dataset = shuffled(write_files(tmp_path, 5, 2))
+    for part in (1, 0, 2):
+        build_part(dataset, tmp_path / "s", (part, 3), num_shards=7, progress=False)
+    assert_is_shuffled(finish_store(tmp_path / "s", progress=False), dataset)
+
+
+def test_directory_of_many_parquet_files_keeps_few_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_files(tmp_path, 60, 10)
+    most, read = 0, parquet._Files.read
+
+    def count(self: Any, group: int, name: str) -> Any:
+        nonlocal most
+        most = max(most, len(os.listdir("/proc/self/fd")))
+        return read(self, group, name)
+
+    monkeypatch.setattr(parquet._Files, "read", count)
+    before = len(os.listdir("/proc/self/fd"))
+    store = build(tmp_path / "s", ColumnDataset(path))
+    assert [store[row]["c9"].item() for row in range(0, 2400, 99)] == list(range(9, 2409, 99))
+    assert most - before < 50
