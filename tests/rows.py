@@ -1,5 +1,6 @@
 """Rows that tell their own index, and loaders over them, for one process or for several."""
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from lightning_memmap.loading import (
     SuperBatch,
     SuperBatchLoader,
     load_split,
+    stream_layout,
     window_reads,
 )
 from lightning_memmap.placement import (
@@ -26,12 +28,13 @@ from lightning_memmap.placement import (
     plan_placement,
 )
 from lightning_memmap.sampling import (
-    BlockShuffledSampler,
+    Pool,
     RowSubset,
     Sampler,
     SequentialSampler,
     Shards,
     ShuffledSampler,
+    StoreRows,
     default_window,
 )
 from lightning_memmap.schema import read_forms
@@ -89,7 +92,7 @@ def make_split(
         warnings.filterwarnings("ignore", "the train store has .* shards, which")
         # Nor how much is read for rows that lie apart.
         warnings.filterwarnings("ignore", "residency='stream': .* bytes of the store at")
-        size_of_split = SplitSize.of("train", store.manifest, topology, subset, window)
+        size_of_split = SplitSize.of("train", store.manifest, topology, store.rows(subset), window)
         placement = plan_placement(
             {"train": size_of_split},
             topology,
@@ -110,7 +113,7 @@ def split_with(
     """The rows of a split of a store, whose shards live where it is said."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the train store has .* shards, which")
-        size = SplitSize.of("train", store.manifest, topology, subset, window)
+        size = SplitSize.of("train", store.manifest, topology, store.rows(subset), window)
     return load_split(store, topology, SplitPlacement(size, residency), read_forms(forms))
 
 
@@ -122,18 +125,21 @@ def make_sampler(
     shuffle_window: int | None = None,
 ) -> Sampler:
     """The order that a data module has with these options."""
-    return sampler_over(Shards(num_rows, num_shards), seed, shuffle, shuffle_window)
+    return sampler_over(pool_of(num_rows, num_shards), seed, shuffle, shuffle_window)
+
+
+def pool_of(num_rows: int, num_shards: int) -> Pool:
+    """The rows of a store in as many shards as it has."""
+    return Pool.of(StoreRows(Shards(num_rows, num_shards)), num_shards)
 
 
 def sampler_over(
-    shards: Shards, seed: int = 0, shuffle: bool = False, shuffle_window: int | None = None
+    pool: Pool, seed: int = 0, shuffle: bool = False, shuffle_window: int | None = None
 ) -> Sampler:
-    """The order of some shards; see `make_sampler`."""
+    """The order of a pool; see `make_sampler`."""
     if not shuffle:
-        return SequentialSampler(shards)
-    if shuffle_window is None:
-        return ShuffledSampler(shards, seed)
-    return BlockShuffledSampler(shards, seed, shuffle_window)
+        return SequentialSampler(pool)
+    return ShuffledSampler(pool, seed, shuffle_window)
 
 
 def make_loader(
@@ -161,7 +167,7 @@ def make_loader(
         forms=forms,
     )
     if residency == "stream" and window is None:
-        window = default_window(split.shards.num_shards, store.manifest.row_bytes)
+        window = default_window(split.pool.num_shards, store.manifest.row_bytes)
     return loader_over(store, split, batch_size, shuffle_window=window, **options)
 
 
@@ -176,7 +182,7 @@ def loader_over(
     **options: Any,
 ) -> SuperBatchLoader:
     """A loader over the rows of a split of a store."""
-    order = sampler_over(split.shards, seed, shuffle, shuffle_window)
+    order = sampler_over(split.pool, seed, shuffle, shuffle_window)
     options = {"collate": store.schema.builder(), **options}
     return SuperBatchLoader(split, order, batch_size, seed=seed, **options)
 
@@ -294,6 +300,7 @@ def read_in_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int, read_bytes
 
     monkeypatch.setattr(window_reads, "_READ_BYTES", read_bytes)
     monkeypatch.setattr(window_reads, "_read_pieces", not_called)
+    monkeypatch.setattr(stream_layout, "_MAX_FREE", math.inf)
     monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
     if block_bytes == 1:
         monkeypatch.delattr(os, "O_DIRECT")

@@ -12,17 +12,17 @@ from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
-    BlockShuffledSampler,
+    Pool,
     RowSubset,
     Sampler,
     SamplerFactory,
     SequentialSampler,
-    Shards,
     ShuffledSampler,
 )
+from lightning_memmap.sampling.factory import made_sampler
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store
-from lightning_memmap.store.series import division_of, fields_of
+from lightning_memmap.store.series import fields_of, windowed
 
 CPU = torch.device("cpu")
 #: A step of series ``i`` is this many times ``i``, and its number within the series.
@@ -94,24 +94,25 @@ def make_loader(
 ) -> SuperBatchLoader:
     """A loader of one process over windows, on logical data devices."""
 
-    def order(shards: Shards, rows: int) -> Sampler:
+    def order(pool: Pool, rows: int) -> Sampler:
         is_whole = window is None and residency != "stream"
         if factory is not None:
-            return factory.make(shards, 5, fields_of(store, shards), None if is_whole else rows)
+            fields = fields_of(store, pool.rows)
+            return made_sampler(factory, pool, 5, fields, None if is_whole else rows)
         if not shuffle:
-            return SequentialSampler(shards)
-        return ShuffledSampler(shards, 5) if is_whole else BlockShuffledSampler(shards, 5, rows)
+            return SequentialSampler(pool)
+        return ShuffledSampler(pool, 5, None if is_whole else rows)
 
     forms: Any = dict.fromkeys(fields, windows)
     topology = DataTopology((CPU,) * num_devices, rank, size)
-    divide = division_of(store, forms)
+    chosen = windowed(store, store.rows(subset), forms)
     measure = partial(largest_window_bytes, store) if residency == "stream" else None
-    sized = SplitSize.of("train", store.manifest, topology, subset, window, order, divide, measure)
+    sized = SplitSize.of("train", store.manifest, topology, chosen, window, order, measure)
     placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: memory})
     rows = load_split(store, topology, placement.splits["train"])
     return SuperBatchLoader(
         rows,
-        order(sized.shards.base, sized.window),
+        order(Pool.of(sized.pool.rows, sized.pool.num_shards), sized.window),
         batch_size,
         collate=FormedCollate(store.schema, forms),
         seed=5,

@@ -58,7 +58,6 @@ NAMES = {
     ],
     "lightning_memmap.sampling": [
         "BatchSchedule",
-        "BlockShuffledSampler",
         "Bucketed",
         "BucketedSampler",
         "ChosenRows",
@@ -66,26 +65,27 @@ NAMES = {
         "Fields",
         "Integers",
         "JoinedRows",
-        "JoinedShards",
         "KFold",
-        "LineShards",
         "Mixture",
         "Parts",
+        "PickedRows",
+        "Pool",
         "RandomSplit",
         "ReadWindows",
         "RowSubset",
+        "Rows",
         "Sampler",
         "SamplerFactory",
         "Selection",
         "SequentialSampler",
         "Shards",
         "ShuffledSampler",
+        "StoreRows",
         "StridedRows",
         "Subset",
         "Weighted",
         "WeightedSampler",
-        "WindowShards",
-        "WindowedSampler",
+        "WindowedRows",
         "default_window",
         "derive_seed",
         "shard_rows",
@@ -315,7 +315,7 @@ def test_import_opens_nothing_and_starts_nothing(tmp_path: Path) -> None:
 def test_import_twice_registers_once(tmp_path: Path) -> None:
     program = """
 import importlib
-import lightning_memmap, lightning_memmap.strategies._registry as registry
+import lightning_memmap, lightning_memmap.strategies as registry
 from lightning.pytorch.strategies import StrategyRegistry
 before = dict(StrategyRegistry)
 importlib.reload(registry)

@@ -111,7 +111,7 @@ def plan_windows(stores: Mapping[str, Store], devices: str, window: int | None) 
         together = _streamed(stores, DataTopology((cpu,) * count), window)
         apart = _streamed(stores, DataTopology((cpu,), 0, count), window)
         for name, size in together.items():
-            num_rows, num_shards = size.shards.num_rows, size.shards.num_shards
+            num_rows, num_shards = size.pool.num_rows, size.pool.num_shards
             mixed = min(num_rows, size.window * num_shards)
             rows.append(
                 [

@@ -51,11 +51,11 @@ from lightning_memmap.placement import (
 from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.sampling import (
+    Pool,
     Sampler,
     SamplerFactory,
     Selection,
     SequentialSampler,
-    Shards,
     Subset,
 )
 from lightning_memmap.sizes import format_bytes
@@ -168,7 +168,7 @@ class MemmapDataModule(L.LightningDataModule):
             too. Refused with ``shuffle=False``, except under ``stream``.
         sampler: Makes the order of the training rows, instead of ``shuffle``, such as
             `lightning_memmap.sampling.Weighted`: a `lightning_memmap.sampling.SamplerFactory`, or a
-            function of the `lightning_memmap.sampling.Shards` and the seed that returns a
+            function of the `lightning_memmap.sampling.Pool` of rows and the seed that returns a
             `lightning_memmap.sampling.Sampler`.
         variable: How batches give fields whose rows differ in length, by field name: ``"pad"``, the
             default, ``"jagged"``, ``"list"``, or a `lightning_memmap.schema.Form` such as
@@ -210,7 +210,7 @@ class MemmapDataModule(L.LightningDataModule):
     subset = Option[Selection | Mapping[str, Subset] | None]()
     member = Option[int | None]()
     shuffle_window = Option[int | None]()
-    sampler = Option[SamplerFactory | Callable[[Shards, int], Sampler] | None]()
+    sampler = Option[SamplerFactory | Callable[[Pool, int], Sampler] | None]()
     variable = Option[Mapping[str, Any] | None]()
     with_row_numbers = Option[bool]()
     train_dataset = _SplitDataset("train")
@@ -245,7 +245,7 @@ class MemmapDataModule(L.LightningDataModule):
         subset: Selection | dict[str, Subset] | None = None,
         member: int | None = None,
         shuffle_window: int | None = None,
-        sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None = None,
+        sampler: SamplerFactory | Callable[[Pool, int], Sampler] | None = None,
         variable: dict[str, Any] | None = None,
         with_row_numbers: bool = False,
     ) -> None:
@@ -395,7 +395,7 @@ class MemmapDataModule(L.LightningDataModule):
             sizes = []
             for split in self._splits_of(kind):
                 rows = self._rows.get(split)
-                sizes.append("None" if rows is None else f"size={rows.shards.num_rows}")
+                sizes.append("None" if rows is None else f"size={rows.pool.num_rows}")
             if kind != "train" and has_several(self.datasets[kind]):
                 sizes = [f"{number}. {size}" for number, size in enumerate(sizes, 1)]
             lines.append(f"{{{name} dataloader: {' ; '.join(sizes)}}}")
@@ -600,6 +600,8 @@ class MemmapDataModule(L.LightningDataModule):
                 f" shuffle_window={was.shuffle_window}: call setup() after you set it"
             )
         # Where the rows live is as it was set up.
+        if made.order is not None and _ordering(stores.options) == _ordering(was):
+            return made.order
         stores = replace(stores, options=replace(stores.options, residency=was.residency))
         planner = Planner(stores, made.placement.topology, self._is_overfitting)
         return planner.order(made.stores["train"], made.placement.splits["train"].size)
@@ -636,7 +638,7 @@ class MemmapDataModule(L.LightningDataModule):
         found = Resume.read(state_dict)
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
             if found is not None:
-                found.check_rows(self._rows_of("train").shards.identity["subset"])
+                found.check_rows(self._rows_of("train").pool.identity["subset"])
             self._resume = found
 
     def val_dataloader(self) -> Loaders:
@@ -773,7 +775,7 @@ class MemmapDataModule(L.LightningDataModule):
             self._planner(rows.topology).check_train_fields(self.stores[split])
         loader = SuperBatchLoader(
             rows,
-            order or SequentialSampler(rows.shards),
+            order or SequentialSampler(rows.pool),
             self.batch_size,
             collate=self._collate(split),
             transform=transform,
@@ -802,6 +804,11 @@ class MemmapDataModule(L.LightningDataModule):
             sample = first_sample(dataset, self.num_workers)
         collate = FormedCollate(schema, options.fields.forms, sample)
         return NumberedCollate(collate, schema) if self._rows[split].are_numbered else collate
+
+
+def _ordering(options: DataOptions) -> tuple[Any, ...]:
+    """The options that the order depends on."""
+    return options.sampler, options.shuffle, options.seed, options.shuffle_window
 
 
 @rank_zero_only

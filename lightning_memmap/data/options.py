@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import isabstract
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
@@ -16,14 +15,14 @@ from lightning_memmap.placement import check_memory_fraction, check_residency
 from lightning_memmap.sampling import (
     KFold,
     Parts,
+    Pool,
     Sampler,
     SamplerFactory,
     Selection,
-    Shards,
     Subset,
 )
 from lightning_memmap.sampling.sampler import check_seed
-from lightning_memmap.schema.field_options import FieldOptions
+from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.places import StoreUrl, place_of
@@ -72,7 +71,7 @@ class DataOptions:
     subset: Selection | Mapping[str, Subset] | None
     member: int | None
     shuffle_window: int | None
-    sampler: SamplerFactory | Callable[[Shards, int], Sampler] | None
+    sampler: SamplerFactory | Callable[[Pool, int], Sampler] | None
     variable: Mapping[str, Any] | None
     with_row_numbers: bool
 
@@ -111,18 +110,12 @@ class DataOptions:
         maker: object = self.sampler
         if isinstance(maker, partial):
             # So a class in a config comes, in the arguments of what makes it.
-            maker = next(filter(isabstract, (maker.func, *maker.args)), maker)
+            maker = Sampler if Sampler in (maker.func, *maker.args) else maker
         is_class = isinstance(maker, type)
         if is_class or not (callable(maker) or isinstance(maker, SamplerFactory)):
             raise TypeError(
-                f"sampler={maker!r}: give Weighted(...), or a function of the shards and the"
-                " seed that returns a sampler, such as lambda shards, seed: MySampler(shards)"
-            )
-        is_function = not isinstance(self.sampler, SamplerFactory)
-        if self.shuffle_window is not None and is_function and self.residency != "stream":
-            raise ValueError(
-                f"shuffle_window={self.shuffle_window} with a sampler that a function returns:"
-                " leave one of them out; the function decides the order"
+                f"sampler={maker!r}: give Weighted(...), or a function of the pool of rows and the"
+                " seed that returns a sampler, such as lambda pool, seed: MySampler(pool)"
             )
         if not self.shuffle:
             raise ValueError(

@@ -17,16 +17,10 @@ from lightning_memmap.placement import (
     device_budgets,
     plan_placement,
 )
-from lightning_memmap.sampling import (
-    BlockShuffledSampler,
-    Sampler,
-    SequentialSampler,
-    Shards,
-    ShuffledSampler,
-)
+from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
 from lightning_memmap.sampling.factory import made_sampler
 from lightning_memmap.store import Store
-from lightning_memmap.store.series import division_of, fields_of
+from lightning_memmap.store.series import fields_of, windowed
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class SetUp:
             values |= self.order.identity
         for split, store in self.stores.items():
             values[f"the {split} store"] = store.manifest.content
-            values[f"rows of the {split} store"] = self.placement.splits[split].shards.identity
+            values[f"rows of the {split} store"] = self.placement.splits[split].pool.identity
         return values
 
     @property
@@ -71,9 +65,11 @@ class SetUp:
         return any(rows.is_released for rows in self.rows.values())
 
     def release(self) -> None:
-        """Free the rows."""
+        """Free the rows, and what their order has computed."""
         for rows in self.rows.values():
             rows.release()
+        if self.order is not None:
+            self.order.clear()
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,9 @@ class Planner:
             rows = {split: replace(found, are_numbered=True) for split, found in rows.items()}
         order = None
         if "train" in opened:
-            order = self.order(opened["train"], splits["train"].size)
+            size = splits["train"].size
+            # The plan has made it, except where training rows come in dataset order.
+            order = self.order(opened["train"], size) if self.is_overfitting else size.order
             if not self.is_overfitting:
                 rows["train"].check_order(order)
         return SetUp(options, opened, placement, rows, order)
@@ -181,10 +179,9 @@ class Planner:
             split,
             store.manifest,
             self.topology,
-            self.stores.subset(split, store),
+            windowed(store, self.stores.rows(split, store), options.fields.forms),
             options.shuffle_window,
             partial(self._make_order, store) if has_order else None,
-            division_of(store, options.fields.forms),
             partial(largest_window_bytes, store) if is_streamed else None,
         )
 
@@ -199,26 +196,25 @@ class Planner:
             ValueError: The sampler needs other rows than those of ``size``.
         """
         options = self.stores.options
-        order = self._make_order(store, size.shards.base, options.shuffle_window or size.window)
-        if order.shards != size.shards and not self.is_overfitting:
+        pool = Pool.of(size.pool.rows, size.pool.num_shards)
+        order = self._make_order(store, pool, options.shuffle_window or size.window)
+        if order.pool != size.pool and not self.is_overfitting:
             raise ValueError(
                 f"sampler={options.sampler!r}: it needs other rows than those that are set up: call"
                 " setup() after you set it"
             )
         return order
 
-    def _make_order(self, store: Store, shards: Shards, window: int) -> Sampler:
+    def _make_order(self, store: Store, pool: Pool, window: int) -> Sampler:
         options = self.stores.options
-        given, seed = options.sampler, options.seed
         is_whole = options.shuffle_window is None and options.residency != Residency.STREAM.value
-        if given is not None:
-            fields = fields_of(store, shards)
-            return made_sampler(given, shards, seed, fields, None if is_whole else window)
+        block = None if is_whole else window
+        if options.sampler is not None:
+            fields = fields_of(store, pool.rows)
+            return made_sampler(options.sampler, pool, options.seed, fields, block)
         if not options.shuffle:
-            return SequentialSampler(shards)
-        if is_whole:
-            return ShuffledSampler(shards, seed)
-        return BlockShuffledSampler(shards, seed, window)
+            return SequentialSampler(pool)
+        return ShuffledSampler(pool, options.seed, block)
 
     def check_train_fields(self, store: Store) -> None:
         """Check that training can do with the fields that the strategy names.

@@ -12,7 +12,7 @@ from lightning_memmap.arguments import nearest, nearest_file
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import argument_of, has_several, named_datasets
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
-from lightning_memmap.sampling import RowSubset, SamplerFactory, Selection
+from lightning_memmap.sampling import Rows, SamplerFactory, Selection
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.joined import JoinedStore
@@ -251,15 +251,12 @@ class SplitStores:
             )
         return store
 
-    def subset(self, split: str, store: Store) -> RowSubset | None:
-        """The rows of its store that a split is.
+    def rows(self, split: str, store: Store) -> Rows:
+        """The rows of its store that a split has.
 
         Args:
             split: Its name.
             store: The store that has them.
-
-        Returns:
-            The rows; None where it is all of them.
 
         Raises:
             ValueError: The member, which folds and parts need, is not known or out of range.
@@ -267,10 +264,10 @@ class SplitStores:
         selection, given = self.options.selection(split), self.options.subset
         if isinstance(store, JoinedStore) and isinstance(given, Mapping):
             parts = {name.removeprefix("train/"): each for name, each in given.items()}
-            return store.chosen(parts) if {*parts} & {*self.mixed} else None
+            return store.chosen({name: parts[name] for name in parts if name in self.mixed})
         if selection is None:
-            return None
-        return selection.subset(split, self._index(selection), store)
+            return store.rows()
+        return store.rows(selection.subset(split, self._index(selection), store))
 
     def missing(self, split: str) -> StoreNotFoundError:
         """What is said of a split that has no rows.

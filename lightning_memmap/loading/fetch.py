@@ -34,7 +34,7 @@ class Fetcher:
         self._rows = rows
         self._sampler = sampler
         self._devices = rows.topology.data_devices
-        owner, shards = rows.topology.owner, range(rows.shards.num_shards)
+        owner, shards = rows.topology.owner, range(rows.pool.num_shards)
         #: By data device, the sources that have rows for it.
         self._sources_of: list[list[int]] = [
             np.unique(rows.source_of_shard[[s for s in shards if owner(s) == device]]).tolist()
@@ -74,8 +74,7 @@ class Fetcher:
         """
         numbers = None
         if self._rows.are_numbered:
-            rows = self._sampler.dataset_rows(epoch, steps.positions)
-            numbers = torch.from_numpy(self._sampler.shards.base.numbers(rows))
+            numbers = torch.from_numpy(self._sampler.dataset_rows(epoch, steps.positions))
         if self._is_whole:
             return self._fetch_whole(sources[0], steps, numbers)
         return self._fetch_by_device(sources, steps, numbers)
@@ -148,7 +147,7 @@ class Fetcher:
         """Which rows each source is asked for in each step."""
         count, lengths = len(self._devices), np.array(steps.lengths)
         step_of_row = np.repeat(np.arange(len(lengths)), lengths)
-        homes = np.array(steps.positions) % self._rows.shards.num_shards
+        homes = np.array(steps.positions) % self._rows.pool.num_shards
         homes = self._rows.source_of_shard[homes]
         requests = []
         for which, source in enumerate(sources):

@@ -505,6 +505,4 @@ class RowsByStep(Sequence[list[int]]):
     def __getitem__(self, step: Any) -> Any:
         if isinstance(step, slice):
             return [self[index] for index in range(*step.indices(len(self)))]
-        order = self._loader.order
-        rows = order.dataset_rows(0, self._loader.step_positions(step))
-        return order.shards.base.numbers(rows).tolist()
+        return self._loader.order.dataset_rows(0, self._loader.step_positions(step)).tolist()

@@ -137,8 +137,8 @@ def copied_rows(
     Returns:
         The rows of these shards, on ``device``. All copies are done.
     """
-    rows = offsets.shards.sizes[shards]
-    starts = np.full(offsets.shards.num_shards, -1, np.int64)
+    rows = offsets.pool.sizes[shards]
+    starts = np.full(offsets.pool.num_shards, -1, np.int64)
     starts[shards] = np.cumsum(rows) - rows
     total = int(rows.sum())
     columns = list[Tensor | ItemRows]()
@@ -173,7 +173,7 @@ def _copied_items(
     uploader: Uploader | None,
 ) -> ItemRows:
     """Copy rows that differ in length: the items of all shards, one after the other."""
-    sizes = offsets.shards.sizes
+    sizes = offsets.pool.sizes
     pieces = [
         located_rows(stored, offsets.of(np.full(count, shard), np.arange(first, first + count)))
         for shard in shards
@@ -194,7 +194,7 @@ def _copied_items(
         else:
             uploader.copy(target, partial(read_slice, source))
         place += count
-    return ItemRows(stored.field, offsets.shards, items, index)
+    return ItemRows(stored.field, stored.shards, items, index)
 
 
 def read_slice(source: Tensor, first: int, out: Tensor) -> None:

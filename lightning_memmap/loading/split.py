@@ -12,20 +12,23 @@ from lightning_memmap.loading.decoding import ImageDecoder, Images, default_thre
 from lightning_memmap.loading.resident import copied_rows, mapped_rows
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading.stream_layout import StreamLayout
 from lightning_memmap.loading.streamed import StreamedRows
-from lightning_memmap.loading.window_items import largest_of_any, largest_window
-from lightning_memmap.loading.window_layout import WindowLayout
-from lightning_memmap.loading.window_places import LOOKUP_BYTES, PlacedLayout
 from lightning_memmap.loading.window_rows import WindowRows, window_rows
-from lightning_memmap.loading.window_series import SeriesLayout, largest_window_steps
+from lightning_memmap.loading.window_sizes import (
+    LOOKUP_BYTES,
+    largest_of_any,
+    largest_window,
+    largest_window_steps,
+)
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
 from lightning_memmap.sampling import (
     Integers,
-    LineShards,
+    Pool,
     ReadWindows,
     Sampler,
-    Shards,
-    WindowShards,
+    StoreRows,
+    WindowedRows,
 )
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
@@ -42,7 +45,7 @@ class SplitRows:
 
     Args:
         topology: The data devices and this process's rank.
-        shards: The rows of the split, and the shards that they are divided into.
+        pool: The rows of each shard of the split.
         sources: Where rows are fetched from.
         source_of_shard: Index into ``sources`` for each shard of the split, int64 of shape (C,),
             -1 for shards of other processes.
@@ -53,7 +56,7 @@ class SplitRows:
     """
 
     topology: DataTopology
-    shards: Shards
+    pool: Pool
     sources: tuple[RowSource, ...]
     source_of_shard: Integers
     absent: tuple[tuple[int, Field], ...] = ()
@@ -114,7 +117,7 @@ def load_split(
             one that is read window by window since it was opened, or a shard of a store at a URL
             cannot be fetched.
     """
-    fields, shards = placement.size.fields, placement.shards
+    fields, pool = placement.size.fields, placement.pool
     needed = [
         pair
         for pair in zip(store.manifest.columns, store.columns, strict=True)
@@ -122,10 +125,10 @@ def load_split(
     ]
     columns = [column for column, _ in needed]
     held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
-    opened = store.provide(fields, _stored_shards(store, shards, held))
+    opened = store.provide(fields, _stored_shards(store, pool, held))
     maker = _SourceMaker(store, placement, columns, opened)
     sources: list[RowSource] = []
-    source_of_shard = np.full(shards.num_shards, -1, np.int64)
+    source_of_shard = np.full(pool.num_shards, -1, np.int64)
     for (residency, device), group in _held_together(topology, placement).items():
         source_of_shard[group] = len(sources)
         sources.append(maker.source(residency, device, group))
@@ -144,13 +147,13 @@ def load_split(
         num_threads = max(usual if threads is None else threads for threads in given)
         by_place = {names.index(decoder.field): decoder for decoder in decoders.values()}
         images = Images(by_place, num_threads)
-    length = shards.base.length if isinstance(shards.base, WindowShards) else 0
+    length = pool.rows.length if isinstance(pool.rows, WindowedRows) else 0
     absent = tuple(
         (index, field.windowed(length) if field.name in maker.cut else field)
         for index, field in enumerate(store.schema.fields)
         if fields is not None and field.name not in fields
     )
-    return SplitRows(topology, shards, tuple(sources), source_of_shard, absent, images)
+    return SplitRows(topology, pool, tuple(sources), source_of_shard, absent, images)
 
 
 @dataclass(frozen=True)
@@ -172,12 +175,12 @@ class _SourceMaker:
     @property
     def cut(self) -> tuple[str, ...]:
         """The fields that are cut into windows."""
-        base = self.placement.shards.base
-        return base.fields if isinstance(base, WindowShards) else ()
+        rows = self.placement.pool.rows
+        return rows.fields if isinstance(rows, WindowedRows) else ()
 
     @cached_property
     def _offsets(self) -> StoreOffsets:
-        return StoreOffsets.into(self.store, self.placement.shards)
+        return StoreOffsets.into(self.store, self.placement.pool)
 
     def source(self, residency: Residency, device: torch.device, shards: list[int]) -> RowSource:
         """The source of some shards.
@@ -194,37 +197,26 @@ class _SourceMaker:
             pairs = [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]
             is_copied = residency in (Residency.DEVICE, Residency.HOST)
             place = device if is_copied else None
-            found = window_rows(self.store, pairs, self.placement.shards, shards, place)
-            return self._streamed_windows(found, shards) if residency is Residency.STREAM else found
+            found = window_rows(self.store, pairs, self.placement.pool, shards, place)
+            return self._streamed(shards, found) if residency is Residency.STREAM else found
         if residency is Residency.STREAM and self.columns:
-            return self._streamed_rows(shards)
+            return self._streamed(shards)
         if residency is Residency.MMAP or not self.columns:
             return mapped_rows(self.opened, self._offsets)
         return copied_rows(self.opened, self._offsets, shards, device)
 
-    def _streamed_rows(self, shards: list[int]) -> StreamedRows:
-        windows = self.placement.size.windows
-        of_rows = (
+    def _streamed(self, shards: list[int], series: WindowRows | None = None) -> StreamedRows:
+        windows, opened = self.placement.size.windows, enumerate(self.opened)
+        files = open_row_files(self.store, self.columns, self.cut)
+        layout = StreamLayout(
             [column.field for column in self.columns],
-            open_row_files(self.store, self.columns),
-            {index: each for index, each in enumerate(self.opened) if isinstance(each, ItemRows)},
+            files,
+            {index: each for index, each in opened if isinstance(each, ItemRows)},
             self._offsets,
+            held=shards,
+            windows=windows,
+            series=series,
         )
-        if windows.has_runs:
-            runs = WindowLayout(*of_rows, shards=shards, window=windows.longest)
-            self._warn_of_waste(runs.share_used([range(windows.longest)]), windows)
-            return StreamedRows(runs, windows.rows)
-        layout = PlacedLayout(*of_rows, held=shards, windows=windows)
-        self._warn_of_waste(layout.share_used(windows), windows)
-        return StreamedRows(layout, windows.rows)
-
-    def _streamed_windows(self, mapped: WindowRows, shards: list[int]) -> StreamedRows:
-        line, windows = _line_of(self.placement.shards), self.placement.size.windows
-        assert line is not None
-        cut = [column for column in self.columns if column.field.name in line.fields]
-        files = open_row_files(self.store, cut, in_steps=True)
-        fields = [column.field for column in self.columns]
-        layout = SeriesLayout(fields, files, mapped, line, held=shards, windows=windows)
         self._warn_of_waste(layout.share_used(windows), windows)
         return StreamedRows(layout, windows.rows)
 
@@ -286,18 +278,19 @@ def largest_window_bytes(
         StoreError: The index of a field is damaged, or a shard cannot be fetched.
     """
     needed = [f for f in store.schema.fields if fields is None or f.name in fields]
-    shards, rows = windows.sampler.shards, windows.longest
-    total = 0 if windows.has_runs else len(held) * rows * LOOKUP_BYTES
-    if (line := _line_of(shards)) is not None:
-        num_bytes = sum(field.step_bytes for field in needed if field.name in line.fields)
-        return total + num_bytes * largest_window_steps(line, held, windows)
+    pool, rows = windows.sampler.pool, windows.longest
+    offsets, is_cut = StoreOffsets.into(store, pool), isinstance(pool.rows, WindowedRows)
+    is_looked_up = not windows.has_runs or not (is_cut or offsets.starts is not None)
+    total = len(held) * rows * LOOKUP_BYTES if is_looked_up else 0
+    if isinstance(pool.rows, WindowedRows):
+        num_bytes = sum(field.step_bytes for field in needed if field.name in pool.rows.fields)
+        return total + num_bytes * largest_window_steps(held, windows)
     variable = [field.name for field in needed if field.num_variable]
     total += len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
     if not variable:
         return total
-    offsets = StoreOffsets.into(store, shards)
     largest = largest_window if windows.has_runs else largest_of_any
-    for column in store.provide(variable, _stored_shards(store, shards, held)):
+    for column in store.provide(variable, _stored_shards(store, pool, held)):
         if isinstance(column, ItemRows):
             # An index entry for each row beside its items.
             index_bytes = 8 * (1 + column.field.num_variable) * len(held) * rows
@@ -305,23 +298,17 @@ def largest_window_bytes(
     return total
 
 
-def _line_of(shards: Shards) -> WindowShards | None:
-    """The windows over series that shards are, or that a sampler has made them of."""
-    if isinstance(shards, WindowShards):
-        return shards
-    return shards.base if isinstance(shards.base, WindowShards) else None
-
-
-def _stored_shards(store: Store, shards: Shards, held: Sequence[int]) -> list[int]:
+def _stored_shards(store: Store, pool: Pool, held: Sequence[int]) -> list[int]:
     """The shards of the store that have rows of some shards of a split."""
     stored = store.manifest.shards
-    if shards == stored:
+    is_same = pool.rows == StoreRows(stored) and pool.num_shards == stored.num_shards
+    if is_same and pool.chosen is None:
         return [*held]
-    if isinstance(shards.base, LineShards):
+    if pool.rows.is_lined:
         return [*range(stored.num_shards)]
     found = np.zeros(stored.num_shards, bool)
     for shard in held:
-        found[np.asarray(shards.rows_of(shard), np.int64) % stored.num_shards] = True
+        found[np.asarray(pool.rows_of(shard), np.int64) % stored.num_shards] = True
     return [int(shard) for shard in np.flatnonzero(found)]
 
 

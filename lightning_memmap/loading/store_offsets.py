@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling import Integers, Sampler, Shards
+from lightning_memmap.sampling import Integers, Pool, Sampler
 from lightning_memmap.store import Store
 
 #: Up to so many rows, a table has their places, in 4 bytes each where these are below 2**32.
@@ -20,25 +20,25 @@ class StoreOffsets:
     """Where the rows of a split lie in the files of its store.
 
     Args:
-        stored: The rows of the store and its shards.
-        shards: The rows of the split, and the shards that they are divided into.
+        pool: The rows of each shard of the split.
+        num_stored: Rows of the files.
         in_memory: Where rows of the files lie in memory, if not where they lie in the files; see
             `Store.in_memory`.
     """
 
-    stored: Shards
-    shards: Shards
+    pool: Pool
+    num_stored: int
     in_memory: Callable[[Integers], Integers] | None = None
 
     @classmethod
-    def into(cls, store: Store, shards: Shards) -> "StoreOffsets":
+    def into(cls, store: Store, pool: Pool) -> "StoreOffsets":
         """Where the rows of a split lie in the memory of a store.
 
         Args:
             store: The store.
-            shards: The rows of the split, and the shards that they are divided into.
+            pool: The rows of each shard of the split.
         """
-        return cls(store.manifest.shards, shards, store.in_memory if store.has_gaps else None)
+        return cls(pool, store.num_rows, store.in_memory if store.has_gaps else None)
 
     @cached_property
     def starts(self) -> Integers | None:
@@ -46,12 +46,12 @@ class StoreOffsets:
 
         None where the rows of a shard do not lie there one after the other.
         """
-        return self.shards.starts_in(self.stored) if self.in_memory is None else None
+        return self.pool.begins if self.in_memory is None else None
 
     @cached_property
     def _table(self) -> NDArray[np.unsignedinteger[Any]]:
         """Where each row lies, shard after shard, of shape (rows of all shards,)."""
-        sizes = self.shards.sizes.tolist()
+        sizes = self.pool.sizes.tolist()
         located = [self.of(np.full(n, c), np.arange(n)) for c, n in enumerate(sizes)]
         dtype = np.min_scalar_type(max(int(each.max(initial=0)) for each in located))
         return np.concatenate(located, dtype=dtype, casting="unsafe")
@@ -66,12 +66,12 @@ class StoreOffsets:
         Returns:
             Rows of the files, int64 of shape (B,).
         """
-        return self._moved(self.shards.locations_in(self.stored, shards, offsets))
+        return self._moved(self.pool.places(shards, offsets))
 
     @property
     def num_places(self) -> int:
         """One more than the last row of the files."""
-        return int(self._moved(np.array([self.stored.num_rows - 1]))[0]) + 1
+        return int(self._moved(np.array([self.num_stored - 1]))[0]) + 1
 
     def _moved(self, locations: Integers) -> Integers:
         return locations if self.in_memory is None else self.in_memory(locations)
@@ -89,8 +89,8 @@ class StoreOffsets:
         """
         if self.starts is not None:
             return sampler.row_offsets(epoch, positions, self.starts)
-        if self.shards.num_rows > TABLE_ROWS:
+        if self.pool.num_rows > TABLE_ROWS:
             return self.of(*sampler.at(epoch, positions))
-        rows = sampler.row_offsets(epoch, positions, self.shards.starts)
+        rows = sampler.row_offsets(epoch, positions, self.pool.starts)
         # No row is outside: "wrap" is the fastest mode.
         return self._table.take(rows, mode="wrap").astype(np.int64)

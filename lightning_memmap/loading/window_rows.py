@@ -19,12 +19,12 @@ from lightning_memmap.loading.row_source import Leaf, RandomAccessRows, fixed_fi
 from lightning_memmap.loading.store_offsets import TABLE_ROWS, StoreOffsets
 from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.loading.variable_rows import VariableRows, located_rows
-from lightning_memmap.sampling import Integers, Sampler, Shards, WindowShards, spans_of
+from lightning_memmap.sampling import Integers, Pool, Sampler, WindowedRows, spans_of
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import ItemRows, OpenColumn
 from lightning_memmap.store.columns.variable import packed_index
-from lightning_memmap.store.series import read_series, steps_of, windows_over
+from lightning_memmap.store.series import read_series, series_places, steps_of, windows_over
 
 #: Steps that lie apart are copied from a file in pieces of this size.
 _COPY_BYTES = 64 * 2**20
@@ -63,8 +63,8 @@ class WindowRows(RandomAccessRows):
         offsets: StoreOffsets,
         device: torch.device,
     ) -> None:
-        line = offsets.stored
-        assert isinstance(line, WindowShards)
+        line = offsets.pool.rows
+        assert isinstance(line, WindowedRows)
         self.device = device
         self.fields = [(field.shape, field.dtype) for field in fields]
         fixed = fixed_fields(self.fields)
@@ -73,7 +73,9 @@ class WindowRows(RandomAccessRows):
             None if steps is None else windows_over(steps, line.length) for steps in cut
         ]
         self._others = others
-        self._line, self._offsets = line, offsets
+        self.line, self._offsets = line, offsets
+        #: Which fields are cut.
+        self.is_cut = [steps is not None for steps in cut]
         #: By series, what is added to the place of a window on the line, in strides, to find the
         #: step at which it begins.
         self.shifts = places.begins - (line.ends - line.counts) * line.stride
@@ -82,6 +84,13 @@ class WindowRows(RandomAccessRows):
         here = here[np.argsort(places.starts[here])]
         self._starts = send(torch.from_numpy(places.starts[here]), device)
         self._rows = send(torch.from_numpy(places.rows[here]), device)
+
+    @property
+    def num_places(self) -> int:
+        """One more than the last step of the files."""
+        line = self.line
+        begins = (line.ends - line.counts) * line.stride + self.shifts
+        return int((begins + line.steps.array).max()) + 1
 
     @override
     def release(self) -> None:
@@ -93,11 +102,11 @@ class WindowRows(RandomAccessRows):
         places = self._offsets.locate(sampler, epoch, positions)
         shifts = self.shifts
         if len(shifts) > 1:
-            if self._line.num_rows <= TABLE_ROWS:
+            if self.line.num_rows <= TABLE_ROWS:
                 # No place is outside: "wrap" is the fastest mode.
                 return self._begins.take(places, mode="wrap").astype(np.int64)
-            shifts = shifts[self._line.on_line(places).series]
-        places *= self._line.stride
+            shifts = shifts[self.line.in_series(places).series]
+        places *= self.line.stride
         places += shifts
         return places
 
@@ -107,8 +116,8 @@ class WindowRows(RandomAccessRows):
 
         To search for a window's series takes as long as to copy a short window.
         """
-        begins = np.repeat(self.shifts, self._line.counts)
-        stride = self._line.stride
+        begins = np.repeat(self.shifts, self.line.counts)
+        stride = self.line.stride
         begins += np.arange(0, len(begins) * stride, stride)
         return begins.astype(np.min_scalar_type(int(begins.max())))
 
@@ -183,7 +192,7 @@ class WindowRows(RandomAccessRows):
 def window_rows(
     store: Store,
     needed: Sequence[tuple[Field, OpenColumn]],
-    shards: Shards,
+    pool: Pool,
     chosen: Sequence[int],
     device: torch.device | None,
 ) -> WindowRows:
@@ -192,19 +201,17 @@ def window_rows(
     Args:
         store: The store.
         needed: The fields that this process needs, and their columns.
-        shards: The windows, divided into shards: those of a `WindowShards`, or of a sampler over
-            them.
+        pool: Of the windows.
         chosen: The numbers of the shards.
         device: Where their series are copied to; None for the file mapping.
 
     Returns:
         The windows. All copies are done.
     """
-    line = shards.base
-    assert isinstance(line, WindowShards)
-    series = line.of_series
-    rows = store.in_memory(series.locations_in(store.manifest.shards, *series.all_offsets()))
-    begins = starts = read_series(store, line.fields, series).begins
+    line = pool.rows
+    assert isinstance(line, WindowedRows)
+    rows = store.in_memory(series_places(line.series))
+    begins = starts = read_series(store, line.fields, line.series).begins
     is_cut = [field.name in line.fields for field, _ in needed]
     fields = [
         field.windowed(line.length) if cut else field
@@ -216,7 +223,7 @@ def window_rows(
     place = torch.device("cpu")
     if device is not None:
         place = device
-        firsts, counts = spans_of(shards, chosen)
+        firsts, counts = spans_of(pool, chosen)
         used = np.flatnonzero(counts)
         lengths = (counts[used] - 1) * line.stride + line.length
         pieces = begins[used] + firsts[used] * line.stride
@@ -234,7 +241,7 @@ def window_rows(
         steps,
         ResidentRows(others, place, np.zeros(0, np.int64)) if others else None,
         SeriesPlaces(begins, starts, rows),
-        StoreOffsets(line, shards),
+        StoreOffsets(pool, line.num_rows),
         place,
     )
 

@@ -13,11 +13,14 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import (
     Integers,
+    Pool,
     ReadWindows,
-    RowSubset,
+    Rows,
     Sampler,
     SequentialSampler,
     Shards,
+    StoreRows,
+    WindowedRows,
     default_window,
     striping,
 )
@@ -63,14 +66,14 @@ class Sized(Protocol):
 
     def shard_bytes(
         self,
-        shards: Shards | None = None,
+        pool: Pool | None = None,
         fields: Collection[str] | None = None,
         num_data_devices: int = 1,
     ) -> Integers:
         """Bytes of the rows of each shard.
 
         Args:
-            shards: How the rows, or some of them, are divided into shards; by default as stored.
+            pool: How the rows, or some of them, are divided into shards; by default as stored.
             fields: Names of the fields that count; by default all.
             num_data_devices: Data devices of all processes.
 
@@ -105,10 +108,9 @@ class SplitSize:
         split: str,
         store: Sized,
         topology: DataTopology,
-        subset: RowSubset | None = None,
+        rows: Rows | None = None,
         window: int | None = None,
-        order: Callable[[Shards, int], Sampler] | None = None,
-        divide: Callable[[Shards], Shards] | None = None,
+        order: Callable[[Pool, int], Sampler] | None = None,
         measure: Measure | None = None,
     ) -> "SplitSize":
         """Divide a split into shards for a topology, and find its size.
@@ -118,12 +120,11 @@ class SplitSize:
             store: Its store.
             topology: The data devices, and the fields that this process needs. Where the devices
                 do not divide the store's shards, its rows are re-striped, with a warning.
-            subset: The rows of the store that the split has; all of them where it is None.
+            rows: The rows of the split: some of the store, or windows over them;
+                by default all of the store.
             window: Rows of a shard in a window; `default_window` by default.
-            order: Makes the sampler of the rows, from their shards and the window; by default they
+            order: Makes the sampler of the rows, from their pool and the window; by default they
                 come in dataset order. Where it has shards of its own, they are those that are held.
-            divide: Makes the shards of what the sampler orders from those of rows, where that is
-                not rows but parts of them; None where it is rows.
             measure: Finds the bytes of the largest window; by default they are those of rows of
                 mean size.
 
@@ -133,14 +134,10 @@ class SplitSize:
         Raises:
             PlacementError: The split has fewer rows than there are data devices.
         """
-        num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
-        total = topology.num_data_devices
+        if rows is None:
+            rows = StoreRows(Shards(store.num_rows, store.num_shards))
+        num_rows, total = rows.num_rows, topology.num_data_devices
         num_shards = striping(store.num_shards, total)
-        shards, row_bytes = None, float(store.row_bytes)
-        if divide is not None and num_rows:
-            shards = divide(Shards(num_rows, num_shards, subset))
-            row_bytes = store.row_bytes * num_rows / shards.num_rows
-            num_rows = shards.num_rows
         if num_rows < total:
             raise PlacementError(
                 f"the {split} split has {num_rows} rows for {total} data devices, so that some"
@@ -154,25 +151,26 @@ class SplitSize:
                 f" num_shards={num_shards} to avoid this",
                 stacklevel=2,
             )
+        of_series = rows.series.num_rows if isinstance(rows, WindowedRows) else num_rows
+        row_bytes = store.row_bytes * of_series / num_rows
         # The order of rows depends on the window, so all processes compute it from all fields.
         window = window or default_window(num_shards, row_bytes)
-        shards = shards or Shards(num_rows, num_shards, subset)
-        sampler = SequentialSampler(shards) if order is None else order(shards, window)
-        shards = sampler.shards
-        fields = topology.fields_of(split)
-        shard_bytes = tuple(store.shard_bytes(shards, fields, total).tolist())
+        pool = Pool.of(rows, num_shards)
+        sampler = SequentialSampler(pool) if order is None else order(pool, window)
+        pool, fields = sampler.pool, topology.fields_of(split)
+        shard_bytes = tuple(store.shard_bytes(pool, fields, total).tolist())
         held = [shard for shard in range(num_shards) if topology.owner(shard) is not None]
         if measure is None:
             mean = -(-sum(shard_bytes) // num_rows)
-            largest = len(held) * min(window, shards.longest) * mean
+            largest = len(held) * min(window, pool.longest) * mean
         else:
             largest = measure(ReadWindows(sampler, window), held, fields)
         return cls(sampler, shard_bytes, window, fields, largest)
 
     @property
-    def shards(self) -> Shards:
-        """Its rows, and the shards that they are divided into."""
-        return self.order.shards
+    def pool(self) -> Pool:
+        """The rows of each shard."""
+        return self.order.pool
 
     @property
     def windows(self) -> ReadWindows:
@@ -182,7 +180,7 @@ class SplitSize:
     @property
     def num_rows(self) -> int:
         """Rows of the split."""
-        return self.shards.num_rows
+        return self.pool.num_rows
 
     @property
     def row_bytes(self) -> int:
@@ -203,9 +201,9 @@ class SplitPlacement:
     residency: tuple[Residency | None, ...]
 
     @property
-    def shards(self) -> Shards:
-        """The rows of the split, and the shards that they are divided into."""
-        return self.size.shards
+    def pool(self) -> Pool:
+        """The rows of each shard of the split."""
+        return self.size.pool
 
     @property
     def window(self) -> int | None:
@@ -287,7 +285,7 @@ class Placement:
                     if residency is not None and self.topology.owner(shard) == index:
                         groups[residency].append(shard)
                 for residency, shards in groups.items():
-                    num_rows = int(split.shards.sizes[shards].sum())
+                    num_rows = int(split.pool.sizes[shards].sum())
                     num_bytes = sum(split.size.shard_bytes[shard] for shard in shards)
                     yield HeldShards(
                         index, device, name, residency, tuple(shards), num_rows, num_bytes

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memmap.errors import is_refused_call
+from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.sampler import Sampler, check_sampler
-from lightning_memmap.sampling.shards import Integers, Shards
+from lightning_memmap.sampling.shards import Integers
 
 
 class Fields(Protocol):
@@ -64,65 +65,68 @@ class Fields(Protocol):
 class SamplerFactory(ABC):
     """Makes a sampler that needs fields of the dataset, for ``MemmapDataModule(sampler=...)``.
 
-    If it needs none, a function of the shards and the seed will do.
+    If it needs none, a function of the pool and the seed will do.
     """
 
     #: The names of the training stores that it mixes; empty for one store without a name.
     stores: tuple[str, ...] = ()
 
     @abstractmethod
-    def make(self, shards: Shards, seed: int, fields: Fields, window: int | None = None) -> Sampler:
+    def make(self, pool: Pool, seed: int, fields: Fields) -> Sampler:
         """Make the sampler. It must not depend on anything else, such as the process.
 
         Args:
-            shards: The training rows, and the shards that they are divided into.
+            pool: The training rows, and the shards that they are divided into.
             seed: Seed of the order.
             fields: The fields of the dataset.
-            window: Rows come in windows of so many of a shard, so that those which come together
-                also lie together: a `lightning_memmap.sampling.WindowedSampler` is made. None for
-                any order.
 
         Returns:
-            A sampler over these shards, or over shards of its own whose ``base`` these are.
-
-        Raises:
-            ValueError: The rows cannot come in windows.
+            A sampler over this pool, or over a pool of other shards of its rows.
         """
 
 
 def made_sampler(
-    maker: SamplerFactory | Callable[[Shards, int], Sampler],
-    shards: Shards,
+    maker: SamplerFactory | Callable[[Pool, int], Sampler],
+    pool: Pool,
     seed: int,
     fields: Fields,
-    window: int | None = None,
+    block: int | None = None,
 ) -> Sampler:
     """Have a sampler made, and check it.
 
     Args:
         maker: What makes it.
-        shards: As for `SamplerFactory.make`.
+        pool: As for `SamplerFactory.make`.
         seed: As there.
         fields: As there.
-        window: As there. What a function makes decides by itself.
-
-    Returns:
-        The sampler.
+        block: Positions of a shard that are permuted together; None for all.
 
     Raises:
         TypeError: It is no frozen dataclass of values that checkpoints can hold, or ``maker`` is no
             function of two arguments.
-        ValueError: It is over other shards, or its first rows are not rows of their shards.
+        ValueError: It is over other rows, its first row is not one of its shard, or it does not
+            come in blocks.
     """
     if isinstance(maker, SamplerFactory):
-        return check_sampler(maker.make(shards, seed, fields, window), shards)
-    try:
-        sampler = maker(shards, seed)
-    except TypeError as error:
-        if not is_refused_call(error):
-            raise
-        raise TypeError(
-            f"sampler={maker!r}: it cannot be called with the shards and the seed ({error}): give a"
-            " function of these two that returns a sampler, or Weighted(...)"
-        ) from error
-    return check_sampler(sampler, shards)
+        sampler = check_sampler(maker.make(pool, seed, fields), pool)
+    else:
+        try:
+            sampler = maker(pool, seed)
+        except TypeError as error:
+            if not is_refused_call(error):
+                raise
+            raise TypeError(
+                f"sampler={maker!r}: it cannot be called with the pool of rows and the seed"
+                f" ({error}): give a function of these two that returns a sampler, or Weighted(...)"
+            ) from error
+        sampler = check_sampler(sampler, pool)
+    if block is None:
+        return sampler
+    found = sampler.in_blocks(block)
+    if found.block != block and not found.is_sequential:
+        raise ValueError(
+            f"shuffle_window={block}, and {type(sampler).__name__} decides itself how rows come:"
+            " let it draw rows, and leave permuting them to its base class; or leave shuffle_window"
+            " out, and use residency='mmap' or 'host' rather than 'stream'"
+        )
+    return found

@@ -4,6 +4,9 @@ Set-up time and memory do not grow with the number of rows, or grow with its squ
 position can be looked up at any time. Integers only.
 """
 
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +24,8 @@ _VERY_LONG_SHARD = 65536
 _COMMON_ROUNDS = 5
 #: Offsets that are computed at a time, which stay in the processor's cache.
 _CACHED = 16384
+#: Blocks of an epoch whose order is kept: a step may reach from one into the next.
+_KEPT_BLOCKS = 4
 #: Numbers outside of their shards that are brought inside at a time, which limits memory.
 _WALKED = 2**18
 
@@ -76,6 +81,21 @@ def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
     return _Rotated(sizes, bits) if sizes[0] < _VERY_LONG_SHARD else _Cipher(sizes, bits)
 
 
+def permutation(size: int, bits: np.random.Philox) -> Integers:
+    """A permutation of one set of rows, int64 of shape (size,)."""
+    zero = np.zeros(1, np.int64)
+    return permuted(np.array([size]), bits).grid(0, size - 1, zero, zero)
+
+
+def every(columns: Integers) -> Integers | slice:
+    """Columns as a slice, which is several times as fast, where they are every so many."""
+    if len(columns) == 1:
+        return slice(int(columns[0]), int(columns[0]) + 1)
+    first, last, step = int(columns[0]), int(columns[-1]), int(columns[1] - columns[0])
+    is_slice = step > 0 and np.array_equal(columns, np.arange(first, last + 1, step))
+    return slice(first, last + 1, step) if is_slice else columns
+
+
 class _Sorted:
     """Permutations of short shards, independent of each other.
 
@@ -94,11 +114,7 @@ class _Sorted:
     def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
         """Permuted offsets; see `Permutation`."""
         rows = self._offsets[first : last + 1]
-        step = max(1, rows.shape[1] // len(columns))
-        # Most callers ask for every so many shards, and a slice is several times as fast.
-        every = slice(int(columns[0]), int(columns[-1]) + 1, step)
-        is_slice = np.array_equal(columns, np.arange(every.start, every.stop, step))
-        offsets: Integers = np.add(rows[:, every if is_slice else columns], begins).ravel()
+        offsets: Integers = np.add(rows[:, every(columns)], begins).ravel()
         return offsets
 
 
@@ -317,3 +333,82 @@ def _random_table(bits: np.random.Philox, num_rows: int, length: int, bound: int
     raw >>= np.uint64(32)
     table: Digits = raw.astype(np.uint32).reshape(num_rows, length)
     return table
+
+
+class BlockPermutation:
+    """Permutations of shards block by block: rows that come together also lie together.
+
+    The offsets that all shards have form a circle, which is divided into blocks from a random
+    offset on: in another epoch, other rows share a block. The extra row of the longer shards is in
+    the last block.
+
+    Args:
+        sizes: Rows of each shard, int64 of shape (C,), as for `permuted`.
+        window: Rows of a shard in a block, at least 1.
+        seed: Seed of the order.
+        epoch: Epoch, counted from 0.
+    """
+
+    def __init__(self, sizes: Integers, window: int, seed: int, epoch: int) -> None:
+        self._sizes = sizes
+        self._window = window
+        self._words = seed, epoch
+        # Rows that all shards have, and rows of the longest of them.
+        self._round, self._longest = int(sizes[-1]), int(sizes[0])
+        self._num_full = self._round // window
+        bits = random_bits(seed, epoch, 1)
+        self._start = int(bits.random_raw(1)[0]) % max(1, self._round)
+        self._order = permuted(np.array([max(1, self._num_full)]), bits)
+        self._lock = Lock()
+        self._kept: OrderedDict[int, Permutation] = OrderedDict()
+
+    def runs(self, number: int) -> list[range]:
+        """The offsets of a block, one to three ranges, the same for each shard."""
+        if number < self._num_full:
+            zero = np.zeros(1, np.int64)
+            block = int(self._order.grid(number, number, zero, zero)[0])
+            size, more = self._window, 0
+        else:
+            block, size = number, self._round - number * self._window
+            more = self._longest - self._round
+        first = (self._start + block * self._window) % max(1, self._round)
+        last = first + size
+        runs = [range(first, min(last, self._round)), range(last - self._round)]
+        runs.append(range(self._round, self._round + more))
+        return [run for run in runs if run]
+
+    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
+        """Permuted offsets; see `Permutation`."""
+        nothing = np.zeros_like(begins)
+        pieces = []
+        for number in range(first // self._window, last // self._window + 1):
+            begin = number * self._window
+            stop = min(last + 1, begin + self._window)
+            within = self._permutation_within(number)
+            grid = within.grid(max(first, begin) - begin, stop - 1 - begin, columns, nothing)
+            pieces.append(spread(grid, self.runs(number)))
+        offsets = np.concatenate(pieces).reshape(-1, len(columns))
+        offsets += begins
+        return offsets.ravel()
+
+    def _permutation_within(self, number: int) -> Permutation:
+        """The permutation of each shard's rows in one block."""
+        with self._lock:
+            found = self._kept.get(number)
+            if found is None:
+                sizes = np.clip(self._sizes - number * self._window, 0, self._window)
+                found = self._kept[number] = permuted(sizes, random_bits(*self._words, 2 + number))
+                if len(self._kept) > _KEPT_BLOCKS:
+                    self._kept.popitem(last=False)
+            return found
+
+
+def spread(numbers: Integers, runs: Sequence[range]) -> Integers:
+    """The integers at these indices of the runs, one run after the other."""
+    offsets = numbers + runs[0].start
+    begin = len(runs[0])
+    for run in runs[1:]:
+        here = numbers >= begin
+        offsets[here] = numbers[here] + (run.start - begin)
+        begin += len(run)
+    return offsets

@@ -1,20 +1,36 @@
-"""Samplers: which rows an epoch has, and in what order.
+"""Orders: which rows an epoch has, and in what order.
 
 An epoch has the positions ``p = 0 .. N-1``. Position ``p`` is supplied by shard ``c = p % C``,
 whatever the order: that keeps rows where they are, and global batches the same under every
-strategy and device count. A sampler says which row of the shard it is.
+strategy and device count. An order says which row of the shard it is, in three steps: it draws
+rows of the shard, permutes them, and arranges them. All tables are the order's own.
 """
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from threading import Lock
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self, override
 
 from lightning_memmap.sampling.identity import Identified, identity_of
-from lightning_memmap.sampling.shards import Integers, Shards
+from lightning_memmap.sampling.permutations import (
+    BlockPermutation,
+    Permutation,
+    every,
+    permuted,
+    random_bits,
+)
+from lightning_memmap.sampling.pool import Pool
+from lightning_memmap.sampling.shards import Integers
 
 MAX_SEED = 2**63 - 1
+#: Epochs whose tables are kept: a stream reads the next one ahead.
+_KEPT_EPOCHS = 2
+T = TypeVar("T")
 
 
 def derive_seed(seed: int, *words: int) -> int:
@@ -31,35 +47,126 @@ def derive_seed(seed: int, *words: int) -> int:
     return int(state[0]) & MAX_SEED
 
 
+class _Tables:
+    """What an order has computed for its last epochs, by epoch and kind. Copies begin empty."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self._kept: OrderedDict[tuple[str, int], Any] = OrderedDict()
+
+    def get(self, kind: str, epoch: int, make: Callable[[], T]) -> T:
+        """What was made before, or is made now. The lock is held."""
+        found: T
+        if (kind, epoch) in self._kept:
+            self._kept.move_to_end((kind, epoch))
+            found = self._kept[kind, epoch]
+            return found
+        found = self._kept[kind, epoch] = make()
+        same = [key for key in self._kept if key[0] == kind]
+        for old in same[:-_KEPT_EPOCHS]:
+            del self._kept[old]
+        return found
+
+    def clear(self) -> None:
+        """Free everything."""
+        with self.lock:
+            self._kept.clear()
+
+    def __reduce__(self) -> tuple[type["_Tables"], tuple[()]]:
+        return _Tables, ()
+
+
+class _Drawn:
+    """The rows of one epoch: by shard the offset of each position. Shards are filled when asked."""
+
+    def __init__(self, pool: Pool) -> None:
+        shape = pool.num_shards, int(pool.counts.max())
+        self.offsets: NDArray[Any] = np.empty(shape, np.min_scalar_type(pool.longest))
+        # A shard may have one position less, and what stands there may be looked up.
+        self.offsets[:, -1:] = 0
+        self.has = np.zeros(pool.num_shards, np.bool_)
+
+
 @dataclass(frozen=True)
-class Sampler(ABC):
+class Sampler(Identified):
     """Decides which rows an epoch has and in what order: a frozen value, the same on every process.
 
-    A subclass is a frozen dataclass of what decides the order, and defines `grid`. Its fields are
-    its identity, which checkpoints hold and ranks compare: ints, strings, bools and None, and
-    whatever has an ``identity`` of such values.
+    As it stands, the rows of each shard come once, permuted. A subclass is a frozen dataclass that
+    says otherwise: `draw` which rows of a shard an epoch has, `arrange` how they come once they
+    are permuted, or `offsets` both. Where it leaves permuting to this class, the order comes in
+    blocks too, and can be streamed. Its fields are its identity, which checkpoints hold and ranks
+    compare: ints, strings, bools and None, and whatever has an ``identity`` of such values.
 
     Args:
-        shards: The rows, and the shards that they are divided into.
+        pool: The rows of each shard: ``pool.sizes[shard]`` rows for ``pool.counts[shard]``
+            positions of an epoch.
+        seed: Seed of the order, ``0 <= seed < 2**63``.
+        shuffle_window: Positions of a shard that are permuted together, and read together where
+            rows are streamed: a block. None for all.
+
+    Raises:
+        ValueError: The seed is out of range, or ``shuffle_window`` is below 1.
     """
 
-    shards: Shards
+    pool: Pool
+    seed: int = 0
+    shuffle_window: int | None = field(default=None, kw_only=True)
+    _tables: _Tables = field(
+        default_factory=_Tables, init=False, repr=False, compare=False, kw_only=True
+    )
 
     #: Whether the epoch has the rows in dataset order, each once.
     is_sequential: ClassVar[bool] = False
 
-    @abstractmethod
-    def grid(
-        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
-    ) -> Integers:
-        """Which rows supply a grid of positions.
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        if self.shuffle_window is not None and self.shuffle_window < 1:
+            raise ValueError(f"shuffle_window={self.shuffle_window}: at least 1 row of a shard")
 
-        Positions fill a grid with one column per shard: row ``j`` has the positions
-        ``j * C`` to ``j * C + C - 1``.
+    def draw(self, epoch: int, shard: int) -> Integers:
+        """The rows of a shard that an epoch has, in the order of the files or near it.
 
         Args:
             epoch: Epoch, counted from 0.
-            first: First row of the grid.
+            shard: The shard.
+
+        Returns:
+            Offsets within the shard, int64 of shape (pool.counts[shard],).
+        """
+        return np.arange(self.pool.sizes[shard], dtype=np.int64)
+
+    def permute(self, epoch: int, shard: int, drawn: Integers) -> Integers:
+        """The same in random order, block by block where there are blocks."""
+        if not len(drawn):
+            return drawn
+        column, zero = np.array([shard], np.int64), np.zeros(1, np.int64)
+        found: Integers = drawn[self._permutation(epoch).grid(0, len(drawn) - 1, column, zero)]
+        return found
+
+    def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
+        """The same as they come."""
+        return offsets
+
+    def offsets(self, epoch: int, shard: int) -> Integers:
+        """The row of each position of a shard: those of shard ``c`` are ``c``, ``c + C`` and so on.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            shard: The shard.
+
+        Returns:
+            Offsets within the shard, int64 of shape (pool.counts[shard],).
+        """
+        return self.arrange(epoch, shard, self.permute(epoch, shard, self.draw(epoch, shard)))
+
+    def grid(
+        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
+    ) -> Integers:
+        """Which rows supply a grid of positions, with one column per shard.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            first: First row of the grid: row ``j`` has the positions from ``j * C`` on.
             last: Last row of the grid.
             shards: The columns that are wanted, int64 of shape (S,).
             starts: Added to the offsets of each of these shards, int64 of shape (S,).
@@ -69,22 +176,95 @@ class Sampler(ABC):
             int64 of shape ((last + 1 - first) * S,), row by row. Undefined behind the last
             position.
         """
+        found = self._drawn(epoch, shards)[every(shards), first : last + 1]
+        grid = np.empty((last + 1 - first, len(shards)), np.int64)
+        np.add(found.T, starts, out=grid)
+        return grid.ravel()
+
+    def _drawn(self, epoch: int, shards: Integers) -> NDArray[Any]:
+        """The table of an epoch, filled for some shards."""
+        tables = self._tables
+        with tables.lock:
+            drawn = tables.get("offsets", epoch, lambda: _Drawn(self.pool))
+            missing = shards[~drawn.has[shards]].tolist()
+        for shard in missing:
+            found = np.asarray(self.offsets(epoch, shard))
+            size, count = int(self.pool.sizes[shard]), int(self.pool.counts[shard])
+            is_right = found.shape == (count,) and np.issubdtype(found.dtype, np.integer)
+            if not is_right or (count and not 0 <= found.min() <= found.max() < size):
+                raise ValueError(
+                    f"sampler: {type(self).__name__}.offsets(epoch={epoch}, shard={shard}) returned"
+                    f" {found!r}: return {count} integers from 0 to {size - 1}, the offset within"
+                    " the shard of the row at each of its positions"
+                )
+            # At once: a thread that reads blocks may look up what another one draws again.
+            drawn.offsets[shard, :count] = found
+            drawn.has[shard] = True
+        return drawn.offsets
+
+    @property
+    def _block_seed(self) -> int:
+        """The seed of the permutations of blocks: its bits are not those of draws."""
+        return derive_seed(self.seed, 1)
+
+    def _permutation(self, epoch: int) -> Permutation:
+        """The permutations of all shards."""
+
+        def make() -> Permutation:
+            counts = self.pool.counts
+            if self.shuffle_window is None:
+                return permuted(counts, random_bits(self.seed, epoch))
+            return BlockPermutation(counts, self.shuffle_window, self._block_seed, epoch)
+
+        with self._tables.lock:
+            return self._tables.get("permutation", epoch, make)
+
+    @property
+    def block(self) -> int | None:
+        """Positions of a shard in a block; None where the rows of a step may lie anywhere."""
+        return self.shuffle_window if type(self).offsets is Sampler.offsets else None
+
+    def in_blocks(self, block: int) -> Self:
+        """The same order, permuted in blocks."""
+        return replace(self, shuffle_window=block)
+
+    def block_runs(self, epoch: int, number: int) -> list[range] | None:
+        """The offsets that a block has of each shard, in runs of consecutive ones.
+
+        In the last block, a shard that is one row shorter than others lacks the last offset.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            number: Block of the epoch, counted from 0.
+
+        Returns:
+            Ranges of offsets, the same for each shard. None, for every block, where shards differ
+            in them or a row comes twice.
+        """
+        return None
+
+    def clear(self) -> None:
+        """Free the tables; they are made again when they are needed."""
+        self._tables.clear()
 
     @property
     def num_positions(self) -> int:
         """Positions of an epoch, ``N``."""
-        return self.shards.num_rows
+        return self.pool.num_positions
 
     @property
     def num_shards(self) -> int:
         """Shards, ``C``."""
-        return self.shards.num_shards
+        return self.pool.num_shards
 
     @property
     def identity(self) -> dict[str, Any]:
         """What decides the order, as JSON values."""
-        values = {field.name: identity_of(getattr(self, field.name)) for field in fields(self)}
-        return {"sampler": type(self).__name__, **values}
+        values = {each.name: identity_of(getattr(self, each.name)) for each in _identifying(self)}
+        found = {"sampler": type(self).__name__, "shards": values.pop("pool")}
+        if self.num_positions != self.pool.rows.num_rows:
+            found["num_positions"] = self.num_positions
+        return {**found, **values}
 
     def at(self, epoch: int, positions: range) -> tuple[Integers, Integers]:
         """Which rows supply these positions.
@@ -105,9 +285,7 @@ class Sampler(ABC):
         return np.tile(shards, len(grid) // len(shards))[kept], grid[kept]
 
     def row_offsets(self, epoch: int, positions: range, starts: Integers) -> Integers:
-        """Where the rows lie that supply these positions.
-
-        The same as ``starts[shards] + offsets`` with what `at` returns, in less time.
+        """The same as ``starts[shards] + offsets`` with what `at` returns, in less time.
 
         Args:
             epoch: Epoch, counted from 0.
@@ -136,7 +314,7 @@ class Sampler(ABC):
         Raises:
             ValueError: As for `at`.
         """
-        return self.shards.dataset_rows(*self.at(epoch, positions))
+        return self.pool.dataset_rows(*self.at(epoch, positions))
 
     def _grid_of(
         self, epoch: int, positions: range, starts: Integers | None
@@ -159,40 +337,78 @@ class Sampler(ABC):
         return shards, kept, self.grid(epoch, first, last, shards, starts)
 
 
-class WindowedSampler(Sampler):
-    """A sampler that reads the store window by window: rows that come together also lie together.
+@dataclass(frozen=True)
+class SequentialSampler(Sampler):
+    """Keeps the rows in dataset order.
 
-    Position ``p`` is in window ``p // C // window_rows`` of the epoch. Rows that are read window by
-    window, under ``residency="stream"``, need such a sampler or dataset order.
+    Args:
+        pool: The rows of each shard.
     """
 
+    is_sequential: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pool", self.pool.striped)
+
+    @override
+    def permute(self, epoch: int, shard: int, drawn: Integers) -> Integers:
+        return drawn
+
+    @override
+    def grid(
+        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
+    ) -> Integers:
+        return np.add.outer(np.arange(first, last + 1, dtype=np.int64), starts).ravel()
+
+    @override
+    def in_blocks(self, block: int) -> Self:
+        return self
+
+
+@dataclass(frozen=True)
+class ShuffledSampler(Sampler):
+    """Permutes the rows of each shard, anew in each epoch; the permutations are computed.
+
+    With a ``shuffle_window``, position ``p`` is in block ``p // C // shuffle_window`` of the epoch,
+    and a block is ``shuffle_window`` consecutive rows of each shard, permuted shard by shard. The
+    blocks come in another order in each epoch, and the first of them starts at another row. The
+    rows of each shard that do not fill a block, and the one row by which shards differ, come last.
+
+    Args:
+        pool: The rows of each shard.
+        seed: Seed of the permutations, ``0 <= seed < 2**63``.
+        shuffle_window: Rows of a shard in a block; None for all.
+
+    Raises:
+        ValueError: The seed is out of range, or ``shuffle_window`` is below 1.
+    """
+
+    shuffle_window: int | None = None
+
     @property
-    @abstractmethod
-    def window_rows(self) -> int:
-        """Rows of a shard in every window but the last."""
+    @override
+    def _block_seed(self) -> int:
+        return self.seed
 
-    def window_runs(self, epoch: int, number: int) -> list[range] | None:
-        """The offsets of each shard that a window has, in runs of consecutive ones.
+    @override
+    def grid(
+        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
+    ) -> Integers:
+        return self._permutation(epoch).grid(first, last, shards, starts)
 
-        In the last window, a shard that is one row shorter than others lacks the last offset.
+    @override
+    def block_runs(self, epoch: int, number: int) -> list[range] | None:
+        found = self._permutation(epoch)
+        return found.runs(number) if isinstance(found, BlockPermutation) else None
 
-        Args:
-            epoch: Epoch, counted from 0.
-            number: Window of the epoch, counted from 0.
 
-        Returns:
-            Ranges of offsets in the order in which they lie in the window, the same for each shard.
-            None, in every window, where shards differ in them or a row comes twice: the rows of a
-            window are then looked up position by position.
-        """
-        return None
+def _identifying(sampler: Sampler) -> list[Any]:
+    """The fields that decide the order, which has no seed in dataset order."""
+    return [each for each in fields(sampler) if each.init][: 1 if sampler.is_sequential else None]
 
 
 def check_seed(seed: int) -> None:
     """Check a seed of an order.
-
-    Args:
-        seed: The seed.
 
     Raises:
         ValueError: It is negative or has more than 63 bits.
@@ -201,52 +417,44 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed={seed}: choose a seed from 0 to 2**63 - 1")
 
 
-def check_sampler(sampler: object, shards: Shards) -> Sampler:
-    """Check a sampler that the package does not know.
+def check_sampler(sampler: object, pool: Pool) -> Sampler:
+    """Check a sampler that the package does not know. One shard of it is drawn.
 
     Args:
         sampler: What a user's function or `SamplerFactory` has returned.
-        shards: The shards that it was given.
-
-    Returns:
-        The sampler.
+        pool: The pool that it was given.
 
     Raises:
         TypeError: It is no frozen dataclass of values that checkpoints can hold.
-        ValueError: It is over other shards, or its first rows are not rows of their shards.
+        ValueError: It is over other rows, or those of a shard are not in the shard.
     """
     name = type(sampler).__name__
-    if not isinstance(sampler, Sampler) or sampler.shards.base != shards:
+    is_over = isinstance(sampler, Sampler) and sampler.pool.identity == pool.identity
+    if not isinstance(sampler, Sampler) or not is_over:
         raise ValueError(
             f"sampler: it returned {sampler!r}; return a lightning_memmap.sampling.Sampler over the"
-            f" shards that it is given, {shards}"
+            f" pool of rows that it is given, {pool}"
         )
     if "__dataclass_fields__" not in vars(type(sampler)):
         raise TypeError(
             f"sampler: {name} is no dataclass, so that its order has no identity for checkpoints:"
             " write @dataclass(frozen=True) above the class"
         )
-    for field in fields(sampler):
-        value = getattr(sampler, field.name)
+    for each in _identifying(sampler):
+        value = getattr(sampler, each.name)
         if not isinstance(value, (int, str, type(None), Identified)):
             raise TypeError(
-                f"sampler: {name}.{field.name}={value!r}; fields are ints, strings, bools or None,"
+                f"sampler: {name}.{each.name}={value!r}; fields are ints, strings, bools or None,"
                 " which checkpoints hold, or have an identity of these"
             )
     try:
-        first = range(min(sampler.num_positions, 2 * sampler.num_shards))
-        homes, offsets = sampler.at(0, first)
-        is_right = len(offsets) == len(first) and offsets.dtype == np.int64
-        sizes = sampler.shards.sizes[homes]
-        is_right = is_right and bool(((offsets >= 0) & (offsets < sizes)).all())
-    except (IndexError, TypeError, AttributeError, ValueError) as error:
+        zero = np.zeros(1, np.int64)
+        offsets = sampler.grid(0, 0, 0, zero, zero)
+    except (IndexError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"sampler: {name} does not work over the shards that it is given ({error}): where it"
-            " needs others, a SamplerFactory makes it, such as Weighted(...)"
+            f"sampler: {name} does not work over the pool of rows that it is given ({error}): where"
+            " it needs another one, a SamplerFactory makes it, such as Weighted(...)"
         ) from error
-    if not is_right:
-        raise ValueError(
-            f"sampler: {name}.grid returned {offsets!r} for the first {len(first)} positions;"
-            " return int64 offsets within each shard, plus its start, row by row"
-        )
+    if not (offsets.shape == (1,) and 0 <= offsets[0] < sampler.pool.sizes[0]):
+        raise ValueError(f"sampler: {name}.grid returned {offsets!r}, which are not in shard 0")
     return sampler

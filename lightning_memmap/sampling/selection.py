@@ -16,8 +16,8 @@ from lightning_memmap.errors import call_text, check_integer
 from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import random_bits
+from lightning_memmap.sampling.rows import ChosenRows, RowSubset, StridedRows
 from lightning_memmap.sampling.sampler import check_seed
-from lightning_memmap.sampling.subset import ChosenRows, RowSubset, StridedRows
 
 #: The part of the random bits of a seed from which rows are divided; orders use the lower ones.
 _BITS = 2**63

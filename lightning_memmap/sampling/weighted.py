@@ -1,8 +1,7 @@
 """Rows that come more or less often than others, by weight."""
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,17 +9,18 @@ from typing_extensions import override
 
 from lightning_memmap.errors import call_text, check_integer
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
-from lightning_memmap.sampling.permutations import Permutation, permuted, random_bits
-from lightning_memmap.sampling.sampler import Sampler, WindowedSampler, check_seed, derive_seed
-from lightning_memmap.sampling.shards import Integers, Shards, shard_rows
-from lightning_memmap.sampling.weighted_shards import WeightedShards
-from lightning_memmap.sampling.window_permutation import WindowPermutation
+from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.permutations import permutation, permuted, random_bits
+from lightning_memmap.sampling.pool import Pool, Runs
+from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.shards import Integers, firsts_of, shard_rows
 
 #: The part of an epoch's random bits for where its points lie, and the first of those for the
 #: orders of rows on the line. Part 0 is for the order of positions.
 _OFFSET, _ORDERS = 1, 2
-#: Shards of about the same size, up to one of so many parts of the largest, share an order.
-_SIZES = 16
+#: The line of an epoch is shorter than 2 to the power of this, in units.
+_LINE_BITS = 62
+_MAX_POSITIONS = 2**40
 
 
 class Weighted(SamplerFactory):
@@ -29,7 +29,7 @@ class Weighted(SamplerFactory):
     In each epoch, a row comes as often as ``num_samples * weight / sum(weights)`` says, rounded up
     or down at random so that this is the mean over epochs. So rows are as even as their weights
     allow: those of equal weight come equally often, up to once, which independent draws would not
-    do. In windows, see ``shuffle_window``, an epoch has the same rows.
+    do. In blocks, see ``shuffle_window``, an epoch has the same rows.
 
     Args:
         weights: One weight for each row of the dataset, in its order, not negative: a tensor, an
@@ -64,9 +64,7 @@ class Weighted(SamplerFactory):
         )
 
     @override
-    def make(
-        self, shards: Shards, seed: int, fields: Fields, window: int | None = None
-    ) -> "WeightedSampler":
+    def make(self, pool: Pool, seed: int, fields: Fields) -> "WeightedSampler":
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
@@ -74,24 +72,25 @@ class Weighted(SamplerFactory):
             ValueError: There is not one weight for each row; one is negative, not finite or None;
                 all are zero; or ``num_samples`` is out of range.
         """
-        weights = self._weights(shards.all_rows(), fields)
+        weights = self._weights(pool.dataset_rows(*pool.all_offsets()), fields)
         num_weighted = int(np.count_nonzero(weights))
         if not num_weighted:
             raise ValueError("Weighted: all weights of the training rows are 0")
-        default = shards.num_rows if self.replacement else num_weighted
+        default = pool.num_rows if self.replacement else num_weighted
         count = default if self.num_samples is None else self.num_samples
+        if count > _MAX_POSITIONS:
+            raise ValueError(f"num_samples={count}: an epoch has 2**40 positions at most")
         if not self.replacement and count > num_weighted:
             raise ValueError(
                 f"Weighted: num_samples={count} without replacement, and {num_weighted} rows have a"
                 " weight: give fewer, or replacement=True"
             )
         if self.replacement:
-            weighted = WeightedShards.of(shards, weights * (count / weights.sum()), count)
+            lengths = _in_units(weights * (count / weights.sum()), count, count)
         else:
-            weighted = WeightedShards.of(shards, _at_most_once(weights, count), 1)
-        if window is None:
-            return WeightedSampler(weighted, seed)
-        return WindowedWeightedSampler(weighted, seed, window)
+            lengths = _in_units(_at_most_once(weights, count), count, 1)
+        line = _Line.of(lengths, count, pool.num_shards)
+        return WeightedSampler(line.pool_of(pool), seed, lengths=Numbers(lengths))
 
     def _weights(self, rows: Integers, fields: Fields) -> NDArray[np.float64]:
         """The weights of rows, the largest of which is 1."""
@@ -121,7 +120,7 @@ class Weighted(SamplerFactory):
         return weights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WeightedSampler(Sampler):
     """Rows by weight: the points of a grid on the line of the rows, in random order.
 
@@ -132,190 +131,133 @@ class WeightedSampler(Sampler):
     rows share an epoch each time; those on the cuts keep their places.
 
     Args:
-        shards: The rows, which are divided into shards by weight.
-        seed: Seed of offsets and permutations, ``0 <= seed < 2**63``.
+        pool: Shards that are equal in weight: the pieces of the line.
+        lengths: How often each row of the line comes in an epoch, on average, in units: int64.
+        seed: As for `Sampler`.
+        shuffle_window: As there.
 
     Raises:
-        ValueError: The seed is out of range.
+        ValueError: An argument is out of range.
     """
 
-    shards: WeightedShards
-    seed: int
+    lengths: Numbers
 
-    def __post_init__(self) -> None:
-        check_seed(self.seed)
-
-    @property
-    @override
-    def num_positions(self) -> int:
-        return self.shards.num_positions
+    def _pieces(self) -> Integers:
+        """How much of each row is in each shard; see `_Line.pieces`."""
+        given = self.lengths.array, self.num_positions, self.num_shards
+        with self._tables.lock:
+            return self._tables.get("pieces", 0, lambda: _Line.of(*given).pieces())
 
     @override
-    def grid(
-        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
-    ) -> Integers:
-        return _draws(self, epoch).grid(first, last, shards, starts)
-
-    def permutation(self, epoch: int) -> Permutation:
-        """The order of the draws of each shard.
-
-        Args:
-            epoch: Epoch, counted from 0.
-        """
-        return permuted(
-            shard_rows(self.num_positions, self.num_shards), random_bits(self.seed, epoch)
-        )
-
-
-@dataclass(frozen=True)
-class WindowedWeightedSampler(WeightedSampler, WindowedSampler):
-    """The rows that `WeightedSampler` draws, shuffled within windows.
-
-    In each epoch each row comes as often as there. The draws of a shard are put in the order of the
-    file, where those of one row are neighbours, and then permuted as by
-    `lightning_memmap.sampling.BlockShuffledSampler`, which sees draws instead of rows.
-
-    Args:
-        shards: The rows, which are divided into shards by weight.
-        seed: Seed of the draws and permutations, ``0 <= seed < 2**63``.
-        shuffle_window: Draws of a shard in a window.
-
-    Raises:
-        ValueError: The seed is out of range.
-    """
-
-    shuffle_window: int
-
-    @property
-    @override
-    def window_rows(self) -> int:
-        return self.shuffle_window
-
-    @override
-    def permutation(self, epoch: int) -> Permutation:
-        sizes = shard_rows(self.num_positions, self.num_shards)
-        seed = derive_seed(self.seed, 1)  # Bits that are not those of the draws.
-        return WindowPermutation(sizes, self.shuffle_window, seed, epoch)
-
-
-class _Draws:
-    """The rows of one epoch, each as often as it comes, and their order.
-
-    Those of a shard are drawn once they are asked for: a process draws those of its own shards.
-
-    Args:
-        sampler: The sampler.
-        epoch: The epoch, counted from 0.
-    """
-
-    def __init__(self, sampler: WeightedSampler, epoch: int) -> None:
-        shards, words = sampler.shards, (sampler.seed, epoch)
-        self._line, self._starts = shards.line, shards.starts
-        self._positions = sampler.permutation(epoch)
-        self._is_in_windows = isinstance(sampler, WindowedSampler)
-        self._orders = _Orders(shards.sizes, *words)
-        bits = shards.line.unit_bits
-        self._offset = int(random_bits(*words, _OFFSET).random_raw(1)[0]) >> (64 - bits)
-        #: For each place in the order of a shard's positions, shard after shard, the offset of a
-        #: row in its shard.
-        self._drawn = np.empty(shards.num_positions, np.min_scalar_type(shards.longest))
-        self._is_drawn = np.zeros(shards.num_shards, np.bool_)
-
-    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
-        """The rows of positions; see `Sampler.grid`."""
-        for shard in columns[~self._is_drawn[columns]].tolist():
-            self._draw(shard)
-        places = self._positions.grid(first, last, columns, self._line.cuts[columns])
-        # Behind the last position, places may be anywhere.
-        drawn = self._drawn.take(places, mode="wrap")
-        np.add(drawn.reshape(-1, len(columns)), begins, out=places.reshape(-1, len(columns)))
-        return places
-
-    def _draw(self, shard: int) -> None:
-        line, order = self._line, self._orders.of(shard)
-        begin, size = int(self._starts[shard]), self._orders.sizes[shard]
+    def draw(self, epoch: int, shard: int) -> Integers:
+        sizes, words = self.pool.sizes, (self.seed, epoch)
+        unit_bits, count = _unit_bits(self.num_positions), int(self.pool.counts[shard])
+        begin, size = int(self.pool.starts[shard]), int(sizes[shard])
+        order, most = np.arange(size, dtype=np.int64), max(1, int(sizes.max()) - 2)
+        if size > 3:
+            order[1:-1] = 1 + self._order(epoch, shard, size - 2, most)
+        point = int(random_bits(*words, _OFFSET).random_raw(1)[0]) >> (64 - unit_bits)
         # A copy: in order, they come from memory in half of the time.
-        lengths = line.pieces[begin : begin + size].copy()
+        lengths = self._pieces()[begin : begin + size].copy()
         # The points before an end: point k lies at k, plus the offset. The first row stays there.
-        lengths[:1] += (1 << line.unit_bits) - 1 - self._offset
-        # The last row has what is left. Numbers of no row have no length.
-        ends = lengths.take(order[:-1], mode="clip").cumsum()
-        ends >>= line.unit_bits
+        lengths[:1] += (1 << unit_bits) - 1 - point
+        # The last row has what is left.
+        ends = lengths[order[:-1]].cumsum()
+        ends >>= unit_bits
         # Before the row of a point come as many rows as end at this point or before it.
-        drawn = self._drawn[line.cuts[shard] : line.cuts[shard + 1]]
-        rows = np.bincount(ends, minlength=len(drawn)).cumsum()[: len(drawn)]
-        found = order.take(rows, mode="wrap")
-        if self._is_in_windows:
-            found.sort()
-        # At once: a thread that reads windows may look up what another one draws again.
-        drawn[:] = found
-        self._is_drawn[shard] = True
+        rows = np.bincount(ends, minlength=count).cumsum()[:count]
+        return np.sort(order[rows]) if self.shuffle_window is not None else order[rows]
+
+    def _order(self, epoch: int, shard: int, size: int, most: int) -> Integers:
+        """A permutation of the rows of a shard; the largest has ``most``."""
+        if most > 4 * size:
+            return permutation(size, random_bits(self.seed, epoch, _ORDERS + 1 + shard))
+        # That of the largest shard, without what this one lacks: shards share tables.
+        with self._tables.lock:
+            sizes = np.full(self.num_shards, most)
+            bits = random_bits(self.seed, epoch, _ORDERS)
+            orders = self._tables.get("rows", epoch, lambda: permuted(sizes, bits))
+        column, zero = np.array([shard], np.int64), np.zeros(1, np.int64)
+        found = orders.grid(0, most - 1, column, zero)
+        return found if size == most else found[found < size]
 
 
-class _Orders:
-    """A permutation of the rows of each shard in one epoch. The first and the last row stay.
+class _Line(NamedTuple):
+    """The rows of an epoch, one after the other, each as long as the number of times that it is
+    expected to come, and the pieces of this line that are shards.
 
-    Args:
-        sizes: Rows of each shard, int64 of shape (C,).
-        seed: Seed of the permutations.
-        epoch: The epoch.
+    So the line is as long as an epoch has positions, and each piece as long as the number of its
+    positions. A row on a cut is in both shards, and one that is longer than a piece in several. A
+    row without weight is in none. Lengths are whole numbers of a small unit: nothing is rounded.
     """
 
-    def __init__(self, sizes: Integers, seed: int, epoch: int) -> None:
-        self.sizes: list[int] = sizes.tolist()
-        self._words = seed, epoch
-        bits = random_bits(seed, epoch, _ORDERS)
-        self._most = max(1, max(self.sizes) - 2)
-        starts = bits.random_raw(len(sizes)) % np.uint64(self._most)
-        self._starts: list[int] = starts.tolist()
-        #: By the largest offset, the order that shards share, twice over, and the place of each
-        #: offset among those of the largest shard.
-        shared = np.tile(_permutation(self._most, bits) + 1, 2)
-        self._shared = {self._most: (shared, np.arange(len(shared)))}
+    kept: Integers | None
+    """The rows that have a length, int64; None for all."""
+    ends: Integers
+    """Where each of these rows ends, in units, int64."""
+    cuts: Integers
+    """Where pieces begin, and where the last ends, in units: int64 of shape (C + 1,)."""
+    firsts: Integers
+    """The first row of each piece, an index into ``kept``, int64 of shape (C,)."""
+    sizes: Integers
+    """Rows of each piece, int64 of shape (C,)."""
+    counts: Integers
+    """Positions of each piece, int64 of shape (C,)."""
 
-    def of(self, shard: int) -> Integers:
-        """The order of the rows of a shard.
+    @classmethod
+    def of(cls, lengths: Integers, num_positions: int, num_shards: int) -> "_Line":
+        """The line of rows of these lengths in units."""
+        has_length = lengths > 0
+        kept = None if has_length.all() else np.flatnonzero(has_length)
+        ends = np.cumsum(lengths if kept is None else lengths[kept])
+        counts = shard_rows(num_positions, num_shards)
+        cuts = np.append(firsts_of(counts), num_positions) << _unit_bits(num_positions)
+        firsts = np.searchsorted(ends, cuts[:-1], side="right")
+        lasts = np.searchsorted(ends, cuts[1:], side="left")
+        # A piece of no length has no row.
+        sizes = np.where(counts > 0, lasts + 1 - firsts, 0)
+        return cls(kept, ends, cuts, firsts, sizes, counts)
 
-        Args:
-            shard: Its number.
+    def pool_of(self, pool: Pool) -> Pool:
+        """The pieces of the line of the rows of a pool."""
+        starts, has_rows = firsts_of(self.sizes), self.sizes > 0
+        runs = Runs(starts[has_rows], (self.firsts - starts)[has_rows])
+        if self.kept is None:
+            return pool.drawing(self.sizes, self.counts, runs)
+        dtype = np.min_scalar_type(pool.num_rows)
+        rows = self.kept[runs.at(np.arange(int(self.sizes.sum()), dtype=np.int64))]
+        return pool.drawing(self.sizes, self.counts, rows.astype(dtype))
 
-        Returns:
-            Each offset once, int64. Numbers behind the last offset may be among them.
+    def pieces(self) -> Integers:
+        """How much of each row is in each shard, shard after shard; 0 for the last row of each.
+
+        Units, int64 of shape (sizes.sum(),). The last row has what is left of a shard.
         """
-        size, most = self.sizes[shard], self._most
-        inner = size - 2
-        if inner < 2:
-            return np.arange(size, dtype=np.int64)
-        if most > 4 * inner:
-            bits = random_bits(*self._words, _ORDERS + 1 + shard)
-            order = _permutation(inner, bits) + 1
-        else:
-            # That of the largest shard, from a random place on.
-            order, places = self._shared_order(inner)
-            start = self._starts[shard]
-            first, end = np.searchsorted(places, (start, start + most))
-            order = order[first:end]
-        return np.concatenate([[0], order, [size - 1]])
-
-    def _shared_order(self, largest: int) -> tuple[Integers, Integers]:
-        """The order that shards share, without most of the offsets beyond the largest of one."""
-        unit = -(-self._most // _SIZES)
-        largest = min(-(-largest // unit) * unit, self._most)
-        if largest not in self._shared:
-            order, _ = self._shared[self._most]
-            places = np.flatnonzero(order <= largest)
-            self._shared[largest] = order[places], places
-        return self._shared[largest]
+        firsts = firsts_of(self.sizes)
+        homes = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        rows = self.firsts[homes] + np.arange(len(homes)) - firsts[homes]
+        pieces: Integers = np.diff(np.minimum(self.ends[rows], self.cuts[homes + 1]), prepend=0)
+        pieces[(firsts + self.sizes)[self.sizes > 0] - 1] = 0
+        return pieces
 
 
-def _permutation(size: int, bits: np.random.Philox) -> Integers:
-    zero = np.zeros(1, np.int64)
-    return permuted(np.array([size]), bits).grid(0, size - 1, zero, zero)
+def _unit_bits(num_positions: int) -> int:
+    """A length of one is 2 to the power of this in units."""
+    return _LINE_BITS - num_positions.bit_length()
 
 
-@lru_cache(maxsize=2)
-def _draws(sampler: WeightedSampler, epoch: int) -> _Draws:
-    return _Draws(sampler, epoch)
+def _in_units(expected: NDArray[np.float64], num_positions: int, most: float) -> Integers:
+    """Lengths in units that add up to the line exactly, none of them above ``most``."""
+    unit_bits = _unit_bits(num_positions)
+    units = np.floor(expected * 2.0**unit_bits).astype(np.int64)
+    units[(units == 0) & (expected > 0)] = 1
+    missing = (num_positions << unit_bits) - int(units.sum())
+    limit = min(2**_LINE_BITS, int(most * 2**unit_bits)) if missing > 0 else 1
+    # Rounding is made good where there is room: by far less than 2**-20 of a position.
+    rows = np.flatnonzero((units > 0) & (units != int(most * 2**unit_bits)))
+    room = np.minimum(np.abs(limit - units[rows]), abs(missing))
+    units[rows] += np.sign(missing) * np.clip(abs(missing) - (np.cumsum(room) - room), 0, room)
+    return units
 
 
 def _at_most_once(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:

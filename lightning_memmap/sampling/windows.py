@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_memmap.sampling.sampler import Sampler, WindowedSampler
+from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.shards import Integers
 
 #: Bytes of a window over all shards if the user gives no number: 21 MiB of each of 24 shards.
@@ -49,22 +49,20 @@ class ReadWindows:
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"rows={self.rows}: at least 1 row of a shard")
-        rows = self.sampler.window_rows if isinstance(self.sampler, WindowedSampler) else None
-        if not self.sampler.is_sequential and rows != self.rows:
+        block = self.sampler.block
+        if not self.sampler.is_sequential and block != self.rows:
             raise ValueError(
                 f"residency='stream' reads windows of {self.rows} rows of a shard (shuffle_window),"
                 f" and {type(self.sampler).__name__} takes the rows of a step from"
-                f" {'elsewhere too' if rows is None else f'windows of {rows}'}: use"
-                " residency='mmap'. A sampler of your own that shuffles within windows is a"
-                " WindowedSampler"
+                f" {'elsewhere too' if block is None else f'windows of {block}'}: use"
+                " residency='mmap', or let a sampler of your own draw rows and leave permuting them"
+                " to its base class"
             )
 
     @property
     def has_runs(self) -> bool:
         """Whether a window has the same offsets of each shard, in runs of consecutive ones."""
-        if self.sampler.is_sequential or not isinstance(self.sampler, WindowedSampler):
-            return self.sampler.is_sequential
-        return self.sampler.window_runs(0, 0) is not None
+        return self.sampler.is_sequential or self.sampler.block_runs(0, 0) is not None
 
     def __len__(self) -> int:
         return -(-self.sampler.num_positions // (self.rows * self.sampler.num_shards))
@@ -115,15 +113,13 @@ class ReadWindows:
             number: Window of the epoch, counted from 0.
 
         Returns:
-            Ranges of offsets, as `WindowedSampler.window_runs` returns them.
+            Ranges of offsets, as `Sampler.block_runs` returns them.
         """
-        if isinstance(self.sampler, WindowedSampler) and not self.sampler.is_sequential:
-            runs = self.sampler.window_runs(epoch, number)
+        if not self.sampler.is_sequential:
+            runs = self.sampler.block_runs(epoch, number)
             assert runs is not None, f"{self.sampler} has no runs"
             return runs
-        return [
-            range(number * self.rows, min((number + 1) * self.rows, self.sampler.shards.longest))
-        ]
+        return [range(number * self.rows, min((number + 1) * self.rows, self.sampler.pool.longest))]
 
     def offsets(self, epoch: int, number: int, held: Integers) -> tuple[Integers, Integers]:
         """The rows that a window has of some shards, for any sampler.

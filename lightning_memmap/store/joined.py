@@ -5,7 +5,7 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,12 @@ from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.sampling import (
     Integers,
     JoinedRows,
-    JoinedShards,
+    Pool,
+    Rows,
+    RowSubset,
     Shards,
     Subset,
-    WindowShards,
+    WindowedRows,
 )
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
@@ -58,13 +60,14 @@ class JoinedStore(Store):
         total = sum(part.num_rows for part in parts)
         #: How far the rows of each store lie behind those of the store before, beyond its rows.
         self._shifts = _shifts(first.schema.fields, [part.num_rows for part in parts])
-        shards = self.shards_of(Shards(total, first.num_shards))
-        assert isinstance(shards, JoinedShards)
-        self._shards = shards
+        self._rows = self.rows()
+        shards = Shards(total, first.num_shards)
         # Of a store at a URL, all shards are fetched.
         opened = [part.provide(None, range(part.num_shards)) for part in parts]
         manifests = tuple(part.manifest for part in parts)
-        manifest = JoinedManifest(**{**vars(first), "shards": shards, "parts": manifests})
+        manifest = JoinedManifest(
+            **{**vars(first), "shards": shards, "parts": manifests, "rows": self._rows}
+        )
         #: The files of each field: see `Store.row_files`.
         self._files: dict[str, list[tuple[Path, int, int]]] = {}
         columns = zip(first.schema.fields, *opened, strict=True)
@@ -72,20 +75,9 @@ class JoinedStore(Store):
         super().__init__(path, manifest, joined)
 
     @override
-    def shards_of(self, shards: Shards) -> Shards:
-        chosen = shards.subset
-        assert chosen is None or isinstance(chosen, JoinedRows)
-        parts = [Shards(part.num_rows, shards.num_shards) for part in self._parts]
-        if chosen is not None:
-            pairs = zip(chosen.chosen_sizes, chosen.subsets, strict=True)
-            parts = [Shards(size, shards.num_shards, subset) for size, subset in pairs]
-        return JoinedShards(
-            shards.num_rows,
-            shards.num_shards,
-            subset=chosen,
-            stores=self._names,
-            parts=tuple(parts),
-        )
+    def rows(self, subset: RowSubset | None = None) -> JoinedRows:
+        assert subset is None, "rows are chosen from each store by itself"
+        return self.chosen({})
 
     def chosen(self, selections: Mapping[str, Subset]) -> JoinedRows:
         """Some rows of the stores.
@@ -100,8 +92,11 @@ class JoinedStore(Store):
             selections[name].subset(f"train/{name}", 0, part) if name in selections else None
             for name, part in zip(self._names, self._parts, strict=True)
         ]
+        rows: list[Rows] = [
+            part.rows(subset) for part, subset in zip(self._parts, subsets, strict=True)
+        ]
         sizes = tuple(part.num_rows for part in self._parts)
-        return JoinedRows(self._names, sizes, tuple(subsets))
+        return JoinedRows(self._names, tuple(rows), sizes)
 
     @property
     @override
@@ -110,7 +105,7 @@ class JoinedStore(Store):
 
     @override
     def in_memory(self, locations: Integers) -> Integers:
-        return locations + self._shifts[self._shards.stores_of(locations)]
+        return locations + self._shifts[self._rows.stores_of(locations)]
 
     @override
     def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
@@ -122,10 +117,10 @@ class JoinedStore(Store):
             part.check_in_place()
 
     def _locate(self, rows: Integers) -> Integers:
-        return self.in_memory(self._shards.locate(rows))
+        return self.in_memory(self._rows.places(rows))
 
     def _joined(self, field: Field, columns: Sequence[OpenColumn], index: int) -> OpenColumn:
-        firsts = self._shards.firsts + self._shifts
+        firsts = self._rows.firsts + self._shifts
         variable = [column for column in columns if isinstance(column, ItemRows)]
         if not variable:
             files = [
@@ -154,7 +149,9 @@ class JoinedStore(Store):
             gap = np.zeros((int(np.diff(self._shifts, prepend=0)[number]), width), np.int64)
             gap[:, 0] = begin
             pieces += [gap, column.index + np.eye(1, width, dtype=np.int64) * begin]
-        return _JoinedItems(field, self._shards, items, np.concatenate(pieces), self._locate)
+        return _JoinedItems(
+            field, self._parts[0].manifest.shards, items, np.concatenate(pieces), self._locate
+        )
 
 
 @dataclass(frozen=True)
@@ -163,9 +160,11 @@ class JoinedManifest(Manifest):
 
     Args:
         parts: The manifest of each.
+        rows: The rows of all stores.
     """
 
     parts: tuple[Manifest, ...] = ()
+    rows: JoinedRows = field(kw_only=True)
 
     @property
     @override
@@ -180,19 +179,17 @@ class JoinedManifest(Manifest):
     @override
     def shard_bytes(
         self,
-        shards: Shards | None = None,
+        pool: Pool | None = None,
         fields: Collection[str] | None = None,
         num_data_devices: int = 1,
     ) -> Integers:
-        shards = shards or self.shards
-        if isinstance(shards.base, WindowShards):
-            return super().shard_bytes(shards, fields, num_data_devices)
-        joined = self.shards
-        assert isinstance(joined, JoinedShards)
-        sizes = np.zeros(shards.num_shards, np.int64)
-        for shard in range(shards.num_shards):
-            rows = np.asarray(shards.rows_of(shard))
-            for number, count in enumerate(np.bincount(joined.stores_of(rows)).tolist()):
+        pool = pool or Pool.of(self.rows, self.num_shards)
+        if isinstance(pool.rows, WindowedRows):
+            return super().shard_bytes(pool, fields, num_data_devices)
+        sizes = np.zeros(pool.num_shards, np.int64)
+        for shard in range(pool.num_shards):
+            rows = pool.dataset_rows(*pool.offsets_of(shard))
+            for number, count in enumerate(np.bincount(self.rows.stores_of(rows)).tolist()):
                 part = self.parts[number]
                 some = [c for c in part.columns if fields is None or c.field.name in fields]
                 sizes[shard] += sum(c.num_bytes(range(-1, count - 1)) for c in some)

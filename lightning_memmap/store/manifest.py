@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
-from lightning_memmap.sampling import Integers, Shards, WindowShards
+from lightning_memmap.sampling import Integers, Pool, Shards, WindowedRows
 from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.store.columns import Column, columns_from_json, columns_to_json
 from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
@@ -94,14 +94,14 @@ class Manifest:
 
     def shard_bytes(
         self,
-        shards: Shards | None = None,
+        pool: Pool | None = None,
         fields: Collection[str] | None = None,
         num_data_devices: int = 1,
     ) -> Integers:
         """Bytes of the rows of each shard.
 
         Args:
-            shards: How the rows, or some of them, are divided into shards; by default as stored.
+            pool: How the rows, or some of them, are divided into shards; by default as stored.
             fields: Names of the fields that count; by default all.
             num_data_devices: Data devices of all processes, each of which has a copy of what their
                 shards share.
@@ -109,11 +109,11 @@ class Manifest:
         Returns:
             int64 of shape (C,). Where the size of each row is not known, they are rounded up.
         """
-        shards = shards or self.shards
         columns = [c for c in self.columns if fields is None or c.field.name in fields]
-        if isinstance(shards.base, WindowShards):
-            return window_bytes(columns, shards, shards.base, num_data_devices)
-        sizes = [rows_bytes(columns, shards.rows_of(c)) for c in range(shards.num_shards)]
+        if pool is not None and isinstance(pool.rows, WindowedRows):
+            return window_bytes(columns, pool, num_data_devices)
+        parts = self.shards if pool is None else pool
+        sizes = [rows_bytes(columns, parts.rows_of(c)) for c in range(parts.num_shards)]
         return np.array(sizes, np.int64)
 
     @property

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import MemmapError, StoreError
-from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.sampling import Integers, PickedRows, Rows, RowSubset, StoreRows
 from lightning_memmap.schema import Schema
 from lightning_memmap.schema.nesting import SAMPLE
 from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
@@ -87,16 +87,10 @@ class Store:
         """
         return [column.tensor for column in self.columns]
 
-    def shards_of(self, shards: Shards) -> Shards:
-        """The shards of all rows, or of some of them, as a sampler is given them.
-
-        Args:
-            shards: The same rows, divided by their number.
-
-        Returns:
-            For one store, the same shards.
-        """
-        return shards
+    def rows(self, subset: RowSubset | None = None) -> Rows:
+        """What an order orders: the rows of the store, or some of them."""
+        rows = StoreRows(self.manifest.shards)
+        return rows if subset is None else PickedRows(rows, subset)
 
     @property
     def has_gaps(self) -> bool:

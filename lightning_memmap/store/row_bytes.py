@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_memmap.sampling import Integers, Shards, WindowShards, spans_of
+from lightning_memmap.sampling import Integers, Pool, WindowedRows, spans_of
 from lightning_memmap.store.columns import Column
 
 
@@ -21,21 +21,20 @@ def rows_bytes(columns: Sequence[Column], rows: range | Integers) -> int:
     return sum(column.num_bytes(rows) for column in columns)
 
 
-def window_bytes(
-    columns: Sequence[Column], shards: Shards, line: WindowShards, num_data_devices: int
-) -> Integers:
+def window_bytes(columns: Sequence[Column], pool: Pool, num_data_devices: int) -> Integers:
     """Bytes that each shard takes of series that are cut into windows.
 
     Args:
         columns: The columns of a store, or some of them.
-        shards: Of ``line``, or of a sampler over it.
-        line: The windows.
+        pool: Of windows over series.
         num_data_devices: Data devices of all processes, each of which has a copy of what their
             shards share.
 
     Returns:
         int64 of shape (C,), rounded up.
     """
+    line = pool.rows
+    assert isinstance(line, WindowedRows)
     step_bytes = series_bytes = 0
     for column in columns:
         if column.field.name in line.fields:
@@ -45,13 +44,13 @@ def window_bytes(
             series_bytes += -(-rows_bytes([column], range(num_rows)) // num_rows)
 
     def held_bytes(chosen: Sequence[int]) -> int:
-        counts = spans_of(shards, chosen).counts
+        counts = spans_of(pool, chosen).counts
         counts = counts[counts > 0]
         num_steps = int((counts - 1).sum()) * line.stride + len(counts) * line.length
         return num_steps * step_bytes + len(counts) * series_bytes
 
-    count = shards.num_shards
-    if shards == line.ordered:
+    count = pool.num_shards
+    if pool.is_striped:
         # In dataset order all shards have windows of all series, and those of a device share them.
         total = held_bytes(range(count)) * num_data_devices
         return np.full(count, -(-total // count), np.int64)

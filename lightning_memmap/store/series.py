@@ -1,6 +1,6 @@
 """Series: rows of a store that are cut into windows along their first dimension."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_memmap.sampling import Fields, Integers, Shards, WindowShards
+from lightning_memmap.sampling import Fields, Integers, Rows, WindowedRows
+from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Form, Windows
 from lightning_memmap.store.columns import ItemRows, OpenColumn
 from lightning_memmap.store.reader import Store
@@ -24,23 +25,23 @@ class Series(NamedTuple):
     """Steps of each, int64 of shape (series,)."""
 
 
-def division_of(store: Store, variable: Mapping[str, Form]) -> Callable[[Shards], Shards] | None:
-    """What divides the rows of a store, or the windows over them, into shards.
+def windowed(store: Store, rows: Rows, variable: Mapping[str, Form]) -> Rows:
+    """What a sampler orders: rows of a store, or the windows over them.
 
     Args:
         store: The store.
+        rows: Its rows, or some of them.
         variable: The form of fields by name.
 
     Returns:
-        A function of the shards of rows; None where these are what a sampler orders: no field is
-        cut into windows, and the store is one.
+        The rows themselves where no field is cut into windows.
 
     Raises:
         ValueError: A field cannot be cut into windows, or fields are cut in different ways.
     """
     forms = {name: form for name, form in variable.items() if isinstance(form, Windows)}
     if not forms:
-        return store.shards_of if store.has_gaps else None
+        return rows
     first, form = next(iter(forms.items()))
     fields = {field.name: field for field in store.schema.fields}
     for name, other in forms.items():
@@ -61,49 +62,48 @@ def division_of(store: Store, variable: Mapping[str, Form]) -> Callable[[Shards]
                 " the first differs; store text as its bytes, uint8"
             )
 
-    def divide(shards: Shards) -> Shards:
-        shards = store.shards_of(shards)
-        steps = read_series(store, tuple(forms), shards).steps
-        all_steps = None
-        if shards.subset is not None:
-            every = store.shards_of(Shards(store.num_rows, shards.num_shards))
-            places = every.locate(range(store.num_rows))
-            all_steps = read_series(store, (first,), every).steps[places]
-        return WindowShards.of(shards, tuple(forms), steps, form.length, form.stride, all_steps)
-
-    return divide
+    steps = Numbers(read_series(store, tuple(forms), rows).steps)
+    every, whole = store.rows(), None
+    if rows != every:
+        all_steps = Numbers(read_series(store, (first,), every).steps)
+        whole = WindowedRows(every, (first,), all_steps, form.length, form.stride)
+    return WindowedRows(rows, tuple(forms), steps, form.length, form.stride, whole)
 
 
-def read_series(store: Store, fields: tuple[str, ...], shards: Shards) -> Series:
+def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
     """Find the series that rows of a store are. No step is read.
 
     Args:
         store: The store.
         fields: The names of the fields that are cut into windows.
-        shards: The rows, and the shards that they are divided into.
+        rows: The rows.
 
     Returns:
-        The series in the order of a file of these rows, shard after shard.
+        The series in the order of their line.
 
     Raises:
         ValueError: The fields differ in the steps of a row.
         StoreError: The index of the store is damaged.
     """
-    homes, offsets = shards.all_offsets()
-    places = store.in_memory(shards.locations_in(store.manifest.shards, homes, offsets))
-    # Of a store at a URL, all shards are fetched: a few bytes of each row are needed.
+    places = store.in_memory(series_places(rows))
     opened = [*chain(*(store.provide([name], range(store.num_shards)) for name in fields))]
     found = [_series(column, places) for column in opened]
     for name, other in zip(fields, found, strict=True):
         wrong = np.flatnonzero((other.steps != found[0].steps) | (other.begins != found[0].begins))
         if len(wrong):
-            row = int(shards.dataset_rows(homes[wrong[:1]], offsets[wrong[:1]])[0])
+            row = int(rows.dataset_rows(rows.on_line(wrong[:1]))[0])
             raise ValueError(
                 f"variable: up to row {row}, field {name!r} has other steps than field"
                 f" {fields[0]!r}: fields that are cut into windows together need as many in each"
                 " row; store what differs as another field, and leave it out of the windows"
             )
     return found[0]
+
+
+def series_places(rows: Rows) -> Integers:
+    """The places of all rows in the order of their line, int64 of shape (rows,)."""
+    index = np.arange(rows.num_rows, dtype=np.int64)
+    return index if rows.is_in_files else rows.places(rows.on_line(index))
 
 
 def _series(column: OpenColumn, places: Integers) -> Series:
@@ -131,12 +131,12 @@ def steps_of(column: OpenColumn) -> Tensor:
 class _WindowFields:
     """The fields of series, with an entry for each window."""
 
-    def __init__(self, series: Fields, shards: WindowShards) -> None:
-        self._series, self._shards = series, shards
+    def __init__(self, series: Fields, windows: WindowedRows) -> None:
+        self._series, self._windows = series, windows
 
     @property
     def num_rows(self) -> int:
-        return self._shards.num_rows
+        return (self._windows.whole or self._windows).num_rows
 
     def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
         series = self._all_series
@@ -147,27 +147,19 @@ class _WindowFields:
         return self._series.given(field)[self._all_series]
 
     def lengths(self, field: str) -> Integers:
-        if field in self._shards.fields:
+        if field in self._windows.fields:
             raise ValueError(f"field {field!r}: it is cut into windows, which all have one length")
         return self._series.lengths(field)[self._all_series]
 
     @property
     def _all_series(self) -> Integers:
         """The row of the store that each window is of."""
-        return self._shards.stored_rows(np.arange(self.num_rows, dtype=np.int64))
+        return self._windows.stored_rows(np.arange(self.num_rows, dtype=np.int64))
 
 
-def fields_of(store: Store, shards: Shards) -> Fields:
-    """The fields of what a sampler orders.
-
-    Args:
-        store: The store.
-        shards: Its rows or the windows over them, divided into shards.
-
-    Returns:
-        The store itself for rows. For windows, each has the values of its series.
-    """
-    return _WindowFields(store, shards) if isinstance(shards, WindowShards) else store
+def fields_of(store: Store, rows: Rows) -> Fields:
+    """The fields of what a sampler orders: for windows, each has the values of its series."""
+    return _WindowFields(store, rows) if isinstance(rows, WindowedRows) else store
 
 
 def windows_over(steps: Tensor, length: int) -> Tensor:

@@ -7,10 +7,10 @@ import torch
 
 from lightning_memmap.loading import SuperBatchLoader, load_split
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.sampling import BlockShuffledSampler, Sampler, Shards, ShuffledSampler
+from lightning_memmap.sampling import Pool, Sampler, ShuffledSampler
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store
-from lightning_memmap.store.series import division_of
+from lightning_memmap.store.series import windowed
 
 
 def make_loader(
@@ -35,13 +35,12 @@ def make_loader(
     """
     topology = DataTopology(tuple(devices))
 
-    def order(shards: Shards, rows: int) -> Sampler:
-        if window is None and residency != "stream":
-            return ShuffledSampler(shards)
-        return BlockShuffledSampler(shards, 0, rows)
+    def order(pool: Pool, rows: int) -> Sampler:
+        is_whole = window is None and residency != "stream"
+        return ShuffledSampler(pool, 0, None if is_whole else rows)
 
-    divide = division_of(store, windows or {})
-    size = SplitSize.of("train", store.manifest, topology, None, window, order, divide)
+    chosen = windowed(store, store.rows(), windows or {})
+    size = SplitSize.of("train", store.manifest, topology, chosen, window, order)
     placement = plan_placement(
         {"train": size},
         topology,
@@ -50,4 +49,4 @@ def make_loader(
     )
     rows = load_split(store, topology, placement.splits["train"])
     options = {"collate": store.schema.builder(), **options}
-    return SuperBatchLoader(rows, order(size.shards, size.window), batch_size, **options)
+    return SuperBatchLoader(rows, order(size.pool, size.window), batch_size, **options)

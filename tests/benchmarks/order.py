@@ -15,17 +15,21 @@ from collections.abc import Callable
 
 from timing import CLOCKS, machine, spread
 
-from lightning_memmap.sampling import Shards, ShuffledSampler
+from lightning_memmap.sampling import Pool, Shards, ShuffledSampler, StoreRows
 
 #: Ranks whose rows are counted in one epoch, of which the first one is timed.
 _RANKS_OF_EPOCH = 64
+
+
+def _pool(num_rows: int, num_shards: int) -> Pool:
+    return Pool.of(StoreRows(Shards(num_rows, num_shards)), num_shards)
 
 
 def measure(num_rows: int, num_shards: int, block: int, rounds: int, clock: str) -> str:
     """One line: set-up in microseconds, peak memory in KiB, nanoseconds for a row."""
     now = CLOCKS[clock]
     first_s, row_ns = [], []
-    sampler = ShuffledSampler(Shards(num_rows, num_shards), seed=1)
+    sampler = ShuffledSampler(_pool(num_rows, num_shards), seed=1)
     start = num_rows // 2 if num_rows >= 2 * block else 0
     positions = range(start, min(num_rows, start + block))
     for epoch in range(rounds + 1):
@@ -50,7 +54,7 @@ def measure_ranks(num_rows: int, num_ranks: int, block: int, clock: str) -> None
     for rank in range(num_ranks):
         tracemalloc.start()
         start = now()
-        sampler = ShuffledSampler(Shards(num_rows, num_ranks), seed=1)
+        sampler = ShuffledSampler(_pool(num_rows, num_ranks), seed=1)
         mine = range(rank, num_rows, num_ranks)
         # What the ranks of an epoch have in common stays in this process: another epoch is worked
         # out anew, as by a rank that has a process of its own.
@@ -65,7 +69,7 @@ def measure_ranks(num_rows: int, num_ranks: int, block: int, clock: str) -> None
         assert set(found.tolist()) == {rank}
         assert len(set(offsets.tolist())) == len(offsets) == len(mine[:block])
         assert set((rows % num_ranks).tolist()) == {rank}
-        assert int(sampler.shards.sizes[rank]) == len(mine)
+        assert int(sampler.pool.sizes[rank]) == len(mine)
         num_served += len(mine)
     assert num_served == num_rows
     print(f"{num_rows:,} rows over {num_ranks:,} ranks: each row in exactly one")

@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 
 from lightning_memmap import open_store
-from lightning_memmap.sampling import Bucketed, Sampler, Shards, ShuffledSampler
+from lightning_memmap.sampling import Bucketed, Pool, Sampler, Shards, ShuffledSampler, StoreRows
 
 
 class Lengths:
@@ -72,12 +72,13 @@ def main() -> None:
     print(f"steps of {args.batch} rows, {args.shards} shards")
     print(f"{'lengths':<26} {'order':<26} {'padding':>8} {'padded items':>14} {'ns a row':>10}")
     for name, lengths in sets:
-        shards, fields = Shards(len(lengths), args.shards), Lengths(lengths)
-        orders: dict[str, Sampler] = {"shuffled": ShuffledSampler(shards, 0)}
+        rows, fields = StoreRows(Shards(len(lengths), args.shards)), Lengths(lengths)
+        pool = Pool.of(rows, args.shards)
+        orders: dict[str, Sampler] = {"shuffled": ShuffledSampler(pool, 0)}
         for size, buckets in ((1, 10), (1, 100), (8, 100)):
             factory = Bucketed("x", size * args.batch, num_buckets=buckets)
             words = f"{buckets} buckets of {size} step{'s'[: size > 1]}"
-            orders[words] = factory.make(shards, 0, fields)
+            orders[words] = factory.make(pool, 0, fields)
         whole = 1 / (1 - padding(lengths, orders["shuffled"], args.batch))
         for order, sampler in orders.items():
             share = padding(lengths, sampler, args.batch)

@@ -24,16 +24,16 @@ from lightning_memmap.loading import FormedCollate, SuperBatchLoader, load_split
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
     Mixture,
+    Pool,
     RandomSplit,
     Sampler,
-    Shards,
     ShuffledSampler,
     Weighted,
 )
 from lightning_memmap.schema import Form, Windows
 from lightning_memmap.store import ColumnDataset, Store, build_store
 from lightning_memmap.store.joined import JoinedStore
-from lightning_memmap.store.series import division_of
+from lightning_memmap.store.series import windowed
 
 CPU = torch.device("cpu")
 #: Of the two stores of a mixture, each with half of the rows.
@@ -45,7 +45,7 @@ WINDOW = 128
 def make_loader(
     store: Store,
     batch: int,
-    order: Callable[[Shards], Sampler],
+    order: Callable[[Pool], Sampler],
     split: RandomSplit | None = None,
     windows: dict[str, Form] | None = None,
 ) -> SuperBatchLoader:
@@ -57,13 +57,12 @@ def make_loader(
         "train",
         store.manifest,
         topology,
-        subset,
-        order=lambda shards, window: order(shards),
-        divide=division_of(store, forms),
+        windowed(store, store.rows(subset), forms),
+        order=lambda pool, window: order(pool),
     )
     placement = plan_placement({"train": size}, topology, "mmap", budget_bytes={CPU: 2**40})
     rows = load_split(store, topology, placement.splits["train"])
-    sampler = order(size.shards.base)
+    sampler = order(Pool.of(size.pool.rows, size.pool.num_shards))
     return SuperBatchLoader(rows, sampler, batch, collate=FormedCollate(store.schema, forms))
 
 
@@ -102,8 +101,8 @@ def measure(name: str, rounds: int, clock: str) -> None:
             },
         )
 
-        def weighted(given: np.ndarray) -> Callable[[Shards], Sampler]:
-            return lambda shards: Weighted(given).make(shards, 0, store)
+        def weighted(given: np.ndarray) -> Callable[[Pool], Sampler]:
+            return lambda pool: Weighted(given).make(pool, 0, store)
 
         loaders = {
             "shuffled": make_loader(store, case.batch, ShuffledSampler),
@@ -113,7 +112,7 @@ def measure(name: str, rounds: int, clock: str) -> None:
                 store, case.batch, ShuffledSampler, RandomSplit(0.1, seed=1)
             ),
             "mixture": make_loader(
-                joined, case.batch, lambda shards: Mixture(SHARES).make(shards, 0, joined)
+                joined, case.batch, lambda pool: Mixture(SHARES).make(pool, 0, joined)
             ),
         }
         report(name, loaders, "shuffled", rounds, clock)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.sampling import BatchSchedule, Shards
+from lightning_memmap.sampling import BatchSchedule
 from tests.distributed.harness import launch
 from tests.distributed.scenarios import resume
-from tests.rows import make_sampler
+from tests.rows import make_sampler, pool_of
 
 ROWS = 151
 GLOBAL_BATCH = 16
@@ -96,7 +96,7 @@ def test_weighted_rows_of_several_processes_are_those_of_one_and_resume_bitwise(
     step = 25
     ranks = launch("resume.weighted", tmp_path, processes=2, rows=ROWS, variant=variant, step=step)
     order = resume.weighted_sampler(ROWS).make(
-        Shards(ROWS, 24), 0, SimpleNamespace(num_rows=ROWS, values=None)
+        pool_of(ROWS, 24), 0, SimpleNamespace(num_rows=ROWS, values=None)
     )
     plan = BatchSchedule(2 * ROWS, GLOBAL_BATCH, 24)
     for epoch in range(resume.EPOCHS):

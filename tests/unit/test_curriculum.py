@@ -18,9 +18,9 @@ from lightning_memmap.sampling import (
     KFold,
     Mixture,
     Parts,
+    Pool,
     RandomSplit,
     SequentialSampler,
-    Shards,
     ShuffledSampler,
     Subset,
     Weighted,
@@ -33,8 +33,8 @@ ROWS = 90
 HALF = np.where(np.arange(ROWS) % 9 < 4, 1.0, 0.0)
 
 
-def in_order(shards: Shards, seed: int) -> SequentialSampler:
-    return SequentialSampler(shards)
+def in_order(pool: Pool, seed: int) -> SequentialSampler:
+    return SequentialSampler(pool)
 
 
 def make_data(path: Path, **options: Any) -> MemmapDataModule:
@@ -72,7 +72,7 @@ def test_rows_of_all_orders_are_held_once(tmp_path: Path) -> None:
     data = make_data(tmp_path, residency="host")
     epochs_of(data, 0)
     assert data.placement is not None
-    held = data.placement.splits["train"].shards
+    held = data.placement.splits["train"].pool
     places = [held.rows_of(shard).tolist() for shard in range(12)]  # type: ignore[union-attr]
     assert all(len(rows) == len(set(rows)) for rows in places)
     assert set(chain.from_iterable(places)) == set(range(ROWS))
@@ -183,7 +183,7 @@ def test_shares_and_windows_change_too(tmp_path: Path, residency: str) -> None:
         loader.set_epoch(epoch)
         seen = [window for batch in loader for window in windows_in(batch, 8)]
         rows = order.dataset_rows(epoch, range(200))
-        names = order.shards.base.names(rows)
+        names = order.pool.rows.names(rows)
         assert [(row, step) for (_, row), step in names] == seen
         found = Counter(store for (store, _), _ in names)
         assert found["a"] == pytest.approx(200 * expected["a"], abs=1)

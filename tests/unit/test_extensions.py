@@ -16,10 +16,18 @@ from lightning_memmap.loading import SplitRows
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.row_source import RandomAccessRows
 from lightning_memmap.placement import DataTopology
-from lightning_memmap.sampling import Integers, Sampler, Shards
+from lightning_memmap.sampling import Integers, Pool, Sampler
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
-from tests.rows import CPU, check_save_and_resume, epoch_rows, joined, loader_over, make_loader
+from tests.rows import (
+    CPU,
+    check_save_and_resume,
+    epoch_rows,
+    joined,
+    loader_over,
+    make_loader,
+    pool_of,
+)
 
 NUM_ROWS = 60
 
@@ -33,25 +41,15 @@ class TwiceSampler(Sampler):
 
     start: int = 0
 
-    @property
-    def num_positions(self) -> int:
-        return int(min(self._lengths()) * self.num_shards)
-
-    def _lengths(self) -> list[int]:
-        return [size + (size - size // 2) for size in self.shards.sizes.tolist()]
-
-    def grid(
-        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
-    ) -> Integers:
-        sizes = self.shards.sizes[shards]
-        places = np.arange(first, last + 1)[:, None] + (epoch + self.start) % 2
-        places = places % (sizes + sizes - sizes // 2)
-        offsets = np.where(places < sizes, places, places - sizes + sizes // 2)
-        return (offsets + starts).ravel()
+    def offsets(self, epoch: int, shard: int) -> Integers:
+        size, count = int(self.pool.sizes[shard]), int(self.pool.counts[shard])
+        places = (np.arange(count) + (epoch + self.start) % 2) % (size + size - size // 2)
+        return np.where(places < size, places, places - size + size // 2)
 
 
-def twice(shards: Shards, seed: int) -> Sampler:
-    return TwiceSampler(shards, seed % 2)
+def twice(pool: Pool, seed: int) -> Sampler:
+    lengths = [size + (size - size // 2) for size in pool.sizes.tolist()]
+    return TwiceSampler(pool.with_positions(min(lengths) * pool.num_shards), seed % 2)
 
 
 def trained_rows(path: Path, strategy: str, devices: int, batch: int, **options: Any) -> list[int]:
@@ -67,7 +65,7 @@ def trained_rows(path: Path, strategy: str, devices: int, batch: int, **options:
 
 
 def test_sampler_of_a_test_gives_its_rows_under_any_number_of_devices(tmp_path: Path) -> None:
-    order = TwiceSampler(Shards(NUM_ROWS, 24))
+    order = twice(pool_of(NUM_ROWS, 24), 0)
     expected = [
         row
         for epoch in range(2)
@@ -84,7 +82,7 @@ def test_sampler_of_a_test_is_saved_and_resumed(numbered_store: Any) -> None:
 
     def make() -> Any:
         loader = make_loader(store, 2, 3)
-        loader.order = order = twice(loader.order.shards, 1)
+        loader.order = order = twice(loader.order.pool, 1)
         return type(loader)(
             loader._rows, order, 3, collate=store.schema.builder(), transform=lambda batch: batch
         )
@@ -102,7 +100,6 @@ def test_sampler_of_a_test_is_saved_and_resumed(numbered_store: Any) -> None:
     ("options", "words"),
     [
         ({"sampler": 3}, r"sampler=3: give Weighted\(\.\.\.\), or a function"),
-        ({"sampler": twice, "shuffle_window": 2}, "shuffle_window=2 with a sampler"),
         ({"sampler": twice, "shuffle": False}, "shuffle=False with a sampler"),
     ],
 )
@@ -116,14 +113,14 @@ def test_sampler_with_options_that_it_excludes_is_refused(
 @pytest.mark.parametrize(
     "sampler",
     [
-        lambda shards, seed: TwiceSampler(Shards(shards.num_rows // 2, shards.num_shards)),
-        lambda shards, seed: range(shards.num_rows),
+        lambda pool, seed: TwiceSampler(pool_of(pool.num_rows // 2, pool.num_shards)),
+        lambda pool, seed: range(pool.num_rows),
     ],
 )
 def test_sampler_of_other_rows_is_refused(tmp_path: Path, sampler: Any) -> None:
     data = MemmapDataModule(Points(NUM_ROWS), store_dir=tmp_path, sampler=sampler)
     data.prepare_data()
-    with pytest.raises(ValueError, match=r"sampler: it returned .* over the shards"):
+    with pytest.raises(ValueError, match=r"sampler: it returned .* over the pool"):
         data.setup("fit")
 
 
@@ -138,10 +135,8 @@ class Floats(TwiceSampler):
 
 @dataclass(frozen=True)
 class Outside(TwiceSampler):
-    def grid(
-        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
-    ) -> Integers:
-        return super().grid(epoch, first, last, shards, starts) + 1000
+    def offsets(self, epoch: int, shard: int) -> Integers:
+        return super().offsets(epoch, shard) + 1000
 
 
 @pytest.mark.parametrize(
@@ -149,12 +144,12 @@ class Outside(TwiceSampler):
     [
         (Plain, "Plain is no dataclass"),
         (Floats, r"Floats.share=0\.5; fields are ints"),
-        (Outside, "Outside.grid returned"),
+        (Outside, r"Outside\.offsets\(epoch=0, shard=0\) returned .* integers from 0 to 2"),
     ],
 )
 def test_sampler_that_cannot_work_is_refused(tmp_path: Path, kind: Any, words: str) -> None:
     data = MemmapDataModule(
-        Points(NUM_ROWS), store_dir=tmp_path, sampler=lambda shards, seed: kind(shards)
+        Points(NUM_ROWS), store_dir=tmp_path, sampler=lambda pool, seed: kind(pool)
     )
     data.prepare_data()
     with pytest.raises((TypeError, ValueError), match=words):
@@ -162,10 +157,12 @@ def test_sampler_that_cannot_work_is_refused(tmp_path: Path, kind: Any, words: s
 
 
 def test_function_that_takes_no_shards_and_seed_is_refused(tmp_path: Path) -> None:
-    maker: Any = TwiceSampler.grid
-    data = MemmapDataModule(Points(NUM_ROWS), store_dir=tmp_path, sampler=maker)
+    def maker(pool: Any) -> Sampler:
+        return TwiceSampler(pool)
+
+    data = MemmapDataModule(Points(NUM_ROWS), store_dir=tmp_path, sampler=maker)  # type: ignore[arg-type]
     data.prepare_data()
-    with pytest.raises(TypeError, match=r"sampler=.*: it cannot be called with the shards and"):
+    with pytest.raises(TypeError, match=r"sampler=.*: it cannot be called with the pool of"):
         data.setup("fit")
 
 
@@ -202,7 +199,7 @@ def test_row_source_of_a_test_serves_a_loader(
     store = numbered_store(NUM_ROWS, 12)
     source = MadeRows(store)
     topology = DataTopology((CPU,) * num_devices)
-    rows = SplitRows(topology, Shards(NUM_ROWS, 12), (source,), np.zeros(12, np.int64))
+    rows = SplitRows(topology, pool_of(NUM_ROWS, 12), (source,), np.zeros(12, np.int64))
     loader = loader_over(store, rows, 4, shuffle=True, seed=3, transform=transform)
     expected = make_loader(store, num_devices, 4, shuffle=True, seed=3)
     assert epoch_rows(loader) == epoch_rows(expected)

@@ -11,7 +11,7 @@ import torch
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatchLoader, load_split
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement, SplitSize
-from lightning_memmap.sampling import RowSubset, SequentialSampler, Shards, StridedRows
+from lightning_memmap.sampling import Pool, RowSubset, SequentialSampler, StridedRows
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
 from tests.rows import CPU, check_save_and_resume, epoch_rows, joined, loader_over, rows_in
@@ -24,9 +24,8 @@ def make_loader(
     store: Store, subset: RowSubset | None, num_devices: int, residency: str
 ) -> SuperBatchLoader:
     """A loader over some rows of a store, on logical CPU devices."""
-    num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
-    shards = Shards(num_rows, 12, subset)
-    size = SplitSize(SequentialSampler(shards), tuple((shards.sizes * 14).tolist()), window=1)
+    pool = Pool.of(store.rows(subset), 12)
+    size = SplitSize(SequentialSampler(pool), tuple((pool.sizes * 14).tolist()), window=1)
     placement = SplitPlacement(size, (Residency(residency),) * 12)
     split = load_split(store, DataTopology((CPU,) * num_devices), placement)
     loader = loader_over(store, split, 4, shuffle=True, seed=5)

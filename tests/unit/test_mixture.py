@@ -20,11 +20,13 @@ from lightning_memmap.cli import main
 from lightning_memmap.errors import SchemaError, StoreNotFoundError
 from lightning_memmap.sampling import (
     JoinedRows,
-    JoinedShards,
     Mixture,
+    PickedRows,
+    Pool,
     RandomSplit,
     SequentialSampler,
     Shards,
+    StoreRows,
     StridedRows,
     Subset,
 )
@@ -300,20 +302,19 @@ def test_rows_are_selected_from_each_set(tmp_path: Path, residency: str) -> None
     assert epoch_of(data) == epoch_of(apart)
     assert data.order is not None
     rows = data.order.dataset_rows(0, range(12))
-    names = data.order.shards.base.names(rows)
+    names = data.order.pool.rows.names(rows)
     codes = dict(zip(SIZES, (100, 200, 300), strict=True))
     assert [codes[name] + row for name, row in names] == epoch_of(data)[0]
 
 
 def test_selected_rows_come_in_the_order_of_the_sets_in_dataset_order() -> None:
-    rows = JoinedRows(("a", "b"), (5, 9), (StridedRows(1, 2), None))
-    parts = (Shards(2, 3, StridedRows(1, 2)), Shards(9, 3))
-    shards = JoinedShards(rows.num_rows(14), 3, subset=rows, stores=("a", "b"), parts=parts)
-    order = SequentialSampler(shards.ordered)
+    first = PickedRows(StoreRows(Shards(5, 3)), StridedRows(1, 2))
+    pool = Pool.of(JoinedRows(("a", "b"), (first, StoreRows(Shards(9, 3))), (5, 9)), 3)
+    order = SequentialSampler(pool)
     expected = [1, 3, *range(5, 14)]
     assert order.dataset_rows(0, range(11)).tolist() == expected
-    assert sorted(shards.all_rows().tolist()) == expected
-    assert shards.names(np.array(expected))[:3] == [["a", 1], ["a", 3], ["b", 0]]
+    assert sorted(pool.dataset_rows(*pool.all_offsets()).tolist()) == expected
+    assert pool.rows.names(np.array(expected))[:3] == [["a", 1], ["a", 3], ["b", 0]]
 
 
 def test_windows_over_rows_that_are_selected_from_a_set(tmp_path: Path) -> None:

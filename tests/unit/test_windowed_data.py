@@ -20,16 +20,21 @@ from lightning_memmap.loading import SuperBatchLoader, window_rows
 from lightning_memmap.loading.window_rows import WindowRows
 from lightning_memmap.sampling import (
     KFold,
+    PickedRows,
+    Pool,
     RandomSplit,
+    Rows,
     SequentialSampler,
     Shards,
     ShuffledSampler,
+    StoreRows,
     StridedRows,
     Subset,
     Weighted,
-    WindowShards,
+    WindowedRows,
     spans_of,
 )
+from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, TokenStream, build_store, open_store
 from tests.models import make_trainer
@@ -70,51 +75,56 @@ def joined(steps: list[list[Any]]) -> list[Any]:
 def test_each_window_is_in_one_shard_and_found_again(
     lengths: list[int], num_shards: int, length: int, stride: int, subset: bool
 ) -> None:
-    chosen = StridedRows(0, 2) if subset else None
-    rows = [*range(0, len(lengths), 2)] if subset else [*range(len(lengths))]
-    expected = [
-        (row, step) for row, step in all_windows(lengths, length, stride) if row in set(rows)
-    ]
-    series = Shards(len(rows), num_shards, chosen)
-    homes = np.repeat(np.arange(num_shards), series.sizes)
-    offsets = np.arange(len(rows)) - series.starts[homes]
-    steps = np.array(lengths)[series.dataset_rows(homes, offsets)]
+    rows: Rows = StoreRows(Shards(len(lengths), num_shards))
+    whole, chosen = None, range(len(lengths))
+    if subset:
+        all_steps = Numbers(np.array(lengths)[rows.on_line(np.arange(len(lengths)))])
+        if all_windows(lengths, length, stride):
+            whole = WindowedRows(rows, ("x",), all_steps, length, stride)
+        rows, chosen = PickedRows(rows, StridedRows(0, 2)), range(0, len(lengths), 2)
+    expected = [found for found in all_windows(lengths, length, stride) if found[0] in chosen]
+    steps = Numbers(np.array(lengths)[rows.dataset_rows(rows.on_line(np.arange(rows.num_rows)))])
     if not expected:
         with pytest.raises(ValueError, match="the longest of the"):
-            WindowShards.of(series, ("x",), steps, length, stride)
+            WindowedRows(rows, ("x",), steps, length, stride, whole)
         return
-    line = WindowShards.of(series, ("x",), steps, length, stride)
+    line = WindowedRows(rows, ("x",), steps, length, stride, whole)
     numbers = np.arange(len(expected))
-    assert [tuple(name) for name in line.names(numbers)] == expected
-    assert line.stored_rows(numbers).tolist() == [row for row, _ in expected]
-    assert line.dataset_rows_at(line.locate(numbers)).tolist() == numbers.tolist()
-    for shards in (line, line.ordered):
-        assert shards.base == line
-        found = [shards.rows_of(shard) for shard in range(num_shards)]
-        assert [len(rows) for rows in found] == shards.sizes.tolist()
+    in_dataset = line.dataset_rows(numbers)
+    # A part of a dataset has the numbers of the whole.
+    every = all_windows(lengths, length, stride)
+    assert [every[number] for number in in_dataset.tolist()] == expected
+    assert [tuple(name) for name in line.names(in_dataset)] == expected
+    assert line.stored_rows(in_dataset).tolist() == [row for row, _ in expected]
+    assert line.on_line(line.places(numbers)).tolist() == numbers.tolist()
+    for pool in (Pool.of(line, num_shards), Pool.of(line, num_shards, is_striped=True)):
+        assert pool.is_striped is (pool.striped is pool)
+        found = [pool.numbers(*pool.offsets_of(shard)) for shard in range(num_shards)]
+        assert [len(each) for each in found] == pool.sizes.tolist()
         assert sorted(np.concatenate(found).tolist()) == numbers.tolist()
-        for shard, rows_ in enumerate(found):
-            places = shards.locations_in(line, np.full(len(rows_), shard), np.arange(len(rows_)))
-            assert line.dataset_rows_at(places).tolist() == rows_.tolist()
-            at, windows = line.on_line(places)
-            firsts, counts = spans_of(shards, [shard])
+        for shard, each in enumerate(found):
+            places = pool.places(*pool.offsets_of(shard))
+            assert line.on_line(places).tolist() == each.tolist()
+            at, windows = line.in_series(places)
+            firsts, counts = spans_of(pool, [shard])
             assert (windows >= firsts[at]).all()
             assert (windows < (firsts + counts)[at]).all()
             assert (counts > 0).sum() == len(set(at.tolist()))
-    sequential = SequentialSampler(line)
-    every = range(sequential.num_positions)
-    assert sequential.dataset_rows(0, every).tolist() == numbers.tolist()
-    shuffled = ShuffledSampler(line, 3)
-    assert sorted(shuffled.dataset_rows(1, every).tolist()) == numbers.tolist()
+    pool, positions = Pool.of(line, num_shards), range(len(expected))
+    sequential = SequentialSampler(pool).dataset_rows(0, positions)
+    assert sequential.tolist() == in_dataset.tolist()
+    shuffled = ShuffledSampler(pool, 3).dataset_rows(1, positions)
+    assert sorted(shuffled.tolist()) == in_dataset.tolist()
 
 
 def test_shards_share_no_more_than_windows_overlap() -> None:
-    line = WindowShards.of(Shards(1, 4), ("x",), np.array([1000]), 10, 2)
-    firsts, counts = zip(*(spans_of(line, [shard]) for shard in range(4)), strict=True)
+    steps = Numbers(np.array([1000]))
+    pool = Pool.of(WindowedRows(StoreRows(Shards(1, 4)), ("x",), steps, 10, 2), 4)
+    firsts, counts = zip(*(spans_of(pool, [shard]) for shard in range(4)), strict=True)
     held = [int((count[0] - 1) * 2 + 10) for count in counts]
     assert sum(held) == 1000 + 3 * (10 - 2)
-    assert [int(first[0]) for first in firsts] == line.starts.tolist()
-    assert spans_of(line, range(4)).counts.tolist() == [496]
+    assert [int(first[0]) for first in firsts] == pool.starts.tolist()
+    assert spans_of(pool, range(4)).counts.tolist() == [496]
 
 
 # Loaders
@@ -187,11 +197,10 @@ def test_memory_holds_each_step_once(store: Store) -> None:
 
 def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
     loader = make_loader(store, WINDOWS, residency="host", fields=("value",))
-    line = loader.order.shards
-    assert isinstance(line, WindowShards)
-    counts = spans_of(line, range(12)).counts
+    pool = loader.order.pool
+    counts = spans_of(pool, range(12)).counts
     steps = int(((counts[counts > 0] - 1) * STRIDE + LENGTH).sum())
-    values = store.manifest.shard_bytes(line, {"value"})
+    values = store.manifest.shard_bytes(pool, {"value"})
     assert steps * 4 <= values.sum() <= (steps + 12 * (LENGTH - STRIDE)) * 4
 
 

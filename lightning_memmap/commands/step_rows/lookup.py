@@ -38,7 +38,7 @@ class StepRows:
         first: Its first position.
         last: One past its last position.
         rows: The rows of the global batch, in the order of positions: numbers, or as
-            `lightning_memmap.sampling.Shards.names` has them.
+            `lightning_memmap.sampling.Rows.names` has them.
         devices: The same by data device.
     """
 
@@ -71,7 +71,7 @@ def step_rows(
     if step >= len(schedule):
         raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(schedule) - 1}")
     first, last = schedule.bounds(step)
-    found = order.shards.base.names(order.dataset_rows(epoch, range(first, last)))
+    found = order.pool.rows.names(order.dataset_rows(epoch, range(first, last)))
     count = topology.num_data_devices
     devices = [
         DeviceRows(device, device % topology.size, found[(device - first) % count :: count])
@@ -91,7 +91,7 @@ def stored_rows(order: Sampler, step: StepRows) -> list[int]:
         Rows of the store, in the order of positions.
     """
     rows = order.dataset_rows(step.epoch, range(step.first, step.last))
-    found: list[int] = order.shards.base.stored_rows(rows).tolist()
+    found: list[int] = order.pool.rows.stored_rows(rows).tolist()
     return found
 
 

@@ -17,7 +17,7 @@ from lightning_memmap import MemmapDataModule, build_store, host_memory, open_st
 from lightning_memmap.errors import DatasetError, PlacementError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import Padded, SuperBatch
 from lightning_memmap.placement import budgets
-from lightning_memmap.sampling import BlockShuffledSampler, default_window
+from lightning_memmap.sampling import ShuffledSampler, default_window
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import CPU, joined, take_steps
@@ -214,8 +214,8 @@ class TestLargerThanMemory:
         expected = default_window(24, manifest.row_bytes)
         assert data.train_dataloader().state_dict()["sampler"]["shuffle_window"] == expected
         order = data.train_sampler(data.stores["train"])
-        assert isinstance(order, BlockShuffledSampler)
-        assert order.window_rows == expected
+        assert isinstance(order, ShuffledSampler)
+        assert order.block == expected
         data.teardown()
 
     def test_windows_that_do_not_fit_raise_in_setup(self, tmp_path: Path) -> None:

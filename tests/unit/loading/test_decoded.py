@@ -25,7 +25,6 @@ from lightning_memmap.loading import (
 )
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import (
-    BlockShuffledSampler,
     SequentialSampler,
     ShuffledSampler,
     StridedRows,
@@ -59,7 +58,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 def loader_over(
     store: Store, rows: SplitRows, batch_size: int, shuffled: bool = True, **options: Any
 ) -> SuperBatchLoader:
-    sampler = ShuffledSampler(rows.shards, 3) if shuffled else SequentialSampler(rows.shards)
+    sampler = ShuffledSampler(rows.pool, 3) if shuffled else SequentialSampler(rows.pool)
     collate = FormedCollate(store.schema, read_forms(FORMS))
     return SuperBatchLoader(rows, sampler, batch_size, collate=collate, **options)
 
@@ -308,7 +307,7 @@ def test_images_are_streamed_window_by_window(
         rows = make_split(store, num_devices, residency="stream", window=window, forms=FORMS)
         loader = SuperBatchLoader(
             rows,
-            BlockShuffledSampler(rows.shards, 3, window),
+            ShuffledSampler(rows.pool, 3, window),
             batch_size,
             collate=FormedCollate(store.schema, read_forms(FORMS)),
             transform=transform,
@@ -339,7 +338,7 @@ def test_process_that_was_forked_meanwhile_goes_on(store: Store, residency: str)
 def test_images_without_a_form_are_given_as_bytes(store: Store) -> None:
     rows = make_split(store, 1)
     collate = FormedCollate(store.schema)
-    loader = SuperBatchLoader(rows, SequentialSampler(rows.shards), 5, collate=collate)
+    loader = SuperBatchLoader(rows, SequentialSampler(rows.pool), 5, collate=collate)
     batch = next(iter(loader)).to("cpu")
     assert batch["image"] == [EncodedImages(5)[row]["image"] for row in range(5)]
 
@@ -377,7 +376,7 @@ def test_masks_from_transparency_are_those_of_a_dataloader(
     rows = make_split(store, num_devices, forms=forms)
     loader = SuperBatchLoader(
         rows,
-        SequentialSampler(rows.shards),
+        SequentialSampler(rows.pool),
         8 // num_devices,
         collate=FormedCollate(store.schema, forms),
         transform=masked,

@@ -131,7 +131,7 @@ def test_decoded_images_are_copied_to_the_data_devices(
         rows = split_with(
             store, DataTopology(devices), (Residency(placed),) * 12, forms=images.FORMS
         )
-        sampler = ShuffledSampler(rows.shards, 3)
+        sampler = ShuffledSampler(rows.pool, 3)
         loader = SuperBatchLoader(
             rows, sampler, 12 // len(devices), collate=FormedCollate(store.schema, forms),
             transform=transform,

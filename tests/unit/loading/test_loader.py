@@ -598,7 +598,7 @@ def make_builder_loader(
     split = make_split(store, num_devices)
     return SuperBatchLoader(
         split,
-        sampler_over(split.shards),
+        sampler_over(split.pool),
         8 // num_devices,
         collate=store.schema.builder(dataset[0]),
         transform=transform,

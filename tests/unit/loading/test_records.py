@@ -38,7 +38,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 def loader_over(store: Store, rows: Any, batch_size: int, form: str, **options: Any) -> Any:
     collate = FormedCollate(store.schema, FORMS[form])
-    sampler = ShuffledSampler(rows.shards, 3)
+    sampler = ShuffledSampler(rows.pool, 3)
     return SuperBatchLoader(rows, sampler, batch_size, collate=collate, **options)
 
 
@@ -215,7 +215,7 @@ def test_row_numbers_do_not_depend_on_the_number_of_data_devices(
     collate = NumberedCollate(FormedCollate(store.schema), store.schema)
     loader = SuperBatchLoader(
         rows,
-        ShuffledSampler(rows.shards, 3),
+        ShuffledSampler(rows.pool, 3),
         24 // num_devices,
         collate=collate,
         transform=transform,

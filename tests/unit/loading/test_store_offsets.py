@@ -1,5 +1,8 @@
 """Where the rows of a split lie in a store, by table and worked out row by row."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,16 +13,18 @@ from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.sampling import (
     ChosenRows,
     Integers,
-    JoinedShards,
-    RowSubset,
+    JoinedRows,
+    PickedRows,
+    Pool,
+    Rows,
     Sampler,
     Shards,
     ShuffledSampler,
+    StoreRows,
     StridedRows,
-    WeightedSampler,
+    Weighted,
 )
 from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.sampling.weighted_shards import WeightedShards
 
 
 def moved(locations: Integers) -> Integers:
@@ -30,27 +35,26 @@ def moved(locations: Integers) -> Integers:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[StoreOffsets, Sampler]:
     num_rows, num_shards = draw(st.integers(12, 90)), draw(st.integers(1, 6))
-    stored = Shards(num_rows, num_shards)
+    stored = StoreRows(Shards(num_rows, num_shards))
     kind = draw(st.sampled_from(["chosen", "strided", "striped", "joined", "weighted"]))
     seed = draw(st.integers(0, 99))
+    rows: Rows = stored
     if kind == "joined":
-        parts = (Shards(7, num_shards), Shards(num_rows - 7, num_shards))
-        line = JoinedShards(num_rows, num_shards, stores=("a", "b"), parts=parts)
-        return StoreOffsets(line, line, moved), ShuffledSampler(line, seed)
-    if kind == "striped":
-        shards = Shards(num_rows, num_shards + 1)
-        return StoreOffsets(stored, shards), ShuffledSampler(shards, seed)
+        parts = (StoreRows(Shards(7, num_shards)), StoreRows(Shards(num_rows - 7, 2)))
+        rows = JoinedRows(("a", "b"), parts, (7, num_rows - 7))
+    if kind == "chosen":
+        chosen = np.random.default_rng(seed).permutation(num_rows)[: num_rows // 2]
+        rows = PickedRows(stored, ChosenRows(Numbers(chosen)))
+    if kind == "strided":
+        rows = PickedRows(stored, StridedRows(1, 3, excluded=True))
+    pool = Pool.of(rows, num_shards + (kind == "striped"))
+    sampler: Sampler = ShuffledSampler(pool, seed)
     if kind == "weighted":
         weights = np.random.default_rng(seed).integers(0, 3, num_rows).astype(np.float64)
         weights[:3] = 1, 0, 4
-        by_weight = WeightedShards.of(stored, weights * (50 / weights.sum()), 50)
-        return StoreOffsets(stored, by_weight), WeightedSampler(by_weight, seed)
-    subset: RowSubset = StridedRows(1, 3, excluded=True)
-    if kind == "chosen":
-        rows = np.random.default_rng(seed).permutation(num_rows)[: num_rows // 2]
-        subset = ChosenRows(Numbers(rows))
-    shards = Shards(subset.num_rows(num_rows), num_shards, subset)
-    return StoreOffsets(stored, shards), ShuffledSampler(shards, seed)
+        fields: Any = SimpleNamespace(num_rows=num_rows)
+        sampler = Weighted(weights, 50).make(pool, seed, fields)
+    return StoreOffsets(sampler.pool, num_rows, moved if kind == "joined" else None), sampler
 
 
 @given(cases(), st.integers(0, 3), st.data())
@@ -62,7 +66,8 @@ def test_rows_are_found_where_they_lie_with_a_table_or_without(
     begin = data.draw(st.integers(0, sampler.num_positions))
     positions = range(begin, sampler.num_positions)
     rows = sampler.dataset_rows(epoch, positions)
-    expected = offsets.stored.locate(rows)
+    every = offsets.pool.rows
+    expected = (every.of if isinstance(every, PickedRows) else every).places(rows)
     if offsets.in_memory is not None:
         expected = offsets.in_memory(expected)
     found = offsets.locate(sampler, epoch, positions)

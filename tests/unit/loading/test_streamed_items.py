@@ -17,15 +17,23 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading import (
     FormedCollate,
     SuperBatchLoader,
-    window_items,
+    stream_layout,
     window_reads,
 )
 from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
-from lightning_memmap.loading.window_items import largest_window
+from lightning_memmap.loading.window_sizes import largest_window
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.sampling import BlockShuffledSampler, Shards, StridedRows
+from lightning_memmap.sampling import (
+    PickedRows,
+    Pool,
+    Rows,
+    Shards,
+    ShuffledSampler,
+    StoreRows,
+    StridedRows,
+)
 from lightning_memmap.schema import Field, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.columns import ItemRows
@@ -187,7 +195,7 @@ def test_items_are_read_to_their_places_wherever_their_blocks_begin(
 ) -> None:
     # Several pieces a run, and room for whatever it takes.
     read_in_blocks(monkeypatch, block_bytes, 4 * 4096)
-    monkeypatch.setattr(window_items, "_MAX_FREE_BYTES", math.inf)
+    monkeypatch.setattr(stream_layout, "_MAX_FREE", math.inf)
     for window, size in ((20, 1), (3, 1), (1000, 7)):
         options: dict[str, Any] = {"window": window, "rank": size - 1, "size": size}
         streamed, mapped = (
@@ -225,22 +233,22 @@ class TestMemory:
     ) -> None:
         lengths = np.random.default_rng(seed).pareto(0.8, num_rows).astype(np.int64) % 5000
         stored = Shards(num_rows, num_shards)
-        ends = np.cumsum(lengths[stored.all_rows()])
+        every: Rows = StoreRows(stored)
+        ends = np.cumsum(lengths[every.on_line(np.arange(num_rows))])
         items = torch.empty(int(ends[-1]), dtype=torch.uint8)
         rows = ItemRows(Field("x", torch.uint8, (None,), "array"), stored, items, ends[:, None])
-        shards = stored
         if is_subset and num_rows > 1:
-            subset = StridedRows(0, 2)
-            shards = Shards(subset.num_rows(num_rows), num_shards, subset)
+            every = PickedRows(every, StridedRows(0, 2))
+        pool = Pool.of(every, num_shards)
         held = list(range(0, num_shards, 2))
-        offsets = StoreOffsets(stored, shards)
-        most = largest_window(rows, offsets, held, min(window, shards.longest))
-        sampler, found = BlockShuffledSampler(shards, seed, window), [0]
+        offsets = StoreOffsets(pool, num_rows)
+        most = largest_window(rows, offsets, held, min(window, pool.longest))
+        sampler, found = ShuffledSampler(pool, seed, window), [0]
         for epoch in range(4):
-            for number in range(-(-shards.longest // window)):
-                runs = sampler.window_runs(epoch, number)
+            for number in range(-(-pool.longest // window)):
+                runs = sampler.block_runs(epoch, number) or []
                 here = [
-                    lengths[np.asarray(shards.rows_of(shard), np.int64)[run.start : run.stop]]
+                    lengths[np.asarray(pool.rows_of(shard), np.int64)[run.start : run.stop]]
                     for run in runs
                     for shard in held
                 ]
@@ -256,15 +264,15 @@ class TestMemory:
         store = build_store(
             rows, tmp_path / "s", num_shards=4, variable={"x": "pad"}, progress=False
         )
-        shards = make_split(store).shards
+        pool = make_split(store).pool
         column = store.columns[0]
         assert isinstance(column, ItemRows)
-        largest = largest_window(column, StoreOffsets.into(store, shards), range(4), 100)
+        largest = largest_window(column, StoreOffsets.into(store, pool), range(4), 100)
         assert 19 * 2**16 < largest < 20 * 2**16
         split = make_split(store, residency="stream", window=100)
         (source,) = split.sources
         assert isinstance(source, StreamedRows)
-        memory = source._layout.allocate().items[0].items.nbytes
+        memory = source._layout.allocate().ragged[0].items.nbytes
         # Blocks at both ends of each run come on top.
         assert largest <= memory < largest + 3 * 4 * 3 * 4096
 

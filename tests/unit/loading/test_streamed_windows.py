@@ -7,26 +7,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.loading import SuperBatchLoader, window_items, window_reads
+from lightning_memmap.loading import SuperBatchLoader, stream_layout, window_reads
+from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading.stream_layout import StreamLayout, located_steps
 from lightning_memmap.loading.streamed import StreamedRows
-from lightning_memmap.loading.window_series import SeriesLayout, largest_window_steps
+from lightning_memmap.loading.window_sizes import largest_window_steps
 from lightning_memmap.sampling import (
-    BlockShuffledSampler,
     Bucketed,
+    Pool,
     ReadWindows,
     Sampler,
     SequentialSampler,
     Shards,
+    ShuffledSampler,
+    StoreRows,
     StridedRows,
     Weighted,
-    WindowShards,
+    WindowedRows,
 )
-from lightning_memmap.schema import Windows
+from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.schema import Field, Windows
 from lightning_memmap.store import Store, TokenStream, build_store
 from tests.rows import read_in_blocks
 from tests.series import Series, all_windows, make_loader, windows_in
@@ -57,56 +63,52 @@ def steps_of(loader: SuperBatchLoader) -> list[list[tuple[int, int]]]:
 
 
 @st.composite
-def lines(draw: st.DrawFn) -> WindowShards:
+def pools(draw: st.DrawFn) -> Pool:
     lengths = draw(st.lists(st.integers(0, 60), min_size=1, max_size=30))
     length, stride = draw(st.integers(1, 12)), draw(st.integers(1, 15))
     assume(max(lengths) >= length)
-    series = Shards(len(lengths), draw(st.integers(1, 9)))
-    line = WindowShards.of(series, ("x",), np.array(lengths), length, stride)
-    return line if draw(st.booleans()) else line.ordered  # type: ignore[return-value]
+    num_shards = draw(st.integers(1, 9))
+    line = over(Shards(len(lengths), num_shards), lengths, length, stride)
+    return Pool.of(line, num_shards, is_striped=draw(st.booleans()))
 
 
-@given(lines(), st.integers(1, 20), st.integers(0, 99), st.integers(1, 3))
+def over(series: Shards, lengths: list[int], length: int, stride: int) -> WindowedRows:
+    return WindowedRows(StoreRows(series), ("x",), Numbers(np.array(lengths)), length, stride)
+
+
+@given(pools(), st.integers(1, 20), st.integers(0, 99), st.integers(1, 3))
 @settings(deadline=None, max_examples=25)
 def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_largest(
-    shards: WindowShards, window: int, seed: int, size: int
+    pool: Pool, window: int, seed: int, size: int
 ) -> None:
-    line = shards.base
-    assert isinstance(line, WindowShards)
-    held = [*range(0, shards.num_shards, size)]
-    rows = min(window, shards.longest)
-    order: Sampler = SequentialSampler(shards)
-    if not shards.is_ordered:
-        order = BlockShuffledSampler(shards, seed, rows)
-    most = largest_window_steps(shards, held, ReadWindows(order, rows))
-    for number in range(-(-shards.longest // rows)):
-        runs = [range(number * rows, min((number + 1) * rows, shards.longest))]
-        if not shards.is_ordered:
-            runs = BlockShuffledSampler(shards, seed, rows).window_runs(1, number)
-        series, firsts, counts = shards.stretches(held, runs)
-        assert (counts > 0).all()
+    held = [*range(0, pool.num_shards, size)]
+    rows = min(window, pool.longest)
+    order: Sampler = SequentialSampler(pool)
+    if not pool.is_striped:
+        order = ShuffledSampler(pool, seed, rows)
+    windows, line = ReadWindows(order, rows), pool.rows
+    assert isinstance(line, WindowedRows)
+    most = largest_window_steps(held, windows)
+    series: Any = SimpleNamespace(line=line, shifts=np.zeros(len(line.counts), np.int64))
+    for number in range(len(windows)):
+        begins, lengths = located_steps(series, np.array(held), windows, 1, number)
+        firsts, counts = begins // line.stride, (lengths[:, 0] - line.length) // line.stride + 1
         found = [*chain(*(range(a, a + n) for a, n in zip(firsts, counts, strict=True)))]
-        wanted = [
-            place
-            for shard in held
-            for run in runs
-            for offset in run
-            if offset < shards.sizes[shard]
-            for place in shards.locations_in(line, np.array([shard]), np.array([offset])).tolist()
-        ]
+        wanted = pool.places(*windows.offsets(1, number, np.array(held))).tolist()
+        assert (counts > 0).all()
         assert len(set(found)) == len(found)
-        if shards.is_ordered:
+        places = line.in_series(firsts).series
+        if pool.is_striped:
             assert set(found) >= set(wanted)
-            assert set(line.on_line(np.array(wanted)).series.tolist()) == set(series.tolist())
+            assert {*line.in_series(np.array(wanted)).series.tolist()} == {*places.tolist()}
         else:
             assert sorted(found) == sorted(wanted)
         # Steps that windows of a run have in common are there once.
-        steps = (counts - 1) * line.stride + line.length
-        assert steps.sum() <= most
-        assert line.on_line(firsts).series.tolist() == series.tolist()
-    everything = int((shards.counts[shards.counts > 0] - 1).sum()) * line.stride
-    everything += int((shards.counts > 0).sum()) * line.length
-    assert shards.steps_before(np.array([0, shards.num_rows])).tolist() == [0, everything]
+        assert lengths.sum() <= most
+    everything = int((line.counts[line.counts > 0] - 1).sum()) * line.stride
+    everything += int((line.counts > 0).sum()) * line.length
+    edges = np.array([0, line.num_rows])
+    assert line.steps_before(edges, pool.is_striped).tolist() == [0, everything]
 
 
 # Loaders
@@ -253,7 +255,7 @@ def test_steps_that_lie_apart_are_read_in_pieces(
 ) -> None:
     monkeypatch.setattr(window_reads, "_READ_BYTES", read_bytes)
     monkeypatch.setattr(window_reads, "_GAP_BYTES", read_bytes // 2)
-    monkeypatch.setattr(window_items, "_MAX_FREE_BYTES", 0)
+    monkeypatch.setattr(stream_layout, "_MAX_FREE", 0)
     for num_devices in (1, 5):
         streamed, mapped = (
             make_loader(
@@ -316,9 +318,7 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
     (source,) = loader._rows.sources
     assert isinstance(source, StreamedRows)
     layout = source._layout
-    assert isinstance(layout, SeriesLayout)
-    steps = layout.allocate()._steps[0]
-    assert steps is not None
+    steps = layout.allocate()._items[0]
     # Of 40,000 windows of 64 tokens, and blocks at both ends of each run.
     assert 40_000 * 2 <= steps.nbytes < 44_000 * 2 + 12 * 2 * 4096
     for memory in (2 * 44_000 * 2, 2 * 30_000 * 2):
@@ -353,8 +353,10 @@ def test_rows_of_processes_that_have_few_windows_each_are_warned_of(
 
 
 def test_more_windows_than_can_be_numbered_with_all_steps_are_refused() -> None:
-    line = WindowShards.of(Shards(1, 1), ("x",), np.array([2**40]), 1, 1)
-    mapped: Any = SimpleNamespace(shifts=np.zeros(1, np.int64), row_bytes=1)
-    windows = ReadWindows(BlockShuffledSampler(line, 0, 1), 1)
+    pool = Pool.of(over(Shards(1, 1), [2**40], 1, 1), 1)
+    series: Any = SimpleNamespace(line=pool.rows, is_cut=[True], num_places=2**40, row_bytes=1)
+    windows = ReadWindows(ShuffledSampler(pool, 0, 1), 1)
+    fields, offsets = [Field("x", torch.uint8, (None,), "array")], StoreOffsets(pool, 2**40)
+    options: dict[str, Any] = {"held": [0], "windows": windows, "series": series}
     with pytest.raises(ValueError, match=r"shuffle_window=1: .* choose a larger one"):
-        SeriesLayout([], [], mapped, line, held=[0], windows=windows)
+        StreamLayout(fields, [None], {}, offsets, **options)

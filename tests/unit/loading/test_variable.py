@@ -51,7 +51,7 @@ FORMS: dict[str, dict[str, Form]] = {
 def loader_over(
     store: Store, rows: SplitRows, batch_size: int, form: str = "pad", **options: Any
 ) -> SuperBatchLoader:
-    sampler = ShuffledSampler(rows.shards, 3)
+    sampler = ShuffledSampler(rows.pool, 3)
     collate = FormedCollate(store.schema, FORMS[form])
     return SuperBatchLoader(rows, sampler, batch_size, collate=collate, **options)
 
@@ -365,7 +365,7 @@ def test_form_of_a_user_needs_nothing_but_its_class(store: Store) -> None:
 
     collate = FormedCollate(store.schema, {"ids": Longest()})
     rows = make_split(store)
-    loader = SuperBatchLoader(rows, SequentialSampler(rows.shards), 5, collate=collate)
+    loader = SuperBatchLoader(rows, SequentialSampler(rows.pool), 5, collate=collate)
     dataset = Ragged(NUM_ROWS)
     for step, batch in enumerate(loader):
         expected = max(len(dataset[row]["ids"]) for row in range(5 * step, 5 * step + 5))
@@ -375,6 +375,6 @@ def test_form_of_a_user_needs_nothing_but_its_class(store: Store) -> None:
 def test_rows_in_dataset_order_line_up(store: Store) -> None:
     rows = make_split(store, 2)
     collate = FormedCollate(store.schema)
-    loader = SuperBatchLoader(rows, SequentialSampler(rows.shards), 5, collate=collate)
+    loader = SuperBatchLoader(rows, SequentialSampler(rows.pool), 5, collate=collate)
     texts = [text for step in loader for text in step.to("cpu")["text"]]
     assert texts == [Ragged(NUM_ROWS)[row]["text"] for row in range(NUM_ROWS)]

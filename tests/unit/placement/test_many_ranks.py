@@ -11,8 +11,8 @@ import torch
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
     BatchSchedule,
-    BlockShuffledSampler,
     Integers,
+    Pool,
     Sampler,
     SequentialSampler,
     Shards,
@@ -33,21 +33,19 @@ class ManyRows:
 
     def shard_bytes(
         self,
-        shards: Shards | None = None,
+        pool: Pool | None = None,
         fields: Collection[str] | None = None,
         num_data_devices: int = 1,
     ) -> Integers:
         column = FixedColumn(Field("x", torch.int64, (), "array"), Shards(ROWS, RANKS))
-        shards = shards or column.shards
-        return np.array([rows_bytes([column], shards.rows_of(c)) for c in range(RANKS)], np.int64)
+        parts = pool or column.shards
+        return np.array([rows_bytes([column], parts.rows_of(c)) for c in range(RANKS)], np.int64)
 
 
-def order_of(kind: str, shards: Shards) -> Sampler:
-    if kind == "shuffled":
-        return ShuffledSampler(shards, 7)
-    return (
-        SequentialSampler(shards) if kind == "sequential" else BlockShuffledSampler(shards, 7, 1000)
-    )
+def order_of(kind: str, pool: Pool) -> Sampler:
+    if kind == "sequential":
+        return SequentialSampler(pool)
+    return ShuffledSampler(pool, 7, None if kind == "shuffled" else 1000)
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "sequential", "block-shuffled"])
@@ -57,7 +55,7 @@ def test_set_up_of_a_rank_is_small(kind: str) -> None:
         topology = DataTopology((CPU,), rank=511, size=RANKS)
         size = SplitSize.of("train", ManyRows(), topology)
         placement = plan_placement({"train": size}, topology, "mmap", budget_bytes={CPU: 0})
-        sampler = order_of(kind, size.shards)
+        sampler = order_of(kind, size.pool)
         plan = BatchSchedule(sampler.num_positions, GLOBAL_BATCH, RANKS)
         found = []
         for step in (0, len(plan) // 2, len(plan) - 1):

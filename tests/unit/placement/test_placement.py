@@ -28,7 +28,7 @@ from lightning_memmap.placement import (
     placement_table,
     plan_placement,
 )
-from lightning_memmap.sampling import Integers, Shards, shard_rows
+from lightning_memmap.sampling import Integers, Pool, Shards, shard_rows
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.strategies import IndependentStrategy, SuperBatchDDPStrategy
 
@@ -47,11 +47,11 @@ class Size:
 
     def shard_bytes(
         self,
-        shards: Shards | None = None,
+        pool: Pool | None = None,
         fields: Collection[str] | None = None,
         num_data_devices: int = 1,
     ) -> Integers:
-        return (shards or Shards(self.num_rows, self.num_shards)).sizes * self.row_bytes
+        return (pool or Shards(self.num_rows, self.num_shards)).sizes * self.row_bytes
 
 
 def plan(
@@ -244,14 +244,14 @@ class TestStriping:
 
     def test_plan_with_as_many_rows_as_devices_gives_each_a_row(self) -> None:
         placement = plan({"train": Size(8, 24)}, GPUS)
-        rows = shard_rows(8, placement.splits["train"].shards.num_shards)
+        rows = shard_rows(8, placement.splits["train"].pool.num_shards)
         owner = placement.topology.owner
         assert [sum(rows[c] for c in range(24) if owner(c) == d) for d in range(8)] == [1] * 8
 
     def test_plan_with_devices_that_do_not_divide_warns_and_names_a_good_count(self) -> None:
         with pytest.warns(UserWarning, match=r"24 shards, which 5 data devices") as caught:
             placement = plan({"train": Size(240)}, GPUS[:5])
-        assert placement.splits["train"].shards.num_shards == 25
+        assert placement.splits["train"].pool.num_shards == 25
         assert "num_shards=25" in str(caught[0].message)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

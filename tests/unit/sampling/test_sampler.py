@@ -2,7 +2,6 @@ import dataclasses
 import math
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -17,7 +16,6 @@ from lightning_memmap.sampling import (
     derive_seed,
     shard_rows,
     shard_starts,
-    shuffled,
     striping,
 )
 from lightning_memmap.sampling import permutations as constructions
@@ -318,13 +316,12 @@ LONG = [1024, 1025, 1500, 4099]
 
 
 @pytest.fixture(params=["tables", "cipher"])
-def construction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def construction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How shards of 1,024 rows and more are permuted."""
-    shuffled._permutation.cache_clear()
     if request.param == "cipher":
         monkeypatch.setattr(constructions, "_VERY_LONG_SHARD", 0)
-    yield request.param
-    shuffled._permutation.cache_clear()
+    name: str = request.param
+    return name
 
 
 @pytest.mark.parametrize("size", [1022, 1023, *LONG, 2**16 - 1, 2**16, 2**16 + 1])

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.sampling import (
+    PickedRows,
+    Pool,
     Sampler,
-    Shards,
-    ShuffledSampler,
     StridedRows,
     Weighted,
     WeightedSampler,
 )
-from lightning_memmap.sampling.weighted_shards import WeightedShards
+from tests.rows import pool_of
 
 
 class Table:
@@ -37,13 +37,13 @@ class Table:
 
 def made(weights: Any, num_shards: int = 4, seed: int = 0, **options: Any) -> WeightedSampler:
     num_rows = len(weights)
-    return Weighted(weights, **options).make(Shards(num_rows, num_shards), seed, Table(num_rows))
+    return Weighted(weights, **options).make(pool_of(num_rows, num_shards), seed, Table(num_rows))
 
 
 def drawn(sampler: Sampler, epoch: int) -> np.ndarray:
     """How often each row comes in an epoch."""
     rows = sampler.dataset_rows(epoch, range(sampler.num_positions))
-    return np.bincount(rows, minlength=sampler.shards.base.num_rows)
+    return np.bincount(rows, minlength=sampler.pool.rows.num_rows)
 
 
 @st.composite
@@ -88,24 +88,18 @@ def test_lengths_fill_the_line_and_shards_cover_it(
 ) -> None:
     if not replacement:
         num_samples = min(num_samples, sum(weight > 0 for weight in given_weights))
-    shards = made(
-        given_weights, num_shards, num_samples=num_samples, replacement=replacement
-    ).shards
-    line, bits = shards.line, shards.line.unit_bits
-    assert int(shards.lengths.array.sum()) == num_samples << bits
-    assert (shards.lengths.array[np.array(given_weights) == 0] == 0).all() or num_shards > 1
-    found = np.split(line.pieces, np.cumsum(shards.sizes)[:-1])
-    # Each shard has the share of its positions, and its rows all have some of it: the last one has
-    # what is left.
-    sizes = [len(range(shard, num_samples, num_shards)) for shard in range(num_shards)]
-    for each, size in zip(found, sizes, strict=True):
-        assert int(each.sum()) < size << bits or not size
-        assert (each[:-1] > 0).all()
-        assert not each[-1:].any()
-    assert [len(each) for each in found] == shards.sizes.tolist()
-    assert shards.num_rows == shards.sizes.sum()
+    sampler = made(given_weights, num_shards, num_samples=num_samples, replacement=replacement)
+    pool, lengths = sampler.pool, sampler.lengths.array
+    assert pool.counts.tolist() == [
+        len(range(shard, num_samples, num_shards)) for shard in range(num_shards)
+    ]
+    # In whole units, and so exactly as long as the epoch.
+    unit = int(lengths.sum()) // num_samples
+    assert int(lengths.sum()) == unit * num_samples
+    held = [row for shard in range(num_shards) for row in np.asarray(pool.rows_of(shard)).tolist()]
+    assert set(held) == set(np.flatnonzero(given_weights).tolist())
     # Only a row on a cut is in two shards.
-    assert shards.num_rows <= len(given_weights) + num_shards - 1
+    assert pool.num_rows <= len(given_weights) + num_shards - 1
 
 
 @given(st.data(), weights(), st.integers(1, 12), st.integers(1, 150))
@@ -120,11 +114,11 @@ def test_positions_are_served_by_their_shards_in_any_division(
     again = pickle.loads(pickle.dumps(sampler))
     homes, offsets = again.at(3, range(start, num_samples, step))
     assert homes.tolist() == [p % num_shards for p in range(start, num_samples, step)]
-    assert (offsets < again.shards.sizes[homes]).all()
-    assert again.shards.dataset_rows(homes, offsets).tolist() == whole[start::step]
+    assert (offsets < again.pool.sizes[homes]).all()
+    assert again.pool.dataset_rows(homes, offsets).tolist() == whole[start::step]
     for shard in range(num_shards):
         mine = {row for p, row in enumerate(whole) if p % num_shards == shard}
-        assert mine <= set(np.asarray(sampler.shards.rows_of(shard)).tolist())
+        assert mine <= set(np.asarray(sampler.pool.rows_of(shard)).tolist())
 
 
 # Distributions. The seeds are fixed, so each outcome is fixed; the critical values are 99.9 %
@@ -173,8 +167,8 @@ def test_rows_that_share_an_epoch_are_others_in_another() -> None:
 
 def test_equal_weights_are_a_shuffled_epoch_in_the_shards_of_the_store() -> None:
     sampler = made(np.full(101, 0.7), 12)
-    assert sampler.shards.starts_in(Shards(101, 12)) is not None
-    assert sampler.shards.sizes.tolist() == Shards(101, 12).sizes.tolist()
+    assert sampler.pool.begins is not None
+    assert sampler.pool.sizes.tolist() == pool_of(101, 12).sizes.tolist()
     orders = [sampler.dataset_rows(epoch, range(101)).tolist() for epoch in range(3)]
     assert all(sorted(order) == list(range(101)) for order in orders)
     assert orders[0] != orders[1] != orders[2]
@@ -183,20 +177,20 @@ def test_equal_weights_are_a_shuffled_epoch_in_the_shards_of_the_store() -> None
 
 def test_classes_of_a_field_come_equally_often() -> None:
     label = np.array([0] * 90 + [1] * 9 + [2])
-    sampler = Weighted("label").make(Shards(100, 8), 3, Table(100, label=label))
+    sampler = Weighted("label").make(pool_of(100, 8), 3, Table(100, label=label))
     counts = np.mean([np.bincount(label, drawn(sampler, epoch)) for epoch in range(100)], axis=0)
     assert (np.abs(counts - 100 / 3) < 0.5).all()
 
 
 def test_classes_are_counted_in_the_training_rows_alone() -> None:
     label = np.array([0, 1, 1] * 40)
-    shards = Shards(60, 8, StridedRows(0, 2))
+    pool = Pool.of(PickedRows(pool_of(120, 8).rows, StridedRows(0, 2)), 8)
     fields = Table(120, label=label, weight=label.astype(np.float32))
-    sampler = Weighted("label").make(shards, 0, fields)
+    sampler = Weighted("label").make(pool, 0, fields)
     rows = np.stack([sampler.dataset_rows(epoch, range(60)) for epoch in range(100)])
     assert (rows % 2 == 0).all()
     assert abs(label[rows].sum(1).mean() - 30) < 0.5
-    rows = Weighted("weight", num_samples=200).make(shards, 0, fields).dataset_rows(0, range(200))
+    rows = Weighted("weight", num_samples=200).make(pool, 0, fields).dataset_rows(0, range(200))
     assert (label[rows] == 1).all()
 
 
@@ -211,9 +205,8 @@ def test_identity_is_that_of_the_weights() -> None:
     one, same, other = made([1.0, 2.0]), made(torch.tensor([2.0, 4.0])), made([1.0, 2.1])
     assert one == same
     assert one.identity == same.identity != other.identity
-    assert one.identity["shards"]["weights"]["num_positions"] == 2
     assert made([1.0, 2.0], num_samples=3).identity != one.identity
-    assert repr(one.shards.lengths) == repr(same.shards.lengths)
+    assert repr(one.lengths) == repr(same.lengths)
 
 
 def test_known_weights_and_seed_give_known_rows() -> None:
@@ -227,19 +220,17 @@ def test_known_weights_and_seed_give_known_rows() -> None:
     assert uneven.dataset_rows(2, range(50_000, 50_024)).tolist() == GOLDEN_UNEVEN
 
 
-GOLDEN_SMALL = [18, 10, 14, 6, 7, 2, 18, 10, 13, 1, 10, 8]
-GOLDEN_SMALL += [18, 10, 10, 3, 1, 11, 6, 1, 16, 6, 10, 17]
-GOLDEN_LARGE = [14096, 75993, 21130, 72323, 62268]
-GOLDEN_UNEVEN = [69315, 38356, 67132, 31925, 40373, 94181, 62982, 10999, 51367, 97375, 35576, 72154]
-GOLDEN_UNEVEN += [95724, 73335, 12641, 10319, 3864, 64392, 13513, 55369, 95473, 26882, 1947, 51243]
+GOLDEN_SMALL = [6, 10, 5, 18, 7, 11, 3, 10, 14, 1, 10, 13]
+GOLDEN_SMALL += [6, 10, 10, 12, 1, 8, 18, 1, 16, 18, 10, 17]
+GOLDEN_LARGE = [5504, 40497, 20842, 36155, 85884]
+GOLDEN_UNEVEN = [69315, 38356, 67132, 31925, 40373, 94181, 62982, 10999, 51367, 97375, 78320, 79858]
+GOLDEN_UNEVEN += [82956, 42591, 73792, 66428, 3864, 64392, 13513, 55369, 95473, 26882, 1947, 51243]
 
 
 def test_one_row_of_all_the_weight_is_in_every_shard() -> None:
     sampler = made([0.0, 0.0, 5.0, 0.0], 4, num_samples=8)
     assert sampler.dataset_rows(0, range(8)).tolist() == [2] * 8
-    assert sampler.shards.sizes.tolist() == [1, 1, 1, 1]
-    assert isinstance(sampler.shards, WeightedShards)
-    assert ShuffledSampler(sampler.shards.base).num_positions == 4
+    assert sampler.pool.sizes.tolist() == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

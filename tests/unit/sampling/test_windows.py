@@ -134,7 +134,7 @@ def test_windows_come_in_each_order_equally_often() -> None:
     # 4 windows of 5 rows of one shard, told by their first offset from where they were cut.
     found: Counter[tuple[int, ...]] = Counter()
     for seed in range(2400):
-        firsts = [make_sampler(20, 1, seed, True, 5).window_runs(0, n)[0].start for n in range(4)]
+        firsts = [make_sampler(20, 1, seed, True, 5).block_runs(0, n)[0].start for n in range(4)]
         found[tuple(np.argsort(np.argsort(firsts)).tolist())] += 1
     assert len(found) == 24
     assert chi_square(np.array(list(found.values())), 100) < CHI_SQUARE_999[23]
@@ -158,7 +158,7 @@ def test_rows_of_a_window_are_in_each_place_equally_often() -> None:
     counts, others = np.zeros(10), np.zeros((10, 10))
     for seed in range(4000):
         sampler = make_sampler(200, 2, seed, True, 10)
-        first = sampler.window_runs(0, 4)[0].start
+        first = sampler.block_runs(0, 4)[0].start
         shards, offsets = sampler.at(0, range(80, 82))
         inside = (offsets - first) % 100
         assert shards.tolist() == [0, 1]
@@ -173,7 +173,7 @@ def test_windows_and_epochs_have_orders_of_their_own() -> None:
     sampler = make_sampler(24 * 50, 1, 3, True, 50)
     _, first = sampler.at(0, range(1200))
     inside = [
-        tuple((part - sampler.window_runs(0, number)[0].start) % 1200)
+        tuple((part - sampler.block_runs(0, number)[0].start) % 1200)
         for number, part in enumerate(first.reshape(24, 50))
     ]
     assert len(set(inside)) == 24

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.sampling import Shards, StridedRows
+from lightning_memmap.sampling import Pool, StridedRows
 from lightning_memmap.schema.names import field_name
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
@@ -552,14 +552,15 @@ def test_open_relative_path_survives_a_change_of_directory(
 
 
 def test_manifest_sizes_agree_with_the_files(path: Path) -> None:
-    manifest = open_store(path).manifest
+    store = open_store(path)
+    manifest = store.manifest
     assert manifest.row_bytes == 40
     assert manifest.num_bytes == sum(file.stat().st_size for file in path.glob("*.memmap"))
     assert manifest.shard_bytes().tolist() == [34 * 40, 33 * 40, 33 * 40]
-    assert manifest.shard_bytes(Shards(100, 6)).tolist() == [17 * 40] * 4 + [16 * 40] * 2
+    assert manifest.shard_bytes(Pool.of(store.rows(), 6)).tolist() == [17 * 40] * 4 + [16 * 40] * 2
     for fold in (StridedRows(1, 3), StridedRows(0, 3, excluded=True)):
-        shards = Shards(fold.num_rows(100), 2, fold)
-        assert manifest.shard_bytes(shards).tolist() == (shards.sizes * 40).tolist()
+        pool = Pool.of(store.rows(fold), 2)
+        assert manifest.shard_bytes(pool).tolist() == (pool.sizes * 40).tolist()
     assert manifest.source["dataset"] == "tests.datasets.Numbered"
 
 

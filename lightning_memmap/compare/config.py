@@ -1,0 +1,165 @@
+"""The options of a comparison, and the file that tells a run what to do."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_memmap.compare.variants import parse_variants
+
+RunKind = Literal["prepare", "check", "timed"]
+
+#: Options of the Trainer that a config may set for all variants. The comparison itself sets the
+#: others, which could make variants differ.
+TRAINER_OPTIONS = (
+    "accelerator",
+    "precision",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "benchmark",
+    "sync_batchnorm",
+)
+_SECTIONS = ("seed_everything", "model", "data", "optimizer", "lr_scheduler")
+#: Most of the first steps of a check run look at one thing more.
+_LEAST_CHECK_STEPS = 5
+
+
+@dataclass(frozen=True)
+class ComparisonOptions:
+    """The options of a comparison.
+
+    Args:
+        config: Path of a config, as for ``lightning-memmap fit``. Its model and data are used,
+            its seed, and those options of the Trainer that can be the same for all variants.
+            Only needed where something is run.
+        variants: Variants, separated by commas. A variant is a strategy, of this pack or ``auto``,
+            ``ddp``, ``fsdp`` or ``model_parallel``. With ``+workersN`` its rows come from a
+            DataLoader with N workers, with ``+ideal`` one batch is replayed. ``all`` stands for
+            all strategies and, on one device, all loaders.
+        devices: Devices of each variant; on a CPU processes or logical data devices. A step has
+            ``batch_size`` of the config times this many rows, in every variant.
+        repeats: Timed runs of each variant.
+        steps: Steps that are measured in each of them.
+        warmup_steps: Steps before those, which are not measured.
+        check_steps: Steps that are checked for parity, in a run of their own.
+        accelerator: ``auto``, ``cpu`` or ``cuda``.
+        tolerance: How far losses and weights may differ, relatively; by default as docs/compare.md
+            says for the precision.
+        timeout_s: Seconds after which a run is ended, and counts as failed.
+        out: Folder of the report.
+
+    Raises:
+        ValueError: A number is out of range, or a variant unknown.
+    """
+
+    config: str = ""
+    variants: str = "all"
+    devices: int = 2
+    repeats: int = 3
+    steps: int = 100
+    warmup_steps: int = 10
+    check_steps: int = 10
+    accelerator: str = "auto"
+    tolerance: float | None = None
+    timeout_s: float = 1800.0
+    out: str = "runs/compare"
+
+    def __post_init__(self) -> None:
+        if not self.config:
+            raise ValueError("--config: name the config to run, as for lightning-memmap fit")
+        for name in ("devices", "repeats", "warmup_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
+        if self.steps < 2:
+            raise ValueError(f"steps={self.steps}: at least 2 are needed for a rate")
+        if self.check_steps < _LEAST_CHECK_STEPS:
+            raise ValueError(
+                f"check_steps={self.check_steps}: at least {_LEAST_CHECK_STEPS} are needed"
+            )
+        if self.accelerator not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"accelerator={self.accelerator!r}: choose auto, cpu or cuda")
+        # Written so that NaN is refused, too.
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise ValueError(f"tolerance={self.tolerance}: 0 or more, and finite")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s}: more than 0 seconds")
+        parse_variants(self.variants)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What one run, in fresh processes, has to do.
+
+    Args:
+        kind: ``prepare`` builds the store and looks at model and data; ``check`` trains a few
+            steps and notes rows, losses, weights and bytes; ``timed`` trains, measures time and
+            memory, and does nothing else.
+        config: The sections of the user's config that all variants share.
+        trainer: Options of the Trainer for this variant.
+        variant: Name of the variant; empty for ``prepare``.
+        devices: Devices of the comparison.
+        global_batch: Rows of a step over all processes; 0 until ``prepare`` has found it.
+        warmup_steps: Steps before those that are measured.
+        steps: Steps that are measured, or checked.
+        transform_is_random: What ``prepare`` found.
+        out: Folder of this run's files.
+    """
+
+    kind: RunKind
+    config: dict[str, Any]
+    trainer: dict[str, Any]
+    variant: str
+    devices: int
+    global_batch: int
+    warmup_steps: int
+    steps: int
+    transform_is_random: bool
+    out: str
+
+    @property
+    def total_steps(self) -> int:
+        """All steps of the run."""
+        return self.warmup_steps + self.steps
+
+    def write(self) -> Path:
+        """Write this into its folder, which is made where it is missing."""
+        path = Path(self.out) / "spec.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        return path
+
+    @classmethod
+    def read(cls, path: str | Path) -> "RunSpec":
+        """Read what `write` wrote."""
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def shared_config(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """The parts of a config for ``lightning-memmap fit`` that a comparison uses.
+
+    Args:
+        config: What the yaml file holds.
+
+    Returns:
+        The sections for all variants, the options of the Trainer for all variants, and the names
+        of what is left out.
+
+    Raises:
+        ValueError: It has no model or no data.
+    """
+    if isinstance(config, dict) and "model" not in config and isinstance(config.get("fit"), dict):
+        config = config["fit"]
+    for name in ("model", "data"):
+        if not isinstance(config, dict) or not config.get(name):
+            raise ValueError(f"config: it has no section {name!r}; give the one of a fit")
+    sections = {name: config[name] for name in _SECTIONS if config.get(name) is not None}
+    # A random seed, which True asks for, would differ from run to run.
+    if type(sections.get("seed_everything")) is not int:
+        sections["seed_everything"] = 0
+    options = config.get("trainer") or {}
+    kept = {name: options[name] for name in TRAINER_OPTIONS if options.get(name) is not None}
+    left_out = [f"trainer.{name}" for name in options if name not in TRAINER_OPTIONS]
+    left_out += [name for name in config if name not in (*_SECTIONS, "trainer")]
+    return sections, kept, left_out

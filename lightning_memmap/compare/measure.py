@@ -1,0 +1,256 @@
+"""Callbacks of the runs: one times steps, the other looks at rows, losses, weights and bytes."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from math import nan
+from pathlib import Path
+from time import monotonic, perf_counter, time
+from typing import Any, cast
+
+import lightning as L
+import psutil
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
+
+from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
+from lightning_memmap.compare.clock import StepClock
+from lightning_memmap.compare.config import RunSpec
+from lightning_memmap.compare.memory import MovementRecorder, model_bytes, reset_device_peaks
+from lightning_memmap.compare.metrics import Observed, Rank, collected
+from lightning_memmap.compare.rows import MODULUS, hash_batch
+from lightning_memmap.data.module import MemmapDataModule
+from lightning_memmap.placement import DataTopology, data_parallel_rank
+
+#: Steps of a check run, counted from 0, in which it measures bytes, movement and operations: by
+#: then the optimizer has its state, and what is allocated once has been allocated.
+_BYTES_STEP, _MOVEMENT_STEP, _FLOPS_STEP = 1, 2, 3
+#: How often a run writes how many steps are done.
+_PROGRESS_S = 0.2
+
+
+class RunCallback(L.Callback, ABC):
+    """What all runs have in common: losses, progress, the record at the end.
+
+    Args:
+        spec: The run.
+        data: The data module that supplies the rows, directly or through another loader.
+    """
+
+    def __init__(self, spec: RunSpec, data: MemmapDataModule) -> None:
+        super().__init__()
+        self.spec = spec
+        self.data = data
+        self._losses: list[Tensor | None] = []
+        self._started_s = perf_counter()
+        self._first_batch_s = self._process_to_first_batch_s = nan
+        self._shown_s = 0.0
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # After the data module's own setup: by now its data devices are known.
+        topology = self.topology
+        if topology is not None:
+            rows = self.data.batch_size * topology.num_data_devices
+            if rows != self.spec.global_batch:
+                raise ValueError(
+                    f"{topology.num_data_devices} data devices make steps of {rows} rows, and those"
+                    f" of this comparison have {self.spec.global_batch}"
+                )
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._losses:
+            if (device := trainer.strategy.root_device).type != "cpu":
+                torch.accelerator.current_stream(device).synchronize()
+            self._first_batch_s = perf_counter() - self._started_s
+            self._process_to_first_batch_s = time() - psutil.Process().create_time()
+        self.begin_step(batch)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        # Not read yet: that would wait for the device.
+        self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) else None)
+        if trainer.is_global_zero and monotonic() - self._shown_s > _PROGRESS_S:
+            self._shown_s = monotonic()
+            progress = Path(self.spec.out) / "progress"
+            progress.write_text(str(len(self._losses)), encoding="utf-8")
+        self.end_step()
+
+    def begin_step(self, batch: Any) -> None:
+        """Handle the start of a step, whose batch is on its device. By default nothing is done."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Handle the end of a step, whose loss has been added."""
+
+    @abstractmethod
+    def observe(
+        self, trainer: L.Trainer, model: L.LightningModule
+    ) -> tuple[Observed, dict[str, Any]]:
+        """After the last step, on every rank: what metrics collect from, and other values."""
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        seen, values = self.observe(trainer, pl_module)
+        seen.first_batch_s = self._first_batch_s
+        seen.process_to_first_batch_s = self._process_to_first_batch_s
+        rank = Rank(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            data_rank=data_parallel_rank(trainer.strategy)[0],
+            losses=[nan if loss is None else float(loss) for loss in self._losses],
+            values={**collected(seen, self.spec.kind), **values},
+        )
+        path = Path(self.spec.out) / f"rank{trainer.global_rank}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(rank)), encoding="utf-8")
+        partial.replace(path)
+
+    @property
+    def topology(self) -> DataTopology | None:
+        """The data devices of the data module; None where another loader is used."""
+        return None if self.data.placement is None else self.data.placement.topology
+
+
+class TimedCallback(RunCallback):
+    """Times steps, after those of the warm-up, by the Trainer's profiler ``clock``."""
+
+    def __init__(self, spec: RunSpec, data: MemmapDataModule, clock: StepClock) -> None:
+        super().__init__(spec, data)
+        self._clock = clock
+
+    @override
+    def end_step(self) -> None:
+        measured = len(self._losses) - self.spec.warmup_steps
+        if measured == 0:
+            reset_device_peaks()
+        if measured >= 0:
+            self._clock.end_step()
+
+    @override
+    def observe(
+        self, trainer: L.Trainer, model: L.LightningModule
+    ) -> tuple[Observed, dict[str, Any]]:
+        return Observed(trainer, steps=self._clock.steps()), {}
+
+
+class CheckCallback(RunCallback):
+    """Records what a variant trains on and what comes out: rows, losses, weights, bytes.
+
+    Args:
+        spec: The run.
+        data: As for `RunCallback`.
+        hashes: The list to which row hashes are added, in the order of steps: by `HashedTransform`
+            one for each data device, or without a transform one for each step.
+    """
+
+    def __init__(self, spec: RunSpec, data: MemmapDataModule, hashes: list[int]) -> None:
+        super().__init__(spec, data)
+        self._loader_hashes = hashes
+        self._model_hashes: list[int] = []
+        self._flops = FlopCounterMode(display=False)
+        self._movement = MovementRecorder()
+        self._open = ExitStack()
+        self._is_assembled = True
+        self._batch_bytes = 0
+        self._state_bytes: dict[str, dict[str, int]] = {}
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._save_weights(trainer, "initial.pt")
+
+    @override
+    def begin_step(self, batch: Any) -> None:
+        step = len(self._losses)
+        self._model_hashes.append(hash_batch(batch))
+        if step == _BYTES_STEP:
+            # Assembled on the root device, or still the batches of the data devices.
+            parts = batches_of(batch)
+            self._is_assembled = parts[0] is batch
+            self._batch_bytes = sum(leaf.nbytes for part in parts for leaf in tensors_of(part))
+        if step == _FLOPS_STEP:
+            self._open.enter_context(self._flops)
+        if step == _MOVEMENT_STEP:
+            self._open.enter_context(self._movement)
+
+    @override
+    def on_before_optimizer_step(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        if len(self._losses) == _BYTES_STEP:
+            self._state_bytes = model_bytes(trainer.optimizers)
+
+    @override
+    def end_step(self) -> None:
+        self._open.close()
+
+    @override
+    def observe(
+        self, trainer: L.Trainer, model: L.LightningModule
+    ) -> tuple[Observed, dict[str, Any]]:
+        topology = self.topology
+        devices = 0 if topology is None else len(topology.data_devices)
+        per_step = 1 if self.data.transform is None else max(1, devices)
+        # A loader may be ahead of the steps: only those that were trained count.
+        hashes = self._loader_hashes
+        starts = range(0, per_step * len(self._losses), per_step)
+        self._save_weights(trainer, "final.pt")
+        seen = Observed(
+            trainer,
+            state_bytes=self._state_bytes,
+            moved_bytes=self._movement.num_bytes + self._moved_row_bytes(trainer),
+            flops=self._flops.get_total_flops(),
+        )
+        return seen, {
+            "loader_hashes": [sum(hashes[at : at + per_step]) % MODULUS for at in starts],
+            "model_hashes": self._model_hashes,
+            "batch_bytes": self._batch_bytes,
+            "parameters": [name for name, _ in model.named_parameters()],
+        }
+
+    def _moved_row_bytes(self, trainer: L.Trainer) -> int:
+        """Bytes of a batch that come from another device: the loader has sent them."""
+        root, topology = trainer.strategy.root_device, self.topology
+        if topology is None:
+            return self._batch_bytes if root.type != "cpu" else 0
+        if not self._is_assembled:
+            return 0
+        devices = topology.data_devices
+        return self._batch_bytes * sum(each != root for each in devices) // len(devices)
+
+    def _save_weights(self, trainer: L.Trainer, name: str) -> None:
+        # On every rank: a strategy that shards the weights gathers them here.
+        state = trainer.strategy.lightning_module_state_dict()
+        root = trainer.strategy.root_device
+        whole = {
+            # Lightning has brought the shards to the CPU, where NCCL cannot gather them.
+            key: cast(DTensor, value.to(root)).full_tensor()
+            if isinstance(value, DTensor)
+            else value
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        if trainer.is_global_zero:
+            torch.save(
+                {key: value.detach().cpu().clone() for key, value in whole.items()},
+                Path(self.spec.out) / name,
+            )

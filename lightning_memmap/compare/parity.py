@@ -1,0 +1,258 @@
+"""The parity check: do all variants train on the same rows, with equal losses, to equal weights?"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, isnan
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_memmap.compare.metrics import Rank, shares_of
+
+#: How far losses and weights may differ, by precision of the Trainer. Sums in another order differ
+#: by rounding, and optimizers that divide by the size of a gradient, as Adam does, enlarge that;
+#: on GPUs, float32 products may be rounded to TensorFloat-32. docs/compare.md has what was seen.
+_TOLERANCES = {"64": 1e-6, "32": 1e-3, "16": 5e-2}
+
+
+def default_tolerance(precision: str) -> float:
+    """Return how far losses and weights may differ, relatively, under a precision of the Trainer.
+
+    Args:
+        precision: The Trainer's option, such as ``32-true`` or ``bf16-mixed``.
+
+    Returns:
+        The largest relative difference that counts as equal.
+    """
+    return next((value for key, value in _TOLERANCES.items() if key in precision), 1e-3)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What a variant's check run has in common with the reference.
+
+    Args:
+        holds: Whether rows, losses and weights agree; None where the rows agree, and losses and
+            weights could not be compared.
+        rows: Steps whose rows are those of the global batch, and all steps.
+        tolerance: How large the two relative differences may be.
+        first_wrong_step: The first step with other rows.
+        same_content: Whether the model was given the same bytes in all steps, which also depends
+            on the transform. For information.
+        same_initial: Whether the weights before the first step equal the reference's bit for bit.
+        loss_difference: The largest difference of losses of a step, relative to the largest loss
+            of the reference. None where losses were not compared.
+        weight_difference: Distance of the final weights from those of the reference, relative to
+            how far training moved those (Euclidean norms). None where weights were not compared.
+        max_weight_difference: The largest difference of one weight, absolute. For information.
+        problems: What differs beyond the tolerance, in words.
+        notes: What a reader must know.
+    """
+
+    holds: bool | None
+    rows: Sequence[int]
+    tolerance: float
+    first_wrong_step: int | None = None
+    same_content: bool | None = None
+    same_initial: bool | None = None
+    loss_difference: float | None = None
+    weight_difference: float | None = None
+    max_weight_difference: float | None = None
+    problems: Sequence[str] = field(default_factory=list)
+    notes: Sequence[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """What a check run saw, over all of its processes; and what it trained.
+
+    Args:
+        loader_hashes: Hash of each global batch as loaders gave it.
+        model_hashes: Hash of each global batch as the model was given it.
+        losses: Loss of each global batch.
+        initial: Weights before the first step, by name.
+        final: Weights after the last step, by name.
+        parameters: Which of them are parameters.
+    """
+
+    loader_hashes: list[int]
+    model_hashes: list[int]
+    losses: list[float]
+    initial: Mapping[str, Tensor]
+    final: Mapping[str, Tensor]
+    parameters: Sequence[str]
+
+    @classmethod
+    def of(cls, ranks: Sequence[Rank], folder: Path) -> "CheckedRun":
+        """Put together what the processes of a check run wrote.
+
+        Args:
+            ranks: The records of all processes.
+            folder: Folder of the run, with its weights.
+
+        Returns:
+            The run: the hashes and losses of its global batches, and the weights, on the CPU,
+            before and after.
+        """
+        shares = [processes[0].values for processes in shares_of(ranks)]
+        return cls(
+            loader_hashes=_add(share["loader_hashes"] for share in shares),
+            model_hashes=_add(share["model_hashes"] for share in shares),
+            losses=global_losses(ranks),
+            initial=_load(folder / "initial.pt"),
+            final=_load(folder / "final.pt"),
+            parameters=ranks[0].values["parameters"],
+        )
+
+    @property
+    def trained(self) -> set[str]:
+        """The parameters that training has changed."""
+        return {
+            name
+            for name in self.parameters
+            if name in self.final and not torch.equal(self.initial[name], self.final[name])
+        }
+
+
+def _add(hashes: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(step) % 2**64 for step in zip(*hashes, strict=True)]
+
+
+def global_losses(ranks: Sequence[Rank]) -> list[float]:
+    """Compute the loss of each global batch: the mean over its equal shares.
+
+    Of processes that have one share, those without a loss, such as the first stages of a pipeline,
+    do not count.
+
+    Args:
+        ranks: The records of all processes of a run.
+
+    Returns:
+        A loss for each step; NaN where a share has none.
+    """
+    columns = []
+    for share in shares_of(ranks):
+        known = [rank.losses for rank in share if not all(map(isnan, rank.losses))]
+        columns.append(known[-1] if known else share[0].losses)
+    return [sum(step) / len(step) for step in zip(*columns, strict=True)]
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    loaded: dict[str, Tensor] = torch.load(path, weights_only=True, map_location="cpu")
+    return loaded
+
+
+def check_parity(
+    run: CheckedRun,
+    reference: CheckedRun,
+    expected: Sequence[int],
+    tolerance: float,
+    *,
+    is_random: bool,
+    notes: Sequence[str] = (),
+) -> Parity:
+    """Compare a variant with the reference.
+
+    Args:
+        run: The variant's check run.
+        reference: That of the reference, which may be the same run.
+        expected: The hash of each global batch, from the store.
+        tolerance: How large the two relative differences may be; see `Parity`.
+        is_random: Whether the variants' batches differ by nature, so that losses and weights cannot
+            be compared.
+        notes: Notes to begin with.
+
+    Returns:
+        What agrees, what does not, and by how much.
+    """
+    problems: list[str] = []
+    notes = list(notes)
+    steps = len(expected)
+    found = run.loader_hashes
+    wrong = [step for step in range(steps) if found[step : step + 1] != [expected[step]]]
+    if wrong:
+        problems.append(f"other rows than the global batch's from step {wrong[0]} on")
+    same_initial = all(
+        name in run.initial
+        and name in reference.initial
+        and torch.equal(run.initial[name], reference.initial[name])
+        for name in run.parameters
+    )
+    if not same_initial:
+        problems.append("the weights differ before the first step")
+    loss = weight = largest = None
+    if is_random:
+        notes.append(
+            "the training transform is random and no eval_transform can stand in for it: losses"
+            " and weights are not compared"
+        )
+    else:
+        loss = _loss_difference(run.losses, reference.losses)
+        if all(map(isnan, (*run.losses, *reference.losses))):
+            notes.append("training_step returns no loss: only weights are compared")
+        else:
+            problems += _loss_problems(loss, tolerance)
+        if set(run.final) == set(reference.final):
+            weight, largest = _weight_difference(run, reference)
+        problems += _weight_problems(run, reference, weight, tolerance)
+        if run.model_hashes != reference.model_hashes:
+            notes.append(
+                "from the same rows the model was given other bytes than in the reference:"
+                " something in between, such as a transform or a cast, gave a different result"
+            )
+    return Parity(
+        holds=False if problems else None if is_random else True,
+        rows=[steps - len(wrong), steps],
+        first_wrong_step=wrong[0] if wrong else None,
+        same_content=run.model_hashes == reference.model_hashes,
+        same_initial=same_initial,
+        loss_difference=loss,
+        weight_difference=weight,
+        max_weight_difference=largest,
+        tolerance=tolerance,
+        problems=problems,
+        notes=notes,
+    )
+
+
+def _loss_problems(difference: float | None, tolerance: float) -> Iterator[str]:
+    if difference is None:
+        yield "a loss is missing or not finite"
+    elif difference > tolerance:
+        yield f"losses differ by {difference:.1e}; {tolerance:.0e} is allowed"
+
+
+def _weight_problems(
+    run: CheckedRun, reference: CheckedRun, difference: float | None, tolerance: float
+) -> Iterator[str]:
+    if difference is None:
+        yield "the weights have other names than the reference's"
+        return
+    if not difference <= tolerance:
+        yield f"weights differ by {difference:.1e}; {tolerance:.0e} is allowed"
+    if unlike := run.trained ^ reference.trained:
+        # A difference however small their share of all weights is.
+        yield f"trained only here or only in the reference: {', '.join(sorted(unlike))}"
+
+
+def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float | None:
+    if len(losses) != len(reference) or not all(map(isfinite, (*losses, *reference))):
+        return None
+    largest = max(abs(value) for value in reference) or 1.0
+    return max(abs(a - b) for a, b in zip(losses, reference, strict=True)) / largest
+
+
+def _weight_difference(run: CheckedRun, reference: CheckedRun) -> tuple[float, float]:
+    distance = moved = largest = 0.0
+    for name in reference.parameters:
+        if name not in reference.final:
+            continue
+        after = reference.final[name].double()
+        difference = (run.final[name].double() - after).abs()
+        distance += float(difference.square().sum())
+        moved += float((after - reference.initial[name].double()).square().sum())
+        largest = max(largest, float(difference.max()) if difference.numel() else 0.0)
+    if distance == 0:
+        return 0.0, 0.0
+    return (distance / moved) ** 0.5 if moved else float("inf"), largest

@@ -1,0 +1,259 @@
+"""Which rows each shard has: what orders draw from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_memmap.sampling.rows import Rows, StoreRows, WindowedRows
+from lightning_memmap.sampling.shards import Integers, Shards, firsts_of, shard_rows
+
+#: Windows that are located at once.
+_BLOCK_WINDOWS = 2**18
+
+
+class Runs(NamedTuple):
+    """Numbers that are consecutive, run by run."""
+
+    begins: Integers
+    """The index at which each run begins, int64 of shape (runs,), ascending from 0."""
+    shifts: Integers
+    """What is added to an index in this run, int64 of shape (runs,)."""
+
+    def at(self, index: Integers) -> Integers:
+        """The numbers at indices, int64 of the same shape."""
+        found: Integers = self.shifts[np.searchsorted(self.begins, index, side="right") - 1]
+        return found + index
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """The rows of each shard, shard after shard. A row may be in several shards, or in none.
+
+    Args:
+        rows: The rows.
+        num_shards: Shards, ``C``.
+        is_striped: Whether row ``i`` is in shard ``i % C``, as dataset order needs. Otherwise a
+            shard is a piece of the line of rows.
+        sizes: Rows of each shard, int64 of shape (C,).
+        counts: Positions of each shard in an epoch, int64 of shape (C,): those of shard ``c`` are
+            ``c``, ``c + C``, ``c + 2C`` and so on.
+        chosen: Where shards have other rows than these by themselves, which rows they have, shard
+            after shard, counted as in the pool that has all rows once: a table, or runs.
+    """
+
+    rows: Rows
+    num_shards: int
+    is_striped: bool
+    sizes: Integers = field(repr=False)
+    counts: Integers = field(repr=False)
+    chosen: NDArray[Any] | Runs | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, rows: Rows, num_shards: int, is_striped: bool | None = None) -> "Pool":
+        """All rows, each once.
+
+        Args:
+            rows: The rows.
+            num_shards: Shards to divide them into.
+            is_striped: As for this class; by default shards are pieces of the files where rows
+                that lie together belong together.
+        """
+        sizes = shard_rows(rows.num_rows, num_shards)
+        lined = rows.is_lined if is_striped is None else not is_striped
+        return cls(rows, num_shards, not lined, sizes, sizes)
+
+    @property
+    def striped(self) -> "Pool":
+        """All rows, each once, as dataset order needs them."""
+        return self if self.is_striped else self.of(self.rows, self.num_shards, True)
+
+    def drawing(self, sizes: Integers, counts: Integers, chosen: NDArray[Any] | Runs) -> "Pool":
+        """Shards of other rows of this pool, which has all rows once.
+
+        Args:
+            sizes: As for this class.
+            counts: As there.
+            chosen: Which rows, counted as in this pool.
+        """
+        return replace(self, sizes=sizes, counts=counts, chosen=chosen)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells its rows from others, as JSON values."""
+        return {**self.rows.identity, "num_shards": self.num_shards}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Pool):
+            return NotImplemented
+        same = (self.is_striped, type(self.chosen)) == (other.is_striped, type(other.chosen))
+        if not same or self.identity != other.identity:
+            return False
+        pairs = [(self.sizes, other.sizes), (self.counts, other.counts)]
+        if self.chosen is not None:
+            pairs.append((np.asarray(self.chosen), np.asarray(other.chosen)))
+        return all(np.array_equal(one, two) for one, two in pairs)
+
+    def __hash__(self) -> int:
+        return hash((self.num_shards, self.rows.num_rows))
+
+    def with_positions(self, num_positions: int) -> "Pool":
+        """The same rows for an epoch of another number of positions."""
+        return replace(self, counts=shard_rows(num_positions, self.num_shards))
+
+    @cached_property
+    def starts(self) -> Integers:
+        """The index of each shard's first row, int64 of shape (C,)."""
+        return firsts_of(self.sizes)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all shards together."""
+        return int(self.sizes.sum())
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of an epoch."""
+        return int(self.counts.sum())
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest shard."""
+        return int(self.sizes.max())
+
+    @cached_property
+    def _striping(self) -> Shards:
+        return Shards(self.rows.num_rows, self.num_shards)
+
+    @cached_property
+    def begins(self) -> Integers | None:
+        """Where the rows of each shard begin in the files, int64 of shape (C,).
+
+        None where the rows of a shard do not lie there one after the other.
+        """
+        are_files = (
+            self.rows == StoreRows(self._striping) if self.is_striped else self.rows.is_in_files
+        )
+        if not are_files or isinstance(self.chosen, np.ndarray):
+            return None
+        if self.chosen is None:
+            return self.starts
+        # Each shard is one run: none begins inside of it.
+        ends = self.starts + self.sizes
+        inside = np.searchsorted(self.chosen.begins, [self.starts + 1, ends])
+        if ((inside[1] > inside[0]) & (self.sizes > 0)).any():
+            return None
+        return self.chosen.at(np.minimum(self.starts, max(0, self.num_rows - 1)))
+
+    def numbers(self, shards: Integers, offsets: Integers) -> Integers:
+        """The rows at offsets of shards, by their numbers: all int64 of shape (B,)."""
+        if self.chosen is None and self.is_striped:
+            return offsets * self.num_shards + shards
+        index = self._whole(self.starts[shards] + offsets)
+        return self._striping.rows_at(index) if self.is_striped else self.rows.on_line(index)
+
+    def places(self, shards: Integers, offsets: Integers) -> Integers:
+        """Where the rows at offsets of shards lie in the files: all int64 of shape (B,)."""
+        if self.begins is not None:
+            found: Integers = self.begins[shards] + offsets
+            return found
+        if not self.is_striped and self.rows.is_in_files:
+            return self._whole(self.starts[shards] + offsets)
+        return self.rows.places(self.numbers(shards, offsets))
+
+    def line(self, shards: Integers, offsets: Integers) -> Integers:
+        """Where the rows at offsets of shards are on the line of all rows."""
+        if not self.is_striped:
+            return self._whole(self.starts[shards] + offsets)
+        return self.rows.line(self.numbers(shards, offsets))
+
+    def dataset_rows(self, shards: Integers, offsets: Integers) -> Integers:
+        """The same as numbers in the whole dataset."""
+        return self.rows.dataset_rows(self.numbers(shards, offsets))
+
+    def rows_of(self, shard: int) -> range | Integers:
+        """The dataset rows of one shard, in its order."""
+        if self.chosen is None and self.is_striped and isinstance(self.rows, StoreRows):
+            return self._striping.rows_of(shard)
+        return self.dataset_rows(*self.offsets_of(shard))
+
+    def offsets_of(self, shard: int) -> tuple[Integers, Integers]:
+        """The shard of each row of a shard, and its offset, int64 of shape (rows,)."""
+        offsets = np.arange(self.sizes[shard], dtype=np.int64)
+        return np.full_like(offsets, shard), offsets
+
+    def all_offsets(self) -> tuple[Integers, Integers]:
+        """The same for the rows of all shards, shard after shard."""
+        homes = np.repeat(np.arange(self.num_shards), self.sizes)
+        return homes, np.arange(self.num_rows) - self.starts[homes]
+
+    def _whole(self, index: Integers) -> Integers:
+        """The index in the pool of all rows."""
+        if isinstance(self.chosen, Runs):
+            return self.chosen.at(index)
+        return index if self.chosen is None else self.chosen[index].astype(np.int64)
+
+
+def united(pools: Sequence[Pool]) -> Pool:
+    """A pool whose shards have what those of several pools over the same rows have, each row once,
+    in the order of their line.
+    """
+    first = pools[0]
+    each = []
+    for shard in range(first.num_shards):
+        found = np.concatenate([pool.line(*pool.offsets_of(shard)) for pool in pools])
+        found = np.sort(found)
+        each.append(found[np.diff(found, prepend=-1) > 0])
+    sizes = np.array([len(found) for found in each], np.int64)
+    firsts = np.array([found[0] if len(found) else 0 for found in each], np.int64)
+    lasts = np.array([found[-1] if len(found) else -1 for found in each], np.int64)
+    whole = Pool.of(first.rows, first.num_shards, is_striped=False)
+    if (lasts - firsts + 1 == sizes).all():
+        starts, kept = firsts_of(sizes), sizes > 0
+        return whole.drawing(sizes, first.counts, Runs(starts[kept], (firsts - starts)[kept]))
+    dtype = np.min_scalar_type(first.rows.num_rows)
+    return whole.drawing(sizes, first.counts, np.concatenate(each).astype(dtype))
+
+
+class Spans(NamedTuple):
+    """Which windows of each series are needed."""
+
+    firsts: Integers
+    """The first one, int64 of shape (series,)."""
+    counts: Integers
+    """How many there are from the first to the last one; 0 for a series that is not needed."""
+
+
+def spans_of(pool: Pool, chosen: Sequence[int]) -> Spans:
+    """The windows of each series that some shards have, and those between them.
+
+    Args:
+        pool: Of windows over series.
+        chosen: Numbers of shards.
+
+    Returns:
+        Series in the order of the files.
+    """
+    line, begins = pool.rows, pool.begins
+    assert isinstance(line, WindowedRows)
+    firsts, lasts = line.counts.copy(), np.full(len(line.counts), -1, np.int64)
+    for shard in chosen:
+        size = int(pool.sizes[shard])
+        if begins is not None and size:
+            # All that lies between its first and its last window.
+            edges = np.array([begins[shard], begins[shard] + size - 1])
+            (begin, end), (first, last) = line.in_series(edges)
+            firsts[begin + 1 : end + 1] = 0
+            firsts[begin] = min(int(firsts[begin]), int(first))
+            lasts[begin:end] = line.counts[begin:end] - 1
+            lasts[end] = max(int(lasts[end]), int(last))
+            continue
+        for offset in range(0, size, _BLOCK_WINDOWS):
+            offsets = np.arange(offset, min(size, offset + _BLOCK_WINDOWS), dtype=np.int64)
+            series, windows = line.in_series(pool.places(np.full_like(offsets, shard), offsets))
+            np.minimum.at(firsts, series, windows)
+            np.maximum.at(lasts, series, windows)
+    return Spans(firsts, np.maximum(0, lasts + 1 - firsts))

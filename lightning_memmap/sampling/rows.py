@@ -1,0 +1,528 @@
+"""What an order orders: rows that are numbered, and where they lie in the files of a store.
+
+Rows are those of a store, some of them, those of several stores, or windows over series. They are
+numbered in dataset order; the place of a row counts rows on their line. They also lie
+on a line, which shards may be pieces of: it follows the files as far as all rows are used.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.shards import Integers, Shards, firsts_of
+
+#: Up to so many windows, a table of 4 bytes for each has its series: a search takes several times
+#: as long as copying a short window.
+_TABLE_WINDOWS = 2**23
+
+
+class RowSubset(ABC):
+    """Some rows of a dataset: a frozen value."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What tells it from other subsets, as JSON values."""
+
+    @abstractmethod
+    def num_rows(self, num_rows: int) -> int:
+        """Rows of the subset of a dataset of so many rows."""
+
+    @abstractmethod
+    def rows(self, numbers: Integers) -> Integers:
+        """The dataset rows that the rows of the subset are, int64 of shape (B,)."""
+
+
+@dataclass(frozen=True)
+class StridedRows(RowSubset):
+    """Every ``count``-th row of a dataset from ``index`` on, or all rows but those, in its order.
+
+    Args:
+        index: Selects the rows ``i`` with ``i % count == index``.
+        count: How many such subsets the dataset has.
+        excluded: The subset is all rows but the selected ones.
+
+    Raises:
+        ValueError: ``count`` is below 1, or below 2 where its rows are excluded, or ``index`` is
+            outside ``[0, count)``.
+    """
+
+    index: int
+    count: int
+    excluded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count < 1 + self.excluded:
+            raise ValueError(f"count={self.count}: at least {1 + self.excluded} parts are needed")
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"index={self.index}: the parts are 0 to {self.count - 1}")
+
+    @property
+    @override
+    def identity(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @override
+    def num_rows(self, num_rows: int) -> int:
+        part = -(-(num_rows - self.index) // self.count)
+        return num_rows - part if self.excluded else part
+
+    @override
+    def rows(self, numbers: Integers) -> Integers:
+        if not self.excluded:
+            return numbers * self.count + self.index
+        rounds, left = np.divmod(numbers, self.count - 1)
+        return rounds * self.count + left + (left >= self.index)
+
+
+@dataclass(frozen=True)
+class ChosenRows(RowSubset):
+    """Rows that are listed one by one, in this order: at least one, and none twice."""
+
+    chosen: Numbers
+
+    @property
+    @override
+    def identity(self) -> dict[str, Any]:
+        return {"rows": self.chosen.identity}
+
+    @override
+    def num_rows(self, num_rows: int) -> int:
+        return len(self.chosen)
+
+    @override
+    def rows(self, numbers: Integers) -> Integers:
+        found: Integers = self.chosen.array[numbers]
+        return found
+
+
+class Rows(ABC):
+    """Rows that are numbered in dataset order: a frozen value."""
+
+    #: Whether shards are pieces of the files, where an order allows it: rows that lie together, as
+    #: windows over a series do, are then in one shard.
+    is_lined = False
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """How many there are."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What tells them from others, as JSON values."""
+
+    @abstractmethod
+    def places(self, numbers: Integers) -> Integers:
+        """Where rows lie in the files, counted in rows, int64 of shape (B,)."""
+
+    #: Whether the line is the files: row 0 of it lies at place 0, and so on.
+    is_in_files = True
+
+    @abstractmethod
+    def line(self, numbers: Integers) -> Integers:
+        """Where rows are on the line, int64 of shape (B,)."""
+
+    @abstractmethod
+    def on_line(self, index: Integers) -> Integers:
+        """The numbers of the rows that are there: the inverse of `line`."""
+
+    def dataset_rows(self, numbers: Integers) -> Integers:
+        """The numbers of rows in the whole dataset, of which these may be some."""
+        return numbers
+
+    def names(self, rows: Integers) -> list[Any]:
+        """What dataset rows are called where people read of them, as JSON values.
+
+        These are numbers, or where a number does not say it, lists of what does.
+        """
+        return list(rows.tolist())
+
+    def stored_rows(self, rows: Integers) -> Integers:
+        """The rows of a store that dataset rows are, or are parts of."""
+        return rows
+
+
+@dataclass(frozen=True)
+class StoreRows(Rows):
+    """The rows of a store, which lie in its files as its shards say."""
+
+    shards: Shards
+
+    @property
+    @override
+    def num_rows(self) -> int:
+        return self.shards.num_rows
+
+    @property
+    @override
+    def identity(self) -> dict[str, Any]:
+        return {"num_rows": self.num_rows, "subset": None}
+
+    @override
+    def places(self, numbers: Integers) -> Integers:
+        return self.shards.locate(numbers)
+
+    @override
+    def line(self, numbers: Integers) -> Integers:
+        return self.shards.locate(numbers)
+
+    @override
+    def on_line(self, index: Integers) -> Integers:
+        return self.shards.rows_at(index)
+
+
+@dataclass(frozen=True)
+class PickedRows(Rows):
+    """Some rows of a store, which are treated as if they alone had been stored."""
+
+    of: StoreRows
+    subset: RowSubset
+    is_in_files = False
+
+    @cached_property
+    def _num_rows(self) -> int:
+        return self.subset.num_rows(self.of.num_rows)
+
+    @property
+    @override
+    def num_rows(self) -> int:
+        return self._num_rows
+
+    @property
+    @override
+    def identity(self) -> dict[str, Any]:
+        subset = self.subset.identity
+        return {**self.of.identity, "num_rows": self.num_rows, "subset": subset}
+
+    @override
+    def places(self, numbers: Integers) -> Integers:
+        return self.of.places(self.subset.rows(numbers))
+
+    @cached_property
+    def _alone(self) -> Shards:
+        return Shards(self.num_rows, self.of.shards.num_shards)
+
+    @override
+    def line(self, numbers: Integers) -> Integers:
+        return self._alone.locate(numbers)
+
+    @override
+    def on_line(self, index: Integers) -> Integers:
+        return self._alone.rows_at(index)
+
+    @override
+    def dataset_rows(self, numbers: Integers) -> Integers:
+        return self.of.dataset_rows(self.subset.rows(numbers))
+
+
+@dataclass(frozen=True)
+class JoinedRows(Rows):
+    """The rows of several stores, numbered one store after the other, as their files lie too.
+
+    Args:
+        stores: The names of the stores.
+        parts: The rows of each, or some of them.
+        sizes: How many rows each store has in all.
+    """
+
+    stores: tuple[str, ...]
+    parts: tuple[Rows, ...]
+    sizes: tuple[int, ...]
+    is_lined = True
+
+    @property
+    def is_in_files(self) -> bool:  # type: ignore[override]
+        """Whether the line is the files."""
+        return all(part.is_in_files for part in self.parts)
+
+    @property
+    @override
+    def num_rows(self) -> int:
+        return sum(self.chosen_sizes)
+
+    @cached_property
+    def chosen_sizes(self) -> list[int]:
+        """How many rows of each store these are."""
+        return [part.num_rows for part in self.parts]
+
+    @cached_property
+    def firsts(self) -> Integers:
+        """The first row of each store, and its first place, int64 of shape (stores,)."""
+        return firsts_of(np.array(self.sizes, np.int64))
+
+    @property
+    @override
+    def identity(self) -> dict[str, Any]:
+        pairs = zip(self.stores, self.parts, strict=True)
+        subsets = {name: part.identity["subset"] for name, part in pairs}
+        return {
+            "num_rows": self.num_rows,
+            "subset": subsets if any(subsets.values()) else None,
+            "stores": dict(zip(self.stores, self.chosen_sizes, strict=True)),
+        }
+
+    def stores_of(self, rows: Integers) -> Integers:
+        """The store of each dataset row, or of each place: they are numbers of stores."""
+        return np.searchsorted(self.firsts, rows, side="right") - 1
+
+    @override
+    def places(self, numbers: Integers) -> Integers:
+        return self._each(numbers, "places", self.firsts)
+
+    @override
+    def dataset_rows(self, numbers: Integers) -> Integers:
+        return self._each(numbers, "dataset_rows", self.firsts)
+
+    @override
+    def line(self, numbers: Integers) -> Integers:
+        return self._each(numbers, "line", self._chosen_firsts)
+
+    @override
+    def on_line(self, index: Integers) -> Integers:
+        return self._each(index, "on_line", self._chosen_firsts)
+
+    @cached_property
+    def _chosen_firsts(self) -> Integers:
+        return firsts_of(np.array(self.chosen_sizes, np.int64))
+
+    def _each(self, numbers: Integers, method: str, firsts: Integers) -> Integers:
+        """What the parts say of their rows, each counted from its place among some firsts."""
+        begins = self._chosen_firsts
+        parts = np.searchsorted(begins + self.chosen_sizes, numbers, side="right")
+        found = np.empty_like(numbers)
+        for index, part in enumerate(self.parts):
+            here = parts == index
+            found[here] = getattr(part, method)(numbers[here] - begins[index]) + firsts[index]
+        return found
+
+    @override
+    def names(self, rows: Integers) -> list[Any]:
+        stores = self.stores_of(rows)
+        within = (rows - self.firsts[stores]).tolist()
+        return [
+            [self.stores[store], row] for store, row in zip(stores.tolist(), within, strict=True)
+        ]
+
+
+class Stretches(NamedTuple):
+    """Windows that follow one another in a series."""
+
+    series: Integers
+    """The series of each stretch, on their line, int64 of shape (n,)."""
+    firsts: Integers
+    """The place of its first window, int64 of shape (n,)."""
+    counts: Integers
+    """How many windows it has."""
+
+    def of(self, chosen: NDArray[np.bool_]) -> "Stretches":
+        """Some of these: chosen is True for each of them, of shape (n,)."""
+        return Stretches(*(each[chosen] for each in self))
+
+
+class InSeries(NamedTuple):
+    """Where windows are."""
+
+    series: Integers
+    """The series of each, int64 of shape (B,)."""
+    windows: Integers
+    """Which of its windows it is, int64 of shape (B,). It begins at this many strides."""
+
+
+@dataclass(frozen=True)
+class WindowedRows(Rows):
+    """Windows over series. They are numbered series after series, and placed as the series are.
+
+    No window is stored: each is a row of the store and a step of it. A shard is a piece of the
+    files, so that two shards share no more steps than the windows overlap; in dataset order each
+    shard has windows of all series, since neighbours there belong to different shards.
+
+    Args:
+        series: The rows that are cut into windows.
+        fields: The names of the fields that are cut.
+        steps: The steps of each series, on their line, int64 of shape (series,).
+        length: Steps of a window, at least 1.
+        stride: Steps from the beginning of a window to that of the next one, at least 1.
+        whole: The windows over all series of the dataset, where these are over some of them.
+
+    Raises:
+        ValueError: All series are shorter than a window.
+    """
+
+    series: Rows
+    fields: tuple[str, ...]
+    steps: Numbers
+    length: int
+    stride: int
+    whole: "WindowedRows | None" = None
+    is_lined = True
+
+    def __post_init__(self) -> None:
+        if not self.num_rows:
+            steps = self.steps.array
+            raise ValueError(
+                f"Windows: length={self.length}, and the longest of the {len(steps)} rows has"
+                f" {steps.max()} steps: use shorter windows, or longer rows"
+            )
+
+    @property
+    @override
+    def num_rows(self) -> int:
+        return int(self.ends[-1])
+
+    @property
+    @override
+    def identity(self) -> dict[str, Any]:
+        windows = {
+            "fields": ", ".join(self.fields),
+            "length": self.length,
+            "stride": self.stride,
+            "steps": self.steps.identity,
+        }
+        return {**self.series.identity, "num_rows": self.num_rows, "windows": windows}
+
+    @cached_property
+    def counts(self) -> Integers:
+        """Windows of each series, on their line, int64 of shape (series,)."""
+        counts: Integers = np.maximum(0, (self.steps.array - self.length) // self.stride + 1)
+        return counts
+
+    @cached_property
+    def ends(self) -> Integers:
+        """Where the windows of each series end, int64 of shape (series,)."""
+        return np.cumsum(self.counts)
+
+    @cached_property
+    def _ranks(self) -> Integers:
+        """Where each series is on the line of series, int64 of shape (series,)."""
+        return self.series.line(np.arange(self.series.num_rows, dtype=np.int64))
+
+    @cached_property
+    def _number_ends(self) -> Integers:
+        """The same as ``ends`` where the windows are numbered in dataset order."""
+        return np.cumsum(self.counts[self._ranks])
+
+    def in_series(self, places: Integers) -> InSeries:
+        """The windows at places; series are counted on their line."""
+        if len(self.counts) == 1 or self.num_rows > _TABLE_WINDOWS:
+            return _in_series(self.ends, places)
+        series = self._series_of_places[places].astype(np.int64)
+        return InSeries(series, places - (self.ends - self.counts)[series])
+
+    @cached_property
+    def _series_of_places(self) -> NDArray[np.uint32]:
+        return np.repeat(np.arange(len(self.counts), dtype=np.uint32), self.counts)
+
+    @override
+    def places(self, numbers: Integers) -> Integers:
+        series, windows = _in_series(self._number_ends, numbers)
+        ranks = self._ranks[series]
+        located: Integers = self.ends[ranks] - self.counts[ranks] + windows
+        return located
+
+    @override
+    def line(self, numbers: Integers) -> Integers:
+        return self.places(numbers)
+
+    @override
+    def on_line(self, index: Integers) -> Integers:
+        ranks, windows = self.in_series(index)
+        series = self.series.on_line(ranks)
+        numbers: Integers = self._number_ends[series] - self.counts[ranks] + windows
+        return numbers
+
+    @override
+    def dataset_rows(self, numbers: Integers) -> Integers:
+        if self.whole is None:
+            return numbers
+        series, windows = _in_series(self._number_ends, numbers)
+        series = self.series.dataset_rows(series)
+        firsts: Integers = self.whole._number_ends - self.whole.counts[self.whole._ranks]
+        return firsts[series] + windows
+
+    def numbered(self, rows: Integers) -> InSeries:
+        """The windows that dataset rows are; series are rows of the dataset too."""
+        return _in_series((self.whole or self)._number_ends, rows)
+
+    @override
+    def names(self, rows: Integers) -> list[Any]:
+        series, windows = self.numbered(rows)
+        steps: list[int] = (windows * self.stride).tolist()
+        return [
+            [series, step] for series, step in zip(self.series.names(series), steps, strict=True)
+        ]
+
+    @override
+    def stored_rows(self, rows: Integers) -> Integers:
+        return self.series.stored_rows(self.numbered(rows).series)
+
+    def stretches(
+        self, num_shards: int, edges: Sequence[tuple[int, int]], wanted: Sequence[int] | None
+    ) -> Stretches:
+        """The windows between places; or, for dataset order, between numbers.
+
+        Args:
+            num_shards: Shards of the order.
+            edges: The first place of each piece, and one past its last one.
+            wanted: For dataset order the shards whose windows are wanted; None for places.
+
+        Returns:
+            A stretch for each series that a piece has windows of.
+        """
+        every, ends = self._by_number if wanted is not None else self._by_place
+        # How many of the wanted shards come before each, twice around.
+        is_wanted = np.isin(np.arange(num_shards), [] if wanted is None else list(wanted))
+        before = np.append(0, np.cumsum(np.tile(is_wanted, 2)))
+        pieces = []
+        for first, end in edges:
+            begin, stop = np.searchsorted(ends, (first, end - 1), side="right")
+            at = slice(begin, stop + 1)
+            series, places, counts = (each[at] for each in every)
+            begins = ends[at] - counts
+            firsts = np.maximum(first, begins)
+            counts = np.minimum(end, ends[at]) - firsts
+            needed = counts > 0
+            if wanted is not None:
+                # Neighbours belong to shards one after the other.
+                shards = firsts % num_shards
+                needed = before[shards + np.clip(counts, 0, num_shards)] > before[shards]
+            pieces.append(Stretches(series, places + firsts - begins, counts).of(needed))
+        return Stretches(*map(np.concatenate, zip(*pieces, strict=True)))
+
+    @cached_property
+    def _by_place(self) -> tuple[Stretches, Integers]:
+        return self._stretches_of(np.arange(len(self.counts)))
+
+    @cached_property
+    def _by_number(self) -> tuple[Stretches, Integers]:
+        return self._stretches_of(self._ranks)
+
+    def _stretches_of(self, series: Integers) -> tuple[Stretches, Integers]:
+        """All windows in the order of some series, and where those of each end."""
+        series = series[self.counts[series] > 0]
+        counts = self.counts[series]
+        return Stretches(series, self.ends[series] - counts, counts), np.cumsum(counts)
+
+    def steps_before(self, windows: Integers, is_by_number: bool) -> Integers:
+        """The steps of all windows before others, if those of a series share what they have in
+        common; windows are given by their numbers or by their places.
+        """
+        (_, _, counts), ends = self._by_number if is_by_number else self._by_place
+        num_series = np.searchsorted(ends - counts, windows, side="left")
+        return windows * self.stride + num_series * (self.length - self.stride)
+
+
+def _in_series(ends: Integers, windows: Integers) -> InSeries:
+    series = np.zeros_like(windows)
+    if len(ends) > 1:
+        series = np.searchsorted(ends, windows, side="right")
+        windows = windows - np.where(series > 0, ends[series - 1], 0)
+    return InSeries(series, windows)
