@@ -137,7 +137,7 @@ class Build:
         probes = take_probes(workers, num_rows, fields)
         classes = _class_names(dataset)
         schema = probes[0].schema
-        plan = StorePlan(path, num_rows, options.num_shards, schema, classes, in_parts)
+        plan = StorePlan(path, num_rows, options.shards_of(num_rows), schema, classes, in_parts)
         plan.check()
         digests = tuple((probe.row, probe.digest) for probe in probes)
         row_s = median(probe.duration_s for probe in probes)
@@ -150,7 +150,7 @@ class Build:
         stream: Any,
         spool: Spool,
         path: Path,
-        num_shards: int,
+        options: BuildOptions,
         fingerprint: Fingerprint,
     ) -> "Build":
         """Plan to store the rows of a stream.
@@ -159,9 +159,10 @@ class Build:
             stream: The stream.
             spool: Its rows.
             path: Directory of the store.
-            num_shards: Shards that the rows are divided into.
+            options: How it is built.
             fingerprint: The identity of the stream.
         """
+        num_shards = options.shards_of(len(spool))
         plan = StorePlan(path, len(spool), num_shards, spool.schema, _class_names(stream))
         plan.check()
         probes = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))

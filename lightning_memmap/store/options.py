@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+from lightning_memmap.sampling import default_shards
 from lightning_memmap.schema.field_options import FieldOptions
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
@@ -15,7 +16,7 @@ class BuildOptions:
     """How a store is built, as its user says; see `lightning_memmap.store.build_store`.
 
     Args:
-        num_shards: Shards that the rows are divided into.
+        num_shards: Shards that the rows are divided into; None for those of `default_shards`.
         num_workers: Worker processes that read the dataset and write its rows; with 0, this one.
         fingerprint: The identity of the dataset in the user's own words.
         fields: What the user says of the fields.
@@ -26,7 +27,7 @@ class BuildOptions:
         ValueError: It is out of range.
     """
 
-    num_shards: int
+    num_shards: int | None
     num_workers: int
     fingerprint: str | None
     fields: FieldOptions
@@ -34,9 +35,14 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         # As integers of Python, whatever they were given as.
-        object.__setattr__(self, "num_shards", check_num_shards(self.num_shards))
+        if self.num_shards is not None:
+            object.__setattr__(self, "num_shards", check_num_shards(self.num_shards))
         object.__setattr__(self, "num_workers", check_num_workers(self.num_workers))
         check_given(self.fingerprint)
+
+    def shards_of(self, num_rows: int) -> int:
+        """The shards of a store of so many rows."""
+        return default_shards(num_rows) if self.num_shards is None else self.num_shards
 
     @property
     def show(self) -> ShowProgress:

@@ -55,7 +55,7 @@ def build_part(
     path: str | Path,
     part: tuple[int, int],
     *,
-    num_shards: int = 24,
+    num_shards: int | None = None,
     num_workers: int = 0,
     overwrite: bool = False,
     progress: bool = True,
@@ -75,7 +75,7 @@ def build_part(
             `lightning_memmap.store.build_store`. Beside the rows of the part, eight rows are read.
         path: Directory of the store.
         part: ``(i, n)``: this is part ``i``, counted from 0, of ``n``.
-        num_shards: Shards that the rows are divided into.
+        num_shards: Shards that the rows are divided into; by default as of `build_store`.
         num_workers: Worker processes that read and write; with 0, this process does both.
         overwrite: Write the part though a store is there, which `finish_store` is then to replace.
         progress: Show a progress bar.

@@ -37,7 +37,7 @@ def build_store(
     dataset: Any,
     path: str | Path,
     *,
-    num_shards: int = 24,
+    num_shards: int | None = None,
     num_workers: int = 0,
     overwrite: bool = False,
     progress: bool = True,
@@ -61,8 +61,10 @@ def build_store(
             iterated over, such as an ``IterableDataset`` or a generator: its rows are stored in the
             order in which they arrive, and its build cannot be resumed.
         path: Directory of the store. Its parent is made where it is missing.
-        num_shards: Shards that the rows are divided into. A number with many divisors serves many
-            device counts; 24 serves 1, 2, 3, 4, 6, 8, 12 and 24. At most 65,536.
+        num_shards: Shards that the rows are divided into, at most 65,536. A number with many
+            divisors serves many device counts. By default 24 for fewer than 20,000 rows, which
+            serve 1, 2, 3, 4, 6, 8, 12 and 24 devices, and 192 from there on, which serve 16, 32,
+            48, 64 and 96 too.
         num_workers: Worker processes that read the dataset and write its rows straight into the
             files. With 0, this process does both; otherwise it reads no row.
         overwrite: Replace a store of another dataset. The old store stays until the new one is
@@ -130,7 +132,7 @@ def build_store(
             with options.show("reading", None, 0) as advance:
                 spool = Spool(dataset, directory.parent, advance, options.fields)
             with closing(spool):
-                build = Build.of_stream(dataset, spool, directory, options.num_shards, identity)
+                build = Build.of_stream(dataset, spool, directory, options, identity)
                 build.run(options.show, resume=False)
         else:
             with Workers(dataset, options.num_workers) as workers:
@@ -193,7 +195,7 @@ def reopen(
     if not is_store(directory):
         raise no_store_error(directory, "`store_dir`")
     store = open_directory(directory)
-    if store.num_shards != options.num_shards:
+    if options.num_shards not in (None, store.num_shards):
         raise StoreError(
             f"num_shards={options.num_shards}: the store at {directory} has {store.num_shards}"
             f" shards; build it anew with overwrite=True, or give num_shards={store.num_shards}"
